@@ -1,0 +1,41 @@
+"""Every change that Mixtrain makes to Megatron-core 0.16.1, in one room.
+
+`fixes.py` mends what is broken on every device; `cpu.py` lets Megatron-core, whose code names CUDA, run on the host.
+Nothing of `cpu.py` is imported on a machine that trains on GPUs.
+"""
+
+from __future__ import annotations
+
+import megatron.core
+import torch
+
+EXPECTED_VERSION = "0.16.1"
+_applied: str | None = None
+
+
+def apply_patches(device_type: str | None = None) -> None:
+    """Patch Megatron-core once per process, before any of its objects is built.
+
+    `device_type` is "cuda" or "cpu"; None takes CUDA when there is one. Raises RuntimeError for another Megatron-core
+    version, or when a process asks for a second device type.
+    """
+    global _applied
+    if device_type is None:
+        device_type = _applied or ("cuda" if torch.cuda.is_available() else "cpu")
+    if _applied == device_type:
+        return
+    if _applied is not None:
+        raise RuntimeError(f"Megatron-core is already patched for {_applied}; one process trains on one device type, not also {device_type}.")
+    if megatron.core.__version__ != EXPECTED_VERSION:
+        raise RuntimeError(
+            f"megatron-core {megatron.core.__version__} is installed, but the patches in parallel/megatron were written for "
+            f"{EXPECTED_VERSION}. Run launch/setup.sh, or check each patch against the new version and raise EXPECTED_VERSION."
+        )
+    from parallel.megatron import fixes
+
+    fixes.apply()
+    if device_type == "cpu":
+        from parallel.megatron import cpu
+
+        cpu.apply()
+    _applied = device_type
