@@ -1,0 +1,70 @@
+"""The optimizer: Megatron-core's mixed-precision and sharded AdamW, with torch's fused kernel where TE and apex are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from configs.schema import Config
+from optim.schedule import learning_rate
+
+
+def build_optimizer(config: Config, chunks: list[torch.nn.Module]) -> MegatronOptimizer:
+    """The optimizer of this rank's model chunks, which must be wrapped in Megatron's DistributedDataParallel."""
+    settings, precision = config.optimizer, config.training.precision
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.epsilon,
+            clip_grad=settings.clip_grad,
+            bf16=precision == "bf16",
+            fp16=precision == "fp16",
+            initial_loss_scale=config.training.initial_loss_scale,
+            params_dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
+            use_distributed_optimizer=settings.distributed,
+            overlap_param_gather=overlaps_param_gather(config),
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+    for member in members(optimizer):
+        if isinstance(member.optimizer, torch.optim.AdamW):
+            for group in member.optimizer.param_groups:
+                group["foreach"], group["fused"] = False, True
+    return optimizer
+
+
+def overlaps_param_gather(config: Config) -> bool:
+    """Whether updated weights are gathered behind the next forward pass: only the sharded optimizer gathers any."""
+    return config.optimizer.distributed and config.parallel.overlap_param_gather and config.parallel.overlap_grad_reduce
+
+
+def members(optimizer: MegatronOptimizer) -> list[Any]:
+    """The single optimizers inside Megatron's chain (dense parameters, expert parameters)."""
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def param_groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
+    """Every parameter group of every member that holds parameters on this rank."""
+    for member in members(optimizer):
+        if member.optimizer is not None:
+            yield from member.optimizer.param_groups
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, config: Config, step: int) -> float:
+    """Set rate and weight decay for optimizer step `step` (from 1) in every group, and return the rate."""
+    rate = learning_rate(config.optimizer, config.training.steps, step)
+    for group in param_groups(optimizer):
+        group["lr"] = rate * group.get("lr_mult", 1.0)
+        group["weight_decay"] = config.optimizer.weight_decay * group.get("wd_mult", 1.0)
+    return rate
