@@ -1,7 +1,7 @@
-"""The typed configuration: every key, its default and its meaning, and every rule that spans several keys.
+"""The typed configuration: every key, its default and its meaning.
 
-Hydra composes YAML groups over these dataclasses; `validate` then checks what types alone cannot.
-Nothing heavy is imported here, so that a wrong config fails in a second, before any rank allocates memory.
+Hydra composes YAML groups over these dataclasses; `validate.py` then checks what types alone cannot, `derived.py` works out
+what follows. Nothing heavy is imported here, so that a wrong config fails in a second, before any rank allocates memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ModelConfig:
     rotary_fraction: float = 1.0  # share of each head's channels that rotate
     normalization: str = "rmsnorm"  # rmsnorm | layernorm
     norm_epsilon: float = 1e-5
-    norm_position: str = "pre"  # pre | post (the original BERT)
+    norm_position: str = "pre"  # pre | post (bert only: the original BERT)
     qk_norm: bool = False  # RMSNorm or LayerNorm on each query and key head
     activation: str = "swiglu"  # swiglu | gelu | gelu_tanh
     linear_bias: bool = False
@@ -58,7 +58,7 @@ class MoEConfig:
     shared_expert_ffn_hidden_size: Optional[int] = None  # null: no shared expert
     layers: Any = 1  # n: every n-th layer is MoE; or a list of 0/1, one per layer
     router_score: str = "softmax"  # softmax | sigmoid
-    normalize_top_k: bool = True  # weights of the chosen experts sum to 1
+    normalize_top_k: bool = True  # weights of the chosen experts sum to 1; must be false for softmax with top_k=1
     routed_scaling_factor: Optional[float] = None
     aux_loss_coeff: float = 0.0  # load-balancing loss over a micro-batch (Switch Transformer)
     sequence_aux_loss_coeff: float = 0.0  # the same loss over each sequence
@@ -86,7 +86,7 @@ class ParallelConfig:
     expert: int = 1
     expert_tensor: Optional[int] = None  # null: `tensor` when expert is 1, else 1
     overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = True
+    overlap_param_gather: bool = True  # no effect without optimizer.distributed and overlap_grad_reduce
     timeout_seconds: int = 600  # every collective ends, or fails, within this
 
 

@@ -1,0 +1,86 @@
+"""Values that follow from the configuration, worked out in one place for every room.
+
+They assume a configuration that passed `validate`; nothing here raises for a user's mistake.
+"""
+
+from __future__ import annotations
+
+from configs.schema import Config
+
+
+def is_moe(config: Config) -> bool:
+    """Whether the model has mixture-of-experts layers."""
+    return config.moe.num_experts is not None
+
+
+def head_dim(config: Config) -> int:
+    """Channels of one attention head."""
+    return config.model.head_dim or config.model.hidden_size // config.model.num_attention_heads
+
+
+def num_query_groups(config: Config) -> int:
+    """Key/value heads; equal to the query heads for multi-head attention."""
+    return config.model.num_query_groups or config.model.num_attention_heads
+
+
+def ffn_hidden_size(config: Config) -> int:
+    """Width of a dense layer's feed-forward block (of one of the two halves for SwiGLU)."""
+    return config.model.ffn_hidden_size or 4 * config.model.hidden_size
+
+
+def expert_ffn_hidden_size(config: Config) -> int:
+    """Width of one routed expert's feed-forward block."""
+    return config.moe.ffn_hidden_size or ffn_hidden_size(config)
+
+
+def moe_layer_pattern(config: Config) -> list[int]:
+    """One entry per layer of the whole model: 1 for an MoE layer, 0 for a dense one (Megatron-core's `moe_layer_freq`)."""
+    num_layers = config.model.num_layers
+    if not is_moe(config):
+        return [0] * num_layers
+    if isinstance(config.moe.layers, list):
+        return [int(layer) for layer in config.moe.layers]
+    return [int(layer % config.moe.layers == 0) for layer in range(num_layers)]
+
+
+def expert_tensor_size(config: Config) -> int:
+    """Ranks that one expert's weights are split over: `parallel.expert_tensor`, else `tensor` without expert parallelism, else 1."""
+    parallel = config.parallel
+    if parallel.expert_tensor is not None:
+        return parallel.expert_tensor
+    return parallel.tensor if parallel.expert == 1 else 1
+
+
+def model_parallel_size(config: Config) -> int:
+    """Ranks that hold one copy of the dense part of the model."""
+    return config.parallel.tensor * config.parallel.pipeline * config.parallel.context
+
+
+def expert_model_parallel_size(config: Config) -> int:
+    """Ranks that hold one copy of all experts."""
+    return expert_tensor_size(config) * config.parallel.expert * config.parallel.pipeline
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Copies of the dense part of the model: the ranks that read different samples."""
+    return world_size // model_parallel_size(config)
+
+
+def expert_data_parallel_size(config: Config, world_size: int) -> int:
+    """Copies of each expert."""
+    return world_size // expert_model_parallel_size(config)
+
+
+def num_micro_batches(config: Config, world_size: int) -> int:
+    """Micro-batches that one rank runs in an optimizer step."""
+    return config.training.global_batch_size // (config.training.micro_batch_size * data_parallel_size(config, world_size))
+
+
+def decay_steps(config: Config) -> int:
+    """Step at which the learning rate reaches `min_lr`."""
+    return config.training.steps if config.optimizer.decay_steps is None else config.optimizer.decay_steps
+
+
+def overlap_param_gather(config: Config) -> bool:
+    """Whether parameters are gathered during the forward pass: asked for, and possible (Megatron's DDP needs both other options)."""
+    return config.parallel.overlap_param_gather and config.parallel.overlap_grad_reduce and config.optimizer.distributed
