@@ -1,0 +1,43 @@
+"""Fixtures and skips that all tests share."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests import distributed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _workers_end_with_the_session() -> Iterator[None]:
+    yield
+    distributed.shutdown()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run; each mark is probed only if a collected test has it."""
+    probes = {"gpu": _has_gpu, "slurm": _has_slurm, "netns": _has_network_namespaces}
+    for mark, probe in probes.items():
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        if marked and not probe():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=f"this machine lacks what the mark '{mark}' needs"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _has_slurm() -> bool:
+    return shutil.which("sbatch") is not None
+
+
+def _has_network_namespaces() -> bool:
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "--net", "true"], capture_output=True, timeout=30).returncode == 0

@@ -1,0 +1,7 @@
+"""How far two computations of the same thing may differ. All relative. Never relaxed to make a test pass."""
+
+FP32_LOSS = 1e-5  # per-step loss of two layouts of one fp32 run, over 20 steps
+FP32_GRAD_NORM = 1e-4  # per-step gradient norm of the same
+BF16_LOSS = 1e-2  # per-step loss of two layouts of one bf16 run, over 20 steps
+ORACLE_LOGITS = 1e-5  # fp32 logits against the Hugging Face implementation of the same weights
+ORACLE_GRADS = 1e-4  # fp32 loss and gradients against the same
