@@ -140,7 +140,9 @@ def restore(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], loaded:
         if steps == 0:
             continue
         inner = owned.member.optimizer
-        state = {kind: loaded[name][kind].view(-1)[owned.start : owned.end].to(owned.main.device).view_as(owned.main).clone() for kind in MOMENTS}
+        state = {
+            kind: loaded[name][kind].view(-1)[owned.start : owned.end].to(owned.main.device).view_as(owned.main).clone() for kind in MOMENTS
+        }
         if isinstance(inner, torch.optim.AdamW):
             on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
             state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=owned.main.device if on_device else "cpu")

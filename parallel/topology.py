@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from configs.derived import expert_tensor_size, model_parallel_size
 from configs.schema import Config, ConfigError
 from parallel.megatron import apply_patches
 
@@ -83,7 +84,7 @@ def initialize(config: Config) -> Topology:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world_size = dist.get_world_size()
-    model_size = layout.tensor * layout.pipeline * layout.context
+    model_size = model_parallel_size(config)
     if world_size % model_size != 0:
         raise ConfigError(
             f"world size ({world_size}) must be divisible by parallel.tensor x pipeline x context "
@@ -115,14 +116,6 @@ def initialize(config: Config) -> Topology:
         expert_size=layout.expert,
         expert_data_size=parallel_state.get_expert_data_parallel_world_size(),
     )
-
-
-def expert_tensor_size(config: Config) -> int:
-    """The tensor parallel size inside experts: `parallel.expert_tensor`, or `tensor` when experts are not split, else 1."""
-    layout = config.parallel
-    if layout.expert_tensor is not None:
-        return layout.expert_tensor
-    return layout.tensor if layout.expert == 1 else 1
 
 
 def _seed_random_numbers(config: Config) -> None:

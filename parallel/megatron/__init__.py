@@ -25,7 +25,9 @@ def apply_patches(device_type: str | None = None) -> None:
     if _applied == device_type:
         return
     if _applied is not None:
-        raise RuntimeError(f"Megatron-core is already patched for {_applied}; one process trains on one device type, not also {device_type}.")
+        raise RuntimeError(
+            f"Megatron-core is already patched for {_applied}; one process trains on one device type, not also {device_type}."
+        )
     if megatron.core.__version__ != EXPECTED_VERSION:
         raise RuntimeError(
             f"megatron-core {megatron.core.__version__} is installed, but the patches in parallel/megatron were written for "

@@ -32,7 +32,9 @@ def _write_checkpoints_in_this_process() -> None:
             local_results: queue.Queue[Any] = queue.Queue()
             count: queue.Queue[int] = queue.Queue()
             count.put(i)
-            filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, i, bucket, local_results, count, use_fsync=True, use_msc=use_msc)
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                transforms, i, bucket, local_results, count, use_fsync=True, use_msc=use_msc
+            )
             index, result = local_results.get(timeout=60)
             if isinstance(result, Exception):
                 written = result

@@ -1,0 +1,51 @@
+"""Validation loss every `training.eval_interval` steps and at the end, beside what a unigram model would reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from training.run import Callback, Metrics, Run
+from training.step import Batch
+
+
+class Evaluation(Callback):
+    """Adds `validation_loss` to the metrics; at the end prints it next to the unigram entropy of the same tokens."""
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        interval = run.config.training.eval_interval
+        if interval == 0 or (metrics["step"] % interval != 0 and not run.is_last_step):
+            return
+        loss, extra, entropy = evaluate(run)
+        metrics["validation_loss"] = loss
+        metrics["unigram_entropy"] = entropy
+        metrics.update({f"validation_{name}": value for name, value in extra.items()})
+        if run.is_last_step:
+            run.say(f"validation loss {loss:.4f} nats, {entropy - loss:.4f} below the unigram entropy of the same tokens ({entropy:.4f})")
+
+
+def evaluate(run: Run) -> tuple[float, dict[str, float], float]:
+    """Mean loss over `training.eval_batches` global batches of the validation split, extra losses, unigram entropy in nats."""
+    counts = torch.zeros(run.vocab_size, dtype=torch.float64)
+    loader = run.make_validation_loader()
+
+    def steps() -> Iterator[list[Batch]]:
+        for _ in range(run.config.training.eval_batches):
+            batches = loader.next_step()
+            for batch in batches:
+                predicted = batch["labels"][batch["loss_mask"] > 0]
+                counts.add_(torch.bincount(predicted, minlength=run.vocab_size))
+            yield batches
+
+    try:
+        loss, extra = run.model.evaluate(steps())
+    finally:
+        loader.close()
+    counts = counts.to(run.topology.device)
+    if run.topology.data_size > 1:
+        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+    frequencies = counts[counts > 0] / counts.sum()
+    return loss, extra, float(-(frequencies * frequencies.log()).sum())

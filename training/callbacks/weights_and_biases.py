@@ -1,0 +1,44 @@
+"""The metrics of `metrics.jsonl` as a Weights & Biases run: online with an API key, offline without one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+from typing import Any
+
+from training.metrics import scalars
+from training.run import Callback, Metrics, Run
+
+
+class WeightsAndBiases(Callback):
+    """Logs on the main rank unless `logging.wandb` is off; a resumed run goes on under the same id."""
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def on_start(self, run: Run) -> None:
+        mode = run.config.logging.wandb
+        if not run.is_main or mode == "off":
+            return
+        import wandb  # imports for a second; only where it is used
+
+        if mode == "auto":
+            mode = "online" if wandb.api.api_key else "offline"
+        self._run = wandb.init(
+            project=run.config.logging.wandb_project,
+            name=run.config.name,
+            id=hashlib.sha256(str(run.run_dir.resolve()).encode()).hexdigest()[:16],
+            dir=str(run.run_dir),
+            config=asdict(run.config),
+            mode=mode,
+            resume="allow" if mode == "online" else None,
+            settings=wandb.Settings(silent=True),
+        )
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        if self._run is not None:
+            self._run.log(scalars(metrics), step=metrics["step"])
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()

@@ -1,0 +1,70 @@
+"""The state of a run that callbacks see, and the shape of a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Config
+from parallel.topology import Topology
+from training.checkpoint import Progress
+from training.step import Model
+
+Metrics = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """One training run on this rank. `make_validation_loader()` starts over at the first validation sample."""
+
+    config: Config
+    topology: Topology
+    model: Model
+    vocab_size: int
+    tokenizer: Any
+    loader: Any
+    make_validation_loader: Callable[[], Any]
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and prints."""
+        return self.topology.rank == 0
+
+    @property
+    def is_last_step(self) -> bool:
+        return self.progress.step >= self.config.training.steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.training.global_batch_size * self.config.model.sequence_length
+
+    def say(self, line: str) -> None:
+        """Print a line once per job."""
+        if self.is_main:
+            print(line, flush=True)
+
+
+class Callback:
+    """One concern of a run, beside the loop. Every rank calls every hook, so a hook may communicate.
+
+    `after_step` may add to the metrics of the step; later callbacks see what earlier ones added.
+    """
+
+    def on_start(self, run: Run) -> None:
+        """Called once, before the first step of this process, after a resume."""
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        """Called after each optimizer step, in the order of the list in training/trainer.py."""
+
+    def on_end(self, run: Run) -> None:
+        """Called once when all steps are done."""
+
+    def close(self) -> None:
+        """Called once in any case, also after an error."""

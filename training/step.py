@@ -1,0 +1,223 @@
+"""One optimizer step, and one evaluation, in any layout: micro-batches in, numbers of the global batch out.
+
+The loss that is minimised is the sum over the predicted tokens of the global batch, divided by their number, so the
+step does not depend on how the batch is cut into ranks and micro-batches. Megatron's schedule averages over micro-batches
+and its DDP over data parallel ranks; `_loss` undoes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
+
+from configs.schema import Config
+from models.build import build_model, family_module
+from moe.watch import RouterWatch
+from optim.build import build_optimizer, overlaps_param_gather, set_learning_rate
+from parallel.topology import Topology
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class StepResult:
+    """Numbers of one step over the global batch. `extra` holds further losses; `updated` is False for a skipped fp16 step."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    updated: bool
+    extra: dict[str, float]
+    tokens_per_expert: torch.Tensor | None = None  # [num_layers, num_experts]
+
+
+class Model:
+    """This rank's model chunks with their gradient buffers and optimizer, and Megatron's schedule over them."""
+
+    def __init__(self, config: Config, topology: Topology, vocab_size: int):
+        self.config, self.topology = config, topology
+        self.family = family_module(config)
+        self.bare_chunks = build_model(config, vocab_size)
+        self.chunks = _wrap(config, self.bare_chunks)
+        self.optimizer = build_optimizer(config, self.chunks)
+        self._schedule = get_forward_backward_func()
+        self._connect()
+        self.watch: RouterWatch | None = None
+        if config.moe.num_experts is not None:
+            coefficients = {
+                "aux_loss": config.moe.aux_loss_coeff,
+                "sequence_aux_loss": config.moe.sequence_aux_loss_coeff,
+                "z_loss": config.moe.z_loss_coeff,
+            }
+            losses = [name for name, coefficient in coefficients.items() if coefficient > 0]
+            self.watch = RouterWatch(self.bare_chunks, config.model.num_layers, config.moe.num_experts, losses, topology.device)
+        self._extra_names = ["sentence_loss"] if config.model.sentence_head != "none" else []
+
+    def _connect(self) -> None:
+        """Tell Megatron's schedule how to scale the loss and when to reduce gradients and gather weights."""
+        settings = get_model_config(self.chunks[0])
+        settings.grad_scale_func = self.optimizer.scale_loss
+        settings.finalize_model_grads_func = finalize_model_grads
+        if self.config.parallel.overlap_grad_reduce:
+            settings.no_sync_func = _one_or_all([chunk.no_sync for chunk in self.chunks])
+            settings.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in self.chunks])
+        if overlaps_param_gather(self.config):
+            settings.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in self.chunks])
+
+    def train_step(self, batches: Sequence[Batch], step: int) -> StepResult:
+        """Take optimizer step `step` (from 1) on this rank's micro-batches of the global batch."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        rate = set_learning_rate(self.optimizer, self.config, step)
+        sums, count = self._run(batches, forward_only=False)
+        updated, grad_norm, _ = self.optimizer.step()
+        flat = self._sum_over_ranks(sums, with_routers=True)
+        loss, extra = self._losses(flat, count, len(batches))
+        result = StepResult(loss, float(grad_norm or 0.0), rate, bool(updated), extra)
+        if self.watch is not None:
+            counts, router_losses = self.watch.split(flat[len(sums) :])
+            result.tokens_per_expert = counts.cpu()
+            layers = (counts.sum(dim=1) > 0).sum().clamp(min=1)
+            for name, values in router_losses.items():
+                ranks = self.topology.data_size * (self.topology.tensor_size if name == "z_loss" else 1)
+                extra[name] = float(values.sum() / (layers * len(batches) * ranks))
+        return result
+
+    def evaluate(self, steps: Iterator[Sequence[Batch]]) -> tuple[float, dict[str, float]]:
+        """Mean loss per predicted token over the given global batches, and means of the extra losses."""
+        total, tokens, batches = torch.zeros(1 + len(self._extra_names), dtype=torch.float64, device=self.topology.device), 0.0, 0
+        with self.frozen_weights():
+            for micro_batches in steps:
+                sums, count = self._run(micro_batches, forward_only=True)
+                total += sums
+                tokens += float(count)
+                batches += len(micro_batches)
+        flat = self._sum_over_ranks(total, with_routers=False)
+        return self._losses(flat, torch.tensor(tokens), batches)
+
+    def frozen_weights(self) -> _FrozenWeights:
+        """Context for reading weights between steps: gathers that are still due are finished first, dropout is off."""
+        return _FrozenWeights(self.chunks, overlaps_param_gather(self.config))
+
+    def forward(self, micro_batch: Batch) -> torch.Tensor | None:
+        """Logits [batch, sequence, vocabulary] (fp32, this rank's slice of the vocabulary) on the last pipeline stage, else None."""
+
+        def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            return self.family.forward(chunk, self._to_device(next(iterator))), lambda output, non_loss_data=True: output
+
+        sequence_length, batch_size = micro_batch["tokens"].shape[1], micro_batch["tokens"].shape[0]
+        with self.frozen_weights(), torch.no_grad():
+            outputs = self._schedule(
+                forward_step_func=forward_step,
+                data_iterator=self._iterators([micro_batch] * self._min_micro_batches()),
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=self._min_micro_batches(),
+                seq_length=sequence_length,
+                micro_batch_size=batch_size,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        return outputs[-1].float() if outputs else None
+
+    def _min_micro_batches(self) -> int:
+        return self.topology.pipeline_size if len(self.chunks) > 1 else 1
+
+    def _iterators(self, batches: Sequence[Batch]) -> Any:
+        return [iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {key: value.to(self.topology.device, non_blocking=True) for key, value in batch.items()}
+
+    def _run(self, batches: Sequence[Batch], *, forward_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the schedule. Returns this rank's loss sums [loss, *extra] (zero off the last stage) and the number of
+        predicted tokens of the global batch (a tensor on the device, so that no host waits for it)."""
+        count = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum().to(self.topology.device)
+        if self.topology.data_size > 1:
+            dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
+        scale = len(batches) * self.topology.data_size / count.clamp(min=1.0)
+        sums = torch.zeros(1 + len(self._extra_names), dtype=torch.float64, device=self.topology.device)
+
+        def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            batch = self._to_device(next(iterator))
+            return self.family.forward(chunk, batch), partial(self._loss, batch, scale, sums)
+
+        self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=self._iterators(batches),
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(batches),
+            seq_length=self.config.model.sequence_length,
+            micro_batch_size=self.config.training.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return sums, count
+
+    def _loss(self, batch: Batch, scale: torch.Tensor, sums: torch.Tensor, output: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        loss_sum, extra = self.family.loss(output, batch)
+        with torch.no_grad():
+            sums[0] += loss_sum
+            for i, name in enumerate(self._extra_names):
+                sums[1 + i] += extra[name]
+        return loss_sum * scale + sum(extra.values()), {}
+
+    def _sum_over_ranks(self, sums: torch.Tensor, *, with_routers: bool) -> torch.Tensor:
+        if self.topology.tensor_rank != 0:
+            sums = torch.zeros_like(sums)  # tensor parallel ranks computed the same loss
+        if with_routers and self.watch is not None:
+            sums = torch.cat([sums, self.watch.take()])
+        if self.topology.world_size > 1:
+            dist.all_reduce(sums)
+        return sums
+
+    def _losses(self, flat: torch.Tensor, count: torch.Tensor, num_micro_batches: int) -> tuple[float, dict[str, float]]:
+        micro_batches = num_micro_batches * self.topology.data_size
+        extra = {name: float(flat[1 + i]) / max(micro_batches, 1) for i, name in enumerate(self._extra_names)}
+        return float(flat[0]) / max(float(count), 1.0), extra
+
+
+class _FrozenWeights:
+    """Evaluation mode with complete weights; restores training mode and the overlapped gather on exit."""
+
+    def __init__(self, chunks: list[DistributedDataParallel], overlapped: bool):
+        self.chunks, self.overlapped = chunks, overlapped
+
+    def __enter__(self) -> None:
+        for chunk in self.chunks:
+            if self.overlapped:
+                chunk.disable_forward_pre_hook(param_sync=True)
+            chunk.eval()
+
+    def __exit__(self, *error: Any) -> None:
+        for chunk in self.chunks:
+            if self.overlapped:
+                chunk.enable_forward_pre_hook()
+            chunk.train()
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions if len(functions) > 1 else functions[0]
+
+
+def _wrap(config: Config, chunks: list[torch.nn.Module]) -> list[DistributedDataParallel]:
+    settings = get_model_config(chunks[0])
+    if config.training.precision != "fp32":
+        chunks = [Float16Module(settings, chunk) for chunk in chunks]
+    ddp_settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=overlaps_param_gather(config),
+        use_distributed_optimizer=config.optimizer.distributed,
+    )
+    return [DistributedDataParallel(settings, ddp_settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]

@@ -1,0 +1,164 @@
+"""The loop. Features are callbacks; this file only joins the rooms and calls them in order."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from configs.compose import to_yaml
+from data.build import build_data, build_tokenizer
+from data.prepare import prepare
+
+from configs.schema import Config, ConfigError
+from parallel import topology as topology_module
+from training import checkpoint
+from training.callbacks.checkpoints import Checkpoints
+from training.callbacks.evaluation import Evaluation
+from training.callbacks.metrics_file import MetricsFile
+from training.callbacks.progress import Progress as ProgressLine
+from training.callbacks.samples import Samples
+from training.callbacks.tensorboard import TensorBoard
+from training.callbacks.weights_and_biases import WeightsAndBiases
+from training.flops import training_flops_per_token
+from training.metrics import expert_load, peak_flops, peak_memory_bytes
+from training.run import Callback, Metrics, Run
+from training.step import Model
+
+
+class Trainer:
+    """Builds a run from its config, resumes it if there is something to resume, and takes its steps."""
+
+    def __init__(self, config: Config):
+        if config.training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
+            torch.use_deterministic_algorithms(True)
+        self.config = config
+        self.callbacks: list[Callback] = [
+            Evaluation(),  # adds to the metrics that the next ones write
+            MetricsFile(),
+            ProgressLine(),
+            TensorBoard(),
+            WeightsAndBiases(),
+            Checkpoints(),  # last: a checkpoint's step is already on record
+            Samples(),
+        ]
+
+    def fit(self) -> None:
+        """Train to `training.steps`, from the checkpoint that `checkpoint.resume` names or from the start."""
+        run = self._build()
+        try:
+            if run.is_last_step:
+                run.say(f"{run.run_dir} is finished: {run.progress.step} steps are done. Raise training.steps to go on.")
+                return
+            for callback in self.callbacks:
+                callback.on_start(run)
+            while not run.is_last_step:
+                metrics = self.train_step(run)
+                for callback in self.callbacks:
+                    callback.after_step(run, metrics)
+            for callback in self.callbacks:
+                callback.on_end(run)
+        finally:
+            for callback in self.callbacks:
+                callback.close()
+            run.loader.close()
+        topology_module.destroy()
+
+    def train_step(self, run: Run) -> Metrics:
+        """One optimizer step: this rank's micro-batches, forward and backward, update, and the step's metrics."""
+        start, waited = time.perf_counter(), run.loader.wait_seconds
+        batches = run.loader.next_step()
+        result = run.model.train_step(batches, run.progress.step + 1)
+        run.progress.step += 1
+        run.progress.consumed_samples += self.config.training.global_batch_size
+        seconds = time.perf_counter() - start
+        metrics: Metrics = {
+            "step": run.progress.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "tokens": run.tokens_per_step,
+            "tokens_per_second": run.tokens_per_step / seconds,
+            "step_seconds": seconds,
+            "data_wait_seconds": run.loader.wait_seconds - waited,
+            "peak_memory_bytes": peak_memory_bytes(run.topology.device),
+            "updated": result.updated,
+            **result.extra,
+        }
+        if self._peak_flops is not None:
+            metrics["mfu"] = self._flops_per_token * metrics["tokens_per_second"] / (self._peak_flops * run.topology.world_size)
+        if result.tokens_per_expert is not None:
+            metrics["tokens_per_expert"] = expert_load(result.tokens_per_expert)
+        return metrics
+
+    def _build(self) -> Run:
+        config = self.config
+        is_main = int(os.environ.get("RANK", "0")) == 0
+        topology_module.choose_device(config)  # a wrong device is told before the data is prepared
+        prepared = prepare(config.data, config.model.family, show_progress=is_main and config.logging.progress)
+        tokenizer = build_tokenizer(prepared)
+        vocab_size = config.model.vocab_size or tokenizer.vocab_size
+        if vocab_size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size ({vocab_size}) is smaller than the vocabulary of data.tokenizer ({tokenizer.vocab_size}), "
+                f"some of whose ids would have no embedding. Try model.vocab_size={tokenizer.vocab_size}, or null to follow the tokenizer."
+            )
+        topology = topology_module.initialize(config)
+        folder = self._find_checkpoint()
+        if folder is not None:
+            checkpoint.check_same_model(config, vocab_size, folder)
+        model = Model(config, topology, vocab_size)
+        progress = checkpoint.Progress()
+        if folder is not None:
+            progress = checkpoint.load(model, topology, folder)
+            if topology.rank == 0:
+                print(f"resumed from {folder} at step {progress.step}", flush=True)
+        loader, make_validation_loader = build_data(
+            config, prepared, rank=topology.data_rank, world_size=topology.data_size, consumed_samples=progress.consumed_samples
+        )
+        self._flops_per_token = training_flops_per_token(config, vocab_size)
+        self._peak_flops = peak_flops(config, topology.device)
+        run = Run(config, topology, model, vocab_size, tokenizer, loader, make_validation_loader, progress)
+        self._describe(run)
+        return run
+
+    def _find_checkpoint(self) -> Path | None:
+        """Rank 0 looks, every rank hears: a checkpoint that vanishes between two looks cannot split the job."""
+        answer: list[str | None] = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                folder, passed_over = checkpoint.find(self.config)
+                for line in passed_over:
+                    print(line, flush=True)
+                answer[0] = None if folder is None else str(folder)
+            except ConfigError as error:
+                answer[1] = str(error)
+        dist.broadcast_object_list(answer, src=0)
+        if answer[1] is not None:
+            raise ConfigError(answer[1])
+        return None if answer[0] is None else Path(answer[0])
+
+    def _describe(self, run: Run) -> None:
+        if not run.is_main:
+            return
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+        (run.run_dir / "config.yaml").write_text(to_yaml(self.config))
+        layout = self.config.parallel
+        sizes = {
+            "data": run.topology.data_size,
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "virtual": layout.virtual_pipeline or 1,
+            "context": layout.context,
+            "expert": layout.expert,
+        }
+        used = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+        print(
+            f"{self.config.name}: {self.config.model.family}, {run.topology.world_size} {run.topology.device.type} rank(s), {used}; "
+            f"vocabulary {run.vocab_size}; {self._flops_per_token / 1e6:.1f} MFLOP per token; steps {run.progress.step} to "
+            f"{self.config.training.steps} of {run.tokens_per_step} tokens; writing to {run.run_dir}",
+            flush=True,
+        )
