@@ -1,0 +1,505 @@
+"""Every rule that types alone cannot hold: ranges, names, divisibility, what goes with what.
+
+A rule yields a `Problem`: the field, its value, the rule, and candidate fixes. `validate` reports the first problem and proposes
+the first candidate with which the whole configuration is legal, so that what a message suggests works.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from configs import derived
+from configs.schema import Config, ConfigError
+
+Fix = dict[str, Any]  # dotted key -> value; the key WORLD_SIZE stands for the number of processes
+WORLD_SIZE = "world_size"
+MIN_SENTENCEPIECE_VOCAB = 300  # 256 bytes, the special pieces and some room to learn
+MIN_BERT_SEQUENCE = 8  # [CLS] a [SEP] b [SEP] with something to mask
+
+
+class Problem(NamedTuple):
+    key: str
+    rule: str  # reads on from "key (value) "
+    fixes: list[Fix]
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.family": ("gpt", "bert"),
+    "model.position_embedding": ("rope", "learned"),
+    "model.normalization": ("rmsnorm", "layernorm"),
+    "model.norm_position": ("pre", "post"),
+    "model.activation": ("swiglu", "gelu", "gelu_tanh"),
+    "model.sentence_head": ("none", "next_sentence", "sentence_order"),
+    "model.backend": ("auto", "portable", "transformer_engine"),
+    "moe.router_score": ("softmax", "sigmoid"),
+    "moe.drop_policy": ("probs", "position"),
+    "moe.dispatcher": ("alltoall", "allgather"),
+    "optimizer.name": ("adamw",),
+    "optimizer.schedule": ("cosine", "linear", "constant", "wsd"),
+    "training.precision": ("fp32", "bf16", "fp16"),
+    "training.recompute": ("none", "selective", "full"),
+    "training.device": ("auto", "cpu", "cuda"),
+    "logging.wandb": ("auto", "online", "offline", "off"),
+}
+
+# Keys whose other values belong to features that do not exist yet.
+ONLY: dict[str, tuple[Any, str]] = {
+    "parallel.context": (1, "context parallelism"),
+    "parallel.context_kind": ("none", "context parallelism"),
+    "moe.pipeline_degree": (1, "splitting a layer's tokens into chunks"),
+    "moe.memory_strategy": ("keep", "reusing the memory of MoE layers"),
+    "moe.placement.policy": ("static", "moving and copying experts"),
+    "moe.placement.extra_slots": (0, "moving and copying experts"),
+    "optimizer.state_device": ("device", "optimizer state outside the device's memory"),
+}
+
+# key -> (lowest, highest, whether the lowest, whether the highest itself is allowed); null passes where the schema allows it.
+INF = math.inf
+RANGES: dict[str, tuple[float, float, bool, bool]] = {
+    **dict.fromkeys(
+        [
+            *(f"model.{key}" for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")),
+            *(f"model.{key}" for key in ("head_dim", "sequence_length", "vocab_size")),
+            *(f"moe.{key}" for key in ("num_experts", "top_k", "ffn_hidden_size", "shared_expert_ffn_hidden_size")),
+            *(f"moe.{key}" for key in ("num_groups", "group_top_k", "placement.interval")),
+            *(f"parallel.{key}" for key in ("tensor", "pipeline", "context", "expert", "expert_tensor", "timeout_seconds")),
+            *(f"data.{key}" for key in ("vocab_size", "num_workers", "prefetch", "timeout_seconds")),
+            *(f"training.{key}" for key in ("steps", "global_batch_size", "micro_batch_size", "eval_batches")),
+            "optimizer.decay_steps",
+        ],
+        (1, INF, True, True),
+    ),
+    **dict.fromkeys(
+        [
+            *("training.eval_interval", "training.seed", "checkpoint.interval", "checkpoint.keep", "moe.placement.extra_slots"),
+            *(f"optimizer.{key}" for key in ("lr", "min_lr", "weight_decay", "clip_grad", "warmup_steps", "wsd_decay_steps")),
+            *(f"moe.{key}" for key in ("aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "expert_bias_rate")),
+            *("sample.num_tokens", "sample.temperature", "model.init_std"),
+        ],
+        (0, INF, True, True),
+    ),
+    **dict.fromkeys(
+        [
+            *("model.rotary_base", "model.norm_epsilon", "moe.capacity_factor", "moe.routed_scaling_factor", "optimizer.epsilon"),
+            *("training.initial_loss_scale", "logging.peak_tflops"),
+        ],
+        (0, INF, False, True),
+    ),
+    **dict.fromkeys(["model.hidden_dropout", "model.attention_dropout", "data.short_sequence_probability"], (0, 1, True, False)),
+    **dict.fromkeys(["optimizer.beta1", "optimizer.beta2"], (0, 1, True, False)),
+    **dict.fromkeys(["data.validation_fraction", "data.mask_probability"], (0, 1, False, False)),
+    **dict.fromkeys(["model.rotary_fraction", "sample.top_p"], (0, 1, False, True)),
+    "parallel.virtual_pipeline": (2, INF, True, True),
+}
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Check a configuration for a run on `world_size` processes.
+
+    Raises:
+        ConfigError: naming the first field that breaks a rule, its value, the rule, and a value that works.
+    """
+    problem = first_problem(config, world_size)
+    if problem is not None:
+        value = world_size if problem.key == WORLD_SIZE else get(config, problem.key)
+        raise ConfigError(f"{problem.key} ({show(value)}) {problem.rule}. {_advice(config, world_size, problem)}".strip())
+
+
+def first_problem(config: Config, world_size: int) -> Problem | None:
+    """The first broken rule; later rules may assume that earlier ones hold."""
+    for rules in RULES:
+        for problem in rules(config, world_size):
+            return problem
+    return None
+
+
+def get(config: Config, key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def show(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        text = f"[{','.join(show(item) for item in value)}]"
+        return text if len(text) <= 60 else f"{text[:50]}...]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that a user who typed `name` most likely meant, if any is near."""
+    close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def default(key: str) -> Any:
+    """The schema's own value of a key."""
+    return get(Config(), key)
+
+
+def _apply(config: Config, world_size: int, fix: Fix) -> tuple[Config, int]:
+    changed = copy.deepcopy(config)
+    for key, value in fix.items():
+        if key == WORLD_SIZE:
+            world_size = value
+            continue
+        section, _, name = key.rpartition(".")
+        setattr(get(changed, section) if section else changed, name, value)
+    return changed, world_size
+
+
+def _advice(config: Config, world_size: int, problem: Problem) -> str:
+    """The first fix on the configuration's side and the first on the launch's side that leave nothing wrong."""
+    advice = []
+    for kind in (False, True):
+        fixes = [fix for fix in problem.fixes if (WORLD_SIZE in fix) == kind]
+        for fix in fixes:
+            if first_problem(*_apply(config, world_size, fix)) is None:
+                advice.append(_show_fix(fix))
+                break
+    if not advice and problem.fixes:  # something else is wrong too: propose what settles this one
+        settled = [fix for fix in problem.fixes if _key_after(config, world_size, fix) != problem.key]
+        advice = [_show_fix((settled or problem.fixes)[0])]
+    return f"Try {' or '.join(advice)}." if advice else ""
+
+
+def _key_after(config: Config, world_size: int, fix: Fix) -> str | None:
+    problem = first_problem(*_apply(config, world_size, fix))
+    return problem.key if problem else None
+
+
+def _show_fix(fix: Fix) -> str:
+    if WORLD_SIZE in fix:
+        return f"{fix[WORLD_SIZE]} processes (torchrun --nproc-per-node)"
+    return " ".join(f"{key}={show(value)}" for key, value in fix.items())
+
+
+def _divisors(number: int, near: int) -> list[int]:
+    """Divisors of a number, those nearest to `near` first and the smaller of two equally near."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
+
+
+def _multiples(number: int, near: int) -> list[int]:
+    """A few positive multiples of a number, nearest to `near` first."""
+    around = {number * max(1, near // number + step) for step in range(-1, 4)}
+    return sorted(around, key=lambda m: (abs(m - near), m))
+
+
+def _set(key: str, values: Iterable[Any]) -> list[Fix]:
+    return [{key: value} for value in values]
+
+
+def _must_divide(divisor: tuple[str, int], number: tuple[str, int], *other_fixes: Fix) -> Iterator[Problem]:
+    (key, small), (other_key, large) = divisor, number
+    if large % small:
+        fixes = [*_set(key, _divisors(large, small)), *other_fixes, *_set(other_key, _multiples(small, large))]
+        yield Problem(key, f"must divide {other_key} ({large})", fixes)
+
+
+# The rules, in the order in which they are checked.
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for item in dataclasses.fields(node):
+        value = getattr(node, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, value
+
+
+def _values(config: Config, world_size: int) -> Iterator[Problem]:
+    for key, value in _leaves(config):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Problem(key, "must be a finite number", _set(key, [default(key)]))
+    for key in ("name", "run_dir", "data.text_key", "data.tokenizer", "data.cache_dir", "checkpoint.resume", "logging.wandb_project"):
+        if not get(config, key).strip():
+            yield Problem(key, "must not be empty", _set(key, [default(key)]))
+    for key, choices in CHOICES.items():
+        value = get(config, key)
+        if value not in choices:
+            close = nearest(value, choices)
+            order = [*([close] if close else []), default(key), *choices]
+            yield Problem(key, f"must be {_one_of(choices)}", _set(key, order))
+    for key, (low, high, with_low, with_high) in RANGES.items():
+        value = get(config, key)
+        if value is None:
+            continue
+        if value < low or value > high or (value == low and not with_low) or (value == high and not with_high):
+            above = f"{'at least' if with_low else 'greater than'} {low}"
+            below = f" and {'at most' if with_high else 'less than'} {high}" if high < INF else ""
+            edge = [type(value)(low)] if with_low else []
+            yield Problem(key, f"must be {above}{below}", _set(key, [*edge, default(key), 1, 0.5, None]))
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+
+
+def _loose_values(config: Config, world_size: int) -> Iterator[Problem]:
+    """The few keys that take values of several types."""
+    corpus = config.data.corpus
+    items = corpus if isinstance(corpus, list) else [] if isinstance(corpus, dict) else [corpus]
+    for item in items:
+        path, weight = (item.get("path"), item.get("weight", 1.0)) if isinstance(item, dict) else (item, 1.0)
+        unknown = set(item) - {"path", "weight"} if isinstance(item, dict) else set()
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 < weight < INF
+        if not isinstance(path, str) or not path.strip() or not number or unknown:
+            items = []
+    if not items:
+        rule = "must be stdlib, a path, or a list of paths or of {path: a path, weight: a number above 0}"
+        yield Problem("data.corpus", rule, _set("data.corpus", ["stdlib"]))
+
+    degree = config.moe.pipeline_degree
+    if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+        yield Problem("moe.pipeline_degree", "must be an integer of at least 1, or auto", _set("moe.pipeline_degree", [1]))
+
+    layers, num_layers = config.moe.layers, config.model.num_layers
+    if isinstance(layers, list):
+        if len(layers) != num_layers or any(layer not in (0, 1) for layer in layers) or not any(layers):
+            spread = [int(layers[i % len(layers)] in (1, True)) if layers else 1 for i in range(num_layers)]
+            rule = f"must be a list of one 0 or 1 for each of model.num_layers ({num_layers}), with at least one 1, or an integer"
+            yield Problem("moe.layers", rule, _set("moe.layers", [*([spread] if any(spread) and num_layers <= 16 else []), 1]))
+    elif not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+        rule = "must be an integer n of at least 1 (every n-th layer is MoE) or a list of 0 and 1, one per layer"
+        yield Problem("moe.layers", rule, _set("moe.layers", [1]))
+
+
+def _not_yet(config: Config, world_size: int) -> Iterator[Problem]:
+    for key, (value, feature) in ONLY.items():
+        if get(config, key) != value:
+            yield Problem(key, f"must be {show(value)}: {feature} is not available yet", _set(key, [value]))
+
+
+def _model(config: Config, world_size: int) -> Iterator[Problem]:
+    model = config.model
+    heads = ("model.num_attention_heads", model.num_attention_heads)
+    if model.head_dim is None:
+        yield from _must_divide(heads, ("model.hidden_size", model.hidden_size))
+    if model.num_query_groups is not None:
+        yield from _must_divide(("model.num_query_groups", model.num_query_groups), heads)
+    if model.position_embedding == "rope":
+        rotating = derived.head_dim(config) * model.rotary_fraction
+        if rotating != int(rotating) or int(rotating) % 2:
+            size = derived.head_dim(config)
+            rule = f"of the {size} channels of a head must be an even number, because rotary positions turn pairs of channels"
+            fixes = [*_set("model.rotary_fraction", [1.0, 0.5]), {"model.position_embedding": "learned"}]
+            yield Problem("model.rotary_fraction", rule, fixes)
+    if model.family == "bert" and model.sequence_length < MIN_BERT_SEQUENCE:
+        rule = f"must be at least {MIN_BERT_SEQUENCE} for BERT, whose samples hold [CLS], two sentences and two [SEP]"
+        yield Problem("model.sequence_length", rule, _set("model.sequence_length", [MIN_BERT_SEQUENCE, 64, 512]))
+    for key, value in (("model.sentence_head", "none"), ("model.norm_position", "pre")):
+        if model.family != "bert" and get(config, key) != value:
+            yield Problem(key, f"must be {value} unless model.family is bert", [{key: value}, {"model.family": "bert"}])
+    trained_here = config.data.tokenizer == "sentencepiece"
+    if trained_here and config.data.vocab_size < MIN_SENTENCEPIECE_VOCAB:
+        rule = f"must be at least {MIN_SENTENCEPIECE_VOCAB} for a sentencepiece tokenizer with byte fallback"
+        yield Problem("data.vocab_size", rule, _set("data.vocab_size", [MIN_SENTENCEPIECE_VOCAB, 4096]))
+    if trained_here and model.vocab_size is not None and model.vocab_size < config.data.vocab_size:
+        rule = f"must hold the tokenizer's data.vocab_size ({config.data.vocab_size}), or be null to follow it"
+        yield Problem("model.vocab_size", rule, _set("model.vocab_size", [None, config.data.vocab_size]))
+
+
+def _moe(config: Config, world_size: int) -> Iterator[Problem]:
+    moe, experts = config.moe, config.moe.num_experts
+    if experts is None:
+        unset: Fix = {"ffn_hidden_size": None, "shared_expert_ffn_hidden_size": None, "expert_bias": False}
+        unset |= {"capacity_factor": None, "num_groups": None, "group_top_k": None}
+        for name, value in unset.items():
+            if getattr(moe, name) != value:
+                rule = f"must be {show(value)} in a dense model (moe.num_experts is null)"
+                yield Problem(f"moe.{name}", rule, [{f"moe.{name}": value}, {"moe.num_experts": 8}])
+        return
+    if moe.top_k > experts:
+        rule = f"must not exceed moe.num_experts ({experts})"
+        yield Problem("moe.top_k", rule, [*_set("moe.top_k", range(experts, 0, -1)), {"moe.num_experts": moe.top_k}])
+    if moe.top_k == 1 and moe.router_score == "softmax" and moe.normalize_top_k:
+        rule = "must be false for top_k=1 with softmax scores: a single weight that is scaled to 1 gives the router no gradient"
+        yield Problem("moe.normalize_top_k", rule, [{"moe.normalize_top_k": False}, {"moe.top_k": 2}])
+    if moe.top_k > 1 and moe.router_score == "sigmoid" and not moe.normalize_top_k:
+        rule = "must be true for sigmoid scores, which Megatron-core always scales to sum 1"
+        yield Problem("moe.normalize_top_k", rule, [{"moe.normalize_top_k": True}, {"moe.router_score": "softmax"}])
+    if moe.expert_bias and moe.router_score != "sigmoid":
+        fixes: list[Fix] = [{"moe.router_score": "sigmoid"}, {"moe.expert_bias": False}]
+        yield Problem("moe.router_score", "must be sigmoid for moe.expert_bias", fixes)
+    yield from _expert_groups(config)
+    if config.model.linear_bias and derived.expert_tensor_size(config) > 1:
+        size = derived.expert_tensor_size(config)
+        rule = f"must be false when experts are split over {size} tensor ranks: Megatron-core would add a split expert's bias {size} times"
+        fixes = [{"model.linear_bias": False}, {"parallel.expert_tensor": 1, "parallel.expert": 2}]
+        yield Problem("model.linear_bias", rule, fixes)
+
+
+def _expert_groups(config: Config) -> Iterator[Problem]:
+    moe, experts = config.moe, config.moe.num_experts
+    assert experts is not None
+    off: Fix = {"moe.num_groups": None, "moe.group_top_k": None}
+    for key, other in (("num_groups", "group_top_k"), ("group_top_k", "num_groups")):
+        if getattr(moe, key) is None and getattr(moe, other) is not None:
+            rule = f"must be set too for group-limited routing (moe.{other} is {getattr(moe, other)})"
+            values = [moe.group_top_k, *_divisors(experts, 4)] if key == "num_groups" else range(1, (moe.num_groups or 1) + 1)
+            yield Problem(f"moe.{key}", rule, [*_set(f"moe.{key}", values), off])
+    if moe.num_groups is None or moe.group_top_k is None:
+        return
+    yield from _must_divide(("moe.num_groups", moe.num_groups), ("moe.num_experts", experts), off)
+    if moe.group_top_k > moe.num_groups:
+        rule = f"must not exceed moe.num_groups ({moe.num_groups})"
+        yield Problem("moe.group_top_k", rule, [*_set("moe.group_top_k", range(moe.num_groups, 0, -1)), off])
+    # A group's score is the sum of its best top_k / group_top_k experts.
+    yield from _must_divide(("moe.group_top_k", moe.group_top_k), ("moe.top_k", moe.top_k), off)
+    size = experts // moe.num_groups
+    if moe.top_k > moe.group_top_k * size:
+        rule = f"must not exceed the {moe.group_top_k * size} experts of moe.group_top_k ({moe.group_top_k}) groups of {size}"
+        fixes = [*_set("moe.top_k", range(moe.group_top_k * size, 0, -1)), *_set("moe.group_top_k", range(1, moe.num_groups + 1)), off]
+        yield Problem("moe.top_k", rule, fixes)
+
+
+def _tensor(config: Config, world_size: int) -> Iterator[Problem]:
+    model, parallel = config.model, config.parallel
+    tensor = ("parallel.tensor", parallel.tensor)
+    yield from _must_divide(tensor, ("model.num_attention_heads", model.num_attention_heads))
+    yield from _must_divide(tensor, ("model.num_query_groups", derived.num_query_groups(config)))
+    if parallel.sequence and parallel.tensor == 1:
+        fixes: list[Fix] = [{"parallel.sequence": False}, *_set("parallel.tensor", [2])]
+        yield Problem("parallel.sequence", "needs parallel.tensor (1) above 1: it splits the sequence over tensor ranks", fixes)
+    if parallel.sequence:
+        yield from _must_divide(tensor, ("model.sequence_length", model.sequence_length))
+    if derived.is_moe(config) and parallel.tensor > 1 and not parallel.sequence:
+        rule = f"must be true for an MoE model with parallel.tensor ({parallel.tensor}) above 1: Megatron-core routes each token once"
+        fixes = [{"parallel.sequence": True}, {"parallel.tensor": 1}]
+        yield Problem("parallel.sequence", rule, fixes)
+    if 0 in derived.moe_layer_pattern(config):
+        yield from _must_divide(tensor, ("model.ffn_hidden_size", derived.ffn_hidden_size(config)))
+    if derived.is_moe(config) and config.moe.shared_expert_ffn_hidden_size is not None:
+        yield from _must_divide(tensor, ("moe.shared_expert_ffn_hidden_size", config.moe.shared_expert_ffn_hidden_size))
+
+
+def _experts(config: Config, world_size: int) -> Iterator[Problem]:
+    parallel, experts = config.parallel, config.moe.num_experts
+    if experts is None and parallel.expert > 1:
+        fixes: list[Fix] = [{"parallel.expert": 1}, {"moe.num_experts": _multiples(parallel.expert, 8)[0]}]
+        yield Problem("parallel.expert", "must be 1 in a dense model (moe.num_experts is null)", fixes)
+    if experts is not None:
+        yield from _must_divide(("parallel.expert", parallel.expert), ("moe.num_experts", experts))
+    if parallel.expert == 1 and derived.expert_tensor_size(config) != parallel.tensor:
+        # Megatron-core 0.16.1 reduces the gradients of such experts over the wrong group (NVIDIA/Megatron-LM#1628).
+        rule = f"must be null or equal parallel.tensor ({parallel.tensor}) while parallel.expert is 1"
+        yield Problem("parallel.expert_tensor", rule, [*_set("parallel.expert_tensor", [None]), *_set("parallel.expert", [2, 4, 8])])
+    if experts is not None:
+        key = "parallel.expert_tensor" if parallel.expert_tensor is not None else "parallel.tensor"
+        width = ("moe.ffn_hidden_size", derived.expert_ffn_hidden_size(config))
+        yield from _must_divide((key, derived.expert_tensor_size(config)), width)
+
+
+def _pipeline(config: Config, world_size: int) -> Iterator[Problem]:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    chunks = parallel.virtual_pipeline
+    if chunks is not None and parallel.pipeline == 1:
+        fixes: list[Fix] = [{"parallel.virtual_pipeline": None}, {"parallel.pipeline": 2}]
+        yield Problem("parallel.virtual_pipeline", "needs parallel.pipeline (1) above 1", fixes)
+    if chunks is None:
+        yield from _must_divide(("parallel.pipeline", parallel.pipeline), ("model.num_layers", num_layers))
+    elif num_layers % (parallel.pipeline * chunks):
+        product = parallel.pipeline * chunks
+        rule = f"times parallel.pipeline ({parallel.pipeline}) must divide model.num_layers ({num_layers})"
+        fits = [d for d in _divisors(num_layers, product) if d % parallel.pipeline == 0 and d > parallel.pipeline]
+        fixes = [
+            *_set("parallel.virtual_pipeline", [*(d // parallel.pipeline for d in fits), None]),
+            *_set("parallel.pipeline", _divisors(num_layers, parallel.pipeline)),
+            *_set("model.num_layers", _multiples(product, num_layers)),
+        ]
+        yield Problem("parallel.virtual_pipeline", rule, fixes)
+
+
+def _world(config: Config, world_size: int) -> Iterator[Problem]:
+    parallel = config.parallel
+    names = ("tensor", "pipeline", "context", "expert")
+    dense, expert = derived.model_parallel_size(config), derived.expert_model_parallel_size(config)
+    both = math.lcm(dense, expert)
+    # The one size to change, tried in every section and at every value that divides the world; then the number of processes.
+    smaller: list[Fix] = []
+    for name in sorted(names, key=lambda name: -getattr(parallel, name)):
+        size = getattr(parallel, name)
+        smaller += _set(f"parallel.{name}", [d for d in _divisors(world_size, size) if d != size])
+    alone: Fix = {"tensor": 1, "sequence": False, "pipeline": 1, "virtual_pipeline": None, "expert": 1, "expert_tensor": None}
+    alone = {f"parallel.{name}": value for name, value in alone.items() if getattr(parallel, name) != value}
+    launch = _set(WORLD_SIZE, _multiples(both, world_size))
+    product = "parallel.tensor * parallel.pipeline * parallel.context"
+    if world_size % dense:
+        sizes = f"{parallel.tensor} * {parallel.pipeline} * {parallel.context} = {dense}"
+        yield Problem(WORLD_SIZE, f"must be divisible by {product} = {sizes}", [*smaller, alone, *launch])
+    if derived.is_moe(config) and world_size % expert:
+        sizes = f"{parallel.expert} * {derived.expert_tensor_size(config)} * {parallel.pipeline} = {expert}"
+        rule = f"must be divisible by parallel.expert * parallel.expert_tensor * parallel.pipeline = {sizes}"
+        yield Problem(WORLD_SIZE, rule, [*smaller, alone, *launch])
+
+
+def _batch(config: Config, world_size: int) -> Iterator[Problem]:
+    training, parallel = config.training, config.parallel
+    copies = derived.data_parallel_size(config, world_size)
+    size, micro = training.global_batch_size, training.micro_batch_size
+    if size % (micro * copies):
+        rule = f"must be divisible by training.micro_batch_size ({micro}) times the data-parallel size ({copies})"
+        smaller = [d for d in _divisors(size // copies, micro) if d < micro] if size % copies == 0 else []
+        fixes = [*_set("training.micro_batch_size", smaller), *_set("training.global_batch_size", _multiples(micro * copies, size))]
+        if parallel.virtual_pipeline is not None:
+            fixes += _set("training.global_batch_size", _multiples(micro * copies * parallel.pipeline, size))
+        yield Problem("training.global_batch_size", rule, fixes)
+    count = derived.num_micro_batches(config, world_size)
+    if parallel.virtual_pipeline is not None and count % parallel.pipeline:
+        rule = (
+            f"makes {count} micro-batches a step, which must be a multiple of parallel.pipeline ({parallel.pipeline}) "
+            "when parallel.virtual_pipeline is set"
+        )
+        fixes = [
+            *_set("training.micro_batch_size", _divisors(size // copies, micro)),
+            *_set("training.global_batch_size", _multiples(micro * copies * parallel.pipeline, size)),
+            {"parallel.virtual_pipeline": None},
+        ]
+        yield Problem("training.global_batch_size", rule, fixes)
+
+
+def _optimizer(config: Config, world_size: int) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        rule = f"must not exceed optimizer.lr ({show(optimizer.lr)})"
+        yield Problem("optimizer.min_lr", rule, _set("optimizer.min_lr", [float(f"{optimizer.lr / 10:g}"), optimizer.lr, 0.0]))
+    end, warmup = derived.decay_steps(config), optimizer.warmup_steps
+    end_key = "training.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"
+    if warmup >= end:
+        fixes = [*_set("optimizer.warmup_steps", [end // 10, 0]), {end_key: warmup * 10}]
+        yield Problem("optimizer.warmup_steps", f"must be less than {end_key} ({end})", fixes)
+    tail = optimizer.wsd_decay_steps
+    if optimizer.schedule == "wsd" and not 1 <= tail <= end - warmup:
+        rule = f"must be between 1 and {end_key} ({end}) minus optimizer.warmup_steps ({warmup}) for the wsd schedule"
+        yield Problem("optimizer.wsd_decay_steps", rule, _set("optimizer.wsd_decay_steps", [max(1, (end - warmup) // 5)]))
+    if optimizer.schedule != "wsd" and tail:
+        rule = f"must be 0 for the {optimizer.schedule} schedule: only wsd has a final decay of its own"
+        fixes = [{"optimizer.wsd_decay_steps": 0}, {"optimizer.schedule": "wsd"}]
+        yield Problem("optimizer.wsd_decay_steps", rule, fixes)
+
+
+RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
+    _values,
+    _loose_values,
+    _not_yet,
+    _model,
+    _moe,
+    _tensor,
+    _experts,
+    _pipeline,
+    _world,
+    _batch,
+    _optimizer,
+]
