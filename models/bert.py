@@ -1,0 +1,190 @@
+"""BERT (Devlin et al. 2018): one model chunk from Megatron-core's parts, its forward pass and its losses.
+
+Megatron-core's own BertModel cannot run under sequence parallelism without apex (its head's norm), has no norm on the
+embeddings and ignores the rotary base; this one has the same structure and the same parameter names.
+Shapes: b samples, s tokens of a sample, h hidden size, v padded vocabulary rows of this tensor rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.bert.pooler import Pooler
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from configs.schema import Config, ConfigError
+from models.gpt import position_embedding_type, position_ids
+from models.norm import mark_sequence_parallel, norm_class
+
+NUM_TOKEN_TYPES = 2  # first and second sentence
+SENTENCE_HEADS = ("none", "next_sentence", "sentence_order")
+
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+
+
+class BertEmbedding(LanguageModelEmbedding):
+    """Word, position and token type embeddings, then a norm and dropout: `[b, s] -> [s, b, h]` (`s` split under sequence parallelism)."""
+
+    def __init__(self, config: TransformerConfig, **kwargs: object) -> None:
+        super().__init__(config=config, num_tokentypes=NUM_TOKEN_TYPES, **kwargs)
+        self.layer_norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, tokentype_ids: torch.Tensor) -> torch.Tensor:
+        """Embed int64 `[b, s]` ids."""
+        embeddings = self.word_embeddings(input_ids) + self.tokentype_embeddings(tokentype_ids)
+        if self.add_position_embedding:
+            embeddings = embeddings + self.position_embeddings(position_ids)
+        embeddings = embeddings.transpose(0, 1).contiguous()
+        if not self.config.sequence_parallel:
+            return self.embedding_dropout(self.layer_norm(embeddings))
+        embeddings = tensor_parallel.scatter_to_sequence_parallel_region(embeddings, group=self.tp_group).clone()
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return self.embedding_dropout(self.layer_norm(embeddings))
+
+
+class MaskedLMHead(MegatronModule):
+    """Linear layer, GELU and norm before the output layer: `[s, b, h] -> [s, b, h]`."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.dense = torch.nn.Linear(config.hidden_size, config.hidden_size)
+        mark_sequence_parallel(self.dense, config)
+        self.layer_norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Transform `[s, b, h]`."""
+        return self.layer_norm(F.gelu(self.dense(hidden_states)))
+
+
+class Bert(LanguageModule):
+    """The part of a BERT that one (virtual) pipeline stage holds."""
+
+    def __init__(
+        self,
+        config: Config,
+        megatron: TransformerConfig,
+        block: TransformerBlockSubmodules,
+        padded_vocab_size: int,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+    ) -> None:
+        super().__init__(config=megatron)
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.vp_stage = vp_stage
+        self.share_embeddings_and_output_weights = config.model.tie_embeddings
+        position_type = position_embedding_type(config)
+        if pre_process:
+            self.embedding = BertEmbedding(
+                megatron,
+                vocab_size=padded_vocab_size,
+                max_sequence_length=config.model.sequence_length,
+                position_embedding_type=position_type,
+            )
+        self.rotary_pos_emb = None
+        if position_type == "rope":
+            self.rotary_pos_emb = RotaryEmbedding(
+                kv_channels=megatron.kv_channels, rotary_percent=config.model.rotary_fraction, rotary_base=config.model.rotary_base
+            )
+        self.encoder = TransformerBlock(
+            config=megatron,
+            spec=block,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=self.pg_collection,
+            vp_stage=vp_stage,
+        )
+        if post_process:
+            self.lm_head = MaskedLMHead(megatron)
+            self.output_layer = ColumnParallelLinear(
+                megatron.hidden_size,
+                padded_vocab_size,
+                config=megatron,
+                init_method=megatron.init_method,
+                bias=True,
+                skip_bias_add=False,
+                gather_output=False,
+                skip_weight_param_allocation=pre_process and self.share_embeddings_and_output_weights,
+                tp_group=self.pg_collection.tp,
+            )
+            self.pooler = None
+            if config.model.sentence_head != "none":
+                self.pooler = Pooler(megatron.hidden_size, megatron.init_method, megatron, megatron.sequence_parallel)
+                self.binary_head = torch.nn.Linear(megatron.hidden_size, 2)
+        if pre_process or post_process:
+            self.setup_embeddings_and_output_layer()
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
+        """Take the hidden state of the previous pipeline stage."""
+        self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+
+    def forward(self, tokens: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
+        """Run this stage: see `forward` of this file for shapes."""
+        hidden = None  # a later stage: the encoder holds what the previous one sent
+        if self.pre_process:
+            hidden = self.embedding(input_ids=tokens, position_ids=position_ids(tokens), tokentype_ids=types)
+        rotary = self.rotary_pos_emb(tokens.size(1)) if self.rotary_pos_emb is not None else None
+        # Megatron's convention: True = masked. Only keys are masked: what a padding position itself computes reaches no loss.
+        attention_mask = ~padding_mask[:, None, None, :]
+        hidden = self.encoder(hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=rotary)
+        if not self.post_process:
+            return hidden
+        sentence_logits = self.binary_head(self.pooler(hidden, 0)) if self.pooler is not None else None
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(self.lm_head(hidden), weight=weight)
+        if labels is None:
+            return logits.transpose(0, 1).contiguous(), sentence_logits
+        return self.compute_language_model_loss(labels, logits), sentence_logits
+
+
+def build_chunk(
+    config: Config,
+    megatron: TransformerConfig,
+    block: TransformerBlockSubmodules,
+    padded_vocab_size: int,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+) -> Bert:
+    """The part of a BERT that one (virtual) pipeline stage holds, weights not yet filled. Raises ConfigError for an unknown head."""
+    if config.model.sentence_head not in SENTENCE_HEADS:
+        raise ConfigError(f"model.sentence_head ({config.model.sentence_head}) must be one of {', '.join(SENTENCE_HEADS)}. Try none.")
+    return Bert(config, megatron, block, padded_vocab_size, pre_process, post_process, vp_stage)
+
+
+def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Output:
+    """Run this rank's stage on `tokens`, `types`, `labels` (int64 `[b, s]`) and `padding_mask` (bool `[b, s]`, True = real token).
+
+    Last stage: (loss of each token fp32 `[b, s]`, or logits `[b, s, v]` without labels; sentence logits `[b, 2]` or None).
+    Other stages: hidden `[s, b, h]`.
+    """
+    return model(tokens=batch["tokens"], types=batch["types"], padding_mask=batch["padding_mask"], labels=batch.get("labels"))
+
+
+def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the masked-LM loss over the predicted tokens (where `loss_mask` is 1), fp32 scalar, and the head's mean loss.
+
+    The second is `{"sentence_loss": scalar}` with a sentence head (`sentence_label` int64 `[b]`), else empty.
+    """
+    token_losses, sentence_logits = output
+    extra = {}
+    if sentence_logits is not None:
+        extra["sentence_loss"] = F.cross_entropy(sentence_logits.float(), batch["sentence_label"])
+    return (token_losses.float() * batch["loss_mask"]).sum(), extra
+
+
+def logits(model: torch.nn.Module, batch: dict[str, torch.Tensor], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits over the whole logical vocabulary `[b, s, vocab_size]` and of the sentence head, on every tensor rank of the last stage."""
+    token_logits, sentence_logits = forward(model, {name: value for name, value in batch.items() if name != "labels"})
+    return gather_from_tensor_model_parallel_region(token_logits)[..., :vocab_size], sentence_logits

@@ -1,0 +1,156 @@
+"""Layer specs: which modules a transformer layer is made of, for each backend, norm position and feed-forward kind.
+
+portable: own norm, torch's SDPA and Megatron-core's parallel linear layers; runs wherever torch runs.
+transformer_engine: TransformerEngine's norm, attention and linear layers (CUDA only).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+
+from configs.schema import Config, ConfigError
+from models.attention import ScaledDotProductAttention
+from models.norm import norm_class
+from models.transformer_config import moe_layer_pattern
+from moe.spec import moe_spec
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The modules that a backend offers. `norm_column_linear` is a norm and a linear layer in one, where there is one."""
+
+    norm: type
+    qk_norm: type
+    attention: type
+    column_linear: type
+    row_linear: type
+    norm_column_linear: type | None
+
+
+class PostNorm(torch.nn.Module):
+    """Bias, dropout, residual sum, then the norm: the end of a post-norm sub-layer (Vaswani et al. 2017, section 3.1).
+
+    Takes the place of Megatron's bias-dropout-add in a spec: called with (training, fused), it returns the function to apply.
+    """
+
+    def __init__(self, norm: type, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Any:
+        """The function (output with bias, residual, dropout probability) -> normalized sum, `[s, b, h]`."""
+        add = get_bias_dropout_add(training, fused)
+        return lambda output_with_bias, residual, probability: self.norm(add(output_with_bias, residual, probability))
+
+
+def resolve_backend(config: Config, device: torch.device) -> str:
+    """`model.backend` with `auto` decided: transformer_engine where it is installed and the device is CUDA, else portable.
+
+    Raises ConfigError for transformer_engine where it cannot run.
+    """
+    wanted = config.model.backend
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if wanted not in ("auto", "portable", "transformer_engine"):
+        raise ConfigError(f"model.backend ({wanted}) must be one of auto, portable, transformer_engine. Try model.backend=auto.")
+    if wanted == "transformer_engine" and not installed:
+        raise ConfigError("model.backend (transformer_engine) needs the package transformer-engine. Try model.backend=portable.")
+    if wanted == "transformer_engine" and device.type != "cuda":
+        raise ConfigError(f"model.backend (transformer_engine) needs a CUDA GPU, not {device.type}. Try model.backend=portable.")
+    if wanted == "auto":
+        return "transformer_engine" if installed and device.type == "cuda" else "portable"
+    return wanted
+
+
+def block_spec(config: Config, megatron: TransformerConfig, backend_name: str, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this rank's model chunk and the final norm. Layers are dense or MoE by `moe.layers`."""
+    backend = _backend(backend_name, megatron)
+    causal = config.model.family == "gpt"
+    post_norm = config.model.norm_position == "post"
+    if config.model.norm_position not in ("pre", "post"):
+        raise ConfigError(f"model.norm_position ({config.model.norm_position}) must be pre or post. Try model.norm_position=pre.")
+    offset = get_transformer_layer_offset(megatron, vp_stage=vp_stage)
+    pattern = moe_layer_pattern(config)[offset : offset + get_num_layers_to_build(megatron, vp_stage=vp_stage)]
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer(backend, megatron, causal, post_norm, bool(is_moe)) for is_moe in pattern],
+        # The last layer of a post-norm model has normalized its output already.
+        layer_norm=None if post_norm else backend.norm,
+    )
+
+
+def _layer(backend: Backend, megatron: TransformerConfig, causal: bool, post_norm: bool, is_moe: bool) -> ModuleSpec:
+    # A backend that fuses a norm with the linear layer after it can do so before attention and before a dense
+    # feed-forward layer of a pre-norm model; before MoE the router needs the norm's output too.
+    fused_norm = backend.norm_column_linear if not post_norm else None
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=fused_norm or backend.column_linear,
+            core_attention=backend.attention,
+            linear_proj=backend.row_linear,
+            q_layernorm=backend.qk_norm if megatron.qk_layernorm else IdentityOp,
+            k_layernorm=backend.qk_norm if megatron.qk_layernorm else IdentityOp,
+        ),
+    )
+    if is_moe:
+        feed_forward = moe_spec(MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear))
+    else:
+        linear_fc1 = fused_norm or backend.column_linear
+        feed_forward = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=backend.row_linear))
+    if post_norm:
+        # TransformerLayer has no post-norm, but it has a norm before cross attention: with no cross attention, what
+        # that norm returns is the layer's state, so it is the norm after self attention.
+        submodules = TransformerLayerSubmodules(
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_cross_attn_layernorm=backend.norm,
+            mlp=feed_forward,
+            mlp_bda=ModuleSpec(module=PostNorm, params={"norm": backend.norm, "config": megatron}),
+        )
+    else:
+        submodules = TransformerLayerSubmodules(
+            input_layernorm=IdentityOp if fused_norm else backend.norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=IdentityOp if fused_norm and not is_moe else backend.norm,
+            mlp=feed_forward,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=_fused_norm_keys(is_moe) if not fused_norm else {},
+        )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _fused_norm_keys(is_moe: bool) -> dict[str, str]:
+    # Checkpoints name these norms as TransformerEngine does, so that a run can change its backend.
+    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    return keys if is_moe else {**keys, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def _backend(name: str, megatron: TransformerConfig) -> Backend:
+    if name == "portable":
+        norm = norm_class(megatron)
+        return Backend(norm, norm, ScaledDotProductAttention, ColumnParallelLinear, RowParallelLinear, None)
+    from megatron.core.extensions import transformer_engine as te
+
+    return Backend(
+        norm=te.TENorm,
+        qk_norm=te.TENorm,
+        attention=te.TEDotProductAttention,
+        column_linear=te.TEColumnParallelLinear,
+        row_linear=te.TERowParallelLinear,
+        norm_column_linear=te.TELayerNormColumnParallelLinear,
+    )

@@ -1,0 +1,158 @@
+"""Logical weights: the model's tensors under layout-free names, in Megatron's layout of a single process.
+
+A rank holds slices of them: some layers (pipeline), some experts (expert parallel), a part of a dimension (tensor
+parallel), with the vocabulary padded. Initialization, import and export all go through this file.
+
+Names are Megatron-core's parameter names with the global layer number and `experts.<global expert>`, the same for every
+backend: `decoder.layers.3.mlp.experts.5.linear_fc1.weight`. A tied output layer has no name of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+
+# Which dimension tensor parallelism splits, by the end of the name; what is not listed, every tensor rank holds in full.
+SPLIT_DIMENSIONS = {
+    "word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+    "output_layer.bias": 0,
+    "linear_qkv.weight": 0,
+    "linear_qkv.bias": 0,
+    "linear_proj.weight": 1,
+    "linear_fc1.weight": 0,
+    "linear_fc1.bias": 0,
+    "linear_fc2.weight": 1,
+}
+# TransformerEngine keeps a norm inside the linear layer that follows it.
+FUSED_NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """One parameter (or persistent buffer) of this rank and where it lies in its logical tensor."""
+
+    name: str
+    local: torch.Tensor  # the storage; writing to it changes the model
+    shape: tuple[int, ...]  # of the logical tensor
+    dim: int | None  # split by tensor parallelism
+    gated: bool  # fc1 of SwiGLU: rows are [gate | up], each split by itself
+    group: dist.ProcessGroup  # the tensor parallel group that splits it
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a logical tensor; rows that pad the vocabulary are zero. Raises ValueError for a wrong shape."""
+        if tuple(full.shape) != self.shape:
+            raise ValueError(f"weight {self.name} has shape {tuple(full.shape)}, but this model needs {self.shape}")
+        if self.dim is None:
+            return full
+        rank, size = self.group.rank(), self.group.size()
+        if self.gated:
+            return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+        length = self.local.size(self.dim)
+        start = min(rank * length, full.size(self.dim))
+        piece = full.narrow(self.dim, start, min(length, full.size(self.dim) - start))
+        if piece.size(self.dim) == length:
+            return piece
+        padded = full.new_zeros(self.local.shape)
+        padded.narrow(self.dim, 0, piece.size(self.dim)).copy_(piece)
+        return padded
+
+    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The logical tensor from the slices of all tensor ranks, in order."""
+        if self.dim is None:
+            return pieces[0]
+        if self.gated:
+            return torch.cat([piece.chunk(2)[half] for half in range(2) for piece in pieces])
+        full = torch.cat(list(pieces), dim=self.dim)
+        return full.narrow(self.dim, 0, self.shape[self.dim])
+
+
+def logical_tensors(chunks: Sequence[torch.nn.Module]) -> list[LogicalTensor]:
+    """Everything that this rank's model chunks (wrapped or not) hold of the logical weights."""
+    return [item for chunk in unwrap_model(list(chunks)) for item in _chunk_tensors(chunk)]
+
+
+def load_logical(chunks: Sequence[torch.nn.Module], get: Callable[[str], torch.Tensor]) -> None:
+    """Fill this rank's weights, whatever its layout, from `get(name) -> full logical tensor`. Raises ValueError for a wrong shape."""
+    with torch.no_grad():
+        for item in logical_tensors(chunks):
+            item.local.copy_(item.cut(get(item.name)))
+
+
+def gather_logical(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Collect the logical weights of all ranks, one tensor at a time, sorted by name; every rank must iterate to the end.
+
+    Yields (name, full tensor on this rank's device) on every rank.
+    """
+    items = {item.name: item for item in logical_tensors(chunks)}
+    device = next(iter(items.values())).local.device
+    yield from _gather({name: item.local.detach() for name, item in items.items()}, items, device)
+
+
+def gather_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `gather_logical`, for the parameters' `.grad` (of a model without DDP); parameters without one are left out."""
+    items = {item.name: item for item in logical_tensors(chunks) if item.local.grad is not None}
+    device = next(iter(items.values())).local.device
+    yield from _gather({name: item.local.grad for name, item in items.items()}, items, device)  # type: ignore[misc]
+
+
+def _gather(tensors: dict[str, torch.Tensor], items: dict[str, LogicalTensor], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    held: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(held, [(name, items[name].shape, tensor.dtype) for name, tensor in tensors.items()])
+    sources: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+    for rank, entries in enumerate(held):
+        for name, shape, dtype in entries:
+            sources.setdefault(name, (rank, shape, dtype))
+    for name in sorted(sources):
+        source, shape, dtype = sources[name]
+        full = torch.empty(shape, dtype=dtype, device=device)
+        # The ranks that split a tensor hold the same names, so all of the source's tensor group meet here.
+        if name in tensors and source in dist.get_process_group_ranks(items[name].group):
+            item, local = items[name], tensors[name].contiguous()
+            pieces = [torch.empty_like(local) for _ in range(item.group.size())]
+            dist.all_gather(pieces, local, group=item.group)
+            full.copy_(item.join(pieces))
+        dist.broadcast(full, src=source)
+        yield name, full
+
+
+def _chunk_tensors(chunk: torch.nn.Module) -> Iterator[LogicalTensor]:
+    tied = chunk.share_embeddings_and_output_weights
+    tensors: dict[str, torch.Tensor] = dict(chunk.named_parameters())
+    tensors.update((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias"))
+    for local_name, tensor in tensors.items():
+        name = _logical_name(chunk, local_name)
+        if name == "output_layer.weight" and tied:
+            name = "embedding.word_embeddings.weight"
+        ending = ".".join(name.rsplit(".", 2)[-2:])
+        dim = SPLIT_DIMENSIONS.get(ending)
+        in_expert = ".mlp.experts." in name
+        group = parallel_state.get_expert_tensor_parallel_group() if in_expert else parallel_state.get_tensor_model_parallel_group()
+        shape = list(tensor.shape)
+        if dim is not None:
+            shape[dim] *= group.size()
+        if ending.startswith(("word_embeddings", "output_layer")):
+            shape[0] = chunk.logical_vocab_size
+        gated = "linear_fc1" in ending and chunk.config.gated_linear_unit
+        yield LogicalTensor(name, tensor, tuple(shape), dim, gated, group)
+
+
+def _logical_name(chunk: torch.nn.Module, name: str) -> str:
+    match = re.fullmatch(r"(decoder|encoder)\.layers\.(\d+)\.(.+)", name)
+    if match is None:
+        return name
+    block, index, rest = match.groups()
+    layer = getattr(chunk, block).layers[int(index)]
+    expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", rest)
+    if expert is not None:
+        rest = f"mlp.experts.{layer.mlp.local_expert_indices[int(expert[1])]}.{expert[2]}"
+    for fused, plain in FUSED_NORMS.items():
+        if rest.startswith(fused):
+            rest = plain + rest.removeprefix(fused)
+    return f"{block}.layers.{layer.layer_number - 1}.{rest}"
