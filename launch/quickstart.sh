@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Train the quickstart experiment on everything this machine has.
+set -euo pipefail
+
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    cat <<'TEXT'
+Usage: bash launch/quickstart.sh [KEY=VALUE]...
+
+Sets .venv up if need be, then trains the quickstart experiment, a mixture-of-experts GPT, on all GPUs of this machine,
+or on 2 CPU ranks without one, with its experts spread over the ranks. Arguments are config overrides, such as
+training.steps=50. Typed again, it resumes the run. The exit status is the run's.
+TEXT
+    exit 0
+fi
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh
+
+# Prints how many GPUs a process started here may use.
+count_gpus() {
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]' || true
+    elif command -v nvidia-smi >/dev/null; then
+        # A driver that answers with an error lists no GPU.
+        { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true
+    else
+        echo 0
+    fi
+}
+
+# The largest number of ranks that divides both.
+greatest_common_divisor() {
+    local a=$1 b=$2 rest
+    while ((b > 0)); do
+        rest=$((a % b))
+        a=$b
+        b=$rest
+    done
+    echo "$a"
+}
+
+gpus=$(count_gpus)
+if ((gpus > 0)); then
+    ranks=$gpus
+    echo "quickstart: $ranks GPU(s)"
+else
+    ranks=2
+    echo "quickstart: no GPU; 2 CPU ranks"
+fi
+
+# The composed config says how many experts there are, whatever the overrides; a wrong override ends here.
+composed=$(.venv/bin/python train.py --cfg job --package moe "$@")
+experts=$(sed -n 's/^ *num_experts: *\([0-9][0-9]*\) *$/\1/p' <<<"$composed")
+expert_parallel=$(greatest_common_divisor "${experts:-1}" "$ranks")
+
+cores=$(env -u OMP_NUM_THREADS nproc)
+threads=$((cores / ranks))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+
+exec .venv/bin/torchrun --standalone --nproc-per-node "$ranks" train.py "parallel.expert=$expert_parallel" "$@"

@@ -1,0 +1,163 @@
+#!/usr/bin/env bash
+# Make .venv and install Mixtrain's pinned dependencies into it, once.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+Usage: bash launch/setup.sh [PYTHON] [--extra NAME]... [PIP ARGUMENT]...
+
+Makes .venv in the repository with Python 3.11 or 3.12 and installs the pinned dependencies. Does nothing when they are
+there already. PYTHON is the interpreter to use (default: python3.12, else python3.11, else python3). Extras: dev (lint,
+types, tests), cuda (TransformerEngine), peers (benchmarks). Other arguments go to pip install, as does pip's own
+configuration. To start over, delete .venv.
+TEXT
+}
+
+die() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=.venv
+# Says what a complete installation was made from, and where: written last, and first of all removed by the next one.
+stamp=$venv/.setup-complete
+# There from the first write to the last: an installation that was killed is remade, since pip would trust its remains.
+unfinished=$venv/.setup-unfinished
+
+named_python=
+if [[ $# -gt 0 && $1 != -* ]]; then
+    named_python=$1
+    shift
+fi
+extras=()
+pip_arguments=()
+while [[ $# -gt 0 ]]; do
+    case $1 in
+        -h | --help)
+            usage
+            exit 0
+            ;;
+        --extra)
+            [[ ${2:-} =~ ^[a-z]+$ ]] || die "--extra needs a name, such as --extra dev"
+            extras+=("$2")
+            shift 2
+            ;;
+        *)
+            pip_arguments+=("$1")
+            shift
+            ;;
+    esac
+done
+
+fingerprint() {
+    echo "$PWD $(cat pyproject.toml launch/constraints.txt | sha256sum | cut -d ' ' -f 1)"
+}
+
+# True if the stamp is of these files at this place and has all the extras asked for.
+is_complete() {
+    [[ -x $venv/bin/python && -f $stamp && ! -e $unfinished ]] || return 1
+    local made_from has extra
+    { read -r made_from && read -r has; } <"$stamp" || return 1
+    [[ $made_from == "$(fingerprint)" ]] || return 1
+    for extra in ${extras[@]+"${extras[@]}"}; do
+        [[ " $has " == *" $extra "* ]] || return 1
+    done
+    [[ -z $named_python ]] || has_named_python
+}
+
+has_named_python() {
+    [[ $("$venv/bin/python" -V 2>&1) == "$("$named_python" -V 2>&1)" ]]
+}
+
+is_supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' >/dev/null 2>&1
+}
+
+# Prints the interpreter to make .venv with. A name on PATH proves nothing: version managers leave shims for versions
+# that are not enabled, so each candidate is run, and every place on PATH is tried.
+find_python() {
+    local name candidate without_venv=
+    if [[ -n $named_python ]]; then
+        is_supported "$named_python" || die "$named_python is not a Python 3.11 or 3.12 that runs; name another one"
+        "$named_python" -c 'import venv, ensurepip' 2>/dev/null || die "$named_python has no venv module (on Debian and Ubuntu: the package python3-venv)"
+        echo "$named_python"
+        return
+    fi
+    for name in python3.12 python3.11 python3 python; do
+        while read -r candidate; do
+            is_supported "$candidate" || continue
+            if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
+                echo "$candidate"
+                return
+            fi
+            without_venv=$candidate
+        done < <(type -aP "$name")
+    done
+    [[ -z $without_venv ]] || die "$without_venv has no venv module (on Debian and Ubuntu: the package python3-venv)"
+    die "no Python 3.11 or 3.12 found on PATH; install one, or name it: bash launch/setup.sh /path/to/python3.12"
+}
+
+if is_complete; then
+    exit 0
+fi
+
+# One installation at a time. The lock is on a file that is always there, and ends with this process and its children.
+exec 9>>launch/constraints.txt
+if ! flock -n 9; then
+    echo "setup: another set-up is at work in this folder; waiting for it"
+    flock -w 3600 9 || die "the other set-up did not end within an hour"
+    if is_complete; then
+        exit 0
+    fi
+fi
+
+started=$SECONDS
+# Extras that were installed before stay installed.
+if [[ -f $stamp ]]; then
+    { read -r _ && read -ra old_extras; } <"$stamp" || old_extras=()
+    extras+=(${old_extras[@]+"${old_extras[@]}"})
+fi
+# pip answers Ctrl-C with an error of its own; without this the script would take it for a failure that pip has tidied up.
+trap 'exit 130' INT TERM HUP
+wanted=$(printf '%s\n' ${extras[@]+"${extras[@]}"} | sort -u | xargs)
+rm -f "$stamp"
+
+python=$venv/bin/python
+base_python=
+if [[ -e $venv || -L $venv ]]; then
+    reason=
+    if [[ -e $unfinished ]]; then
+        reason="its last installation was interrupted"
+    elif ! is_supported "$python" || ! "$python" -m pip --version >/dev/null 2>&1; then
+        reason="its Python 3.11 or 3.12 or its pip does not run"
+    elif [[ $("$python" -c 'import os, sys; print(os.path.realpath(sys.prefix))') != "$(realpath "$venv")" ]]; then
+        reason="it was made at another place"
+    elif [[ -n $named_python ]] && ! has_named_python; then
+        reason="it is not of $named_python"
+    fi
+    if [[ -n $reason ]]; then
+        base_python=$(find_python) # before the old one goes: it must not be lost for a name that does not run
+        echo "setup: making .venv anew, since $reason"
+        rm -rf "$venv"
+    fi
+fi
+if [[ ! -e $venv ]]; then
+    base_python=${base_python:-$(find_python)}
+    echo "setup: making .venv with $("$base_python" -V) ($base_python)"
+    mkdir "$venv"
+    touch "$unfinished"
+    "$base_python" -m venv "$venv" || die "$base_python could not make a virtual environment in $PWD/$venv"
+fi
+
+touch "$unfinished"
+echo "setup: installing the pinned dependencies${wanted:+ with extras: $wanted} (minutes the first time; PyTorch is large)"
+if ! "$python" -m pip install -qq --disable-pip-version-check --constraint launch/constraints.txt \
+    --editable ".${wanted:+[${wanted// /,}]}" ${pip_arguments[@]+"${pip_arguments[@]}"}; then
+    rm -f "$unfinished" # pip failed in its own time and left the environment in order; the next set-up goes on from here
+    die "pip could not install the dependencies (its message is above); run this again once that is mended"
+fi
+printf '%s\n%s\n' "$(fingerprint)" "$wanted" >"$stamp.new"
+mv "$stamp.new" "$stamp"
+rm -f "$unfinished"
+echo "setup: done in $((SECONDS - started)) s"

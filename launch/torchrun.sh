@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# Start train.py on all ranks of this node, alone or as one of several nodes.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+Usage: bash launch/torchrun.sh [OPTION]... [--] [KEY=VALUE]...
+
+Starts train.py with torchrun on this node; the same command on every node, with its own --node-rank, starts the job.
+Arguments after the options are config overrides. Needs launch/setup.sh to have run.
+
+  --ranks-per-node N   ranks on each node (default: its GPUs, or 1 without one)
+  --num-nodes N        nodes in the job (default: 1)
+  --node-rank R        0 on the node that --master-addr names, another number below --num-nodes on each other node (default: 0)
+  --master-addr HOST   where node 0 is reached by the others (needed with several nodes)
+  --master-port PORT   a free TCP port there (default: 29500)
+  --job-id NAME        the same on all nodes, different from other jobs (default: mixtrain)
+  --max-restarts N     how often all ranks are started again after one fails; they resume from the newest checkpoint (default: 0)
+  --log-dir FOLDER     write the output of every rank to files there; rank 0 of the node is shown as well (default: show all, no files)
+
+Example, on the second of two nodes:
+  bash launch/torchrun.sh --num-nodes 2 --node-rank 1 --master-addr node-a experiment=gpt_moe_small parallel.expert=8
+TEXT
+}
+
+die() {
+    echo "torchrun.sh: $*" >&2
+    exit 2
+}
+
+num_nodes=1
+node_rank=0
+master_addr=
+master_port=29500
+ranks_per_node=
+job_id=mixtrain
+max_restarts=0
+log_dir=
+
+while [[ $# -gt 0 ]]; do
+    option=$1
+    case $option in
+        -h | --help)
+            usage
+            exit 0
+            ;;
+        --)
+            shift
+            break
+            ;;
+        --num-nodes | --node-rank | --master-addr | --master-port | --ranks-per-node | --job-id | --max-restarts | --log-dir)
+            [[ $# -ge 2 && -n $2 ]] || die "$option needs a value; see --help"
+            value=$2
+            shift 2
+            ;;
+        -*) die "unknown option $option; see --help" ;;
+        *) break ;;
+    esac
+    case $option in
+        --num-nodes | --node-rank | --master-port | --ranks-per-node | --max-restarts)
+            [[ $value =~ ^(0|[1-9][0-9]*)$ ]] || die "$option=$value is not a whole number; try $option 1"
+            ;;
+    esac
+    case $option in
+        --num-nodes) num_nodes=$value ;;
+        --node-rank) node_rank=$value ;;
+        --master-addr) master_addr=$value ;;
+        --master-port) master_port=$value ;;
+        --ranks-per-node) ranks_per_node=$value ;;
+        --job-id) job_id=$value ;;
+        --max-restarts) max_restarts=$value ;;
+        --log-dir) log_dir=$(realpath -m "$value") ;;
+    esac
+done
+
+((num_nodes > 0)) || die "--num-nodes=$num_nodes must be at least 1"
+((node_rank < num_nodes)) || die "--node-rank=$node_rank must be below --num-nodes=$num_nodes; try --node-rank $((num_nodes - 1))"
+((num_nodes == 1)) || [[ -n $master_addr ]] || die "--num-nodes=$num_nodes needs --master-addr, the host name of node 0"
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[[ -x .venv/bin/torchrun ]] || die "there is no .venv in $PWD; run bash launch/setup.sh there first"
+
+if [[ -z $ranks_per_node ]]; then
+    ranks_per_node=1
+    if command -v nvidia-smi >/dev/null; then
+        gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
+        ranks_per_node=$((gpus > 0 ? gpus : 1))
+    fi
+fi
+((ranks_per_node > 0)) || die "--ranks-per-node=$ranks_per_node must be at least 1"
+
+arguments=(--nproc-per-node "$ranks_per_node" --max-restarts "$max_restarts")
+if ((num_nodes == 1)); then
+    arguments+=(--standalone)
+else
+    # The c10d rendezvous lets all nodes restart together. It numbers the nodes itself; ours only says who hosts it.
+    is_host=$([[ $node_rank == 0 ]] && echo 1 || echo 0)
+    arguments+=(--nnodes "$num_nodes" --rdzv-backend c10d --rdzv-id "$job_id" --rdzv-endpoint "$master_addr:$master_port")
+    arguments+=(--rdzv-conf "is_host=$is_host,join_timeout=600")
+fi
+if [[ -n $log_dir ]]; then
+    mkdir -p "$log_dir"
+    arguments+=(--log-dir "$log_dir" --redirects 3 --tee 0:3)
+fi
+
+cores=$(env -u OMP_NUM_THREADS nproc)
+threads=$((cores / ranks_per_node))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+exec .venv/bin/torchrun "${arguments[@]}" train.py "$@"
