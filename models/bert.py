@@ -7,6 +7,8 @@ Shapes: b samples, s tokens of a sample, h hidden size, v padded vocabulary rows
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -28,7 +30,7 @@ from models.norm import mark_sequence_parallel, norm_class
 NUM_TOKEN_TYPES = 2  # first and second sentence
 SENTENCE_HEADS = ("none", "next_sentence", "sentence_order")
 
-Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+Output: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 
 class BertEmbedding(LanguageModelEmbedding):
@@ -177,6 +179,7 @@ def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
     The second is `{"sentence_loss": scalar}` with a sentence head (`sentence_label` int64 `[b]`), else empty.
     """
+    assert isinstance(output, tuple), "only the last pipeline stage has a loss"
     token_losses, sentence_logits = output
     extra = {}
     if sentence_logits is not None:

@@ -57,7 +57,8 @@ def position_ids(tokens: torch.Tensor) -> torch.Tensor:
 def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Run this rank's stage on `batch["tokens"]` and `batch["labels"]`, int64 `[b, s]`.
 
-    Last stage: the loss of each token, fp32 `[b, s]`; without labels, this tensor rank's logits `[b, s, v]`. Other stages: hidden `[s, b, h]`.
+    Last stage: the loss of each token, fp32 `[b, s]`; without labels, this tensor rank's logits `[b, s, v]`.
+    Other stages: hidden `[s, b, h]`.
     """
     tokens = batch["tokens"]
     return model(input_ids=tokens, position_ids=position_ids(tokens), attention_mask=None, labels=batch.get("labels"))

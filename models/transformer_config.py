@@ -151,8 +151,9 @@ def _check_moe(config: Config) -> None:
         )
     if layout.expert == 1 and expert_tensor_size(config) != layout.tensor:
         raise ConfigError(
-            f"parallel.expert_tensor ({expert_tensor_size(config)}) must equal parallel.tensor ({layout.tensor}) when parallel.expert is 1: "
-            f"Megatron-core would reduce expert gradients over the wrong ranks. Try parallel.expert_tensor={layout.tensor}."
+            f"parallel.expert_tensor ({expert_tensor_size(config)}) must equal parallel.tensor ({layout.tensor}) when "
+            "parallel.expert is 1: Megatron-core would reduce expert gradients over the wrong ranks. "
+            f"Try parallel.expert_tensor={layout.tensor}."
         )
 
 

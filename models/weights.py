@@ -85,24 +85,17 @@ def load_logical(chunks: Sequence[torch.nn.Module], get: Callable[[str], torch.T
             item.local.copy_(item.cut(get(item.name)))
 
 
-def gather_logical(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_logical(
+    chunks: Sequence[torch.nn.Module], select: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Collect the logical weights of all ranks, one tensor at a time, sorted by name; every rank must iterate to the end.
 
-    Yields (name, full tensor on this rank's device) on every rank.
+    Yields (name, full tensor on this rank's device) on every rank. `select` may take something else of each parameter that
+    has its shape: its gradient, say.
     """
     items = {item.name: item for item in logical_tensors(chunks)}
-    device = next(iter(items.values())).local.device
-    yield from _gather({name: item.local.detach() for name, item in items.items()}, items, device)
-
-
-def gather_gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `gather_logical`, for the parameters' `.grad` (of a model without DDP); parameters without one are left out."""
-    items = {item.name: item for item in logical_tensors(chunks) if item.local.grad is not None}
-    device = next(iter(items.values())).local.device
-    yield from _gather({name: item.local.grad for name, item in items.items()}, items, device)  # type: ignore[misc]
-
-
-def _gather(tensors: dict[str, torch.Tensor], items: dict[str, LogicalTensor], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = {name: select(item.local) for name, item in items.items()}
+    device = next(iter(tensors.values())).device
     held: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(held, [(name, items[name].shape, tensor.dtype) for name, tensor in tensors.items()])
     sources: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}

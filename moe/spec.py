@@ -13,14 +13,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 class ExpertRowLinear(RowParallelLinear):
-    """RowParallelLinear whose result may be changed in place, as Megatron-core's MLP does to add an expert's bias.
-
-    With one tensor rank the reduction returns its input as it is, which autograd forbids to change; it is skipped instead.
-    """
+    """RowParallelLinear for experts with bias, which Megatron-core 0.16.1 gets wrong twice."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.explicit_expert_comm = self.explicit_expert_comm or self.tp_group.size() == 1
+        if self.tp_group.size() == 1:
+            # The reduction would return its input as it is, and autograd forbids MLP to add the bias to that in place.
+            self.explicit_expert_comm = True
+        if self.bias is not None:
+            # The mark would sum the gradients of different experts over the attention's tensor ranks. An expert with
+            # bias is not split (models/transformer_config.py), so its rank has seen all of its tokens.
+            self.bias.sequence_parallel = False
 
 
 def moe_spec(linear: MLPSubmodules) -> ModuleSpec:

@@ -1,0 +1,128 @@
+"""Run a model once in any layout, and hand back its loss, logits and gradients in logical form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from configs.schema import Config
+from models.build import build_model, family_module
+from models.weights import gather_logical
+from parallel.topology import initialize
+
+NUM_MICRO_BATCHES = 2
+Batch = dict[str, torch.Tensor]
+
+
+def make_config(*overrides: dict[str, dict[str, Any]]) -> Config:
+    """A Config with the given sections' keys replaced, e.g. `{"model": {"num_layers": 4}}`; later overrides win."""
+    config = Config()
+    for section_values in overrides:
+        for section, values in section_values.items():
+            target = getattr(config, section)
+            assert is_dataclass(target)
+            names = {field.name for field in fields(target)}
+            for key, value in values.items():
+                assert key in names, f"unknown key {section}.{key}"
+                setattr(target, key, value)
+    return config
+
+
+def random_batch(vocab_size: int, num_samples: int, length: int, seed: int = 0) -> Batch:
+    """A batch with every key that GPT and BERT read; some samples end in padding."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randint, size=(num_samples, length), generator=generator)
+    padding_mask = torch.ones(num_samples, length, dtype=torch.bool)
+    padding_mask[0, length - 3 :] = False
+    return {
+        "tokens": draw(0, vocab_size),
+        "labels": draw(0, vocab_size),
+        "loss_mask": (torch.rand(num_samples, length, generator=generator) < 0.6).float() * padding_mask,
+        "types": draw(0, 2),
+        "padding_mask": padding_mask,
+        "sentence_label": torch.randint(0, 2, (num_samples,), generator=generator),
+    }
+
+
+def run_model(config: Config, vocab_size: int, batch: Batch, load: Callable[[list[torch.nn.Module]], None] | None = None) -> dict[str, Any]:
+    """Build the model in the process group's layout, load weights, and run one forward and backward pass of `batch`.
+
+    The batch is split over data parallel ranks and micro-batches. Returns the mean loss per predicted token plus extra
+    losses (`loss`), full logits of this rank's samples where this rank has the last stage (`logits`), and all weights and
+    gradients by logical name (`weights`, `gradients`).
+    """
+    topology = initialize(config)
+    family = family_module(config)
+    chunks = build_model(config, vocab_size)
+    if load is not None:
+        load(chunks)
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
+    num_tokens = batch["loss_mask"].sum()
+    share = len(batch["tokens"]) // (topology.data_size * NUM_MICRO_BATCHES)
+    rows = [slice((topology.data_rank * NUM_MICRO_BATCHES + i) * share, None) for i in range(NUM_MICRO_BATCHES)]
+    micro_batches = [{key: value[row][:share] for key, value in batch.items()} for row in rows]
+
+    def step(with_loss: bool, iterator: Any, model: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
+        micro_batch = next(iterator)
+
+        def mean_loss(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss_sum, extra = family.loss(output, micro_batch)
+            # The schedule divides by the number of micro-batches, DDP by the number of data parallel ranks.
+            loss = loss_sum / num_tokens * NUM_MICRO_BATCHES * topology.data_size + sum(extra.values())
+            return loss, {"loss": loss.detach()}
+
+        def keep_logits(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            logits = output[0] if isinstance(output, tuple) else output
+            pieces = [torch.empty_like(logits) for _ in range(topology.tensor_size)]
+            torch.distributed.all_gather(pieces, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+            return torch.zeros(()), {"logits": torch.cat(pieces, dim=-1)[..., :vocab_size]}
+
+        if with_loss:
+            return family.forward(model, micro_batch), mean_loss
+        micro_batch = {key: value for key, value in micro_batch.items() if key != "labels"}
+        return family.forward(model, micro_batch), keep_logits
+
+    def run(with_loss: bool) -> list[dict[str, torch.Tensor]]:
+        iterators = [iter(micro_batches) for _ in wrapped]
+        return get_forward_backward_func()(
+            forward_step_func=functools.partial(step, with_loss),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=wrapped if len(wrapped) > 1 else wrapped[0],
+            num_microbatches=NUM_MICRO_BATCHES,
+            seq_length=batch["tokens"].size(1),
+            micro_batch_size=share,
+            forward_only=not with_loss,
+        )
+
+    with torch.no_grad():
+        logits = [result["logits"] for result in run(with_loss=False)]
+    losses = [result["loss"] for result in run(with_loss=True)]
+    finalize_model_grads(wrapped)
+    loss = torch.stack(losses).mean() if losses else torch.zeros(())
+    torch.distributed.all_reduce(loss)
+    loss /= topology.data_size * topology.tensor_size
+    return {
+        "loss": loss.item(),
+        "logits": torch.cat(logits) if logits else None,
+        "weights": dict(gather_logical(chunks)),
+        "gradients": {name: grad.clone() for name, grad in gather_logical(chunks, gradient)},
+        "data_rank": topology.data_rank,
+    }
+
+
+def gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """What DDP accumulated for a parameter; a buffer has none."""
+    return getattr(tensor, "main_grad", torch.zeros_like(tensor))
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    return ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)).item()
