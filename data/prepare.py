@@ -1,0 +1,532 @@
+"""Text to tokens: trains or takes the tokenizer, tokenizes in parallel, writes Megatron's .bin/.idx files into data.cache_dir.
+
+`python -m data.prepare --help` says how to do it ahead of training; training does the same on first use.
+
+Everything is written to a temporary name and renamed. Work is cut into parts, so a run that was killed continues where it was.
+What exists is found by a key: a hash of the corpus's files (path, size, time of change), the tokenizer and the settings.
+Processes that need the same data at once take turns at a file lock: the first does the work, the others find it done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import random
+import re
+import selectors
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from configs.schema import ConfigError, DataConfig
+from data.corpus import Document, File, Source, parse_corpus, plan_parts, read_span, unpack
+from data.indexed import IndexedTokens, token_dtype, write_index
+from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file, train_tokenizer
+
+FORMAT_VERSION = 1  # part of every key: raise it when the same inputs give other files
+SHOWN_BAD_LINES = 5
+TRAINING_SAMPLE_BYTES = 1 << 25  # text read to train a tokenizer
+SCANNED_TOKENS = 1 << 28  # of foreign token files, to see whether they fit the tokenizer
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class TokenFile:
+    """One term of a split's blend: the documents of `<prefix>.bin` that belong to `split` (all, train or validation)."""
+
+    prefix: str
+    weight: float
+    num_tokens: int
+    split: str = "all"
+    validation_fraction: float = 0.0
+
+
+@dataclass
+class PreparedData:
+    """What training needs to know of the data. `train` and `valid`: the blends, with weights that sum to 1."""
+
+    tokenizer_path: str
+    vocab_size: int
+    family: str
+    train: list[TokenFile] = field(default_factory=list)
+    valid: list[TokenFile] = field(default_factory=list)
+    num_documents: int = 0
+    num_bytes: int = 0  # of text
+    num_bad_lines: int = 0
+    bad_lines: list[str] = field(default_factory=list)  # the first few, as file:line: reason
+    bad_lines_files: list[str] = field(default_factory=list)  # where all of them are listed
+
+
+def prepare(config: DataConfig, family: str, show_progress: bool = True, rebuild_damaged: bool = False) -> PreparedData:
+    """Make tokenizer and token files for `config`, or find them done. family: gpt | bert.
+
+    Any number of processes may call it at once, with the same arguments (only the one that works shows progress).
+    `rebuild_damaged`: make token files anew whose size is not what was written; else that is an error.
+    Raises ConfigError for what is wrong with the config, a file or the cache, RuntimeError when a worker process dies,
+    TimeoutError when another process does not finish within data.timeout_seconds.
+    """
+    _check(config, family)
+    sources = parse_corpus(config.corpus)
+    cache = Path(config.cache_dir).expanduser().absolute()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir={config.cache_dir}: cannot make this folder ({error.strerror}); give one that can be written"
+        ) from error
+    tokenizer = _tokenizer(config, sources, cache, show_progress)
+    if family == "bert":
+        _ = tokenizer.cls, tokenizer.sep, tokenizer.mask  # an error now rather than in the workers
+    prepared = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
+    for source in sources:
+        if source.megatron:
+            _add_megatron(prepared, source, config, tokenizer)
+        else:
+            _add_tokenized(prepared, source, config, family, tokenizer, cache, show_progress, rebuild_damaged)
+    for split in (prepared.train, prepared.valid):
+        total = sum(file.weight for file in split)
+        for file in split:
+            file.weight /= total
+    return prepared
+
+
+def _check(config: DataConfig, family: str) -> None:
+    if family not in ("gpt", "bert"):
+        raise ConfigError(f"model.family={family}: must be gpt or bert")
+    if not 0 <= config.validation_fraction < 1:
+        raise ConfigError(f"data.validation_fraction={config.validation_fraction}: must be at least 0 and below 1, for example 0.02")
+    if config.num_workers is not None and config.num_workers < 1:
+        raise ConfigError(f"data.num_workers={config.num_workers}: must be at least 1, or null for all cores")
+
+
+def _key(*items: Any) -> str:
+    return hashlib.sha256(json.dumps([FORMAT_VERSION, *items]).encode()).hexdigest()[:16]
+
+
+# Tokenizer
+
+
+def _tokenizer(config: DataConfig, sources: list[Source], cache: Path, show_progress: bool) -> Tokenizer:
+    if config.tokenizer != "sentencepiece":
+        return load_tokenizer(Path(config.tokenizer).expanduser().absolute())
+    text_sources = [source for source in sources if source.files]
+    if not text_sources:
+        raise ConfigError(
+            "data.tokenizer=sentencepiece: there is no text to train it on, as data.corpus holds only token files; "
+            "give the tokenizer that made them, for example data.tokenizer=path/to/tokenizer.model"
+        )
+    key = _key([source.identity() for source in text_sources], config.vocab_size, config.text_key)
+    path = cache / "tokenizers" / f"sentencepiece-{config.vocab_size}-{key}.model"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        with _lock(path.with_suffix(".lock"), config.timeout_seconds):
+            if not path.exists():
+                if show_progress:
+                    print(f"Training a sentencepiece tokenizer of {config.vocab_size} pieces ...", file=sys.stderr, flush=True)
+                begin = time.monotonic()
+                files = [file for source in text_sources for file in source.files]
+                train_tokenizer(_training_texts(files, config.text_key, path.parent), config.vocab_size, path)
+                if show_progress:
+                    print(f"Trained it in {time.monotonic() - begin:.1f} s: {path}", file=sys.stderr, flush=True)
+    return load_tokenizer(path)
+
+
+def _training_texts(files: list[File], text_key: str, scratch: Path) -> Iterator[str]:
+    """Documents from a fixed random choice of the corpus's parts, at most TRAINING_SAMPLE_BYTES."""
+    unpacked: dict[str, str] = {}
+    try:
+        plain = [file for file in files if not file.compression]
+        packed = [file for file in files if file.compression]
+        random.Random(0).shuffle(packed)
+        budget = TRAINING_SAMPLE_BYTES
+        for file in packed:  # what is packed is unpacked whole, so no more of it than is needed
+            if budget <= 0:
+                break
+            out = str(scratch / f"sample-{_key(file.path)}.tmp")
+            unpack(file.path, out)
+            unpacked[file.path] = out
+            budget -= os.path.getsize(out)
+        spans = [span for part in plan_parts([*plain, *(file for file in packed if file.path in unpacked)], unpacked) for span in part]
+        random.Random(1).shuffle(spans)
+        budget = TRAINING_SAMPLE_BYTES
+        for span in spans:
+            if budget <= 0:
+                break
+            budget -= span.size
+            for item in read_span(span, text_key):
+                if isinstance(item, Document):
+                    yield item.text
+    finally:
+        for out in unpacked.values():
+            os.unlink(out)
+
+
+# Token files that exist already
+
+
+def _add_megatron(prepared: PreparedData, source: Source, config: DataConfig, tokenizer: Tokenizer) -> None:
+    assert source.megatron
+    tokens = IndexedTokens(source.megatron)
+    head = tokens.tokens[:SCANNED_TOKENS]
+    largest = int(head.max()) if len(head) else 0
+    if largest >= tokenizer.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer={config.tokenizer}: {source.megatron}.bin holds token {largest}, but this tokenizer has only "
+            f"{tokenizer.vocab_size} tokens; give the tokenizer that made the file"
+        )
+    _, lengths = tokens.documents()
+    for split, name in ((prepared.train, "train"), (prepared.valid, "validation")):
+        num_tokens = int(lengths[split_mask(len(lengths), name, config.validation_fraction)].sum())
+        if num_tokens:
+            weight = num_tokens if source.weight is None else source.weight
+            split.append(TokenFile(source.megatron, weight, num_tokens, name, config.validation_fraction))
+    prepared.num_documents += len(lengths)
+
+
+def split_mask(num_documents: int, split: str, validation_fraction: float) -> np.ndarray:
+    """bool [num_documents]: which documents of a foreign token file belong to a split, by a hash of their number (splitmix64)."""
+    if split == "all":
+        return np.ones(num_documents, dtype=bool)
+    x = np.arange(1, num_documents + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    held_out = _held_out(x ^ (x >> np.uint64(31)), validation_fraction)
+    return held_out if split == "validation" else ~held_out
+
+
+def _held_out(hashes: np.ndarray, fraction: float) -> np.ndarray:
+    """Which documents are for validation: those with small hashes, and one at least when there are two or more."""
+    held_out = hashes < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    if fraction > 0 and len(hashes) > 1 and not held_out.any():
+        held_out[np.argmin(hashes)] = True
+    return held_out
+
+
+# Tokenization
+
+
+def _add_tokenized(
+    prepared: PreparedData,
+    source: Source,
+    config: DataConfig,
+    family: str,
+    tokenizer: Tokenizer,
+    cache: Path,
+    show_progress: bool,
+    rebuild_damaged: bool,
+) -> None:
+    tokenizer_hash = hashlib.sha256(tokenizer_file(tokenizer.path).read_bytes()).hexdigest()
+    key = _key(source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction)
+    folder = cache / "tokens" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{family}-{key}"
+    done = _read_done(folder, rebuild_damaged)
+    if done is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(folder / "lock", config.timeout_seconds):
+            done = _read_done(folder, rebuild_damaged)
+            if done is None:
+                _tokenize(source, config, family, tokenizer, folder, show_progress)
+                done = _read_done(folder, rebuild_damaged=False)
+                assert done is not None
+    for split, name in ((prepared.train, "train"), (prepared.valid, "valid")):
+        num_tokens = done["tokens"][name]
+        if num_tokens:
+            split.append(TokenFile(str(folder / name), num_tokens if source.weight is None else source.weight, num_tokens))
+    prepared.num_documents += done["documents"]
+    prepared.num_bytes += done["bytes"]
+    prepared.num_bad_lines += done["bad_lines"]
+    prepared.bad_lines += done["first_bad_lines"]
+    if done["bad_lines"]:
+        prepared.bad_lines_files.append(str(folder / "bad_lines.txt"))
+
+
+def _read_done(folder: Path, rebuild_damaged: bool) -> dict[str, Any] | None:
+    """The summary of finished work; None when there is none. Raises ConfigError when its files are not what was written."""
+    try:
+        done: dict[str, Any] = json.loads((folder / "done.json").read_text())
+    except FileNotFoundError:
+        return None
+    for name, size in done["sizes"].items():
+        path = folder / name
+        actual = path.stat().st_size if path.exists() else None
+        if actual != size:
+            if rebuild_damaged:
+                return None
+            found = "is missing" if actual is None else f"has {actual} bytes"
+            raise ConfigError(
+                f"data.cache_dir: {path} {found}, but {size} were written: it was truncated or damaged; delete {folder}, "
+                "or run `python -m data.prepare` with the same data settings to make it again"
+            )
+    return done
+
+
+def _tokenize(source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, folder: Path, show_progress: bool) -> None:
+    """Unpack, tokenize the parts that are not there yet, and merge them. Called by one process at a time."""
+    (folder / "done.json").unlink(missing_ok=True)
+    parts_dir, unpacked_dir = folder / "parts", folder / "unpacked"
+    parts_dir.mkdir(exist_ok=True)
+    unpacked_dir.mkdir(exist_ok=True)
+    for leftover in [*parts_dir.glob("*.tmp*"), *unpacked_dir.glob("*.tmp*")]:
+        leftover.unlink(missing_ok=True)
+
+    packed = {file.path: str(unpacked_dir / f"{i:06d}") for i, file in enumerate(source.files) if file.compression}
+    settings = {"tokenizer": tokenizer.path, "text_key": config.text_key, "family": family}
+    workers = config.num_workers or len(os.sched_getaffinity(0))
+    jobs = [{"unpack": path, "out": out, "size": os.path.getsize(path)} for path, out in packed.items() if not os.path.exists(out)]
+    _run_jobs(jobs, settings, workers, config.timeout_seconds, "unpacking", 0, show_progress)
+
+    parts = plan_parts(source.files, packed)
+    if not parts:
+        raise ConfigError(f"data.corpus: {source.name} holds no text")
+    outs = [parts_dir / f"{i:06d}.npz" for i in range(len(parts))]
+    sizes = [sum(span.size for span in part) for part in parts]
+    missing = [i for i, out in enumerate(outs) if not out.exists()]
+    jobs = [{"spans": [astuple(span) for span in parts[i]], "out": str(outs[i]), "size": sizes[i]} for i in missing]
+    ready = sum(sizes) - sum(sizes[i] for i in missing)
+    _run_jobs(jobs, settings, workers, config.timeout_seconds, "tokenizing", ready, show_progress)
+
+    done = _merge(outs, folder, token_dtype(tokenizer.vocab_size), config.validation_fraction)
+    if not done["documents"]:
+        shutil.rmtree(folder)
+        problem = f"; all {done['bad_lines']} lines are bad, first: {done['first_bad_lines'][0]}" if done["bad_lines"] else ""
+        raise ConfigError(f"data.corpus: {source.name} holds no documents{problem}")
+    _write_text(folder / "done.json", json.dumps(done, indent=1))
+    shutil.rmtree(parts_dir)
+    shutil.rmtree(unpacked_dir)
+    if show_progress and done["bad_lines"]:
+        shown = "".join(f"\n  {line}" for line in done["first_bad_lines"])
+        print(f"{done['bad_lines']} bad lines were left out, listed in {folder / 'bad_lines.txt'}:{shown}", file=sys.stderr, flush=True)
+
+
+def _merge(parts: list[Path], folder: Path, dtype: type[np.generic], validation_fraction: float) -> dict[str, Any]:
+    """Concatenate the parts into train and valid files. Returns the summary, with the sizes of what was written."""
+    archives = [np.load(part) for part in parts]
+    held_out = _held_out(np.concatenate([archive["hashes"] for archive in archives]), validation_fraction)
+    names = ("train", "valid")
+    lengths: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    counts: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    bad: list[str] = []
+    first = num_bytes = 0
+    with contextlib.ExitStack() as stack:
+        bins = {name: stack.enter_context(open(folder / f"{name}.bin.tmp", "wb")) for name in names}
+        for archive in archives:
+            per_document, per_sequence, tokens = archive["sequences_per_document"], archive["sequence_lengths"], archive["tokens"]
+            in_valid = held_out[first : first + len(per_document)]
+            sequence_in_valid = np.repeat(in_valid, per_document)
+            token_in_valid = np.repeat(sequence_in_valid, per_sequence) if in_valid.any() else None
+            for name, wanted in (("train", False), ("valid", True)):
+                lengths[name].append(per_sequence[sequence_in_valid == wanted])
+                counts[name].append(per_document[in_valid == wanted])
+                if token_in_valid is not None:
+                    bins[name].write(tokens[token_in_valid == wanted].data)
+                elif not wanted:
+                    bins[name].write(tokens.data)
+            first += len(per_document)
+            num_bytes += int(archive["num_bytes"])
+            bad += archive["bad_lines"].tolist()
+            archive.close()
+    for name in names:
+        bounds = np.concatenate([np.zeros(1, np.int64), *counts[name]]).cumsum()
+        write_index(folder / f"{name}.idx.tmp", dtype, np.concatenate(lengths[name]), bounds)
+    files = [f"{name}.{suffix}" for name in names for suffix in ("bin", "idx")]
+    for file in files:
+        os.rename(folder / f"{file}.tmp", folder / file)
+    _write_text(folder / "bad_lines.txt", "".join(f"{line}\n" for line in bad))
+    return {
+        "tokens": {name: int(sum(int(part.sum(dtype=np.int64)) for part in lengths[name])) for name in names},
+        "documents": first,
+        "bytes": num_bytes,
+        "bad_lines": len(bad),
+        "first_bad_lines": bad[:SHOWN_BAD_LINES],
+        "sizes": {file: (folder / file).stat().st_size for file in files},
+    }
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    temporary.write_text(text)
+    temporary.rename(path)
+
+
+# Processes
+
+
+def _run_jobs(
+    jobs: list[dict[str, Any]], settings: dict[str, Any], num_workers: int, timeout: float, verb: str, ready: int, show_progress: bool
+) -> None:
+    """Have worker processes do the jobs. `ready`: bytes done before. Raises when a job fails or a worker dies or hangs."""
+    if not jobs:
+        return
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # one thread per worker: there is a worker per core
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    pending = list(enumerate(jobs))[::-1]
+    processes: list[subprocess.Popen[bytes]] = []
+    selector = selectors.DefaultSelector()
+    total = ready + sum(job["size"] for job in jobs)
+    bar = tqdm(total=total, initial=ready, unit="B", unit_scale=True, desc=verb, disable=not show_progress, mininterval=0.5)
+    try:
+        with bar:
+            for _ in range(min(num_workers, len(jobs))):
+                command = [sys.executable, "-m", "data.worker"]
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+                processes.append(process)
+                assert process.stdout
+                selector.register(process.stdout, selectors.EVENT_READ, process)
+                _send(process, settings)
+                number, job = pending.pop()
+                _send(process, {"job": number, **job})
+            running = len(processes)
+            while running:
+                events = selector.select(timeout)
+                if not events:
+                    raise TimeoutError(f"{verb}: no worker finished a part within {timeout} s (data.timeout_seconds); raise it")
+                for key, _ in events:
+                    process = key.data
+                    line = process.stdout.readline()
+                    if not line:
+                        raise RuntimeError(
+                            f"{verb}: a worker process died with status {process.wait(timeout=10)}; "
+                            "finished parts are kept, so the same command continues (with less memory: data.num_workers=1)"
+                        )
+                    reply = json.loads(line)
+                    if "error" in reply:
+                        raise ConfigError(reply["error"]) if reply.get("config") else RuntimeError(f"{verb}: {reply['error']}")
+                    bar.update(jobs[reply["job"]]["size"])
+                    if pending:
+                        number, job = pending.pop()
+                        _send(process, {"job": number, **job})
+                    else:
+                        selector.unregister(process.stdout)
+                        process.stdin.close()
+                        running -= 1
+    finally:
+        selector.close()
+        for process in processes:
+            for stream in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    if stream:
+                        stream.close()
+            try:
+                process.wait(timeout=1 if sys.exc_info()[0] is None else 0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=10)
+
+
+def _send(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
+    assert process.stdin
+    with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when its answer is read
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+        process.stdin.flush()
+
+
+@contextlib.contextmanager
+def _lock(path: Path, timeout: float) -> Iterator[None]:
+    """Hold an exclusive lock on `path`; the system drops it when its holder dies. Raises TimeoutError."""
+    with open(path, "a+") as file:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise TimeoutError(
+                        f"waited {timeout} s (data.timeout_seconds) for another process ({file.read().strip() or 'unknown'}) to prepare "
+                        f"the data; raise data.timeout_seconds, or run `python -m data.prepare` first. The lock is {path}"
+                    ) from None
+                time.sleep(0.1)
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        yield
+
+
+# Command line
+
+HELP = """\
+Tokenize a corpus ahead of training: python -m data.prepare [key=value ...]
+
+Training with the same data settings finds the result in data.cache_dir and starts at once. It may be run again at any time:
+finished work is skipped, interrupted work is continued, damaged files are made again.
+
+keys (as for train.py):
+  data.corpus=stdlib        the standard library's sources, about 30 MB
+  data.corpus=PATH          .txt .jsonl .md .rst .py (also .gz .zst), .parquet, a folder of those, or Megatron .bin/.idx
+  data.corpus='[A,B]'       several, mixed by size
+  data.corpus='[{path: A, weight: 0.7}, {path: B, weight: 0.3}]'   a blend
+  data.text_key=text        field of .jsonl, column of .parquet
+  data.tokenizer=sentencepiece   trained on the corpus (data.vocab_size=4096 pieces); or a .model file, or a Hugging Face folder
+  data.cache_dir=cache      where the results go
+  data.validation_fraction=0.02
+  data.num_workers=null     processes; null: all cores
+  model.family=gpt          gpt, or bert: documents are stored as sentences
+"""
+
+
+def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str]:
+    """DataConfig and model family of `key=value` arguments. Raises ConfigError naming the key."""
+    import difflib
+
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    defaults = OmegaConf.create({"data": OmegaConf.structured(DataConfig), "model": {"family": "gpt"}})
+    known = [f"data.{key}" for key in asdict(DataConfig())] + ["model.family"]
+    for argument in arguments:
+        key, equals, _ = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"{argument}: arguments have the form key=value, for example data.corpus=stdlib")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(f"data.{key}", known, 1)
+            raise ConfigError(f"{key}: no such key" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"))
+    try:
+        merged = OmegaConf.merge(defaults, OmegaConf.from_dotlist(arguments))
+        data = OmegaConf.to_object(merged.data)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{' '.join(arguments)}: {str(error).splitlines()[0]}") from error
+    assert isinstance(data, DataConfig)
+    return data, str(merged.model.family)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help", "help"} & set(arguments):
+        print(HELP)
+        return 0
+    try:
+        config, family = parse_arguments(arguments)
+        begin = time.monotonic()
+        prepared = prepare(config, family, show_progress=True, rebuild_damaged=True)
+    except (ConfigError, TimeoutError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return 130
+    print(f"tokenizer   {prepared.tokenizer_path} ({prepared.vocab_size} tokens)")
+    print(f"documents   {prepared.num_documents:,} ({prepared.num_bytes / 1e6:,.1f} MB of text)")
+    print(f"bad lines   {prepared.num_bad_lines:,}" + "".join(f"\n            {line}" for line in prepared.bad_lines))
+    if prepared.bad_lines_files:
+        print("            all are listed in " + ", ".join(prepared.bad_lines_files))
+    for name, files in (("train", prepared.train), ("validation", prepared.valid)):
+        for file in files:
+            print(f"{name:<11} {file.num_tokens:,} tokens, weight {file.weight:.3f}, {file.prefix}.bin")
+    print(f"seconds     {time.monotonic() - begin:.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

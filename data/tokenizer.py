@@ -1,0 +1,358 @@
+"""Tokenizers behind one interface: sentencepiece models (taken or trained here) and Hugging Face `tokenizer.json` files.
+
+torch and transformers are not imported: the processes that tokenize import this file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.schema import ConfigError
+
+SPACE = "\u2581"  # sentencepiece writes spaces as this character (and reads it back as a space)
+PAD, EOD, CLS, SEP, MASK = "<pad>", "</s>", "[CLS]", "[SEP]", "[MASK]"
+# Names that common tokenizers give to the same role, most usual first.
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|eot_id|>", "<eos>", "<eod>", "[EOS]", "[SEP]")
+PAD_NAMES = ("<pad>", "[PAD]", "<|padding|>", "<|pad|>", "<|finetune_right_pad_id|>")
+MASK_NAMES = {"cls": ("[CLS]", "<cls>", "<s>"), "sep": ("[SEP]", "<sep>", "</s>"), "mask": ("[MASK]", "<mask>")}
+
+MIN_TRAINED_VOCAB = 320  # 256 bytes, 7 special symbols and some room for real pieces
+MAX_TRAINING_SENTENCES = 80_000
+MAX_TRAINING_CHARACTERS = 4_000_000
+MAX_SENTENCE_CHARACTERS = 2_000
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    `pad`, `eod` and, for BERT, `cls`, `sep`, `mask` are ids; the latter three raise ConfigError when the tokenizer has none.
+    """
+
+    path: str
+    vocab_size: int
+    eod: int
+    pad: int
+
+    @abstractmethod
+    def encode_array(self, text: str) -> np.ndarray:
+        """Token ids of `text`, int32 [n], without special tokens."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; special tokens are left out."""
+
+    @abstractmethod
+    def _find(self, names: Iterable[str]) -> int | None:
+        """The id of the first of these pieces that exists."""
+
+    @abstractmethod
+    def _surfaces(self) -> list[bytes | None]:
+        """The bytes that each piece stands for, with its leading space; None for special tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without special tokens."""
+        return self.encode_array(text).tolist()
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """`encode_array` of each text."""
+        return [self.encode_array(text) for text in texts]
+
+    def _role(self, role: str) -> int:
+        found = self._find(MASK_NAMES[role])
+        if found is None:
+            raise ConfigError(
+                f"data.tokenizer={self.path}: it has no {role} token (one of {', '.join(MASK_NAMES[role])}), which BERT needs; "
+                "data.tokenizer=sentencepiece trains one that has it"
+            )
+        return found
+
+    @cached_property
+    def cls(self) -> int:
+        return self._role("cls")
+
+    @cached_property
+    def sep(self) -> int:
+        return self._role("sep")
+
+    @cached_property
+    def mask(self) -> int:
+        return self._role("mask")
+
+    def special_ids(self) -> np.ndarray:
+        """Ids that stand for no text, ascending."""
+        return np.flatnonzero([surface is None for surface in self._surfaces()])
+
+    def word_starts(self) -> np.ndarray:
+        """bool [vocab_size]: this piece always begins a word (it starts with a space or a symbol, or is special)."""
+        return np.array([surface is None or not _is_letter(surface[:1]) for surface in self._surfaces()], dtype=bool)
+
+    def word_ends(self) -> np.ndarray:
+        """bool [vocab_size]: whatever follows this piece begins a word (it ends with a space or a symbol, or is special)."""
+        return np.array([surface is None or not _is_letter(surface[-1:]) for surface in self._surfaces()], dtype=bool)
+
+
+def _is_letter(byte: bytes) -> bool:
+    """Whether a byte belongs to the inside of a word: letters, digits, `_`, and every byte of a non-ASCII character."""
+    return bool(byte) and (byte[0] >= 0x80 or byte.isalnum() or byte == b"_")
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece `.model` file."""
+
+    def __init__(self, path: str | Path):
+        import sentencepiece
+
+        self.path = str(path)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=self.path)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"data.tokenizer={self.path}: it is no sentencepiece model: {_first_line(error)}") from error
+        self.vocab_size = self._model.vocab_size()
+        eod = self._model.eos_id()
+        found = eod if eod >= 0 else self._find(EOD_NAMES)
+        if found is None:
+            raise ConfigError(f"data.tokenizer={self.path}: it has no end-of-document token (one of {', '.join(EOD_NAMES)})")
+        self.eod = found
+        pad = self._model.pad_id()
+        named = pad if pad >= 0 else self._find(PAD_NAMES)
+        self.pad = self.eod if named is None else named
+        # sentencepiece would read a literal U+2581 back as a space; its three bytes come back as they were.
+        self._space_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        self._lossless = all(self._model.is_byte(i) for i in self._space_ids)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        if SPACE not in text or not self._lossless:
+            return self._model.encode_as_numpy(text)
+        escaped = np.array(self._space_ids, dtype=np.int32)
+        pieces = [self._model.encode_as_numpy(piece) for piece in text.split(SPACE)]
+        return np.concatenate([pieces[0]] + [part for piece in pieces[1:] for part in (escaped, piece)])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._model.decode([int(i) for i in ids])
+
+    def _find(self, names: Iterable[str]) -> int | None:
+        known = ((self._model.piece_to_id(name), name) for name in names)  # an unknown name gives the id of <unk>
+        return next((i for i, name in known if self._model.id_to_piece(i) == name), None)
+
+    def _surfaces(self) -> list[bytes | None]:
+        model, surfaces = self._model, []
+        for i in range(self.vocab_size):
+            piece = model.id_to_piece(i)
+            if model.is_byte(i):
+                surfaces.append(bytes([int(piece[3:5], 16)]))
+            elif model.is_control(i) or model.is_unknown(i) or piece in (CLS, SEP, MASK, PAD):
+                surfaces.append(None)
+            else:
+                surfaces.append(piece.replace(SPACE, " ").encode())
+        return surfaces
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A Hugging Face `tokenizer.json`, or a folder that holds one."""
+
+    def __init__(self, path: str | Path):
+        import tokenizers
+
+        self.path = str(path)
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        try:
+            self._model = tokenizers.Tokenizer.from_file(str(file))
+            self._spec: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"data.tokenizer={path}: {file} is no Hugging Face tokenizer.json: {_first_line(error)}") from error
+        self._model.no_truncation()
+        self._model.no_padding()
+        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
+        named = self._named_roles(file.parent)
+        eod = self._find([*named.get("eos_token", ()), *EOD_NAMES])
+        if eod is None:
+            raise ConfigError(
+                f"data.tokenizer={path}: it has no end-of-document token: none of {', '.join(EOD_NAMES)}, "
+                "and no eos_token in tokenizer_config.json"
+            )
+        self.eod = eod
+        pad = self._find([*named.get("pad_token", ()), *PAD_NAMES])
+        self.pad = eod if pad is None else pad
+
+    @staticmethod
+    def _named_roles(folder: Path) -> dict[str, list[str]]:
+        """What tokenizer_config.json calls the special tokens: role -> names."""
+        file = folder / "tokenizer_config.json"
+        if not file.is_file():
+            return {}
+        roles = {}
+        for key, value in json.loads(file.read_text(encoding="utf-8")).items():
+            name = value.get("content") if isinstance(value, dict) else value
+            if key in ("eos_token", "pad_token") and isinstance(name, str):
+                roles[key] = [name]
+        return roles
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def _find(self, names: Iterable[str]) -> int | None:
+        return next((i for i in map(self._model.token_to_id, names) if i is not None), None)
+
+    def _kinds(self) -> set[str]:
+        """Every `type` that the pre-tokenizer and the decoder name."""
+        kinds: set[str] = set()
+        pending = [self._spec.get("pre_tokenizer"), self._spec.get("decoder")]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, dict):
+                kinds.add(str(item.get("type")))
+                pending.extend(value for value in item.values() if isinstance(value, (dict, list)))
+            elif isinstance(item, list):
+                pending.extend(item)
+        return kinds
+
+    def _surfaces(self) -> list[bytes | None]:
+        special = {token["id"] for token in self._spec.get("added_tokens", []) if token.get("special")}
+        byte_level = "ByteLevel" in self._kinds()
+        alphabet = _byte_level_alphabet() if byte_level else {}
+        surfaces: list[bytes | None] = []
+        for i in range(self.vocab_size):
+            piece = None if i in special else self._model.id_to_token(i)
+            if piece is None:
+                surfaces.append(None)
+            elif byte_level:
+                surfaces.append(b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in piece))
+            elif len(piece) == 6 and piece.startswith("<0x"):
+                surfaces.append(bytes([int(piece[3:5], 16)]))
+            else:
+                surfaces.append(piece.replace(SPACE, " ").encode())
+        return surfaces
+
+    def _is_word_piece(self) -> bool:
+        return self._spec["model"].get("type") == "WordPiece"
+
+    def word_starts(self) -> np.ndarray:
+        if not self._is_word_piece():
+            return super().word_starts()
+        prefix = self._spec["model"].get("continuing_subword_prefix", "##")
+        pieces = [self._model.id_to_token(i) for i in range(self.vocab_size)]
+        return np.array([piece is None or not piece.startswith(prefix) for piece in pieces], dtype=bool)
+
+    def word_ends(self) -> np.ndarray:
+        # The "##" mark alone says where words begin.
+        return np.zeros(self.vocab_size, dtype=bool) if self._is_word_piece() else super().word_ends()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in of each byte: character -> byte (openai/gpt-2, encoder.py, bytes_to_unicode)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Open a sentencepiece `.model`, a `tokenizer.json`, or a folder with either. Raises ConfigError naming data.tokenizer."""
+    place = Path(path)
+    if not place.exists():
+        raise ConfigError(
+            f"data.tokenizer={path}: no such file or folder; give a sentencepiece .model file, a Hugging Face folder "
+            "or tokenizer.json, or data.tokenizer=sentencepiece to train one"
+        )
+    if place.is_dir():
+        if (place / "tokenizer.json").is_file():
+            return HuggingFaceTokenizer(place)
+        models = sorted(place.glob("*.model"))
+        if len(models) == 1:
+            return SentencePieceTokenizer(models[0])
+        raise ConfigError(f"data.tokenizer={path}: the folder holds no tokenizer.json and {len(models)} .model files (one is needed)")
+    return HuggingFaceTokenizer(place) if place.suffix == ".json" else SentencePieceTokenizer(place)
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """The file that decides what the tokenizer at `path` does."""
+    place = Path(path)
+    if not place.is_dir():
+        return place
+    json_file = place / "tokenizer.json"
+    return json_file if json_file.is_file() else next(iter(sorted(place.glob("*.model"))), json_file)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> None:
+    """Train a lossless sentencepiece model on a bounded sample of `texts` and write it to `out`, atomically.
+
+    Unigram rather than BPE: on source text it encodes 3 to 4 times as fast at 2% more tokens. Deterministic for the same texts.
+    The same model serves GPT and BERT: it has pad, end-of-document, [CLS], [SEP] and [MASK] symbols.
+    Few texts give a vocabulary smaller than `vocab_size`. Raises ConfigError when vocab_size is too small or there is no text.
+    """
+    import sentencepiece
+
+    if vocab_size < MIN_TRAINED_VOCAB:
+        raise ConfigError(
+            f"data.vocab_size={vocab_size}: a trained tokenizer needs at least {MIN_TRAINED_VOCAB} "
+            f"(256 bytes, the special symbols and some words); data.vocab_size=4096 works"
+        )
+    lines = _sample_lines(texts)
+    if not lines:
+        raise ConfigError("data.corpus: it holds no text to train a tokenizer on")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            byte_fallback=True,
+            split_digits=True,
+            character_coverage=0.9995,
+            unk_id=0,
+            pad_id=1,
+            eos_id=2,
+            bos_id=-1,
+            pad_piece=PAD,
+            eos_piece=EOD,
+            control_symbols=[CLS, SEP, MASK],
+            user_defined_symbols=["\n"],
+            max_sentence_length=16 * MAX_SENTENCE_CHARACTERS,
+            seed_sentencepiece_size=200_000,
+            num_threads=2,  # fixed: the sums of the EM steps, and so the model, depend on it
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"data.vocab_size={vocab_size}: sentencepiece could not train on this corpus: {_first_line(error)}") from error
+    temporary = Path(f"{out}.tmp{os.getpid()}")
+    temporary.write_bytes(model.getvalue())
+    temporary.rename(out)
+
+
+def _sample_lines(texts: Iterable[str]) -> list[str]:
+    """At most MAX_TRAINING_SENTENCES lines and MAX_TRAINING_CHARACTERS characters of the texts, chosen by a fixed seed."""
+    lines = []
+    for text in texts:
+        for line in text.replace(SPACE, " ").split("\n"):
+            for begin in range(0, len(line), MAX_SENTENCE_CHARACTERS):
+                lines.append(line[begin : begin + MAX_SENTENCE_CHARACTERS])
+    random.Random(0).shuffle(lines)
+    chosen, total = [], 0
+    for line in lines[:MAX_TRAINING_SENTENCES]:
+        total += len(line)
+        if total > MAX_TRAINING_CHARACTERS and chosen:
+            break
+        chosen.append(line)
+    return chosen

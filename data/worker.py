@@ -1,0 +1,98 @@
+"""A process that unpacks files and tokenizes parts for data.prepare: `python -m data.worker`, never started by hand.
+
+It reads one JSON object per line from standard input, first the settings and then one job after the other, and answers each
+with one line on standard output. It is a fresh interpreter, neither forked from a process that may hold threads and locks nor
+importing the caller's main module, and it imports no torch, so that it starts in a tenth of a second. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.schema import ConfigError
+from data.corpus import BadLine, Span, document_hash, read_span, split_sentences, unpack
+from data.indexed import token_dtype
+from data.tokenizer import Tokenizer, load_tokenizer
+
+
+def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family: str, out: Path) -> dict[str, Any]:
+    """Tokenize the documents of a part and write them to `out` (.npz), atomically. Returns its counts.
+
+    The file holds tokens [t], sequence_lengths [n], sequences_per_document [d] and hashes [d] (of the documents' names).
+    GPT: one sequence per document, which ends with end-of-document. BERT: a sequence per sentence.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    end_of_document = np.array([tokenizer.eod], dtype=np.int32)
+    arrays: list[np.ndarray] = []
+    lengths: list[int] = []
+    counts: list[int] = []
+    hashes: list[int] = []
+    bad: list[str] = []
+    num_bytes = 0
+    for span in spans:
+        by_line = span.format == "stdlib" or span.name.endswith(".py")
+        for item in read_span(span, text_key):
+            if isinstance(item, BadLine):
+                bad.append(str(item))
+                continue
+            if family == "bert":
+                sequences = [ids for ids in tokenizer.encode_batch(split_sentences(item.text, by_line)) if len(ids)]
+                arrays.extend(sequences)
+                lengths.extend(map(len, sequences))
+                counts.append(len(sequences))
+            else:
+                ids = tokenizer.encode_array(item.text)
+                arrays.extend((ids, end_of_document))
+                lengths.append(len(ids) + 1)
+                counts.append(1)
+            hashes.append(document_hash(item.name))
+            num_bytes += len(item.text) if item.text.isascii() else len(item.text.encode("utf-8"))
+    tokens = np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
+    temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")
+    with open(temporary, "wb") as file:
+        np.savez(
+            file,
+            tokens=tokens,
+            sequence_lengths=np.array(lengths, dtype=np.int32),
+            sequences_per_document=np.array(counts, dtype=np.int64),
+            hashes=np.array(hashes, dtype=np.uint64),
+            num_bytes=np.array(num_bytes),
+            bad_lines=np.array(bad, dtype=np.str_),
+        )
+    temporary.rename(out)
+    return {"tokens": len(tokens)}
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too, and ends this process by closing its input
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the replies
+    settings = json.loads(sys.stdin.readline())
+    tokenizer = load_tokenizer(settings["tokenizer"]) if settings["tokenizer"] else None
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            if "unpack" in job:
+                unpack(job["unpack"], job["out"])
+                reply: dict[str, Any] = {}
+            else:
+                assert tokenizer is not None
+                spans = [Span(*fields) for fields in job["spans"]]
+                reply = tokenize_part(tokenizer, spans, settings["text_key"], settings["family"], Path(job["out"]))
+        except ConfigError as error:
+            reply = {"error": str(error), "config": True}
+        except OSError as error:  # disk full, no permission: no traceback needed
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps({"job": job["job"], **reply}) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()
