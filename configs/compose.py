@@ -32,7 +32,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
 from configs.schema import Config, ConfigError
-from configs.validate import get, nearest, show, validate
+from configs.validate import CHOICES, get, nearest, show, validate
 
 CONFIG_DIR = Path(__file__).resolve().parent
 PRIMARY = "config"
@@ -65,7 +65,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
         raise ConfigError(_explain(error)) from error
 
 
-def load(path: str | os.PathLike[str]) -> Config:
+def load(path: str | Path) -> Config:
     """Read a run's `config.yaml`.
 
     Raises:
@@ -134,6 +134,8 @@ def _checked_configs(args: argparse.Namespace) -> list[Config] | None:
         raise ConfigError(f"--config-dir ({args.config_dir}) must be a folder of presets, such as {CONFIG_DIR.name}")
     if args.resolve and not (args.cfg or args.help):
         raise ConfigError("--resolve goes with --cfg or --help. Try --cfg job --resolve")
+    if args.multirun and (args.cfg or args.info is not None):
+        raise ConfigError("--multirun does not go with --cfg or --info. Try one of them alone")
     if args.cfg or args.help:
         compose(args.overrides, args.config_dir)
     if args.cfg or args.help or args.hydra_help or args.info is not None or args.shell_completion:
@@ -222,11 +224,25 @@ def _parse(text: str) -> Override:
         raise ConfigError(f"cannot read the override {text!r}: {hint}") from error
 
 
-def _example(key: str) -> str:
+def _example(key: str, wish: Any = None) -> str:
+    """A value that a key or group accepts: the wished one if it fits, else the schema's own."""
     if key in _groups():
-        return _choices(key)[0]
-    known = key in _keys() and not dataclasses.is_dataclass(get(Config(), key))
-    return show(get(Config(), key)) if known else "value"
+        choices = _choices(key)
+        return wish if isinstance(wish, str) and wish in choices else choices[0]
+    if key not in _keys() or dataclasses.is_dataclass(get(Config(), key)):
+        return "value"
+    if wish is None or OmegaConf.is_config(wish) or isinstance(wish, (dict, list)) or wish not in CHOICES.get(key, (wish,)):
+        return show(get(Config(), key))
+    try:
+        changed = OmegaConf.structured(Config)
+        OmegaConf.update(changed, key, wish)
+        return show(get(_to_config(changed), key))
+    except OmegaConfBaseException:
+        pass
+    try:  # a whole number written as a float, such as 1e3
+        return show(round(float(wish))) if _expected(key).startswith("an integer") else _example(key)
+    except (TypeError, ValueError, OverflowError):
+        return _example(key)
 
 
 def _check_override(text: str, config_dir: str | None) -> None:
@@ -235,7 +251,8 @@ def _check_override(text: str, config_dir: str | None) -> None:
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return
     if override.is_sweep_override():
-        raise ConfigError(f"{key} ({override.get_value_element_as_str()}) has several values, which only a sweep takes. Try -m")
+        value = text.partition("=")[2]
+        raise ConfigError(f"{key} ({value}) has several values, which only a sweep takes. Try -m, or {key}={value.split(',')[0]}")
     if override.is_delete():
         raise ConfigError(f"{text}: a key cannot be removed. Try {key}={_example(key)}")
     groups = _groups(config_dir)
@@ -252,26 +269,27 @@ def _check_override(text: str, config_dir: str | None) -> None:
             raise ConfigError(f"{text}: the group {key} has a choice already. Try {key}={value}")
         return
     if key not in _keys():
-        # `data.corpus` and its like hold free values; nothing else has keys below it.
-        raise ConfigError(_unknown_key(key, groups))
+        raise ConfigError(_unknown_key(key, groups, override.value()))
     if dataclasses.is_dataclass(get(Config(), key)):
         raise ConfigError(f"{key} is a section, not a key. Try {key}.{dataclasses.fields(get(Config(), key))[0].name}=...")
+    if override.is_add() and not override.is_force_add():
+        plain = text.lstrip("+")
+        raise ConfigError(f"{text}: + is for new keys, and {key} exists. Try {plain}")
 
 
-def _unknown_key(key: str, groups: list[str] | None = None) -> str:
-    """Names the key that was most likely meant: by the whole name, else by its last part anywhere, else within its section."""
+def _unknown_key(key: str, groups: list[str] | None = None, wish: Any = None) -> str:
+    """Names the key that was most likely meant: within its section, else by its last part anywhere, else by the whole name."""
     names = [name for name in _keys() if not dataclasses.is_dataclass(get(Config(), name))]
     section, _, last = key.rpartition(".")
-    same_last = [name for name in names if name.rpartition(".")[2] == last]
-    siblings = [name for name in names if name.rpartition(".")[0] == section]
+    siblings = [name.rpartition(".")[2] for name in names if section and name.rpartition(".")[0] == section]
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
-    close_sibling = nearest(last, [name.rpartition(".")[2] for name in siblings]) if section else None
-    close = (f"{section}.{close_sibling}" if close_sibling else None) or (same_last[0] if same_last else None)
-    close = close or nearest(key, [*names, *(groups or [])]) or by_last.get(nearest(last, by_last) or "")
+    sibling = nearest(last, siblings)
+    close = (f"{section}.{sibling}" if sibling else None) or by_last.get(last)
+    close = close or nearest(key, [*names, *(groups or [] if not section else [])], cutoff=0.75) or by_last.get(nearest(last, by_last) or "")
     if close:
-        return f"{key} is no known key. Try {close}={_example(close)}."
+        return f"{key} is no known key. Try {close}={_example(close, wish)}."
     if siblings:
-        return f"{key} is no known key. Keys of {section}: {', '.join(name.rpartition('.')[2] for name in siblings)}."
+        return f"{key} is no known key. Keys of {section}: {', '.join(siblings)}."
     tops = [name for name in _keys() if "." not in name]
     return f"{key} is no known key. Try python train.py --help; the sections are {', '.join(tops)}."
 
@@ -304,10 +322,10 @@ def _explain(error: Exception) -> str:
         if isinstance(cause, InterpolationKeyError):
             return f"{prefix}{key}: {message}"
         if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and key:
-            return prefix + _unknown_key(key)
+            return prefix + (f"{key} is no key of Hydra. Try --hydra-help." if key.startswith("hydra") else _unknown_key(key))
         if key in _keys():
             value = show(cause.value) if cause.value is not None else _quoted(message)
-            return f"{prefix}{key} ({value}) must be {_expected(key)}. Try {key}={_example(key)}."
+            return f"{prefix}{key} ({value}) must be {_expected(key)}. Try {key}={_example(key, value)}."
         return f"{prefix}{key}: {message}" if key else prefix + message
     return _one_line(str(error).split("\n")[0])
 
@@ -323,4 +341,5 @@ def _expected(key: str) -> str:
     owner = type(get(Config(), section)) if section else Config
     hint = typing.get_type_hints(owner)[name]
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null", list[str]: "a list of texts"}
-    return " or ".join(words.get(part, getattr(part, "__name__", str(part))) for part in typing.get_args(hint) or [hint])
+    parts = typing.get_args(hint) if typing.get_origin(hint) is typing.Union else (hint,)
+    return " or ".join(words[part] for part in parts)

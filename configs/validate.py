@@ -133,12 +133,12 @@ def show(value: Any) -> str:
     if isinstance(value, list):
         text = f"[{','.join(show(item) for item in value)}]"
         return text if len(text) <= 60 else f"{text[:50]}...]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value)
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The one of `names` that a user who typed `name` most likely meant, if any is near."""
-    close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
@@ -334,6 +334,10 @@ def _moe(config: Config, world_size: int) -> Iterator[Problem]:
         fixes: list[Fix] = [{"moe.router_score": "sigmoid"}, {"moe.expert_bias": False}]
         yield Problem("moe.router_score", "must be sigmoid for moe.expert_bias", fixes)
     yield from _expert_groups(config)
+    if config.model.linear_bias and moe.shared_expert_ffn_hidden_size is not None:
+        rule = "must be false with moe.shared_expert_ffn_hidden_size: Megatron-core's shared experts have no biases"
+        fixes = [{"model.linear_bias": False}, {"moe.shared_expert_ffn_hidden_size": None}]
+        yield Problem("model.linear_bias", rule, fixes)
     if config.model.linear_bias and derived.expert_tensor_size(config) > 1:
         size = derived.expert_tensor_size(config)
         rule = f"must be false when experts are split over {size} tensor ranks: Megatron-core would add a split expert's bias {size} times"
@@ -474,7 +478,7 @@ def _optimizer(config: Config, world_size: int) -> Iterator[Problem]:
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
         rule = f"must not exceed optimizer.lr ({show(optimizer.lr)})"
-        yield Problem("optimizer.min_lr", rule, _set("optimizer.min_lr", [float(f"{optimizer.lr / 10:g}"), optimizer.lr, 0.0]))
+        yield Problem("optimizer.min_lr", rule, _set("optimizer.min_lr", [float(f"{optimizer.lr / 10:.6g}"), optimizer.lr, 0.0]))
     end, warmup = derived.decay_steps(config), optimizer.warmup_steps
     end_key = "training.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"
     if warmup >= end:

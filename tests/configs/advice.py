@@ -1,0 +1,23 @@
+"""Reading the advice of an error message back, so that tests can take it."""
+
+from __future__ import annotations
+
+import re
+
+
+def split(line: str) -> tuple[str, list[list[str]]]:
+    """The field that a message starts with, and each alternative after "Try" as a list of overrides or [WORLD_SIZE=n]."""
+    found = re.search(r"^(?:.*config error: )?(.*?)[ =].*?(?: Try (.*))?$", line.strip())
+    assert found, line
+    alternatives = []
+    for part in re.split(r",? or ", (found[2] or "").rstrip(".")):
+        processes = re.match(r"(\d+) processes", part)
+        overrides = [f"WORLD_SIZE={processes[1]}"] if processes else re.findall(r"'?([\w.]+=[^\s',]*(?:\{[^']*\}|\[[^']*\])?)'?", part)
+        if overrides:
+            alternatives.append(overrides)
+    return found[1], alternatives
+
+
+def key_of(override: str) -> str:
+    """The key or group of an override, without its + or ~."""
+    return override.partition("=")[0].lstrip("+~")
