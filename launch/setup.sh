@@ -120,7 +120,8 @@ if [[ -f $stamp ]]; then
 fi
 # pip answers Ctrl-C with an error of its own; without this the script would take it for a failure that pip has tidied up.
 trap 'exit 130' INT TERM HUP
-wanted=$(printf '%s\n' ${extras[@]+"${extras[@]}"} | sort -u | xargs)
+mapfile -t sorted < <(printf '%s\n' ${extras[@]+"${extras[@]}"} | sort -u | sed '/^$/d')
+wanted="${sorted[*]}"
 rm -f "$stamp"
 
 python=$venv/bin/python

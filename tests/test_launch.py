@@ -1,0 +1,457 @@
+"""The launch scripts, run in a copy of the repository with stand-ins for Python, pip, torchrun, nvidia-smi and Slurm.
+
+PATH holds only the stand-ins and the few system tools that the scripts use, so nothing depends on what else is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"])
+TOOLS = "bash cat cut dirname env flock grep head mkdir mv nproc realpath rm sed sha256sum sleep sort touch tr cp basename".split()
+
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    -V) echo "Python 3.12.1" ;;
+    "-c import sys; sys.exit"*) exit 0 ;;
+    "-c import venv, ensurepip") [[ ! -e "$SANDBOX/no-venv-module" ]] ;;
+    "-c import os, sys; print(os.path.realpath(sys.prefix))") cat "$(dirname "$0")/prefix" ;;
+    "-m venv "*) echo "venv" >>"$SANDBOX/log"
+        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && realpath "$3" >"$3/bin/prefix" ;;
+    "-m pip --version") ;;
+    "-m pip install "*) echo "pip ${*:3}" >>"$SANDBOX/log"
+        while [[ -e "$SANDBOX/pip-waits" ]]; do sleep 0.05; done
+        [[ ! -e "$SANDBOX/pip-fails" ]] || { echo "ERROR: no such package" >&2; exit 1; } ;;
+    "train.py --cfg job --package moe"*) cat "$SANDBOX/moe.yaml" ;;
+    *) echo "stand-in python: what is $*?" >&2; exit 99 ;;
+esac
+"""
+SHIM = "#!/usr/bin/env bash\necho 'command not found' >&2\nexit 127\n"
+TORCHRUN = """#!/usr/bin/env bash
+printf '%s\\n' "OMP_NUM_THREADS=$OMP_NUM_THREADS" "$@" >>"$SANDBOX/torchrun"
+exit "$(cat "$SANDBOX/torchrun-status")"
+"""
+
+
+class Sandbox:
+    """A copy of the scripts, the stand-ins on PATH, and a log of what was called."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.repo = root / "repo"
+        self.bin = root / "bin"
+        self.bin.mkdir()
+        (self.repo / "launch").mkdir(parents=True)
+        for name in ("setup.sh", "quickstart.sh", "torchrun.sh", "slurm.sbatch", "test.sh", "constraints.txt"):
+            shutil.copy(ROOT / "launch" / name, self.repo / "launch")
+        shutil.copy(ROOT / "pyproject.toml", self.repo)
+        for tool in TOOLS:
+            found = shutil.which(tool)
+            assert found, f"this machine lacks {tool}"
+            (self.bin / tool).symlink_to(found)
+        self.env = {"PATH": str(self.bin), "SANDBOX": str(root), "HOME": str(root)}
+
+    def put(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def start(self, script: str, *arguments: str, **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(self.repo / "launch" / script), *arguments],
+            cwd=self.root,
+            env=self.env | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(script, *arguments, **env)
+        out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def log(self) -> list[str]:
+        """What the stand-in Python was asked to change since the last call of this."""
+        path = self.root / "log"
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    box = Sandbox(tmp_path)
+    box.put("python3.12", PYTHON)
+    return box
+
+
+@pytest.fixture
+def installed(sandbox: Sandbox) -> Sandbox:
+    """A sandbox whose set-up has run, with a stand-in for torchrun that notes its arguments."""
+    assert sandbox.run("setup.sh").returncode == 0
+    torchrun = sandbox.repo / ".venv" / "bin" / "torchrun"
+    torchrun.write_text(TORCHRUN)
+    torchrun.chmod(0o755)
+    (sandbox.root / "torchrun-status").write_text("0")
+    (sandbox.root / "moe.yaml").write_text("# @package moe\nnum_experts: 8\ntop_k: 2\nplacement:\n  policy: static\n")
+    sandbox.put("nproc", "#!/usr/bin/env bash\necho 6\n")
+    sandbox.log()
+    return sandbox
+
+
+def torchrun_arguments(box: Sandbox) -> list[str]:
+    return (box.root / "torchrun").read_text().splitlines()
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    pytest.fail(f"waited 30 s in vain for {what}")
+
+
+def pip_line(*extras: str) -> str:
+    names = f"[{','.join(extras)}]" if extras else ""
+    return f"pip install -qq --disable-pip-version-check --constraint launch/constraints.txt --editable .{names}"
+
+
+# --- all scripts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_parses(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(script)], capture_output=True, timeout=30).stderr == b""
+
+
+@pytest.mark.parametrize("script", ["setup.sh", "quickstart.sh", "test.sh", "torchrun.sh"])
+def test_script_has_a_help_text_and_does_nothing_else(sandbox: Sandbox, script: str) -> None:
+    result = sandbox.run(script, "--help")
+    assert result.returncode == 0
+    assert result.stdout.startswith(f"Usage: bash launch/{script}")
+    assert sandbox.log() == []
+
+
+def test_constraints_agree_with_the_direct_pins() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "launch" / "constraints.txt").read_text().splitlines() if "==" in line)
+    direct = re.findall(r'"([a-z0-9-]+)==([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert len(direct) > 15
+    assert {name: version for name, version in direct if pins.get(name, version) != version} == {}
+    assert pins["torch"] == "2.13.0"
+
+
+# --- setup.sh --------------------------------------------------------------------------------------------------------
+
+
+def test_setup_installs_once_and_then_calls_nothing(sandbox: Sandbox) -> None:
+    first = sandbox.run("setup.sh")
+    assert (first.returncode, first.stderr) == (0, "")
+    assert sandbox.log() == ["venv", pip_line()]
+    (sandbox.bin / "python3.12").unlink()
+    (sandbox.repo / ".venv" / "bin" / "python").write_text("#!/usr/bin/env bash\necho called >>$SANDBOX/log\n")
+    second = sandbox.run("setup.sh")
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+    assert sandbox.log() == []
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "launch/constraints.txt"])
+def test_setup_installs_again_when_the_pins_change(sandbox: Sandbox, file: str) -> None:
+    sandbox.run("setup.sh", "--extra", "dev")
+    sandbox.log()
+    with (sandbox.repo / file).open("a") as stream:
+        stream.write("# changed\n")
+    assert sandbox.run("setup.sh").returncode == 0
+    assert sandbox.log() == [pip_line("dev")]
+
+
+def test_setup_adds_extras_to_those_that_are_there(sandbox: Sandbox) -> None:
+    sandbox.run("setup.sh", "--extra", "dev")
+    sandbox.run("setup.sh", "--extra", "cuda", "--no-build-isolation", "-v")
+    sandbox.run("setup.sh", "--extra", "dev", "--extra", "cuda")
+    assert sandbox.log() == ["venv", pip_line("dev"), pip_line("cuda", "dev") + " --no-build-isolation -v"]
+
+
+def test_setup_remakes_what_was_killed(sandbox: Sandbox) -> None:
+    (sandbox.root / "pip-waits").touch()
+    process = sandbox.start("setup.sh")
+    wait_until(lambda: (sandbox.root / "log").exists() and "pip" in (sandbox.root / "log").read_text(), "pip")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    (sandbox.root / "pip-waits").unlink()
+    (sandbox.repo / ".venv" / "half-made").touch()
+    sandbox.log()
+    result = sandbox.run("setup.sh")
+    assert result.returncode == 0 and "interrupted" in result.stdout
+    assert sandbox.log() == ["venv", pip_line()]
+    assert not (sandbox.repo / ".venv" / "half-made").exists()
+
+
+def test_two_setups_at_once_install_once(sandbox: Sandbox) -> None:
+    (sandbox.root / "pip-waits").touch()
+    first = sandbox.start("setup.sh")
+    wait_until(lambda: (sandbox.root / "log").exists() and "pip" in (sandbox.root / "log").read_text(), "pip")
+    second = sandbox.start("setup.sh")
+    assert second.stdout is not None
+    assert "another set-up is at work" in second.stdout.readline()
+    (sandbox.root / "pip-waits").unlink()
+    first.communicate(timeout=30)
+    second.communicate(timeout=30)
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert sandbox.log() == ["venv", pip_line()]
+
+
+def test_setup_takes_the_first_python_that_works(sandbox: Sandbox) -> None:
+    (sandbox.bin / "python3.12").rename(sandbox.bin / "python3.11")
+    sandbox.put("python3.12", SHIM)
+    result = sandbox.run("setup.sh")
+    assert result.returncode == 0
+    assert f"{sandbox.bin}/python3.11" in result.stdout
+
+
+def test_setup_without_a_python_says_so_in_one_line(sandbox: Sandbox) -> None:
+    sandbox.put("python3.12", SHIM)
+    result = sandbox.run("setup.sh")
+    assert result.returncode == 1
+    assert result.stderr.startswith("setup: no Python 3.11 or 3.12 found") and result.stderr.count("\n") == 1
+    assert not (sandbox.repo / ".venv").exists()
+
+
+def test_setup_without_the_venv_module_says_so_in_one_line(sandbox: Sandbox) -> None:
+    (sandbox.root / "no-venv-module").touch()
+    result = sandbox.run("setup.sh")
+    assert result.returncode == 1
+    assert "has no venv module" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_setup_with_a_named_python_that_does_not_run_keeps_what_is_there(sandbox: Sandbox) -> None:
+    sandbox.put("python3.99", SHIM)
+    sandbox.run("setup.sh")
+    sandbox.log()
+    result = sandbox.run("setup.sh", "python3.99")
+    assert result.returncode == 1
+    assert "python3.99 is not a Python 3.11 or 3.12" in result.stderr and result.stderr.count("\n") == 1
+    assert (sandbox.repo / ".venv" / "bin" / "python").exists()
+    assert sandbox.log() == []
+
+
+def test_setup_goes_on_after_pip_failed(sandbox: Sandbox) -> None:
+    (sandbox.root / "pip-fails").touch()
+    result = sandbox.run("setup.sh")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[0] == "ERROR: no such package"
+    assert result.stderr.splitlines()[1].startswith("setup: pip could not install")
+    (sandbox.root / "pip-fails").unlink()
+    assert sandbox.run("setup.sh").returncode == 0
+    assert sandbox.log() == ["venv", pip_line(), pip_line()]
+
+
+def test_setup_remakes_an_environment_that_was_moved(sandbox: Sandbox) -> None:
+    sandbox.run("setup.sh")
+    sandbox.log()
+    sandbox.repo = sandbox.repo.rename(sandbox.root / "elsewhere")
+    result = sandbox.run("setup.sh")
+    assert result.returncode == 0 and "another place" in result.stdout
+    assert sandbox.log() == ["venv", pip_line()]
+
+
+# --- test.sh ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", [None, "ruff", "mypy", "pytest"])
+def test_test_script_runs_everything_and_fails_if_anything_does(installed: Sandbox, failing: str | None) -> None:
+    folder = installed.repo / ".venv" / "bin"
+    for tool in ("ruff", "mypy"):
+        (folder / tool).write_text(f'#!/usr/bin/env bash\necho "{tool} $*" >>$SANDBOX/log\nexit {int(failing == tool)}\n')
+        (folder / tool).chmod(0o755)
+    marker = '"-m pytest"*) echo "${*:2}" >>"$SANDBOX/log"; exit ' + str(int(failing == "pytest")) + " ;;\n"
+    (folder / "python").write_text(PYTHON.replace('case "$*" in\n', f'case "$*" in\n    {marker}'))
+    result = installed.run("test.sh", "-k", "some name")
+    assert result.returncode == (0 if failing is None else 1)
+    assert installed.log() == [pip_line("dev"), "ruff check", "ruff format --check", "mypy ", "pytest -k some name"]
+    if failing is not None:
+        assert re.search(rf"FAILED.*\[{failing}", result.stdout.splitlines()[-1])
+
+
+# --- quickstart.sh ---------------------------------------------------------------------------------------------------
+
+NVIDIA_SMI = '#!/usr/bin/env bash\nfor i in 0 1 2 3 4 5 6 7; do echo "GPU $i: NVIDIA H200 (UUID: GPU-$i)"; done\n'
+NVIDIA_SMI_WITHOUT_DRIVER = "#!/usr/bin/env bash\necho 'NVIDIA-SMI has failed'\nexit 9\n"
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "visible", "experts", "ranks", "expert_parallel", "threads"),
+    [
+        (None, None, "8", 2, 2, 3),
+        (NVIDIA_SMI_WITHOUT_DRIVER, None, "8", 2, 2, 3),
+        (None, None, "null", 2, 1, 3),
+        (None, None, "3", 2, 1, 3),
+        (NVIDIA_SMI, None, "8", 8, 8, 1),
+        (NVIDIA_SMI, None, "12", 8, 4, 1),
+        (NVIDIA_SMI, "0,3,5", "6", 3, 3, 2),
+        (NVIDIA_SMI, "", "8", 2, 2, 3),
+    ],
+    ids=["cpu", "no-driver", "dense", "3-experts", "8-gpus", "12-experts", "3-visible", "none-visible"],
+)
+def test_quickstart_command_line(
+    installed: Sandbox, nvidia_smi: str | None, visible: str | None, experts: str, ranks: int, expert_parallel: int, threads: int
+) -> None:
+    if nvidia_smi is not None:
+        installed.put("nvidia-smi", nvidia_smi)
+    (installed.root / "moe.yaml").write_text(f"# @package moe\nnum_experts: {experts}\ntop_k: 2\n")
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    result = installed.run("quickstart.sh", "training.steps=5", "name=a b", **env)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert torchrun_arguments(installed) == [
+        f"OMP_NUM_THREADS={threads}",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "train.py",
+        f"parallel.expert={expert_parallel}",
+        "training.steps=5",
+        "name=a b",
+    ]
+
+
+def test_quickstart_ends_with_the_status_of_the_run(installed: Sandbox) -> None:
+    (installed.root / "torchrun-status").write_text("7")
+    assert installed.run("quickstart.sh").returncode == 7
+
+
+def test_quickstart_reads_the_real_config() -> None:
+    """The line that quickstart.sh looks for is what train.py prints."""
+    command = [sys.executable, "train.py", "--cfg", "job", "--package", "moe"]
+    for override, line in (("moe.num_experts=12", "num_experts: 12"), ("moe.num_experts=null", "num_experts: null")):
+        result = subprocess.run([*command, override], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+        assert line in result.stdout.splitlines()
+
+
+# --- torchrun.sh and slurm.sbatch ------------------------------------------------------------------------------------
+
+
+def parsed_by_torchrun(arguments: list[str]) -> dict[str, object]:
+    from torch.distributed.run import parse_args
+
+    return vars(parse_args(arguments))
+
+
+def test_torchrun_on_one_node(installed: Sandbox) -> None:
+    result = installed.run("torchrun.sh", "--ranks-per-node", "4", "--max-restarts", "2", "model=gpt_tiny", "parallel.tensor=2")
+    assert result.returncode == 0, result.stderr
+    threads, *arguments = torchrun_arguments(installed)
+    options = parsed_by_torchrun(arguments)
+    assert threads == "OMP_NUM_THREADS=1"
+    assert options["standalone"] and options["nproc_per_node"] == "4" and options["max_restarts"] == 2
+    assert options["training_script"] == "train.py"
+    assert options["training_script_args"] == ["model=gpt_tiny", "parallel.tensor=2"]
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_torchrun_on_several_nodes(installed: Sandbox, node_rank: int) -> None:
+    installed.put("nvidia-smi", NVIDIA_SMI)
+    result = installed.run(
+        "torchrun.sh",
+        *("--num-nodes", "2", "--node-rank", str(node_rank), "--master-addr", "node-a", "--master-port", "1234"),
+        *("--job-id", "j1", "--log-dir", "logs", "--", "training.steps=5"),
+    )
+    assert result.returncode == 0, result.stderr
+    options = parsed_by_torchrun(torchrun_arguments(installed)[1:])
+    assert (options["nnodes"], options["nproc_per_node"]) == ("2", "8")
+    assert (options["rdzv_backend"], options["rdzv_endpoint"], options["rdzv_id"]) == ("c10d", "node-a:1234", "j1")
+    assert str(options["rdzv_conf"]).startswith(f"is_host={1 - node_rank},")
+    assert options["log_dir"] == str(installed.root / "logs")
+    assert options["training_script_args"] == ["training.steps=5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-nodes", "2"], "--num-nodes=2 needs --master-addr"),
+        (["--num-nodes", "2", "--node-rank", "2", "--master-addr", "a"], "--node-rank=2 must be below --num-nodes=2; try --node-rank 1"),
+        (["--num-nodes", "two"], "--num-nodes=two is not a whole number"),
+        (["--num-nodes", "0"], "--num-nodes=0 must be at least 1"),
+        (["--ranks-per-node", "0"], "--ranks-per-node=0 must be at least 1"),
+        (["--max-restarts"], "--max-restarts needs a value"),
+        (["--nodes", "2"], "unknown option --nodes"),
+    ],
+)
+def test_torchrun_refuses_wrong_options(installed: Sandbox, arguments: list[str], message: str) -> None:
+    result = installed.run("torchrun.sh", *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"torchrun.sh: {message}") and result.stderr.count("\n") == 1
+    assert not (installed.root / "torchrun").exists()
+
+
+def test_torchrun_without_a_set_up_names_it(sandbox: Sandbox) -> None:
+    result = sandbox.run("torchrun.sh")
+    assert result.returncode == 2
+    assert "run bash launch/setup.sh there first" in result.stderr
+
+
+def slurm_variables(box: Sandbox) -> dict[str, str]:
+    return {
+        "SLURM_SUBMIT_DIR": str(box.repo),
+        "SLURM_JOB_ID": "61234",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_RESTART_COUNT": "1",
+    }
+
+
+SCONTROL = """#!/usr/bin/env bash
+case "$1 $2" in
+    "show hostnames") printf 'node-a\\nnode-b\\n' ;;
+    *) echo "scontrol $*" >>"$SANDBOX/log" ;;
+esac
+"""
+
+
+def test_slurm_job_starts_torchrun_on_every_node(installed: Sandbox) -> None:
+    installed.put("scontrol", SCONTROL)
+    installed.put(
+        "srun", '#!/usr/bin/env bash\nwhile [[ $1 == -* ]]; do shift; done\nfor SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done\n'
+    )
+    result = installed.run("slurm.sbatch", "model=gpt_tiny", "name=a b", **slurm_variables(installed))
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = torchrun_arguments(installed)
+    second = lines.index("OMP_NUM_THREADS=6", 1)
+    for node, arguments in enumerate((lines[1:second], lines[second + 1 :])):
+        options = parsed_by_torchrun(arguments)
+        assert options["nnodes"] == "2"
+        assert options["rdzv_endpoint"] == f"node-a:{10000 + 61234 % 20000}"
+        assert options["rdzv_id"] == "slurm-61234-1"
+        assert str(options["rdzv_conf"]).startswith(f"is_host={1 - node},")
+        assert options["log_dir"] == str(installed.repo / f"runs/slurm/61234/attempt_1/node_{node}")
+        assert options["training_script_args"] == ["model=gpt_tiny", "name=a b"]
+
+
+def test_slurm_job_ends_with_the_status_of_the_run(installed: Sandbox) -> None:
+    installed.put("scontrol", SCONTROL)
+    installed.put("srun", "#!/usr/bin/env bash\nexit 3\n")
+    assert installed.run("slurm.sbatch", **slurm_variables(installed)).returncode == 3
+    assert installed.log() == []
+
+
+def test_slurm_job_is_queued_again_before_its_time_limit(installed: Sandbox) -> None:
+    installed.put("scontrol", SCONTROL)
+    srun = "#!/usr/bin/env bash\ntrap 'echo ended >>$SANDBOX/log; exit 1' TERM\necho up >>$SANDBOX/log\nwhile true; do sleep 0.05; done\n"
+    installed.put("srun", srun)
+    process = installed.start("slurm.sbatch", **slurm_variables(installed))
+    wait_until(lambda: (installed.root / "log").exists(), "srun")
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert installed.log() == ["up", "ended", "scontrol requeue 61234"]
