@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config, ConfigError
+from parallel.topology import choose_device
 from parallel.topology import expert_tensor_size
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,7 +59,13 @@ def transformer_config(config: Config) -> TransformerConfig:
         fp16=dtype is torch.float16,
         deterministic_mode=training.deterministic,
         calculate_per_token_loss=False,
-        deallocate_pipeline_outputs=layout.pipeline > 1,
+        # Frees an output as soon as its send is posted. CUDA streams keep the bytes until they are sent; gloo reads them
+        # later, from memory that is no longer theirs.
+        deallocate_pipeline_outputs=choose_device(config).type == "cuda",
+        # The interleaved schedule sends activations and gradients to the same rank when there are two pipeline ranks. In
+        # one batch they are told apart by order alone, and get swapped; overlapped, each direction has its own group.
+        overlap_p2p_comm=layout.virtual_pipeline is not None,
+        batch_p2p_comm=layout.virtual_pipeline is None,
         # models/initialize.py fills every weight, so Megatron's own draw would be thrown away.
         perform_initialization=False,
         use_cpu_initialization=False,
