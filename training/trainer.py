@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from configs.compose import to_yaml
-from data.build import build_data, build_tokenizer
+from data.build import build_data
 from data.prepare import prepare
+from data.tokenizer import load_tokenizer
 
 from configs.schema import Config, ConfigError
 from parallel import topology as topology_module
@@ -99,7 +100,7 @@ class Trainer:
         is_main = int(os.environ.get("RANK", "0")) == 0
         topology_module.choose_device(config)  # a wrong device is told before the data is prepared
         prepared = prepare(config.data, config.model.family, show_progress=is_main and config.logging.progress)
-        tokenizer = build_tokenizer(prepared)
+        tokenizer = load_tokenizer(prepared.tokenizer_path)
         vocab_size = config.model.vocab_size or tokenizer.vocab_size
         if vocab_size < tokenizer.vocab_size:
             raise ConfigError(

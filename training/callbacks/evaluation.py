@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from data.build import entropy
 from training.run import Callback, Metrics, Run
 from training.step import Batch
 
@@ -47,5 +48,4 @@ def evaluate(run: Run) -> tuple[float, dict[str, float], float]:
     counts = counts.to(run.topology.device)
     if run.topology.data_size > 1:
         dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-    frequencies = counts[counts > 0] / counts.sum()
-    return loss, extra, float(-(frequencies * frequencies.log()).sum())
+    return loss, extra, entropy(counts)
