@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from configs.derived import expert_tensor_size
 from configs.schema import Config, ConfigError
 from parallel.topology import choose_device
-from configs.derived import expert_tensor_size
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}

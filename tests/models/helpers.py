@@ -77,7 +77,7 @@ def run_model(config: Config, vocab_size: int, batch: Batch, load: Callable[[lis
             loss_sum, extra = family.loss(output, micro_batch)
             # The schedule divides by the number of micro-batches, DDP by the number of data parallel ranks.
             loss = loss_sum / num_tokens * NUM_MICRO_BATCHES * topology.data_size + sum(extra.values())
-            return loss, {"loss": loss.detach()}
+            return loss, {"loss": loss.detach().clone()}  # the schedule divides in place
 
         def keep_logits(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             logits = output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,93 @@
+"""Convert folders: `python -m models.convert import HF_FOLDER OUT_FOLDER`, `python -m models.convert export IN_FOLDER HF_FOLDER`.
+
+import: config.json + *.safetensors of GPT-2, Llama, Mixtral, Qwen3-MoE or BERT -> config.yaml + logical weights.
+export: the reverse. Tokenizer files go along. Tensors are streamed: memory holds one part of a file at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from configs.schema import ConfigError
+from models import folder as folders
+from models import huggingface
+
+CARRIED_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def import_folder(source: Path, target: Path) -> None:
+    """Hugging Face folder -> folder of logical weights. Raises ConfigError."""
+    path = source / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"folder {source} must hold a config.json, as Hugging Face's save_pretrained writes it.")
+    try:
+        hf_config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from error
+    family, overrides = huggingface.read_config(hf_config)
+    config = folders.config_from(overrides)
+    reader = folders.Reader(source)
+    with folders.new_folder(target) as partial:
+        writer = folders.Writer(partial)
+        for name, tensor in huggingface.import_weights(family, config, reader.names(), reader.get):
+            writer.add(name, tensor)
+        writer.close()
+        folders.write_config(partial, folders.description(config, overrides["model"]["vocab_size"]))
+        _carry(source, partial)
+
+
+def export_folder(source: Path, target: Path) -> None:
+    """Folder of logical weights -> Hugging Face folder. Raises ConfigError if no family has such a model."""
+    config = folders.config_from(folders.read_config(source))
+    family, hf_config = huggingface.write_config(config)
+    reader = folders.Reader(source)
+    with folders.new_folder(target) as partial:
+        writer = folders.Writer(partial)
+        dtype = "float32"
+        for name, tensor in huggingface.export_weights(family, config, reader.get):
+            writer.add(name, tensor)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+        writer.close()
+        (partial / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n")
+        _carry(source, partial)
+
+
+def _carry(source: Path, target: Path) -> None:
+    for name in CARRIED_FILES:
+        if (source / name).is_file():
+            shutil.copy2(source / name, target / name)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m models.convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("direction", choices=["import", "export"])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    options = parser.parse_args(arguments)
+    try:
+        (import_folder if options.direction == "import" else export_folder)(options.source, options.target)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {options.target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Folders of safetensors: a streaming reader and writer, and the folder of logical weights with its config.yaml.
+
+Both Hugging Face folders and ours hold `model.safetensors`, or parts of at most PART_BYTES with an index. Tensors pass one
+at a time, and the writer keeps at most one part in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from configs.schema import Config, ConfigError
+from models.transformer_config import ffn_hidden_size, moe_layer_pattern
+from models.weights import gather_logical, load_logical
+
+PART_BYTES = 2 * 1024**3
+INDEX_NAME = "model.safetensors.index.json"
+FORMAT = "mixtrain-weights-1"
+
+
+class Reader:
+    """Reads tensors by name from the `*.safetensors` files of a folder. Raises ConfigError where there are none."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ConfigError(f"folder {folder} must hold *.safetensors files, and there are none.")
+        self.folder = folder
+        try:
+            self._files = [safe_open(path, framework="pt") for path in paths]
+        except Exception as error:  # safetensors raises its own SafetensorError and OSError, with the path in neither
+            raise ConfigError(f"folder {folder} holds a broken safetensors file ({error}); copy it again.") from error
+        self._file_of = {name: file for file in self._files for name in file.keys()}
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor called `name`, on the host. Raises ConfigError if there is none."""
+        if name not in self._file_of:
+            raise ConfigError(f"folder {self.folder} has no tensor {name}: it was written for another model.")
+        return self._file_of[name].get_tensor(name)
+
+
+class Writer:
+    """Collects tensors and writes a part whenever `part_bytes` are full; `close` numbers the parts and writes the index."""
+
+    def __init__(self, folder: Path, part_bytes: int = PART_BYTES) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.part_bytes = part_bytes
+        self._part: dict[str, torch.Tensor] = {}
+        self._part_size = 0
+        self._parts: list[list[str]] = []
+        self._total_size = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor (copied to the host)."""
+        size = tensor.numel() * tensor.element_size()
+        if self._part and self._part_size + size > self.part_bytes:
+            self._flush()
+        self._part[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._part_size += size
+        self._total_size += size
+
+    def close(self) -> None:
+        """Write what is left, the final file names and the index."""
+        self._flush()
+        count = len(self._parts)
+        if count == 1:
+            self._path(0).rename(self.folder / "model.safetensors")
+            return
+        weight_map = {}
+        for i, names in enumerate(self._parts):
+            final = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            self._path(i).rename(self.folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        index = {"metadata": {"total_size": self._total_size}, "weight_map": weight_map}
+        (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _flush(self) -> None:
+        if self._part:
+            save_file(self._part, self._path(len(self._parts)), metadata={"format": "pt"})
+            self._parts.append(list(self._part))
+            self._part, self._part_size = {}, 0
+
+    def _path(self, part: int) -> Path:
+        return self.folder / f"part-{part}.safetensors"
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into that takes the name `folder` only when the block ends well. Raises ConfigError if that is in use."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"output folder {folder} must be new or empty. Try another name.")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.replace(folder)
+
+
+def save_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, config: Config, vocab_size: int) -> None:
+    """Write the logical weights of all ranks' `chunks` and their config.yaml to a new folder; every rank calls it, rank 0 writes."""
+    if dist.get_rank() != 0:
+        for _ in gather_logical(chunks):
+            pass
+        dist.barrier()
+        return
+    with new_folder(Path(folder)) as partial:
+        writer = Writer(partial)
+        for name, tensor in gather_logical(chunks):
+            writer.add(name, tensor)
+        writer.close()
+        write_config(partial, description(config, vocab_size))
+    dist.barrier()
+
+
+def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, config: Config, vocab_size: int) -> None:
+    """Fill this rank's `chunks`, in any layout, from a folder of logical weights. Raises ConfigError for another model's."""
+    folder = Path(folder)
+    theirs, ours = read_config(folder), architecture(config, vocab_size)
+    wrong = [
+        f"{section}.{key} is {ours[section][key]}, the folder's {theirs[section].get(key)}"
+        for section in ours
+        for key in ours[section]
+        if ours[section][key] != theirs[section].get(key)
+    ]
+    if wrong:
+        raise ConfigError(f"weights in {folder} are of another model: {'; '.join(wrong)}. Take the values of {folder / 'config.yaml'}.")
+    reader = Reader(folder)
+    try:
+        load_logical(chunks, reader.get)
+    except ValueError as error:
+        raise ConfigError(f"weights in {folder} do not fit: {error}.") from error
+
+
+def write_config(folder: Path, overrides: dict[str, dict[str, Any]]) -> None:
+    """Write config.yaml: the model as overrides of the sections `model` and `moe`."""
+    (folder / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT, **overrides}, sort_keys=False))
+
+
+def read_config(folder: Path) -> dict[str, dict[str, Any]]:
+    """The overrides of a folder of logical weights. Raises ConfigError where there is no such folder."""
+    path = folder / "config.yaml"
+    content = yaml.safe_load(path.read_text()) if path.is_file() else None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ConfigError(f"folder {folder} must hold a config.yaml of format {FORMAT}, as `python -m models.convert import` writes it.")
+    return {"model": content["model"], "moe": content["moe"]}
+
+
+def config_from(overrides: dict[str, dict[str, Any]]) -> Config:
+    """A Config with these keys replaced. Raises ConfigError for an unknown key."""
+    config = Config()
+    for section, values in overrides.items():
+        target = getattr(config, section)
+        unknown = set(values) - {field.name for field in fields(target)}
+        if unknown:
+            raise ConfigError(f"{section}.{min(unknown)} is no key of this version.")
+        for key, value in values.items():
+            setattr(target, key, value)
+    return config
+
+
+def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
+    """What decides names, shapes and meaning of the weights, with every default spelled out; equal for equal models."""
+    model = {key: value for key, value in asdict(config.model).items() if key not in _NOT_ARCHITECTURE}
+    model["vocab_size"] = vocab_size
+    model["ffn_hidden_size"] = ffn_hidden_size(config)
+    model["num_query_groups"] = model["num_query_groups"] or model["num_attention_heads"]
+    model["head_dim"] = model["head_dim"] or model["hidden_size"] // model["num_attention_heads"]
+    model["qkv_bias"] = model["qkv_bias"] or model["linear_bias"]
+    if model["position_embedding"] != "rope":
+        del model["rotary_base"], model["rotary_fraction"]
+    if model["family"] != "bert":
+        del model["sentence_head"]
+    moe: dict[str, Any] = {"num_experts": config.moe.num_experts}
+    if config.moe.num_experts is not None:
+        moe = {key: getattr(config.moe, key) for key in _MOE_ARCHITECTURE}
+        moe["ffn_hidden_size"] = moe["ffn_hidden_size"] or model["ffn_hidden_size"]
+        moe["layers"] = moe_layer_pattern(config)
+        if all(moe["layers"]):
+            model["ffn_hidden_size"] = moe["ffn_hidden_size"]  # no dense layer: the value means nothing
+    return {"model": model, "moe": moe}
+
+
+def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
+    """`architecture`, and the other values of the model that its training was set up with: what config.yaml holds."""
+    overrides = architecture(config, vocab_size)
+    overrides["model"].update((key, getattr(config.model, key)) for key in ("hidden_dropout", "attention_dropout", "init_std"))
+    return overrides
+
+
+_NOT_ARCHITECTURE = {"hidden_dropout", "attention_dropout", "init_std", "backend"}
+_MOE_ARCHITECTURE = (
+    "num_experts",
+    "top_k",
+    "ffn_hidden_size",
+    "shared_expert_ffn_hidden_size",
+    "layers",
+    "router_score",
+    "normalize_top_k",
+    "routed_scaling_factor",
+    "expert_bias",
+    "num_groups",
+    "group_top_k",
+)
