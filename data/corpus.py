@@ -21,7 +21,6 @@ import json
 import mmap
 import os
 import re
-import shutil
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
@@ -187,17 +186,22 @@ def _stdlib_files() -> Iterator[File]:
         yield _file(path, f"stdlib/{name}", "topics" if name == "pydoc_data/topics.py" else "stdlib")
 
 
-def unpack(path: str, out: str) -> None:
-    """Decompress a .gz or .zst file to `out`, atomically. Raises ConfigError naming the file when it is damaged."""
+def unpack(path: str, out: str, limit: int | None = None) -> None:
+    """Decompress a .gz or .zst file, or about its first `limit` bytes, to `out`, atomically.
+
+    Raises ConfigError naming the file when it is damaged.
+    """
     import zstandard
 
     temporary = f"{out}.tmp{os.getpid()}"
+    written = 0
     try:
         with open(path, "rb") as source, open(temporary, "wb") as target:
-            if path.endswith(".gz"):
-                shutil.copyfileobj(gzip.GzipFile(fileobj=source), target, 1 << 22)
-            else:
-                _unpack_zstd(source, target)
+            for block in _gzip_blocks(source) if path.endswith(".gz") else _zstd_blocks(source):
+                target.write(block)
+                written += len(block)
+                if limit is not None and written >= limit:
+                    break
         os.rename(temporary, out)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         raise ConfigError(f"data.corpus: cannot unpack {path}: {error}; the file is damaged or truncated") from error
@@ -206,7 +210,13 @@ def unpack(path: str, out: str) -> None:
             os.unlink(temporary)
 
 
-def _unpack_zstd(source: BinaryIO, target: BinaryIO) -> None:
+def _gzip_blocks(source: BinaryIO) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=source) as stream:
+        while block := stream.read(1 << 22):
+            yield block
+
+
+def _zstd_blocks(source: BinaryIO) -> Iterator[bytes]:
     """Decompress all frames. (The library's own file reader takes a truncated frame for the end of the file.)"""
     import zstandard
 
@@ -217,7 +227,7 @@ def _unpack_zstd(source: BinaryIO, target: BinaryIO) -> None:
             if decoder.eof:
                 decoder = zstandard.ZstdDecompressor().decompressobj()
             begun = True
-            target.write(decoder.decompress(block))
+            yield decoder.decompress(block)
             block = decoder.unused_data if decoder.eof else b""
     if begun and not decoder.eof:
         raise EOFError("the last frame ends early")

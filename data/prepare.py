@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import selectors
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, field
@@ -144,19 +146,18 @@ def _tokenizer(config: DataConfig, sources: list[Source], cache: Path, show_prog
 
 def _training_texts(files: list[File], text_key: str, scratch: Path) -> Iterator[str]:
     """Documents from a fixed random choice of the corpus's parts, at most TRAINING_SAMPLE_BYTES."""
-    unpacked: dict[str, str] = {}
-    try:
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="sample-") as folder:
         plain = [file for file in files if not file.compression]
         packed = [file for file in files if file.compression]
         random.Random(0).shuffle(packed)
+        unpacked: dict[str, str] = {}
         budget = TRAINING_SAMPLE_BYTES
-        for file in packed:  # what is packed is unpacked whole, so no more of it than is needed
+        for file in packed:
             if budget <= 0:
                 break
-            out = str(scratch / f"sample-{_key(file.path)}.tmp")
-            unpack(file.path, out)
-            unpacked[file.path] = out
-            budget -= os.path.getsize(out)
+            unpacked[file.path] = f"{folder}/{len(unpacked)}"
+            unpack(file.path, unpacked[file.path], limit=budget)
+            budget -= os.path.getsize(unpacked[file.path])
         spans = [span for part in plan_parts([*plain, *(file for file in packed if file.path in unpacked)], unpacked) for span in part]
         random.Random(1).shuffle(spans)
         budget = TRAINING_SAMPLE_BYTES
@@ -167,9 +168,6 @@ def _training_texts(files: list[File], text_key: str, scratch: Path) -> Iterator
             for item in read_span(span, text_key):
                 if isinstance(item, Document):
                     yield item.text
-    finally:
-        for out in unpacked.values():
-            os.unlink(out)
 
 
 # Token files that exist already
@@ -267,6 +265,12 @@ def _read_done(folder: Path, rebuild_damaged: bool) -> dict[str, Any] | None:
                 f"data.cache_dir: {path} {found}, but {size} were written: it was truncated or damaged; delete {folder}, "
                 "or run `python -m data.prepare` with the same data settings to make it again"
             )
+    if rebuild_damaged:
+        try:
+            for name in ("train", "valid"):
+                IndexedTokens(folder / name)
+        except ConfigError:
+            return None
     return done
 
 
@@ -310,8 +314,7 @@ def _tokenize(source: Source, config: DataConfig, family: str, tokenizer: Tokeni
 
 def _merge(parts: list[Path], folder: Path, dtype: type[np.generic], validation_fraction: float) -> dict[str, Any]:
     """Concatenate the parts into train and valid files. Returns the summary, with the sizes of what was written."""
-    archives = [np.load(part) for part in parts]
-    held_out = _held_out(np.concatenate([archive["hashes"] for archive in archives]), validation_fraction)
+    held_out = _held_out(np.concatenate([_load(part)["hashes"] for part in parts]), validation_fraction)
     names = ("train", "valid")
     lengths: dict[str, list[np.ndarray]] = {name: [] for name in names}
     counts: dict[str, list[np.ndarray]] = {name: [] for name in names}
@@ -319,22 +322,23 @@ def _merge(parts: list[Path], folder: Path, dtype: type[np.generic], validation_
     first = num_bytes = 0
     with contextlib.ExitStack() as stack:
         bins = {name: stack.enter_context(open(folder / f"{name}.bin.tmp", "wb")) for name in names}
-        for archive in archives:
-            per_document, per_sequence, tokens = archive["sequences_per_document"], archive["sequence_lengths"], archive["tokens"]
+        for part in parts:
+            arrays = _load(part)
+            per_document, per_sequence, tokens = arrays["sequences_per_document"], arrays["sequence_lengths"], arrays["tokens"]
             in_valid = held_out[first : first + len(per_document)]
             sequence_in_valid = np.repeat(in_valid, per_document)
-            token_in_valid = np.repeat(sequence_in_valid, per_sequence) if in_valid.any() else None
             for name, wanted in (("train", False), ("valid", True)):
                 lengths[name].append(per_sequence[sequence_in_valid == wanted])
                 counts[name].append(per_document[in_valid == wanted])
-                if token_in_valid is not None:
-                    bins[name].write(tokens[token_in_valid == wanted].data)
-                elif not wanted:
-                    bins[name].write(tokens.data)
+            if in_valid.any():
+                token_in_valid = np.repeat(sequence_in_valid, per_sequence)
+                bins["train"].write(tokens[~token_in_valid].data)
+                bins["valid"].write(tokens[token_in_valid].data)
+            else:
+                bins["train"].write(tokens.data)
             first += len(per_document)
-            num_bytes += int(archive["num_bytes"])
-            bad += archive["bad_lines"].tolist()
-            archive.close()
+            num_bytes += int(arrays["num_bytes"])
+            bad += arrays["bad_lines"].tolist()
     for name in names:
         bounds = np.concatenate([np.zeros(1, np.int64), *counts[name]]).cumsum()
         write_index(folder / f"{name}.idx.tmp", dtype, np.concatenate(lengths[name]), bounds)
@@ -350,6 +354,11 @@ def _merge(parts: list[Path], folder: Path, dtype: type[np.generic], validation_
         "first_bad_lines": bad[:SHOWN_BAD_LINES],
         "sizes": {file: (folder / file).stat().st_size for file in files},
     }
+
+
+def _load(part: Path) -> Any:
+    """The arrays of a part, each read when it is asked for."""
+    return np.load(io.BytesIO(part.read_bytes()))
 
 
 def _write_text(path: Path, text: str) -> None:

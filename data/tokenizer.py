@@ -27,8 +27,8 @@ PAD_NAMES = ("<pad>", "[PAD]", "<|padding|>", "<|pad|>", "<|finetune_right_pad_i
 MASK_NAMES = {"cls": ("[CLS]", "<cls>", "<s>"), "sep": ("[SEP]", "<sep>", "</s>"), "mask": ("[MASK]", "<mask>")}
 
 MIN_TRAINED_VOCAB = 320  # 256 bytes, 7 special symbols and some room for real pieces
-MAX_TRAINING_SENTENCES = 80_000
-MAX_TRAINING_CHARACTERS = 4_000_000
+MAX_TRAINING_SENTENCES = 50_000
+MAX_TRAINING_CHARACTERS = 2_000_000
 MAX_SENTENCE_CHARACTERS = 2_000
 
 

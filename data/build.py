@@ -1,0 +1,95 @@
+"""From config and prepared files to the loaders of one data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from configs.schema import Config, ConfigError
+from data.loader import Loader
+from data.prepare import PreparedData, TokenFile
+from data.samples import BertSamples, GPTSamples
+from data.tokenizer import load_tokenizer
+
+
+def build_data(
+    config: Config, prepared: PreparedData, *, rank: int, world_size: int, consumed_samples: int
+) -> tuple[Loader, Callable[[], Loader]]:
+    """The training loader, which continues after `consumed_samples`, and a function that makes a validation loader.
+
+    rank, world_size: of the data-parallel group. Each validation loader gives the same training.eval_batches global batches.
+    Raises ConfigError for damaged files, too little data, or a vocabulary that does not fit.
+    """
+    _check_vocabulary(config, prepared)
+    training = config.training
+
+    def loader(files: list[TokenFile], shuffle: bool, consumed: int, num_steps: int | None) -> Loader:
+        return Loader(
+            _samples(config, prepared, files, shuffle),
+            global_batch_size=training.global_batch_size,
+            micro_batch_size=training.micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            consumed_samples=consumed,
+            prefetch=config.data.prefetch,
+            num_steps=num_steps,
+        )
+
+    train_loader = loader(prepared.train, True, consumed_samples, None)
+    return train_loader, lambda: loader(prepared.valid, False, 0, training.eval_batches)
+
+
+def _check_vocabulary(config: Config, prepared: PreparedData) -> None:
+    size = config.model.vocab_size
+    if size is not None and size < prepared.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={size}: the tokenizer {prepared.tokenizer_path} has {prepared.vocab_size} tokens, and the model must "
+            "have at least as many; model.vocab_size=null takes the tokenizer's"
+        )
+    if prepared.family != config.model.family:
+        raise ConfigError(f"model.family={config.model.family}: the data was prepared for {prepared.family}; prepare it for this family")
+
+
+def _samples(config: Config, prepared: PreparedData, files: list[TokenFile], shuffle: bool) -> GPTSamples | BertSamples:
+    model, seed = config.model, config.training.seed
+    if model.family == "gpt":
+        return GPTSamples(files, model.sequence_length, seed, shuffle, prepared.vocab_size)
+    return BertSamples(
+        files,
+        load_tokenizer(prepared.tokenizer_path),
+        model.sequence_length,
+        seed,
+        model.sentence_head,
+        config.data.mask_probability,
+        config.data.short_sequence_probability,
+        shuffle,
+    )
+
+
+def label_counts(steps: Iterable[list[dict[str, torch.Tensor]]], vocab_size: int) -> torch.Tensor:
+    """How often each token is to be predicted: int64 [vocab_size], over the labels with loss_mask above 0. Ranks may sum theirs."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for step in steps:
+        for batch in step:
+            counts += torch.bincount(batch["labels"][batch["loss_mask"] > 0].flatten(), minlength=vocab_size)
+    return counts
+
+
+def entropy(counts: torch.Tensor) -> float:
+    """Entropy in nats of the distribution that `counts` [n] are drawn from, by its frequencies."""
+    frequencies = counts[counts > 0].double() / counts.sum()
+    return float(-(frequencies * frequencies.log()).sum())
+
+
+def unigram_entropy(loader: Loader, vocab_size: int) -> float:
+    """Entropy in nats of the unigram distribution of the label tokens that a finite loader gives: the loss of the best model
+    that ignores its input. Closes the loader."""
+    steps = []
+    try:
+        while True:
+            steps.append(loader.next_step())
+    except StopIteration:
+        return entropy(label_counts(steps, vocab_size))
+    finally:
+        loader.close()
