@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import sys
@@ -239,10 +240,9 @@ def _example(key: str, wish: Any = None) -> str:
         return show(get(_to_config(changed), key))
     except OmegaConfBaseException:
         pass
-    try:  # a whole number written as a float, such as 1e3
-        return show(round(float(wish))) if _expected(key).startswith("an integer") else _example(key)
-    except (TypeError, ValueError, OverflowError):
-        return _example(key)
+    if isinstance(wish, float) and math.isfinite(wish) and _expected(key).startswith("an integer"):  # such as 1e3
+        return show(round(wish))
+    return _example(key)
 
 
 def _check_override(text: str, config_dir: str | None) -> None:
@@ -285,7 +285,8 @@ def _unknown_key(key: str, groups: list[str] | None = None, wish: Any = None) ->
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     sibling = nearest(last, siblings)
     close = (f"{section}.{sibling}" if sibling else None) or by_last.get(last)
-    close = close or nearest(key, [*names, *(groups or [] if not section else [])], cutoff=0.75) or by_last.get(nearest(last, by_last) or "")
+    if not close and not siblings:
+        close = nearest(key, [*names, *([] if section else groups or [])], cutoff=0.75) or by_last.get(nearest(last, by_last) or "")
     if close:
         return f"{key} is no known key. Try {close}={_example(close, wish)}."
     if siblings:
@@ -325,7 +326,7 @@ def _explain(error: Exception) -> str:
             return prefix + (f"{key} is no key of Hydra. Try --hydra-help." if key.startswith("hydra") else _unknown_key(key))
         if key in _keys():
             value = show(cause.value) if cause.value is not None else _quoted(message)
-            return f"{prefix}{key} ({value}) must be {_expected(key)}. Try {key}={_example(key, value)}."
+            return f"{prefix}{key} ({value}) must be {_expected(key)}. Try {key}={_example(key, cause.value)}."
         return f"{prefix}{key}: {message}" if key else prefix + message
     return _one_line(str(error).split("\n")[0])
 

@@ -18,6 +18,7 @@ from configs.schema import Config, ConfigError
 
 Fix = dict[str, Any]  # dotted key -> value; the key WORLD_SIZE stands for the number of processes
 WORLD_SIZE = "world_size"
+MAX_FIXES = 40  # tried for one problem, nearest first
 MIN_SENTENCEPIECE_VOCAB = 300  # 256 bytes, the special pieces and some room to learn
 MIN_BERT_SEQUENCE = 8  # [CLS] a [SEP] b [SEP] with something to mask
 
@@ -160,17 +161,30 @@ def _apply(config: Config, world_size: int, fix: Fix) -> tuple[Config, int]:
 
 def _advice(config: Config, world_size: int, problem: Problem) -> str:
     """The first fix on the configuration's side and the first on the launch's side that leave nothing wrong."""
-    advice = []
-    for kind in (False, True):
-        fixes = [fix for fix in problem.fixes if (WORLD_SIZE in fix) == kind]
-        for fix in fixes:
-            if first_problem(*_apply(config, world_size, fix)) is None:
-                advice.append(_show_fix(fix))
-                break
-    if not advice and problem.fixes:  # something else is wrong too: propose what settles this one
+    sides = [[fix for fix in problem.fixes if (WORLD_SIZE in fix) == launch] for launch in (False, True)]
+    found = [_working(config, world_size, fixes) for fixes in sides]
+    advice = [_show_fix(fix) for fix in found if fix is not None]
+    if not advice and problem.fixes:  # too much else is wrong: propose what settles this one
         settled = [fix for fix in problem.fixes if _key_after(config, world_size, fix) != problem.key]
         advice = [_show_fix((settled or problem.fixes)[0])]
     return f"Try {' or '.join(advice)}." if advice else ""
+
+
+def _working(config: Config, world_size: int, fixes: list[Fix], more: int = 1) -> Fix | None:
+    """The first fix that works alone, else the first that works with one fix of what it leaves wrong."""
+    left: list[tuple[Fix, Problem]] = []
+    for fix in fixes[:MAX_FIXES]:
+        problem = first_problem(*_apply(config, world_size, fix))
+        if problem is None:
+            return fix
+        left.append((fix, problem))
+    for fix, problem in left if more else []:
+        rest = _working(
+            *_apply(config, world_size, fix), [f for f in problem.fixes if WORLD_SIZE not in f and not f.keys() & fix], more - 1
+        )
+        if rest is not None:
+            return fix | rest
+    return None
 
 
 def _key_after(config: Config, world_size: int, fix: Fix) -> str | None:
@@ -179,9 +193,10 @@ def _key_after(config: Config, world_size: int, fix: Fix) -> str | None:
 
 
 def _show_fix(fix: Fix) -> str:
-    if WORLD_SIZE in fix:
-        return f"{fix[WORLD_SIZE]} processes (torchrun --nproc-per-node)"
-    return " ".join(f"{key}={show(value)}" for key, value in fix.items())
+    keys = " ".join(f"{key}={show(value)}" for key, value in fix.items() if key != WORLD_SIZE)
+    if WORLD_SIZE not in fix:
+        return keys
+    return f"{fix[WORLD_SIZE]} processes (torchrun --nproc-per-node)" + (f" with {keys}" if keys else "")
 
 
 def _divisors(number: int, near: int) -> list[int]:
@@ -239,7 +254,7 @@ def _values(config: Config, world_size: int) -> Iterator[Problem]:
         if value < low or value > high or (value == low and not with_low) or (value == high and not with_high):
             above = f"{'at least' if with_low else 'greater than'} {low}"
             below = f" and {'at most' if with_high else 'less than'} {high}" if high < INF else ""
-            edge = [type(value)(low)] if with_low else []
+            edge = [int(low)] if with_low and isinstance(value, int) else []
             yield Problem(key, f"must be {above}{below}", _set(key, [*edge, default(key), 1, 0.5, None]))
 
 

@@ -10,14 +10,15 @@ def split(line: str) -> tuple[str, list[list[str]]]:
     found = re.search(r"^(?:.*config error: )?(.*?)[ =].*?(?: Try (.*))?$", line.strip())
     assert found, line
     alternatives = []
-    for part in re.split(r",? or ", (found[2] or "").rstrip(".")):
+    for part in re.split(r",? or (?=\S)", (found[2] or "").rstrip(".")):
         processes = re.match(r"(\d+) processes", part)
-        overrides = [f"WORLD_SIZE={processes[1]}"] if processes else re.findall(r"'?([\w.]+=[^\s',]*(?:\{[^']*\}|\[[^']*\])?)'?", part)
+        overrides = [f"WORLD_SIZE={processes[1]}"] if processes else []
+        overrides += [word.strip("'") for word in part.split() if re.match(r"'?[\w./]+=", word)]
         if overrides:
             alternatives.append(overrides)
     return found[1], alternatives
 
 
 def key_of(override: str) -> str:
-    """The key or group of an override, without its + or ~."""
-    return override.partition("=")[0].lstrip("+~")
+    """The key or group of an override, without its + or ~, also as a message starts with it."""
+    return override.partition("=")[0].strip("+~:")

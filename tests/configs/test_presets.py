@@ -50,6 +50,8 @@ def test_every_model_trains_with_the_quickstart_settings(name: str) -> None:
     assert config.training == quickstart.training
     assert config.optimizer == quickstart.optimizer
     assert config.parallel == quickstart.parallel
+    sparse = name == "quickstart" or any(word in name for word in ("moe", "mixtral", "a3b", "deepseek"))
+    assert derived.is_moe(config) == sparse
 
 
 def test_models_and_experiments_have_the_same_names() -> None:
@@ -62,35 +64,28 @@ def test_every_other_choice_is_legal(choice: str) -> None:
     validate(compose([choice]), 4)
 
 
-@pytest.mark.parametrize("experiment", [False, True], ids=["quickstart_settings", "own_settings"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", TINY)
-def test_tiny_presets_are_legal_in_every_layout(name: str, layout: str, experiment: bool) -> None:
+def _legal(name: str, layout: str) -> bool:
+    if "moe" not in name:
+        return "ep" not in layout  # a dense model has no experts to spread
+    return layout != "tp2"  # Megatron-core trains MoE over tensor ranks with sequence parallelism only
+
+
+@pytest.mark.parametrize("group", ["model", "experiment"])
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in TINY for layout in LAYOUTS if _legal(name, layout)])
+def test_tiny_presets_are_legal_in_every_layout(name: str, layout: str, group: str) -> None:
     world_size, overrides = LAYOUTS[layout]
-    moe = "moe" in name
-    if not moe and "ep" in layout:
-        pytest.skip("a dense model has no experts to spread")
-    if moe and layout == "tp2":
-        pytest.skip("Megatron-core trains MoE over tensor ranks with sequence parallelism only")
-    config = compose([f"{'experiment' if experiment else 'model'}={name}", *overrides])
+    config = compose([f"{group}={name}", *overrides])
     validate(config, world_size)
     assert derived.num_micro_batches(config, world_size) >= 1
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 7, 1000])
+@pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_presets_accept_any_number_of_steps_and_any_rate(name: str, steps: int) -> None:
     config = compose([f"experiment={name}", f"training.steps={steps}", "optimizer.lr=1e-5"])
     validate(config, WORLD_SIZES.get(name, 1))
     assert config.optimizer.warmup_steps < steps
     assert config.optimizer.min_lr <= 1e-5
-
-
-def test_dense_models_have_no_experts() -> None:
-    for name in MODELS:
-        config = compose([f"model={name}"])
-        sparse = name == "quickstart" or any(word in name for word in ("moe", "mixtral", "a3b", "deepseek"))
-        assert derived.is_moe(config) == sparse, name
 
 
 def test_a_choice_or_key_on_the_command_line_beats_the_experiment() -> None:

@@ -1,0 +1,167 @@
+"""The command line: what is printed, what is run, and what a wrong line says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.compose import compose, load, run, to_yaml, world_size
+from configs.schema import Config, ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, *argv: str, status: int = 0) -> tuple[object, list[Config]]:
+    """Run a command line with a main that records its configurations; the exit status and these."""
+    seen: list[Config] = []
+
+    def main(config: Config) -> int:
+        seen.append(config)
+        return status
+
+    monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+    with pytest.raises(SystemExit) as ended:
+        run(main)
+    return ended.value.code, seen
+
+
+def test_a_config_survives_its_file(tmp_path: Path) -> None:
+    overrides = ["data.corpus=[{path: a.txt, weight: 2.5}, b]", "moe.layers=[1,0,1,0]", "optimizer.lr=1.3e-4", "sample.prompts=['x: y']"]
+    config = compose(overrides)
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert load(path) == config
+    assert "${" not in path.read_text(encoding="utf-8")
+    assert config.data.corpus == [{"path": "a.txt", "weight": 2.5}, "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "No such file"),
+        ("a: [", "cannot read"),
+        ("- 1", "mapping"),
+        ("model: {num_layer: 2}", "model.num_layers"),
+        ("model: {num_layers: two}", "an integer"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: str | None, says: str) -> None:
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_the_status_of_main_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, seen = _run(monkeypatch, "model=gpt_tiny", "training.steps=3")
+    assert (status, seen[0].name, seen[0].training.steps) == (0, "gpt_tiny", 3)
+    assert _run(monkeypatch, "model=gpt_tiny", status=3)[0] == 3
+
+
+def test_a_config_error_of_main_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def main(config: Config) -> int:
+        raise ConfigError("data.corpus (x.txt) must exist.\nTry data.corpus=stdlib.")
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as ended:
+        run(main)
+    assert ended.value.code == 2
+    line = "config error: data.corpus (x.txt) must exist. Try data.corpus=stdlib."
+    assert capsys.readouterr().err == f"[rank 1] {line}\n"
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == line
+
+
+def test_another_exception_of_main_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(config: Config) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(main)
+
+
+def test_a_sweep_runs_its_product_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, seen = _run(monkeypatch, "-m", "model=gpt_tiny,bert_tiny", "training.seed=1,2", "name=${model.family}_${training.seed}")
+    assert status == 0
+    assert [config.name for config in seen] == ["gpt_1", "gpt_2", "bert_1", "bert_2"]
+
+
+def test_a_sweep_is_checked_before_it_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(monkeypatch, "-m", "training.steps=3,0", "name=s${training.steps}") == (2, [])
+    assert "training.steps (0)" in capsys.readouterr().err
+    assert _run(monkeypatch, "-m", "training.seed=1,2") == (2, [])
+    assert "'name=quickstart_${training.seed}'" in capsys.readouterr().err
+    assert _run(monkeypatch, "-m", "training.seed=1,2", "name=quickstart_${training.seed}")[0] == 0
+
+
+def test_world_size_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert world_size() == 1
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert world_size() == 8
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(ConfigError, match="WORLD_SIZE \\(many\\)"):
+        world_size()
+
+
+def test_presets_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    header = "# @package _global_\ndefaults:\n  - override /model: gpt_tiny\n"
+    (folder / "mine.yaml").write_text(header + "name: mine\ntraining:\n  steps: 7\n", encoding="utf-8")
+    (folder / "typo.yaml").write_text(header + "training:\n  stesp: 7\n", encoding="utf-8")
+    status, seen = _run(monkeypatch, "--config-dir", str(tmp_path), "experiment=mine")
+    assert (status, seen[0].run_dir, seen[0].model.hidden_size, seen[0].training.steps) == (0, "runs/mine", 64, 7)
+    assert _run(monkeypatch, "--config-dir", str(tmp_path), "experiment=typo") == (2, [])
+    assert capsys.readouterr().err == "config error: experiment/typo.yaml: training.stesp is no known key. Try training.steps=20.\n"
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+from configs.compose import run
+
+def main(config):
+    assert "torch" not in sys.modules
+    print("ran", config.name)
+    return 0
+
+if __name__ == "__main__":
+    run(main)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(root=str(ROOT)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("argv", "first", "says"),
+    [
+        (["--cfg", "job"], "name: quickstart", "run_dir: runs/${name}"),
+        (["--cfg", "job", "--resolve", "name=mine"], "name: mine", "run_dir: runs/mine"),
+        (["--cfg", "job", "--package", "optimizer"], "# @package optimizer", "schedule: cosine"),
+        (["--help"], "Pretrain GPT or BERT", "experiment: bert_base,"),
+        (["model=bert_tiny"], "ran bert_tiny", ""),
+        (["-m", "model=bert_tiny,gpt_tiny"], "ran bert_tiny", "ran gpt_tiny"),
+    ],
+)
+def test_what_a_command_prints(script: Path, argv: list[str], first: str, says: str) -> None:
+    done = subprocess.run([sys.executable, str(script), *argv], cwd=script.parent, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(first)
+    assert says in done.stdout
+    assert {path.name for path in script.parent.iterdir()} == {"train.py"}, "a command leaves nothing behind"

@@ -1,0 +1,185 @@
+"""Each rule names field, value and rule; what it proposes makes the whole configuration legal."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+
+from configs import derived
+from configs.compose import compose
+from configs.schema import Config, ConfigError
+from configs.validate import CHOICES, ONLY, RANGES, get, nearest, show, validate
+from tests.configs import advice
+
+# overrides, world size, the field that the message starts with, what else it must say
+BROKEN: list[tuple[list[str], int, str, str]] = [
+    (["model.family=grt"], 1, "model.family", "model.family=gpt"),
+    (["model.activation=gleu"], 1, "model.activation", "model.activation=gelu"),
+    (["optimizer.schedule=cosin"], 1, "optimizer.schedule", "optimizer.schedule=cosine"),
+    (["training.precision=bf61"], 1, "training.precision", "training.precision=bf16"),
+    (["name=' '"], 1, "name", "empty"),
+    (["checkpoint.resume=''"], 1, "checkpoint.resume", "checkpoint.resume=auto"),
+    (["optimizer.lr=inf"], 1, "optimizer.lr", "finite"),
+    (["optimizer.lr=-1"], 1, "optimizer.lr", "at least 0"),
+    (["optimizer.beta2=1.0"], 1, "optimizer.beta2", "less than 1"),
+    (["model.hidden_dropout=1.0"], 1, "model.hidden_dropout", "less than 1"),
+    (["model.rotary_fraction=0.1"], 1, "model.rotary_fraction", "16 channels"),
+    (["model.num_layers=0"], 1, "model.num_layers", "at least 1"),
+    (["training.eval_interval=-1"], 1, "training.eval_interval", "training.eval_interval=0"),
+    (["data.validation_fraction=1.0"], 1, "data.validation_fraction", "less than 1"),
+    (["data.vocab_size=100"], 1, "data.vocab_size", "300"),
+    (["model.vocab_size=1000"], 1, "model.vocab_size", "4096"),
+    (["data.corpus=[]"], 1, "data.corpus", "stdlib"),
+    (["data.corpus=[{path: a, weight: 0}]"], 1, "data.corpus", "weight"),
+    (["model.num_attention_heads=3"], 1, "model.num_attention_heads", "model.hidden_size (64)"),
+    (["model.num_query_groups=3"], 1, "model.num_query_groups", "model.num_attention_heads (4)"),
+    (["model.sentence_head=next_sentence"], 1, "model.sentence_head", "bert"),
+    (["model.norm_position=post"], 1, "model.norm_position", "bert"),
+    (["model=bert_tiny", "model.sequence_length=4"], 1, "model.sequence_length", "8"),
+    (["parallel.tensor=3"], 3, "parallel.tensor", "model.num_attention_heads (4)"),
+    (["parallel.tensor=3"], 2, "parallel.tensor", "parallel.tensor=2"),
+    (["parallel.tensor=2", "model.num_query_groups=1"], 2, "parallel.tensor", "model.num_query_groups (1)"),
+    (["parallel.tensor=2", "model.ffn_hidden_size=65"], 2, "parallel.tensor", "model.ffn_hidden_size (65)"),
+    (["parallel.sequence=true"], 1, "parallel.sequence", "parallel.sequence=false"),
+    (["parallel=tp2_sp", "model.sequence_length=63"], 2, "parallel.tensor", "model.sequence_length (63)"),
+    (["parallel.pipeline=3"], 3, "parallel.pipeline", "model.num_layers (4)"),
+    (["parallel.virtual_pipeline=2"], 1, "parallel.virtual_pipeline", "parallel.pipeline (1)"),
+    (["parallel.pipeline=2", "parallel.virtual_pipeline=1"], 2, "parallel.virtual_pipeline", "at least 2"),
+    (["parallel.pipeline=2", "parallel.virtual_pipeline=3"], 2, "parallel.virtual_pipeline", "model.num_layers (4)"),
+    (["parallel=pp2_vpp2", "training.global_batch_size=6"], 2, "training.global_batch_size", "multiple of parallel.pipeline (2)"),
+    (["parallel=pp2_vpp2", "training.global_batch_size=3"], 2, "training.global_batch_size", "divisible"),
+    (["parallel.tensor=2"], 1, "world_size", "2 processes"),
+    (["parallel.pipeline=2"], 3, "world_size", "or 2 processes"),
+    (["parallel.expert=2"], 2, "parallel.expert", "dense"),
+    (["parallel.expert_tensor=2"], 2, "parallel.expert_tensor", "parallel.expert_tensor=null"),
+    (["training.global_batch_size=7"], 1, "training.global_batch_size", "training.micro_batch_size (2)"),
+    (["training.micro_batch_size=16"], 1, "training.global_batch_size", "data-parallel size (1)"),
+    (["optimizer.min_lr=0.1"], 1, "optimizer.min_lr", "optimizer.lr (0.001)"),
+    (["optimizer.warmup_steps=20"], 1, "optimizer.warmup_steps", "training.steps (20)"),
+    (["optimizer.warmup_steps=9", "optimizer.decay_steps=9"], 1, "optimizer.warmup_steps", "optimizer.decay_steps (9)"),
+    (["optimizer.schedule=wsd"], 1, "optimizer.wsd_decay_steps", "optimizer.wsd_decay_steps=4"),
+    (["optimizer.wsd_decay_steps=4"], 1, "optimizer.wsd_decay_steps", "cosine"),
+    (["parallel.context=2"], 2, "parallel.context", "not available yet"),
+    (["optimizer.state_device=host"], 1, "optimizer.state_device", "not available yet"),
+    (["moe.expert_bias=true"], 1, "moe.expert_bias", "dense"),
+    (["moe.capacity_factor=1.0"], 1, "moe.capacity_factor", "dense"),
+    (["model=gpt_moe_tiny", "moe.top_k=5"], 1, "moe.top_k", "moe.num_experts (4)"),
+    (["model=gpt_moe_tiny", "moe.top_k=1"], 1, "moe.normalize_top_k", "gradient"),
+    (["model=gpt_moe_tiny", "moe.router_score=sigmoid", "moe.normalize_top_k=false"], 1, "moe.normalize_top_k", "sigmoid"),
+    (["model=gpt_moe_tiny", "moe.expert_bias=true"], 1, "moe.router_score", "sigmoid"),
+    (["model=gpt_moe_tiny", "moe.capacity_factor=0"], 1, "moe.capacity_factor", "greater than 0"),
+    (["model=gpt_moe_tiny", "moe.num_groups=2"], 1, "moe.group_top_k", "moe.group_top_k=1"),
+    (["model=gpt_moe_tiny", "moe.group_top_k=2"], 1, "moe.num_groups", "moe.num_groups=2"),
+    (["model=gpt_moe_tiny", "moe.num_groups=3", "moe.group_top_k=1"], 1, "moe.num_groups", "moe.num_experts (4)"),
+    (["model=gpt_moe_tiny", "moe.num_groups=2", "moe.group_top_k=3"], 1, "moe.group_top_k", "moe.num_groups (2)"),
+    (["model=gpt_moe_tiny", "moe.num_groups=4", "moe.group_top_k=1"], 1, "moe.top_k", "groups of 1"),
+    (["model=gpt_moe_tiny", "moe.num_groups=4", "moe.group_top_k=4"], 1, "moe.group_top_k", "moe.top_k (2)"),
+    (["model=gpt_moe_tiny", "moe.layers=[1,0]"], 1, "moe.layers", "model.num_layers (4)"),
+    (["model=gpt_moe_tiny", "moe.layers=[0,0,0,0]"], 1, "moe.layers", "at least one 1"),
+    (["model=gpt_moe_tiny", "moe.layers=0"], 1, "moe.layers", "moe.layers=1"),
+    (["model=gpt_moe_tiny", "moe.pipeline_degree=2"], 1, "moe.pipeline_degree", "not available yet"),
+    (["model=gpt_moe_tiny", "moe.pipeline_degree=two"], 1, "moe.pipeline_degree", "integer"),
+    (["model=gpt_moe_tiny", "moe.memory_strategy=reuse"], 1, "moe.memory_strategy", "not available yet"),
+    (["model=gpt_moe_tiny", "moe.placement.policy=greedy"], 1, "moe.placement.policy", "not available yet"),
+    (["model=gpt_moe_tiny", "moe.placement.extra_slots=1"], 1, "moe.placement.extra_slots", "not available yet"),
+    (["model=gpt_moe_tiny", "parallel.expert=3"], 3, "parallel.expert", "moe.num_experts (4)"),
+    (["model=gpt_moe_tiny", "parallel.expert=4"], 1, "world_size", "parallel.expert=1 or 4 processes"),
+    (["model=gpt_moe_tiny", "parallel.expert=4"], 6, "world_size", "or 4 processes"),
+    (["model=gpt_moe_tiny", "parallel.tensor=2"], 2, "parallel.sequence", "parallel.sequence=true"),
+    (["model=gpt_moe_tiny", "parallel=tp2_sp", "parallel.expert_tensor=1"], 2, "parallel.expert_tensor", "parallel.tensor (2)"),
+    (["model=gpt_moe_tiny", "parallel=tp2_sp", "moe.ffn_hidden_size=65"], 2, "parallel.tensor", "moe.ffn_hidden_size (65)"),
+    (
+        ["model=gpt_moe_tiny", "parallel.expert=2", "parallel.expert_tensor=3", "parallel.tensor=1"],
+        6,
+        "parallel.expert_tensor",
+        "moe.ffn_hidden_size (128)",
+    ),
+    (
+        ["model=gpt_moe_tiny", "parallel=tp2_sp", "moe.shared_expert_ffn_hidden_size=65"],
+        2,
+        "parallel.tensor",
+        "moe.shared_expert_ffn_hidden_size (65)",
+    ),
+    (["model=bert_moe_tiny", "model.linear_bias=true", "parallel=tp2_sp"], 2, "model.linear_bias", "2 tensor ranks"),
+    (["model=bert_moe_tiny", "model.linear_bias=true", "moe.shared_expert_ffn_hidden_size=64"], 1, "model.linear_bias", "shared"),
+    (["experiment=mixtral_8x7b"], 8, "world_size", "32 processes"),
+    (["experiment=deepseek_v3_like"], 1, "world_size", "256 processes"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "key", "says"), BROKEN, ids=lambda value: str(value)[:70])
+def test_rule(overrides: list[str], world_size: int, key: str, says: str) -> None:
+    base = [] if any(text.startswith("experiment=") for text in overrides) else ["experiment=gpt_tiny"]
+    config = compose([*base, *overrides])
+    with pytest.raises(ConfigError) as caught:
+        validate(config, world_size)
+    message = str(caught.value)
+    value = world_size if key == "world_size" else get(config, key)
+    assert message.startswith(f"{key} ({show(value)}) ")
+    assert says in message
+
+    field, alternatives = advice.split(message)
+    assert field == key
+    assert alternatives, message
+    for alternative in alternatives:
+        fixes = [fix for fix in alternative if not fix.startswith("WORLD_SIZE=")]
+        processes = [int(fix.partition("=")[2]) for fix in alternative if fix.startswith("WORLD_SIZE=")]
+        validate(compose([*base, *overrides, *fixes]), processes[0] if processes else world_size)
+
+
+@pytest.mark.parametrize("key", [*CHOICES, *ONLY, *RANGES])
+def test_tables_name_keys_that_exist_and_allow_their_defaults(key: str) -> None:
+    value = get(Config(), key)
+    if key in CHOICES:
+        assert value in CHOICES[key]
+    if key in ONLY:
+        assert value == ONLY[key][0]
+    if key in RANGES and value is not None:
+        assert RANGES[key][0] <= value <= RANGES[key][1]
+
+
+@pytest.fixture(scope="module")
+def legal() -> Config:
+    return compose(["experiment=gpt_moe_tiny"])
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_every_range_is_held(key: str, legal: Config) -> None:
+    low, high, with_low, with_high = RANGES[key]
+    section, _, name = key.rpartition(".")
+    whole = "int" in {item.name: str(item.type) for item in dataclasses.fields(get(Config(), section))}[name]
+    outside = [low - 1] + ([] if with_low else [low]) + ([high + 1] if high < float("inf") else [])
+    for value in outside:
+        config = copy.deepcopy(legal)
+        setattr(get(config, section), name, int(value) if whole else float(value))
+        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+            validate(config, 1)
+
+
+def test_advice_with_further_mistakes() -> None:
+    with pytest.raises(ConfigError, match=r"model\.family \(grt\).*Try model\.family=gpt parallel\.context=1\."):
+        validate(compose(["experiment=gpt_tiny", "model.family=grt", "parallel.context=2"]), 1)
+    with pytest.raises(ConfigError, match=r"model\.family \(grt\).*Try model\.family=gpt\."):
+        validate(compose(["experiment=gpt_tiny", "model.family=grt", "parallel.context=2", "optimizer.lr=-1"]), 1)
+
+
+def test_nearest() -> None:
+    assert nearest("hiden_size", ["hidden_size", "head_dim"]) == "hidden_size"
+    assert nearest("zzz", ["hidden_size", "head_dim"]) is None
+
+
+def test_derived_values() -> None:
+    config = compose(["experiment=gpt_moe_tiny", "parallel=tp2_sp", "moe.layers=2", "model.ffn_hidden_size=96", "moe.ffn_hidden_size=null"])
+    assert derived.moe_layer_pattern(config) == [1, 0, 1, 0]
+    assert (derived.expert_tensor_size(config), derived.data_parallel_size(config, 4), derived.num_micro_batches(config, 4)) == (2, 2, 2)
+    assert (derived.head_dim(config), derived.num_query_groups(config), derived.expert_ffn_hidden_size(config)) == (16, 4, 96)
+    config.parallel.expert = 2
+    assert (derived.expert_tensor_size(config), derived.expert_data_parallel_size(config, 4)) == (1, 2)
+    config.moe.layers = [0, 1, 1, 1]
+    assert derived.moe_layer_pattern(config) == [0, 1, 1, 1]
+    assert derived.moe_layer_pattern(compose(["experiment=gpt_tiny"])) == [0, 0, 0, 0]
+    assert derived.overlap_param_gather(config)
+    config.optimizer.distributed = False
+    assert not derived.overlap_param_gather(config)

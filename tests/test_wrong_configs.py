@@ -1,0 +1,209 @@
+"""Wrong command lines end at once: exit status 2, one line on stderr that names field and value, and advice that works.
+
+Add a row to WRONG for a mistake that the configuration alone shows: it runs in this process through the entry point's own function.
+Add a row to WRONG_RUNS for one that shows only with files or ranks: it runs `train.py` for real, and `prepare` may make files first.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from configs.compose import run
+from configs.schema import Config
+from tests.configs import advice
+
+ROOT = Path(__file__).resolve().parents[1]
+TIME_LIMIT = 20  # seconds, of a real run on every rank
+
+
+class Wrong(NamedTuple):
+    argv: list[str]
+    says: tuple[str, ...]  # parts of the line
+    world_size: int = 1
+    fixable: bool = True  # the line proposes something, and with that the command is right
+
+
+TINY, MOE, BERT = "model=gpt_tiny", "model=gpt_moe_tiny", "model=bert_tiny"
+
+WRONG: dict[str, Wrong] = {
+    # What cannot be read
+    "syntax_bracket": Wrong(["name=[a"], ("name=[a", "quote"), fixable=False),
+    "syntax_no_value": Wrong(["model.num_layers"], ("model.num_layers", "key=value"), fixable=False),
+    "syntax_words": Wrong(["train faster"], ("train faster", "key=value"), fixable=False),
+    "sweep_without_m": Wrong(["training.seed=1,2"], ("training.seed", "1,2", "-m")),
+    "deleted_key": Wrong(["~optimizer.lr"], ("optimizer.lr", "removed")),
+    "appended_key": Wrong(["+training.steps=3"], ("training.steps", "exists")),
+    "other_config_name": Wrong(["--config-name=other"], ("--config-name", "--config-dir"), fixable=False),
+    "missing_config_dir": Wrong(["--config-dir=nowhere"], ("--config-dir", "nowhere"), fixable=False),
+    # Keys and choices that do not exist
+    "near_key": Wrong(["model.hiden_size=64"], ("model.hiden_size", "model.hidden_size=64")),
+    "near_key_in_section": Wrong(["training.batch_size=8"], ("training.batch_size", "training.micro_batch_size=8")),
+    "near_section": Wrong(["optimiser.lr=0.01"], ("optimiser.lr", "optimizer.lr=0.01")),
+    "bare_key": Wrong(["num_layers=4"], ("num_layers", "model.num_layers=4")),
+    "new_key": Wrong(["+model.hidden_sise=64"], ("model.hidden_sise", "model.hidden_size=64")),
+    "forced_key": Wrong(["++model.hidden_sise=64"], ("model.hidden_sise", "model.hidden_size=64")),
+    "deep_key": Wrong(["moe.placement.polcy=static"], ("moe.placement.polcy", "moe.placement.policy=static")),
+    "unknown_key": Wrong(["colour=red"], ("colour", "--help"), fixable=False),
+    "unknown_key_in_section": Wrong(["checkpoint.zzz=1"], ("checkpoint.zzz", "interval, keep, resume"), fixable=False),
+    "section_as_key": Wrong(["moe.placement=3"], ("moe.placement", "moe.placement.policy"), fixable=False),
+    "unknown_model": Wrong(["model=gpt_tinny"], ("gpt_tinny", "model=gpt_tiny", "mixtral_8x7b")),
+    "unknown_experiment": Wrong(["experiment=lama3_8b"], ("lama3_8b", "experiment=llama3_8b"), world_size=8),
+    "unknown_group": Wrong(["modell=gpt_tiny"], ("modell", "model=gpt_tiny")),
+    "empty_choice": Wrong(["model="], ("model ()", "gpt_tiny"), fixable=False),
+    "section_as_mapping": Wrong(["optimizer={lr: 1}"], ("optimizer", "adamw"), fixable=False),
+    # Types
+    "text_for_integer": Wrong(["model.num_layers=four"], ("model.num_layers", "four", "integer")),
+    "float_for_integer": Wrong(["training.steps=1e3"], ("training.steps", "integer", "training.steps=1000")),
+    "null_for_integer": Wrong(["training.steps=null"], ("training.steps", "null", "integer")),
+    "list_for_integer": Wrong(["model.hidden_size=[64]"], ("model.hidden_size", "[64]", "integer")),
+    "empty_for_integer": Wrong(["model.hidden_size="], ("model.hidden_size", "integer")),
+    "boolean_for_integer": Wrong(["model.hidden_size=true"], ("model.hidden_size", "true", "integer")),
+    "text_for_number": Wrong(["optimizer.lr=fast"], ("optimizer.lr", "fast", "number")),
+    "text_for_boolean": Wrong(["parallel.sequence=maybe"], ("parallel.sequence", "maybe", "true or false")),
+    "mapping_for_text": Wrong(["name={a: 1}"], ("name", "a text")),
+    "text_for_list": Wrong(["sample.prompts=hello"], ("sample.prompts", "hello", "list")),
+    "unknown_interpolation": Wrong(["run_dir=runs/${nme}"], ("run_dir", "nme"), fixable=False),
+    # Values
+    "nan": Wrong(["optimizer.lr=nan"], ("optimizer.lr (nan)", "finite")),
+    "infinite": Wrong(["optimizer.clip_grad=inf"], ("optimizer.clip_grad (inf)", "finite")),
+    "negative": Wrong(["optimizer.weight_decay=-0.1"], ("optimizer.weight_decay (-0.1)", "at least 0")),
+    "zero_steps": Wrong(["training.steps=0"], ("training.steps (0)", "at least 1")),
+    "dropout": Wrong(["model.hidden_dropout=1.0"], ("model.hidden_dropout (1.0)", "less than 1")),
+    "near_value": Wrong(["training.precision=bf6"], ("training.precision (bf6)", "training.precision=bf16")),
+    "unknown_family": Wrong(["model.family=t5"], ("model.family (t5)", "gpt, bert")),
+    "corpus": Wrong(["data.corpus=[3]"], ("data.corpus ([3])", "stdlib")),
+    "empty_name": Wrong(["name="], ("name ()", "empty")),
+    # Divisibility
+    "heads_of_hidden": Wrong([TINY, "model.num_attention_heads=5"], ("model.num_attention_heads (5)", "model.hidden_size (64)")),
+    "groups_of_heads": Wrong([TINY, "model.num_query_groups=3"], ("model.num_query_groups (3)", "model.num_attention_heads (4)")),
+    "tensor_of_heads": Wrong([TINY, "parallel.tensor=3"], ("parallel.tensor (3)", "model.num_attention_heads (4)"), 3),
+    "tensor_of_groups": Wrong([TINY, "parallel.tensor=4", "model.num_query_groups=2"], ("parallel.tensor (4)", "num_query_groups (2)"), 4),
+    "tensor_of_ffn": Wrong([TINY, "parallel.tensor=2", "model.ffn_hidden_size=101"], ("parallel.tensor (2)", "ffn_hidden_size (101)"), 2),
+    "tensor_of_sequence": Wrong([TINY, "parallel=tp2_sp", "model.sequence_length=33"], ("parallel.tensor (2)", "sequence_length (33)"), 2),
+    "pipeline_of_layers": Wrong([TINY, "parallel.pipeline=3"], ("parallel.pipeline (3)", "model.num_layers (4)"), 3),
+    "chunks_of_layers": Wrong([TINY, "parallel=pp2_vpp2", "model.num_layers=6"], ("parallel.virtual_pipeline (2)", "num_layers (6)"), 2),
+    "expert_of_experts": Wrong([MOE, "parallel.expert=3"], ("parallel.expert (3)", "moe.num_experts (4)"), 3),
+    "expert_tensor_of_ffn": Wrong(
+        [MOE, "parallel=tp2_sp", "moe.ffn_hidden_size=65"], ("parallel.tensor (2)", "moe.ffn_hidden_size (65)"), 2
+    ),
+    "world_of_tensor": Wrong([TINY, "parallel.tensor=2"], ("world_size (3)", "parallel.tensor"), 3),
+    "world_of_pipeline": Wrong([TINY, "parallel.pipeline=2"], ("world_size (1)", "parallel.pipeline", "2 processes")),
+    "world_of_expert": Wrong([MOE, "parallel.expert=4"], ("world_size (2)", "parallel.expert", "4 processes"), 2),
+    "batch": Wrong([TINY, "training.global_batch_size=10"], ("training.global_batch_size (10)", "micro_batch_size (4)")),
+    "batch_of_ranks": Wrong([TINY, "training.global_batch_size=8"], ("training.global_batch_size (8)", "data-parallel size (4)"), 4),
+    "batch_of_chunks": Wrong([TINY, "parallel=pp2_vpp2", "training.global_batch_size=12"], ("3 micro-batches", "parallel.pipeline (2)"), 2),
+    "groups_of_experts": Wrong([MOE, "moe.num_groups=3", "moe.group_top_k=1"], ("moe.num_groups (3)", "moe.num_experts (4)")),
+    # What does not go together
+    "sequence_without_tensor": Wrong([TINY, "parallel.sequence=true"], ("parallel.sequence (true)", "parallel.tensor (1)")),
+    "moe_tensor_without_sequence": Wrong([MOE, "parallel.tensor=2"], ("parallel.sequence (false)", "parallel.sequence=true"), 2),
+    "chunks_without_pipeline": Wrong([TINY, "parallel.virtual_pipeline=2"], ("parallel.virtual_pipeline (2)", "parallel.pipeline (1)")),
+    "expert_in_dense": Wrong([TINY, "parallel.expert=2"], ("parallel.expert (2)", "dense"), 2),
+    "expert_tensor_alone": Wrong([MOE, "parallel=tp2_sp", "parallel.expert_tensor=1"], ("parallel.expert_tensor (1)", "tensor (2)"), 2),
+    "top_k": Wrong([MOE, "moe.top_k=5"], ("moe.top_k (5)", "moe.num_experts (4)")),
+    "bias_with_softmax": Wrong([MOE, "moe.expert_bias=true"], ("moe.router_score (softmax)", "moe.router_score=sigmoid")),
+    "layer_pattern": Wrong([MOE, "moe.layers=[1,0,1]"], ("moe.layers ([1,0,1])", "model.num_layers (4)")),
+    "sentence_head_of_gpt": Wrong([TINY, "model.sentence_head=next_sentence"], ("model.sentence_head", "bert")),
+    "short_bert": Wrong([BERT, "model.sequence_length=4"], ("model.sequence_length (4)", "at least 8")),
+    "vocabulary": Wrong([TINY, "model.vocab_size=1000"], ("model.vocab_size (1000)", "data.vocab_size (4096)")),
+    "min_lr": Wrong(["optimizer.min_lr=1.0"], ("optimizer.min_lr (1.0)", "optimizer.lr")),
+    "warmup": Wrong(["training.steps=10", "optimizer.warmup_steps=10"], ("optimizer.warmup_steps (10)", "training.steps (10)")),
+    "wsd": Wrong(["optimizer.schedule=wsd"], ("optimizer.wsd_decay_steps (0)", "wsd")),
+    # Not there yet
+    "context": Wrong([TINY, "parallel.context=2"], ("parallel.context (2)", "not available yet"), 2),
+    "pipeline_degree": Wrong(["moe.pipeline_degree=auto"], ("moe.pipeline_degree (auto)", "not available yet")),
+    "memory_strategy": Wrong(["moe.memory_strategy=reuse"], ("moe.memory_strategy (reuse)", "not available yet")),
+    "placement": Wrong(["moe.placement.policy=dynamic"], ("moe.placement.policy (dynamic)", "not available yet")),
+    "state_device": Wrong(["optimizer.state_device=disk"], ("optimizer.state_device (disk)", "not available yet")),
+    # Sweeps
+    "sweep_into_one_folder": Wrong(["-m", "training.seed=1,2"], ("run_dir (runs/quickstart)", "name=quickstart_${training.seed}")),
+    "sweep_with_a_wrong_run": Wrong(["-m", "training.steps=0,1", "name=s${training.steps}"], ("training.steps (0)",), fixable=False),
+}
+
+
+def _enter(monkeypatch: pytest.MonkeyPatch, argv: list[str], world_size: int) -> tuple[object, int]:
+    """Run a command line in this process; the exit status and how many runs it started."""
+    started: list[Config] = []
+
+    def main(config: Config) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    with pytest.raises(SystemExit) as ended:
+        run(main)
+    return ended.value.code, len(started)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_command_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = WRONG[name]
+    assert _enter(monkeypatch, wrong.argv, wrong.world_size) == (2, 0)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("config error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    for part in wrong.says:
+        assert part in err
+
+    if wrong.fixable:
+        field, alternatives = advice.split(err)
+        assert alternatives, f"no advice in: {err}"
+        for alternative in alternatives:
+            replaced = {advice.key_of(fix) for fix in alternative} | ({advice.key_of(field)} if "no known key" in err else set())
+            kept = [text for text in wrong.argv if advice.key_of(text) not in replaced]
+            fixes = [fix for fix in alternative if not fix.startswith("WORLD_SIZE=")]
+            processes = [int(fix.partition("=")[2]) for fix in alternative if fix.startswith("WORLD_SIZE=")]
+            status, _ = _enter(monkeypatch, kept + fixes, processes[0] if processes else wrong.world_size)
+            assert status == 0, capsys.readouterr().err
+
+
+class WrongRun(NamedTuple):
+    argv: list[str]
+    says: tuple[str, ...]
+    ranks: int = 1
+    prepare: Callable[[Path], list[str]] | None = None  # makes files in a fresh folder; returns further overrides
+
+
+WRONG_RUNS: dict[str, WrongRun] = {
+    "one_process": WrongRun([TINY, "model.num_layer=3"], ("model.num_layer ", "model.num_layers=3")),
+    "wrong_type": WrongRun([TINY, "optimizer.lr=fast"], ("optimizer.lr (fast)",)),
+    "too_few_processes": WrongRun(["experiment=llama3_8b"], ("world_size (1)", "2 processes")),
+    "two_ranks": WrongRun([TINY, "parallel.tensor=3"], ("parallel.tensor (3)", "parallel.tensor=2"), ranks=2),
+    "two_ranks_unknown_key": WrongRun([TINY, "parallel.tensors=2"], ("parallel.tensors", "parallel.tensor=2"), ranks=2),
+}
+
+
+def run_train(argv: list[str], ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `train.py`, under torchrun for more than one rank, with its runs and caches in `folder`."""
+    single = [sys.executable, "train.py"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "train.py"]
+    command = [*(single if ranks == 1 else torchrun), f"run_dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}", *argv]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIME_LIMIT)
+
+
+@pytest.mark.parametrize("name", WRONG_RUNS)
+def test_wrong_run(name: str, tmp_path: Path) -> None:
+    wrong = WRONG_RUNS[name]
+    done = run_train([*wrong.argv, *(wrong.prepare(tmp_path) if wrong.prepare else [])], wrong.ranks, tmp_path)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    spoken = [line for line in lines if "config error: " in line]
+    assert spoken, done.stderr
+    for part in wrong.says:
+        assert part in spoken[0]
+    # The last word is ours: torchrun's own report ends with the line of the rank that failed first, between rulers.
+    assert "config error: " in [line for line in lines if line.strip("=-")][-1], done.stderr
+    if wrong.ranks == 1:
+        assert done.returncode == 2
+        assert len(lines) == 1, done.stderr
+    else:
+        ranks = {line.split("]")[0] for line in spoken if line.startswith("[rank ")}
+        assert ranks, done.stderr
