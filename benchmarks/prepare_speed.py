@@ -105,9 +105,7 @@ def main() -> None:
             seconds["C"].append(whole)
     rates = {name: num_bytes / 1e6 / statistics.median(values) for name, values in seconds.items()}
     labels = {"A": "data.prepare, all of it", "B": "bare encode, loop only", "C": "bare encode, with start and reading"}
-    print(
-        f"{num_bytes / 1e6:.0f} MB of text, {arguments.workers} processes, {os.cpu_count()} cores, median of {arguments.runs} alternating runs"
-    )
+    print(f"{num_bytes / 1e6:.0f} MB of text, {arguments.workers} processes, {os.cpu_count()} cores, median of {arguments.runs} runs")
     print(f"{'':<38}{'MB/s':>8}{'seconds':>10}{'min':>8}{'max':>8}")
     for name, label in labels.items():
         values = seconds[name]

@@ -97,8 +97,12 @@ class Tokenizer(ABC):
         return np.array([surface is None or not _is_letter(surface[:1]) for surface in self._surfaces()], dtype=bool)
 
     def word_ends(self) -> np.ndarray:
-        """bool [vocab_size]: whatever follows this piece begins a word (it ends with a space or a symbol, or is special)."""
-        return np.array([surface is None or not _is_letter(surface[-1:]) for surface in self._surfaces()], dtype=bool)
+        """bool [vocab_size]: whatever follows this piece begins a word (it ends with a space or a symbol, or is special).
+
+        A piece that is one space does not: it is the beginning of a word whose letters got pieces of their own.
+        """
+        surfaces = self._surfaces()
+        return np.array([surface is None or (surface != b" " and not _is_letter(surface[-1:])) for surface in surfaces], dtype=bool)
 
 
 def _is_letter(byte: bytes) -> bool:
