@@ -77,7 +77,7 @@ RANGES: dict[str, tuple[float, float, bool, bool]] = {
     ),
     **dict.fromkeys(
         [
-            *("training.eval_interval", "training.seed", "checkpoint.interval", "checkpoint.keep", "moe.placement.extra_slots"),
+            *("training.eval_interval", "checkpoint.interval", "checkpoint.keep", "moe.placement.extra_slots"),
             *(f"optimizer.{key}" for key in ("lr", "min_lr", "weight_decay", "clip_grad", "warmup_steps", "wsd_decay_steps")),
             *(f"moe.{key}" for key in ("aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "expert_bias_rate")),
             *("sample.num_tokens", "sample.temperature", "model.init_std"),
@@ -96,6 +96,7 @@ RANGES: dict[str, tuple[float, float, bool, bool]] = {
     **dict.fromkeys(["data.validation_fraction", "data.mask_probability"], (0, 1, False, False)),
     **dict.fromkeys(["model.rotary_fraction", "sample.top_p"], (0, 1, False, True)),
     "parallel.virtual_pipeline": (2, INF, True, True),
+    "training.seed": (0, 2**31 - 1, True, True),
 }
 
 

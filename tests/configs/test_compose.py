@@ -122,8 +122,20 @@ def test_presets_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     (folder / "typo.yaml").write_text(header + "training:\n  stesp: 7\n", encoding="utf-8")
     status, seen = _run(monkeypatch, "--config-dir", str(tmp_path), "experiment=mine")
     assert (status, seen[0].run_dir, seen[0].model.hidden_size, seen[0].training.steps) == (0, "runs/mine", 64, 7)
-    assert _run(monkeypatch, "--config-dir", str(tmp_path), "experiment=typo") == (2, [])
-    assert capsys.readouterr().err == "config error: experiment/typo.yaml: training.stesp is no known key. Try training.steps=20.\n"
+    layout = "defaults:\n  - override /model: gpt_tiny\n  - override /parallel: tp2_sp\n"
+    (folder / "layout.yaml").write_text("# @package _global_\n" + layout, encoding="utf-8")
+    (folder / "model.yaml").write_text(header.replace("tiny", "tinny"), encoding="utf-8")
+    (folder / "broken.yaml").write_text(header + "name: [\n", encoding="utf-8")
+    says = {
+        "typo": "experiment/typo.yaml: training.stesp is no known key. Try training.steps=20.",
+        "layout": "experiment/layout.yaml: defaults may override model alone",
+        "model": "model (gpt_tinny) must be one of",
+        "broken": "cannot read a preset: while parsing",
+    }
+    for name, start in says.items():
+        assert _run(monkeypatch, "--config-dir", str(tmp_path), f"experiment={name}") == (2, [])
+        err = capsys.readouterr().err
+        assert err.startswith(f"config error: {start}") and err.count("\n") == 1
 
 
 SCRIPT = """
