@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from configs.compose import to_yaml
+from configs.schema import Config, ConfigError
 from data.build import build_data
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer
-
-from configs.schema import Config, ConfigError
 from parallel import topology as topology_module
 from training import checkpoint
 from training.callbacks.checkpoints import Checkpoints
@@ -98,15 +98,11 @@ class Trainer:
     def _build(self) -> Run:
         config = self.config
         is_main = int(os.environ.get("RANK", "0")) == 0
-        topology_module.choose_device(config)  # a wrong device is told before the data is prepared
+        self._check_before_preparing()
         prepared = prepare(config.data, config.model.family, show_progress=is_main and config.logging.progress)
         tokenizer = load_tokenizer(prepared.tokenizer_path)
+        _check_vocabulary(config, tokenizer.vocab_size)
         vocab_size = config.model.vocab_size or tokenizer.vocab_size
-        if vocab_size < tokenizer.vocab_size:
-            raise ConfigError(
-                f"model.vocab_size ({vocab_size}) is smaller than the vocabulary of data.tokenizer ({tokenizer.vocab_size}), "
-                f"some of whose ids would have no embedding. Try model.vocab_size={tokenizer.vocab_size}, or null to follow the tokenizer."
-            )
         topology = topology_module.initialize(config)
         folder = self._find_checkpoint()
         if folder is not None:
@@ -125,6 +121,16 @@ class Trainer:
         run = Run(config, topology, model, vocab_size, tokenizer, loader, make_validation_loader, progress)
         self._describe(run)
         return run
+
+    def _check_before_preparing(self) -> None:
+        """What needs more than the config to be found wrong, but no prepared corpus: nobody waits for that to learn it."""
+        topology_module.choose_device(self.config)
+        if self.config.checkpoint.resume not in ("auto", "never"):
+            checkpoint.find(self.config)
+        trained_here = self.config.data.tokenizer == "sentencepiece"
+        _check_vocabulary(
+            self.config, self.config.data.vocab_size if trained_here else load_tokenizer(self.config.data.tokenizer).vocab_size
+        )
 
     def _find_checkpoint(self) -> Path | None:
         """Rank 0 looks, every rank hears: a checkpoint that vanishes between two looks cannot split the job."""
@@ -162,4 +168,12 @@ class Trainer:
             f"vocabulary {run.vocab_size}; {self._flops_per_token / 1e6:.1f} MFLOP per token; steps {run.progress.step} to "
             f"{self.config.training.steps} of {run.tokens_per_step} tokens; writing to {run.run_dir}",
             flush=True,
+        )
+
+
+def _check_vocabulary(config: Config, tokenizer_size: int) -> None:
+    if config.model.vocab_size is not None and config.model.vocab_size < tokenizer_size:
+        raise ConfigError(
+            f"model.vocab_size ({config.model.vocab_size}) must be at least the vocabulary of data.tokenizer ({tokenizer_size}): "
+            f"some tokens would have no embedding. Try model.vocab_size={tokenizer_size}, or null to follow the tokenizer."
         )

@@ -1,0 +1,176 @@
+"""What the training loop costs: its step against a bare loop over Megatron-core's schedule, DDP and optimizer.
+
+`python -m benchmarks.loop_overhead [--ranks 2] [--rounds 12] [--steps 5] [--json] [key=value ...]`
+
+Both sides train the same model on the same data in the same processes, in alternating rounds of `--steps` steps. Ours is
+what `Trainer.fit` does in a step, with the metrics file on; the bare side calls Megatron-core directly on batches that lie
+ready in memory. Printed: the median over rounds of the ratio of their times, and the share of a step spent waiting for data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from configs.compose import compose
+from configs.schema import Config
+from configs.validate import validate
+from training.callbacks.metrics_file import MetricsFile
+from training.run import Run
+from training.trainer import Trainer
+
+
+def bare_step(config: Config, vocab_size: int, batches: list[dict[str, torch.Tensor]]) -> Callable[[], None]:
+    """A step as a short script would write it: Megatron-core's DDP, optimizer and schedule, nothing else."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    from models import gpt
+    from models.build import build_model
+
+    chunk = build_model(config, vocab_size)[0]
+    settings = get_model_config(chunk)
+    model = DistributedDataParallel(
+        settings,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True
+        ),
+        chunk,
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=config.optimizer.lr,
+            min_lr=config.optimizer.min_lr,
+            weight_decay=config.optimizer.weight_decay,
+            clip_grad=config.optimizer.clip_grad,
+            params_dtype=torch.float32,
+            use_distributed_optimizer=True,
+            overlap_param_gather=True,
+        ),
+        [model],
+        use_gloo_process_groups=False,
+    )
+    for member in optimizer.chained_optimizers:
+        for group in member.optimizer.param_groups:
+            group["fused"] = True  # the same kernel on both sides
+    settings.grad_scale_func = optimizer.scale_loss
+    settings.finalize_model_grads_func = finalize_model_grads
+    settings.no_sync_func = model.no_sync
+    settings.grad_sync_func = model.start_grad_sync
+    settings.param_sync_func = model.start_param_sync
+    schedule = get_forward_backward_func()
+
+    def forward_step(iterator: Iterator[dict[str, torch.Tensor]], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = next(iterator)
+        return gpt.forward(module, batch), lambda output: (output.mean(), {"loss": output.detach().mean()})
+
+    def step() -> None:
+        model.train()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=config.model.sequence_length,
+            micro_batch_size=config.training.micro_batch_size,
+            forward_only=False,
+        )
+        optimizer.step()
+        loss = torch.stack([entry["loss"] for entry in losses]).mean()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(loss)
+        float(loss)
+
+    return step
+
+
+def measure(config: Config, rounds: int, steps: int) -> dict[str, float]:
+    """Alternate both loops; median ratio and data wait over all rounds. Every rank of the job calls it."""
+    trainer = Trainer(config)
+    run: Run = trainer._build()
+    writer = MetricsFile()
+    writer.on_start(run)
+    batches = run.loader.next_step()
+    bare = bare_step(config, run.vocab_size, batches)
+    waits: list[float] = []
+
+    def ours() -> None:
+        metrics = trainer.train_step(run)
+        writer.after_step(run, metrics)
+        waits.append(metrics["data_wait_seconds"] / metrics["step_seconds"])
+
+    def timed(step: Callable[[], None]) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        dist.barrier()
+        return (time.perf_counter() - start) / steps
+
+    for step in (ours, bare):  # first calls allocate
+        timed(step)
+    waits.clear()
+    times: dict[str, list[float]] = {"ours": [], "bare": []}
+    for i in range(rounds):
+        for name, step in (("ours", ours), ("bare", bare)) if i % 2 == 0 else (("bare", bare), ("ours", ours)):
+            times[name].append(timed(step))
+    writer.close()
+    run.loader.close()
+    ratios = [a / b for a, b in zip(times["ours"], times["bare"], strict=True)]
+    return {
+        "ranks": dist.get_world_size(),
+        "ours_ms": 1000 * statistics.median(times["ours"]),
+        "bare_ms": 1000 * statistics.median(times["bare"]),
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+        "data_wait_share": statistics.median(waits),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("overrides", nargs="*", default=[])
+    arguments = parser.parse_args()
+    if arguments.ranks > 1 and not dist.is_torchelastic_launched():
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
+        return subprocess.run([*launcher, "-m", "benchmarks.loop_overhead", *sys.argv[1:]], check=False, timeout=1800).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        defaults = ["model=gpt_small", "training.global_batch_size=8", "training.micro_batch_size=2", "training.steps=100000"]
+        quiet = [f"run_dir={folder}", "checkpoint.resume=never", "logging.progress=false", "training.eval_interval=0"]
+        config = compose([*defaults, *quiet, *arguments.overrides])
+        validate(config, arguments.ranks)
+        result = measure(config, arguments.rounds, arguments.steps)
+        if dist.get_rank() == 0:
+            print(f"{'ranks':>5} {'ours ms':>9} {'bare ms':>9} {'ratio':>7} {'lowest':>7} {'highest':>8} {'data wait':>10}")
+            print(
+                f"{result['ranks']:>5} {result['ours_ms']:>9.1f} {result['bare_ms']:>9.1f} {result['ratio']:>7.4f} "
+                f"{result['ratio_low']:>7.3f} {result['ratio_high']:>8.3f} {result['data_wait_share']:>10.4%}"
+            )
+            if arguments.json:
+                print(json.dumps(result))
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
