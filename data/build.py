@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -24,9 +25,9 @@ def build_data(
     _check_vocabulary(config, prepared)
     training = config.training
 
-    def loader(files: list[TokenFile], shuffle: bool, consumed: int, num_steps: int | None) -> Loader:
+    def loader(samples: GPTSamples | BertSamples, consumed: int, num_steps: int | None) -> Loader:
         return Loader(
-            _samples(config, prepared, files, shuffle),
+            samples,
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
             rank=rank,
@@ -36,8 +37,14 @@ def build_data(
             num_steps=num_steps,
         )
 
-    train_loader = loader(prepared.train, True, consumed_samples, None)
-    return train_loader, lambda: loader(prepared.valid, False, 0, training.eval_batches)
+    @functools.cache
+    def validation_samples() -> GPTSamples | BertSamples:
+        return _samples(config, prepared, prepared.valid, shuffle=False)
+
+    if training.eval_interval:
+        validation_samples()  # an error now rather than at the first evaluation
+    train_loader = loader(_samples(config, prepared, prepared.train, shuffle=True), consumed_samples, None)
+    return train_loader, lambda: loader(validation_samples(), 0, training.eval_batches)
 
 
 def _check_vocabulary(config: Config, prepared: PreparedData) -> None:

@@ -23,7 +23,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -104,7 +104,7 @@ def parse_corpus(corpus: Any) -> list[Source]:
 
     A list without weights is one source (its documents mix by size). Raises ConfigError naming data.corpus and the path.
     """
-    items = list(corpus) if isinstance(corpus, (list, tuple)) else [corpus]
+    items = list(corpus) if isinstance(corpus, Sequence) and not isinstance(corpus, str) else [corpus]
     if not items:
         raise ConfigError("data.corpus=[]: give at least one source, for example data.corpus=stdlib")
     entries = [_parse_item(item) for item in items]

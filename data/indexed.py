@@ -102,7 +102,7 @@ class IndexedTokens:
         return starts, stops - starts
 
 
-def write_tokens(prefix: Path, dtype: type[np.generic], documents: Sequence[Sequence[np.ndarray]]) -> None:
+def write_tokens(prefix: Path, dtype: type[np.generic], documents: Sequence[Sequence[Sequence[int] | np.ndarray]]) -> None:
     """Write small token files in one go: documents, each a list of token arrays (its sequences)."""
     sequences = [sequence for document in documents for sequence in document]
     with open(f"{prefix}.bin", "wb") as file:

@@ -252,7 +252,7 @@ def _read_done(folder: Path, rebuild_damaged: bool) -> dict[str, Any] | None:
     """The summary of finished work; None when there is none. Raises ConfigError when its files are not what was written."""
     try:
         done: dict[str, Any] = json.loads((folder / "done.json").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, json.JSONDecodeError):
         return None
     for name, size in done["sizes"].items():
         path = folder / name
@@ -519,7 +519,7 @@ def main(arguments: list[str] | None = None) -> int:
         config, family = parse_arguments(arguments)
         begin = time.monotonic()
         prepared = prepare(config, family, show_progress=True, rebuild_damaged=True)
-    except (ConfigError, TimeoutError, RuntimeError) as error:
+    except (ConfigError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -297,8 +297,16 @@ class BertSamples:
             loss_mask[row, :n] = predicted
             padding_mask[row, :n] = True
             types[row, len(parts[0]) + 2 : n] = 1
-        batch = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "types": types, "padding_mask": padding_mask}
-        return {**batch, "sentence_label": sentence_label} if self.pairs else batch
+        batch: dict[str, np.ndarray] = {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "types": types,
+            "padding_mask": padding_mask,
+        }
+        if self.pairs:
+            batch["sentence_label"] = sentence_label
+        return batch
 
     def _parts(self, i: int, random: np.random.Generator) -> tuple[list[np.ndarray], int]:
         """The one or two texts of sample i, cut to fit, and the sentence label."""

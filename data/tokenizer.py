@@ -63,9 +63,9 @@ class Tokenizer(ABC):
         """Token ids of `text`, without special tokens."""
         return self.encode_array(text).tolist()
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """`encode_array` of each text."""
-        return [self.encode_array(text) for text in texts]
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """`encode` of each text; faster than one by one where the texts are short."""
+        return [self.encode(text) for text in texts]
 
     def _role(self, role: str) -> int:
         found = self._find(MASK_NAMES[role])
@@ -141,6 +141,11 @@ class SentencePieceTokenizer(Tokenizer):
         pieces = [self._model.encode_as_numpy(piece) for piece in text.split(SPACE)]
         return np.concatenate([pieces[0]] + [part for piece in pieces[1:] for part in (escaped, piece)])
 
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        if self._lossless and any(SPACE in text for text in texts):
+            return super().encode_batch(texts)
+        return self._model.encode(texts, num_threads=1)
+
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode([int(i) for i in ids])
 
@@ -149,7 +154,8 @@ class SentencePieceTokenizer(Tokenizer):
         return next((i for i, name in known if self._model.id_to_piece(i) == name), None)
 
     def _surfaces(self) -> list[bytes | None]:
-        model, surfaces = self._model, []
+        model = self._model
+        surfaces: list[bytes | None] = []
         for i in range(self.vocab_size):
             piece = model.id_to_piece(i)
             if model.is_byte(i):
@@ -203,6 +209,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -353,7 +362,8 @@ def _sample_lines(texts: Iterable[str]) -> list[str]:
             for begin in range(0, len(line), MAX_SENTENCE_CHARACTERS):
                 lines.append(line[begin : begin + MAX_SENTENCE_CHARACTERS])
     random.Random(0).shuffle(lines)
-    chosen, total = [], 0
+    chosen: list[str] = []
+    total = 0
     for line in lines[:MAX_TRAINING_SENTENCES]:
         total += len(line)
         if total > MAX_TRAINING_CHARACTERS and chosen:

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
                 bad.append(str(item))
                 continue
             if family == "bert":
-                sequences = [ids for ids in tokenizer.encode_batch(split_sentences(item.text, by_line)) if len(ids)]
-                arrays.extend(sequences)
+                sequences = [ids for ids in tokenizer.encode_batch(split_sentences(item.text, by_line)) if ids]
+                arrays.append(np.array(list(chain.from_iterable(sequences)), dtype=np.int32))
                 lengths.extend(map(len, sequences))
                 counts.append(len(sequences))
             else:

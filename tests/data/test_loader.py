@@ -1,0 +1,172 @@
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import Config, ConfigError
+from data.build import build_data, entropy, label_counts, unigram_entropy
+from data.loader import Loader
+from data.prepare import prepare
+
+
+class Counting:
+    """Samples whose tokens are their index; `fail_at` raises, `delay` sleeps per batch."""
+
+    def __init__(self, fail_at: int | None = None, delay: float = 0.0):
+        self.fail_at, self.delay = fail_at, delay
+        self.calls = 0
+
+    def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        self.calls += 1
+        time.sleep(self.delay)
+        if self.fail_at is not None and self.fail_at in indices:
+            raise OSError("disk on fire")
+        return {"tokens": np.array(indices, dtype=np.int64)[:, None]}
+
+
+def steps_of(loader: Loader, n: int) -> list[list[list[int]]]:
+    """Sample indices: [step][micro-batch][sample]."""
+    found = [[batch["tokens"][:, 0].tolist() for batch in loader.next_step()] for _ in range(n)]
+    loader.close()
+    return found
+
+
+def test_steps_and_micro_batches():
+    loader = Loader(Counting(), global_batch_size=8, micro_batch_size=2)
+    assert steps_of(loader, 2) == [[[0, 1], [2, 3], [4, 5], [6, 7]], [[8, 9], [10, 11], [12, 13], [14, 15]]]
+    loader = Loader(Counting(), global_batch_size=8, micro_batch_size=2, rank=1, world_size=2)
+    assert steps_of(loader, 1) == [[[2, 3], [6, 7]]]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_world_size_gives_the_same_micro_batches(world):
+    whole = steps_of(Loader(Counting(), global_batch_size=16, micro_batch_size=2), 3)
+    ranks = [
+        steps_of(Loader(Counting(), global_batch_size=16, micro_batch_size=2, rank=rank, world_size=world), 3) for rank in range(world)
+    ]
+    for step, expected in enumerate(whole):
+        assert sorted(micro for rank in ranks for micro in rank[step]) == expected
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_resume_at_any_point_and_world_size(prefetch):
+    whole = steps_of(Loader(Counting(), global_batch_size=8, micro_batch_size=2, prefetch=prefetch), 6)
+    first = Loader(Counting(), global_batch_size=8, micro_batch_size=2, prefetch=prefetch)
+    for done in range(4):
+        assert first.consumed_samples == 8 * done
+        arguments = {"consumed_samples": first.consumed_samples, "prefetch": prefetch, "global_batch_size": 8, "micro_batch_size": 2}
+        assert steps_of(Loader(Counting(), **arguments), 2) == whole[done : done + 2]
+        ranks = [steps_of(Loader(Counting(), **arguments, rank=rank, world_size=2), 1)[0] for rank in (0, 1)]
+        assert sorted(ranks[0] + ranks[1]) == whole[done]
+        first.next_step()
+    first.close()
+
+
+def test_wrong_batch_sizes():
+    with pytest.raises(ConfigError, match="training.global_batch_size=8.*micro_batch_size \\(3\\).*2.*6 works"):
+        Loader(Counting(), global_batch_size=8, micro_batch_size=3, world_size=2)
+
+
+def test_prefetch_is_bounded_and_close_ends_the_thread():
+    samples = Counting()
+    before = threading.active_count()
+    loader = Loader(samples, global_batch_size=2, micro_batch_size=2, prefetch=3)
+    deadline = time.monotonic() + 5
+    while samples.calls < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert samples.calls == 4  # three in the queue, one in hand
+    loader.close()
+    loader.close()
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        loader.next_step()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_errors_reach_the_caller_after_the_good_steps(prefetch):
+    loader = Loader(Counting(fail_at=5), global_batch_size=2, micro_batch_size=2, prefetch=prefetch)
+    assert [loader.next_step()[0]["tokens"][0, 0].item() for _ in range(2)] == [0, 2]
+    with pytest.raises(OSError, match="disk on fire"):
+        loader.next_step()
+
+
+def test_waiting_ends_and_is_measured():
+    loader = Loader(Counting(delay=0.2), global_batch_size=2, micro_batch_size=2)
+    loader.next_step()
+    assert loader.wait_seconds > 0
+    loader.close()
+    slow = Loader(Counting(delay=1.0), global_batch_size=2, micro_batch_size=2, timeout_seconds=0.1)
+    with pytest.raises(TimeoutError, match="no batch within 0.1 s"):
+        slow.next_step()
+    slow.close()
+
+
+def test_a_finite_loader_ends():
+    for prefetch in (0, 2):
+        loader = Loader(Counting(), global_batch_size=2, micro_batch_size=1, prefetch=prefetch, num_steps=2)
+        assert len(loader.next_step()) == 2 == len(loader.next_step())
+        with pytest.raises(StopIteration):
+            loader.next_step()
+        loader.close()
+
+
+@pytest.fixture
+def full_config(config) -> Config:
+    whole = Config()
+    whole.data = config
+    whole.model.sequence_length = 32
+    whole.training.global_batch_size, whole.training.micro_batch_size, whole.training.eval_batches = 8, 2, 3
+    return whole
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_build_data(full_config, family):
+    full_config.model.family = family
+    full_config.model.sentence_head = "next_sentence" if family == "bert" else "none"
+    prepared = prepare(full_config.data, family, False)
+
+    def collect(world: int, consumed: int, steps: int) -> list[list[torch.Tensor]]:
+        """Per step, the micro-batches of all ranks, in the order of the samples."""
+        loaders = [build_data(full_config, prepared, rank=r, world_size=world, consumed_samples=consumed)[0] for r in range(world)]
+        found = []
+        for _ in range(steps):
+            ranks = [loader.next_step() for loader in loaders]
+            found.append([batch["tokens"] for batches in zip(*ranks, strict=True) for batch in batches])
+        for loader in loaders:
+            loader.close()
+        return found
+
+    expected = collect(1, 0, 4)
+    for world in (2, 4):
+        assert all(torch.equal(a, b) for x, y in zip(collect(world, 8, 3), expected[1:], strict=True) for a, b in zip(x, y, strict=True))
+
+    train, make_validation = build_data(full_config, prepared, rank=0, world_size=1, consumed_samples=0)
+    batch = train.next_step()[0]
+    keys = {"tokens", "labels", "loss_mask"} | ({"types", "padding_mask", "sentence_label"} if family == "bert" else set())
+    assert set(batch) == keys
+    assert batch["tokens"].dtype == torch.int64 == batch["labels"].dtype and batch["loss_mask"].dtype == torch.float32
+    train.close()
+    losses = [unigram_entropy(make_validation(), prepared.vocab_size) for _ in range(2)]
+    assert losses[0] == losses[1] and 1 < losses[0] < np.log(prepared.vocab_size)
+
+
+def test_build_data_errors(full_config):
+    prepared = prepare(full_config.data, "gpt", False)
+    full_config.model.vocab_size = 300
+    with pytest.raises(ConfigError, match="model.vocab_size=300.*tokens"):
+        build_data(full_config, prepared, rank=0, world_size=1, consumed_samples=0)
+    full_config.model.vocab_size = None
+    full_config.model.sequence_length = 10**6
+    with pytest.raises(ConfigError, match="model.sequence_length"):
+        build_data(full_config, prepared, rank=0, world_size=1, consumed_samples=0)
+
+
+def test_entropy():
+    assert entropy(torch.tensor([5, 5, 0, 5, 5])) == pytest.approx(np.log(4))
+    assert entropy(torch.tensor([0, 9])) == 0
+    step = [{"labels": torch.tensor([[1, 1, 2]]), "loss_mask": torch.tensor([[1.0, 0.0, 1.0]])}]
+    assert label_counts([step, step], 4).tolist() == [0, 2, 2, 0]
