@@ -137,9 +137,11 @@ def _checked_configs(args: argparse.Namespace) -> list[Config] | None:
 
     lines = [args.overrides]
     if args.multirun:
-        for text in args.overrides:
-            parse(text)
-        lines = [line for batch in BasicSweeper.split_arguments([parse(text) for text in args.overrides], None) for line in batch]
+        try:
+            batches = BasicSweeper.split_arguments([parse(text) for text in args.overrides], max_batch_size=None)
+        except HydraException as error:
+            raise ConfigError(f"cannot sweep: {one_line(str(error))}. Try key=value,value") from error
+        lines = [line for batch in batches for line in batch]
     processes = world_size()
     configs = []
     for line in lines:

@@ -125,6 +125,8 @@ WRONG: dict[str, Wrong] = {
     "state_device": Wrong(["optimizer.state_device=disk"], ("optimizer.state_device (disk)", "not available yet")),
     # Sweeps
     "sweep_into_one_folder": Wrong(["-m", "training.seed=1,2"], ("run_dir (runs/quickstart)", "name=quickstart_${training.seed}")),
+    "sweep_of_an_interval": Wrong(["-m", "optimizer.lr=interval(0,1)"], ("cannot sweep", "key=value,value"), fixable=False),
+    "sweep_of_a_group": Wrong(["-m", "optimizer=adamw,wsd"], ("run_dir (runs/quickstart)", "name=..."), fixable=False),
     "sweep_with_a_wrong_run": Wrong(["-m", "training.steps=0,1", "name=s${training.steps}"], ("training.steps (0)",), fixable=False),
 }
 
