@@ -6,6 +6,7 @@ transformer_engine: TransformerEngine's norm, attention and linear layers (CUDA 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,22 @@ class PostNorm(torch.nn.Module):
         """The function (output with bias, residual, dropout probability) -> normalized sum, `[s, b, h]`."""
         add = get_bias_dropout_add(training, fused)
         return lambda output_with_bias, residual, probability: self.norm(add(output_with_bias, residual, probability))
+
+
+@functools.cache
+def bias_copying(row_linear: type) -> type:
+    """A row parallel linear layer that returns a copy of its bias instead of the parameter.
+
+    A feed-forward layer under recompute (Megatron-core's CheckpointFunction) returns that bias, and autograd would make the
+    parameter itself an output of the checkpoint: its backward pass then calls itself without end.
+    """
+
+    class BiasCopying(row_linear):  # type: ignore[valid-type,misc]
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            output, bias = super().forward(hidden)
+            return output, None if bias is None else bias.clone()
+
+    return BiasCopying
 
 
 def resolve_backend(config: Config, device: torch.device) -> str:
@@ -143,7 +160,7 @@ def _fused_norm_keys(is_moe: bool) -> dict[str, str]:
 def _backend(name: str, megatron: TransformerConfig) -> Backend:
     if name == "portable":
         norm = norm_class(megatron)
-        return Backend(norm, norm, ScaledDotProductAttention, ColumnParallelLinear, RowParallelLinear, None)
+        return Backend(norm, norm, ScaledDotProductAttention, ColumnParallelLinear, bias_copying(RowParallelLinear), None)
     from megatron.core.extensions import transformer_engine as te
 
     return Backend(
@@ -151,6 +168,6 @@ def _backend(name: str, megatron: TransformerConfig) -> Backend:
         qk_norm=te.TENorm,
         attention=te.TEDotProductAttention,
         column_linear=te.TEColumnParallelLinear,
-        row_linear=te.TERowParallelLinear,
+        row_linear=bias_copying(te.TERowParallelLinear),
         norm_column_linear=te.TELayerNormColumnParallelLinear,
     )

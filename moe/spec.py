@@ -28,7 +28,7 @@ class ExpertRowLinear(RowParallelLinear):
 
 def moe_spec(linear: MLPSubmodules) -> ModuleSpec:
     """MoE in place of a feed-forward layer; `linear` names the backend's parallel linear layers."""
-    row = ExpertRowLinear if linear.linear_fc2 is RowParallelLinear else linear.linear_fc2
+    row = ExpertRowLinear if issubclass(linear.linear_fc2, RowParallelLinear) else linear.linear_fc2
     experts = MLPSubmodules(linear_fc1=linear.linear_fc1, linear_fc2=row)
     return ModuleSpec(
         module=MoELayer,

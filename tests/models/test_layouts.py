@@ -36,6 +36,8 @@ MODELS: dict[str, list[dict[str, Any]]] = {
     "bert": [BERT],
     "bert_pre_norm": [BERT, {"model": {"norm_position": "pre", "position_embedding": "rope", "rotary_base": 500.0}}],
     "bert_moe": [BERT_MOE],
+    "bert_moe_without_bias": [BERT_MOE, {"model": {"linear_bias": False}}],
+    "gpt_one_query_group": [{"model": {"num_query_groups": 1, "qkv_bias": True}}],
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor": 2, "sequence": True}),
@@ -65,6 +67,9 @@ CASES = [
     ("bert_moe", "pp2_vpp2"),
     ("bert_moe", "ep2"),
     ("bert_moe", "tp2_ep2_etp1"),
+    ("bert_moe_without_bias", "tp2"),
+    ("bert_moe_without_bias", "tp2_ep2_etp2"),
+    ("gpt_one_query_group", "tp2"),
 ]
 _single: dict[str, dict[str, Any]] = {}
 

@@ -1,0 +1,200 @@
+"""Building one process's model: padding of the vocabulary, recompute, precision, backends, refused configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer.optimizer import param_is_not_shared
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import Float16Module
+
+from configs.schema import Config, ConfigError
+from models import build
+from models.build import build_model, family_module, padded_vocab_size
+from models.specs import resolve_backend
+from models.transformer_config import moe_layer_pattern, transformer_config
+from parallel.topology import initialize
+from tests.distributed import run
+from tests.models.helpers import gradient, make_config, random_batch, run_model
+from tests.models.test_layouts import BERT, BERT_MOE, GPT_MOE, SMALL
+from tests.tolerances import BF16_LOSS, FP32_GRAD_NORM, FP32_LOSS
+
+VOCAB_SIZE = 131
+DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
+ALL_LOSSES = {"moe": {"aux_loss_coeff": 0.01, "sequence_aux_loss_coeff": 0.01, "z_loss_coeff": 0.001, "capacity_factor": 1.0}}
+SIGMOID = {
+    "moe": {
+        "num_experts": 8,
+        "router_score": "sigmoid",
+        "expert_bias": True,
+        "num_groups": 4,
+        "group_top_k": 2,
+        "routed_scaling_factor": 2.5,
+    }
+}
+
+
+def _run(overrides: list[dict[str, Any]], multiple: int = 128) -> dict[str, Any]:
+    before, build.VOCAB_MULTIPLE = build.VOCAB_MULTIPLE, multiple
+    try:
+        return run_model(make_config(SMALL, *overrides), VOCAB_SIZE, random_batch(VOCAB_SIZE, num_samples=4, length=12))
+    finally:
+        build.VOCAB_MULTIPLE = before
+
+
+@pytest.mark.parametrize("overrides", [[GPT_MOE], [BERT]], ids=["gpt_moe", "bert"])
+def test_padding_of_the_vocabulary_changes_nothing(overrides: list[dict[str, Any]]) -> None:
+    exact, padded = (run(_run, 1, overrides, multiple)[0] for multiple in (VOCAB_SIZE, 512))
+    # Other sizes may take another path through a matrix product, so the last bits are free.
+    assert padded["loss"] == pytest.approx(exact["loss"], rel=FP32_LOSS)
+    for name, grad in exact["gradients"].items():
+        torch.testing.assert_close(padded["gradients"][name], grad, rtol=FP32_GRAD_NORM, atol=1e-8)
+
+
+def _gradient_of_padding() -> float:
+    config = make_config(SMALL, {"model": {"tie_embeddings": False}})
+    initialize(config)
+    chunk = build_model(config, VOCAB_SIZE)[0]
+    batch = random_batch(VOCAB_SIZE, 2, 12)
+    family = family_module(config)
+    family.loss(family.forward(chunk, batch), batch)[0].backward()
+    weight = chunk.output_layer.weight
+    assert weight.shape[0] == 256 and weight[VOCAB_SIZE:].abs().max() == 0 and weight.grad[:VOCAB_SIZE].abs().max() > 0
+    return weight.grad[VOCAB_SIZE:].abs().max().item()
+
+
+def test_padding_rows_are_zero_and_get_no_gradient() -> None:
+    assert run(_gradient_of_padding, 1)[0] == 0
+
+
+def test_padded_vocab_size() -> None:
+    assert [padded_vocab_size(size, tensor) for size, tensor in [(1, 1), (128, 1), (129, 1), (129, 2), (50257, 4)]] == [
+        128,
+        128,
+        256,
+        256,
+        50688,
+    ]
+
+
+@pytest.mark.parametrize("overrides", [[GPT_MOE, ALL_LOSSES, DROPOUT], [BERT, DROPOUT]], ids=["gpt_moe", "bert"])
+@pytest.mark.parametrize("world_size,layout", [(1, {}), (2, {"tensor": 2, "sequence": True})], ids=["one", "tp2"])
+def test_recompute_gives_the_same_gradients(overrides: list[dict[str, Any]], world_size: int, layout: dict[str, Any]) -> None:
+    kept, selective, full = (
+        run(_run, world_size, [*overrides, {"parallel": layout, "training": {"recompute": kind}}])[0]
+        for kind in ("none", "selective", "full")
+    )
+    for other in (selective, full):
+        assert other["loss"] == kept["loss"]
+        for name, grad in kept["gradients"].items():
+            torch.testing.assert_close(other["gradients"][name], grad, rtol=1e-5, atol=1e-9)
+
+
+def test_router_variants_reach_every_parameter() -> None:
+    result = run(_run, 1, [GPT_MOE, SIGMOID, ALL_LOSSES, {"training": {"deterministic": True}}])[0]
+    bias = "decoder.layers.0.mlp.router.expert_bias"
+    assert result["weights"][bias].dtype == torch.float32 and result["weights"][bias].shape == (8,)
+    assert all(grad.abs().max() > 0 for name, grad in result["gradients"].items() if name.endswith("router.weight"))
+
+
+def _half_precision_loss(precision: str, overrides: list[dict[str, Any]]) -> float:
+    config = make_config(SMALL, *overrides, {"training": {"precision": precision}})
+    initialize(config)
+    chunk = build_model(config, VOCAB_SIZE)[0]
+    assert all(parameter.dtype == chunk.config.params_dtype for parameter in chunk.parameters())
+    model = Float16Module(chunk.config, chunk) if precision != "fp32" else chunk
+    family, batch = family_module(config), random_batch(VOCAB_SIZE, 4, 12)
+    loss, extra = family.loss(family.forward(model, batch), batch)
+    (loss + sum(extra.values())).backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in chunk.parameters())
+    assert loss.dtype == torch.float32
+    return loss.item() / batch["loss_mask"].sum().item()
+
+
+@pytest.mark.parametrize("overrides", [[GPT_MOE], [BERT_MOE]], ids=["gpt_moe", "bert_moe"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision(precision: str, overrides: list[dict[str, Any]]) -> None:
+    expected = run(_half_precision_loss, 1, "fp32", overrides)[0]
+    assert run(_half_precision_loss, 1, precision, overrides)[0] == pytest.approx(expected, rel=BF16_LOSS)
+
+
+def _squared_gradient_norm(layout: dict[str, Any]) -> float:
+    # As Megatron's optimizer counts it: shared and duplicated parameters once.
+    config = make_config(SMALL, GPT_MOE, {"parallel": layout})
+    recorded: list[list[torch.nn.Module]] = []
+    run_model(config, VOCAB_SIZE, random_batch(VOCAB_SIZE, 4, 12), recorded.append)
+    counted = [
+        p for chunk in recorded[0] for p in chunk.parameters() if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
+    ]
+    return sum(gradient(p).double().square().sum().item() for p in counted)
+
+
+def test_tensor_parallel_marks_count_each_gradient_once() -> None:
+    expected = run(_squared_gradient_norm, 1, {})[0]
+    split = run(_squared_gradient_norm, 2, {"tensor": 2, "sequence": True})
+    assert sum(split) == pytest.approx(expected, rel=FP32_GRAD_NORM)
+
+
+@pytest.mark.parametrize(
+    "overrides,field",
+    [
+        ({"model": {"activation": "relu"}}, "model.activation (relu)"),
+        ({"model": {"normalization": "none"}}, "model.normalization (none)"),
+        ({"training": {"precision": "fp8"}}, "training.precision (fp8)"),
+        ({"training": {"recompute": "some"}}, "training.recompute (some)"),
+        ({"moe": {"num_experts": 4, "top_k": 1}}, "moe.normalize_top_k (true)"),
+        ({"moe": {"num_experts": 4, "router_score": "sigmoid", "normalize_top_k": False}}, "moe.normalize_top_k (false)"),
+        ({"moe": {"num_experts": 4, "layers": [1]}}, "moe.layers ([1])"),
+        ({"moe": {"num_experts": 4, "layers": 0}}, "moe.layers (0)"),
+        (
+            {"moe": {"num_experts": 4, "shared_expert_ffn_hidden_size": 8}, "model": {"linear_bias": True}},
+            "moe.shared_expert_ffn_hidden_size (8)",
+        ),
+        ({"moe": {"num_experts": 4}, "parallel": {"tensor": 2, "expert_tensor": 1}}, "parallel.expert_tensor (1)"),
+        ({"moe": {"num_experts": 4}, "model": {"linear_bias": True}, "parallel": {"tensor": 2}}, "parallel.expert_tensor (2)"),
+    ],
+)
+def test_refused_configs_name_field_and_value(overrides: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        transformer_config(make_config(overrides))
+    assert field in str(error.value) and "Try " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides,field",
+    [
+        ({"model": {"family": "t5"}}, "model.family (t5)"),
+        ({"model": {"position_embedding": "alibi"}}, "model.position_embedding (alibi)"),
+        ({"model": {"norm_position": "both"}}, "model.norm_position (both)"),
+        ({"model": {"family": "bert", "sentence_head": "three"}}, "model.sentence_head (three)"),
+    ],
+)
+def test_refused_at_build(overrides: dict[str, Any], field: str) -> None:
+    assert field in run(_build_error, 1, overrides)[0]
+
+
+def _build_error(overrides: dict[str, Any]) -> str:
+    config = make_config(overrides)
+    initialize(config)
+    with pytest.raises(ConfigError) as error:
+        build_model(config, VOCAB_SIZE)
+    return str(error.value)
+
+
+def test_backend_choice() -> None:
+    config = Config()
+    assert resolve_backend(config, torch.device("cpu")) == "portable"
+    config.model.backend = "transformer_engine"
+    with pytest.raises(ConfigError, match="transformer_engine"):
+        resolve_backend(config, torch.device("cpu"))
+    config.model.backend = "fast"
+    with pytest.raises(ConfigError, match=r"model.backend \(fast\)"):
+        resolve_backend(config, torch.device("cpu"))
+
+
+def test_moe_layer_pattern() -> None:
+    assert moe_layer_pattern(make_config(SMALL)) == [0, 0, 0, 0]
+    assert moe_layer_pattern(make_config(SMALL, {"moe": {"num_experts": 2, "layers": 3}})) == [1, 0, 0, 1]
+    assert moe_layer_pattern(make_config(SMALL, {"moe": {"num_experts": 2, "layers": [0, 1, 1, 0]}})) == [0, 1, 1, 0]
