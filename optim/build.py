@@ -10,6 +10,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
+from configs import derived
 from configs.schema import Config
 from optim.schedule import learning_rate
 
@@ -32,7 +33,7 @@ def build_optimizer(config: Config, chunks: list[torch.nn.Module]) -> MegatronOp
             initial_loss_scale=config.training.initial_loss_scale,
             params_dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
             use_distributed_optimizer=settings.distributed,
-            overlap_param_gather=overlaps_param_gather(config),
+            overlap_param_gather=derived.overlap_param_gather(config),
         ),
         chunks,
         use_gloo_process_groups=False,
@@ -42,11 +43,6 @@ def build_optimizer(config: Config, chunks: list[torch.nn.Module]) -> MegatronOp
             for group in member.optimizer.param_groups:
                 group["foreach"], group["fused"] = False, True
     return optimizer
-
-
-def overlaps_param_gather(config: Config) -> bool:
-    """Whether updated weights are gathered behind the next forward pass: only the sharded optimizer gathers any."""
-    return config.optimizer.distributed and config.parallel.overlap_param_gather and config.parallel.overlap_grad_reduce
 
 
 def members(optimizer: MegatronOptimizer) -> list[Any]:

@@ -20,10 +20,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
+from configs import derived
 from configs.schema import Config
 from models.build import build_model, family_module
 from moe.watch import RouterWatch
-from optim.build import build_optimizer, overlaps_param_gather, set_learning_rate
+from optim.build import build_optimizer, set_learning_rate
 from parallel.topology import Topology
 
 Batch = dict[str, torch.Tensor]
@@ -71,7 +72,7 @@ class Model:
         if self.config.parallel.overlap_grad_reduce:
             settings.no_sync_func = _one_or_all([chunk.no_sync for chunk in self.chunks])
             settings.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in self.chunks])
-        if overlaps_param_gather(self.config):
+        if derived.overlap_param_gather(self.config):
             settings.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in self.chunks])
 
     def train_step(self, batches: Sequence[Batch], step: int) -> StepResult:
@@ -109,7 +110,7 @@ class Model:
 
     def frozen_weights(self) -> _FrozenWeights:
         """Context for reading weights between steps: gathers that are still due are finished first, dropout is off."""
-        return _FrozenWeights(self.chunks, overlaps_param_gather(self.config))
+        return _FrozenWeights(self.chunks, derived.overlap_param_gather(self.config))
 
     def forward(self, micro_batch: Batch) -> torch.Tensor | None:
         """Logits [batch, sequence, vocabulary] (fp32, this rank's slice of the vocabulary) on the last pipeline stage, else None."""
@@ -217,7 +218,7 @@ def _wrap(config: Config, chunks: list[torch.nn.Module]) -> list[DistributedData
     ddp_settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
-        overlap_param_gather=overlaps_param_gather(config),
+        overlap_param_gather=derived.overlap_param_gather(config),
         use_distributed_optimizer=config.optimizer.distributed,
     )
     return [DistributedDataParallel(settings, ddp_settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
