@@ -33,9 +33,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_RANKS = 4
-DEFAULT_TIMEOUT = 100.0  # seconds; below pytest's own limit, which knows nothing of the ranks
+DEFAULT_TIMEOUT = 90.0  # seconds; below pytest's own limit, which knows nothing of the ranks
+START_TIMEOUT = 90.0  # seconds that a new process has to import torch; not counted against the call
+TAKE_DOWN_TIMEOUT = 30.0  # seconds that a rank has to leave its process group
 GRACE = 10.0  # seconds that the other ranks have to end once one of them has failed
 DUMP_WAIT = 3.0  # seconds that stuck ranks have to write their stacks
+END = b"end"  # tells a rank that it may take everything down
 END_OF_RUN = "\x00end-of-run"  # ends a rank's output of one call
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -121,6 +124,7 @@ class _Worker:
         self.connection = Connection(ours.detach())
         self.tail: deque[str] = deque(maxlen=200)
         self.output_ended = threading.Event()
+        self.started = False
         self.reader = threading.Thread(target=self._copy_output, daemon=True)
         self.reader.start()
 
@@ -166,6 +170,10 @@ class _Pool:
         while len(self.workers) < world_size:
             self.workers.append(_Worker(len(self.workers), self.backend))
         workers = self.workers[:world_size]
+        for worker in workers:
+            if not worker.started:
+                self._expect(worker, "ready", START_TIMEOUT)
+                worker.started = True
         self.calls += 1
         deadline = time.monotonic() + timeout
         for worker in workers:
@@ -178,6 +186,7 @@ class _Pool:
 
         waiting = {worker.connection: worker for worker in workers}
         results: dict[int, Any] = {}
+        failed: list[_Worker] = []
         first_error: RankError | None = None
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -193,7 +202,11 @@ class _Pool:
                     raise RankDied(_obituary(worker)) from first_error
                 if kind == "result":
                     results[worker.rank] = value
-                elif first_error is None:
+                    continue
+                # This rank leaves its group at once, so that others who wait for it in a collective fail too.
+                self._release(worker)
+                failed.append(worker)
+                if first_error is None:
                     text, cause = value
                     first_error = RankError(worker.rank, text)
                     first_error.__cause__ = cause
@@ -206,12 +219,36 @@ class _Pool:
                 raise RankHang(f"rank {names} of {world_size} did not end {call[0]}.{call[1]} within {timeout:g} s\n{stacks}")
             self.broken = True
             first_error.add_note(f"the other ranks were still at work {GRACE:g} s later and were ended:\n{stacks}")
-        if not self.broken:
-            for worker in workers:
-                worker.output_ended.wait(timeout=DUMP_WAIT)
+            raise first_error
+        # Only now that all have answered: a rank that leaves early breaks the connections of one that is still arriving.
+        for worker in workers:
+            if worker not in failed:
+                self._release(worker)
+        for worker in workers:
+            self._expect(worker, "clean", TAKE_DOWN_TIMEOUT)
+            worker.output_ended.wait(timeout=DUMP_WAIT)
         if first_error is not None:
             raise first_error
         return [results[rank] for rank in range(world_size)]
+
+    def _release(self, worker: _Worker) -> None:
+        try:
+            worker.connection.send_bytes(END)
+        except OSError:
+            raise RankDied(_obituary(worker)) from None
+
+    def _expect(self, worker: _Worker, kind: str, timeout: float) -> None:
+        """Wait for a message that is no answer: that the process has started, or has left its group."""
+        if not worker.connection.poll(timeout):
+            raise RankHang(f"rank {worker.rank} was not {kind} within {timeout:g} s\n{_dump_stacks([worker])}")
+        try:
+            got, value = pickle.loads(worker.connection.recv_bytes())
+        except (EOFError, OSError):
+            raise RankDied(_obituary(worker)) from None
+        if got == "error":
+            self.broken = True
+            raise RankError(worker.rank, value[0]) from value[1]
+        assert got == kind, (got, kind)
 
 
 _pools: dict[str, _Pool] = {}
@@ -268,32 +305,30 @@ def _worker(fd: int, parent: int, rank: int, backend: str) -> None:
         return
     connection = Connection(fd)
     environment, folder = dict(os.environ), os.getcwd()
+    importlib.import_module("torch.distributed")
+    connection.send_bytes(pickle.dumps(("ready", None)))
     while True:
         try:
             message = connection.recv_bytes()
         except (EOFError, OSError):
             return
         module, name, args, world_size, port, prefix, timeout = pickle.loads(message)
-        answer, failed = None, False
         try:
             _set_up(rank, world_size, port, prefix, timeout, backend)
             answer = pickle.dumps(("result", _resolve(module, name)(*pickle.loads(args))))
         except BaseException as error:
-            failed = True
-            _end_output()
-            # Before the group is taken down, so that this error arrives ahead of those which that causes elsewhere.
-            connection.send_bytes(_pickled_error(error))
-            del error
-        try:
-            _take_down(environment, folder)
-        except Exception as error:
-            if failed:
-                raise
             answer = _pickled_error(error)
-        if not failed:
-            assert answer is not None
-            _end_output()
-            connection.send_bytes(answer)
+        connection.send_bytes(answer)
+        try:
+            assert connection.recv_bytes() == END
+            _take_down(environment, folder)
+            answer = pickle.dumps(("clean", None))
+        except (EOFError, OSError):
+            return
+        except Exception as error:
+            answer = _pickled_error(error)
+        _end_output()
+        connection.send_bytes(answer)
 
 
 def _end_output() -> None:
