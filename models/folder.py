@@ -30,12 +30,17 @@ FORMAT = "mixtrain-weights-1"
 
 
 class Reader:
-    """Reads tensors by name from the `*.safetensors` files of a folder. Raises ConfigError where there are none."""
+    """Reads tensors by name from a folder's model.safetensors or its parts. Raises ConfigError where they are missing or broken."""
 
     def __init__(self, folder: Path) -> None:
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise ConfigError(f"folder {folder} must hold *.safetensors files, and there are none.")
+        # Folders may keep a second copy in another format beside these (consolidated.safetensors).
+        index, single = folder / INDEX_NAME, folder / "model.safetensors"
+        if index.is_file():
+            paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        elif single.is_file():
+            paths = [single]
+        else:
+            raise ConfigError(f"folder {folder} must hold model.safetensors or {INDEX_NAME} and its parts.")
         self.folder = folder
         try:
             self._files = [safe_open(path, framework="pt") for path in paths]
@@ -135,12 +140,15 @@ def save_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, c
 def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, config: Config, vocab_size: int) -> None:
     """Fill this rank's `chunks`, in any layout, from a folder of logical weights. Raises ConfigError for another model's."""
     folder = Path(folder)
-    theirs, ours = read_config(folder), architecture(config, vocab_size)
+    theirs = read_config(folder)
     wrong = [
-        f"{section}.{key} is {ours[section][key]}, the folder's {theirs[section].get(key)}"
-        for section in ours
-        for key in ours[section]
-        if ours[section][key] != theirs[section].get(key)
+        f"{section}.{key} is {value}, the folder's {theirs[section].get(key)}"
+        for section, values in architecture(config, vocab_size).items()
+        for key, value in values.items()
+        if theirs[section].get(key) != value
+        # Rotary positions have no weights of a length, and both sentence heads have the same.
+        and not (key == "sequence_length" and config.model.position_embedding == "rope")
+        and not (key == "sentence_head" and "none" not in (value, theirs[section].get(key)))
     ]
     if wrong:
         raise ConfigError(f"weights in {folder} are of another model: {'; '.join(wrong)}. Take the values of {folder / 'config.yaml'}.")

@@ -65,6 +65,7 @@ def run_model(config: Config, vocab_size: int, batch: Batch, load: Callable[[lis
         load(chunks)
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
+    batch = {key: value.to(topology.device) for key, value in batch.items()}
     num_tokens = batch["loss_mask"].sum()
     share = len(batch["tokens"]) // (topology.data_size * NUM_MICRO_BATCHES)
     rows = [slice((topology.data_rank * NUM_MICRO_BATCHES + i) * share, None) for i in range(NUM_MICRO_BATCHES)]
@@ -83,7 +84,7 @@ def run_model(config: Config, vocab_size: int, batch: Batch, load: Callable[[lis
             logits = output[0] if isinstance(output, tuple) else output
             pieces = [torch.empty_like(logits) for _ in range(topology.tensor_size)]
             torch.distributed.all_gather(pieces, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-            return torch.zeros(()), {"logits": torch.cat(pieces, dim=-1)[..., :vocab_size]}
+            return torch.zeros((), device=topology.device), {"logits": torch.cat(pieces, dim=-1)[..., :vocab_size]}
 
         if with_loss:
             return family.forward(model, micro_batch), mean_loss
@@ -106,14 +107,14 @@ def run_model(config: Config, vocab_size: int, batch: Batch, load: Callable[[lis
         logits = [result["logits"] for result in run(with_loss=False)]
     losses = [result["loss"] for result in run(with_loss=True)]
     finalize_model_grads(wrapped)
-    loss = torch.stack(losses).mean() if losses else torch.zeros(())
+    loss = torch.stack(losses).mean() if losses else torch.zeros((), device=topology.device)
     torch.distributed.all_reduce(loss)
     loss /= topology.data_size * topology.tensor_size
     return {
         "loss": loss.item(),
-        "logits": torch.cat(logits) if logits else None,
-        "weights": dict(gather_logical(chunks)),
-        "gradients": {name: grad.clone() for name, grad in gather_logical(chunks, gradient)},
+        "logits": torch.cat(logits).cpu() if logits else None,
+        "weights": {name: weight.cpu() for name, weight in gather_logical(chunks)},
+        "gradients": {name: grad.cpu() for name, grad in gather_logical(chunks, gradient)},
         "data_rank": topology.data_rank,
     }
 

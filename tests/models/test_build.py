@@ -18,13 +18,13 @@ from models.transformer_config import moe_layer_pattern, transformer_config
 from parallel.topology import initialize
 from tests.distributed import run
 from tests.models.helpers import gradient, make_config, random_batch, run_model
-from tests.models.test_layouts import BERT, BERT_MOE, GPT_MOE, SMALL
+from tests.models.test_layouts import BERT, BERT_MOE, GPT_MOE, SMALL, Overrides
 from tests.tolerances import BF16_LOSS, FP32_GRAD_NORM, FP32_LOSS
 
 VOCAB_SIZE = 131
-DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
-ALL_LOSSES = {"moe": {"aux_loss_coeff": 0.01, "sequence_aux_loss_coeff": 0.01, "z_loss_coeff": 0.001, "capacity_factor": 1.0}}
-SIGMOID = {
+DROPOUT: Overrides = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
+ALL_LOSSES: Overrides = {"moe": {"aux_loss_coeff": 0.01, "sequence_aux_loss_coeff": 0.01, "z_loss_coeff": 0.001, "capacity_factor": 1.0}}
+SIGMOID: Overrides = {
     "moe": {
         "num_experts": 8,
         "router_score": "sigmoid",

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from configs.schema import ConfigError
 from models import convert, folder, huggingface
 from tests.distributed import run
 from tests.models.helpers import Batch, random_batch, relative_error, run_model
@@ -210,6 +211,48 @@ def test_logical_folder_moves_weights_between_layouts(tmp_path: Path) -> None:
         loaded = run(_save_and_load, world_size, tmp_path / "weights", layout, False)[0]
         for name, weight in saved["weights"].items():
             assert torch.equal(loaded["weights"][name], weight), name
+
+
+def test_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    config = folder.config_from({"model": {"num_layers": 3, "sequence_length": 8}})
+    folder.write_config(tmp_path, folder.description(config, VOCAB_SIZE))
+    config.model.num_layers, config.model.sequence_length = 2, 16
+    with pytest.raises(ConfigError, match="model.num_layers is 2, the folder's 3") as error:
+        folder.load_logical_folder([], tmp_path, config, VOCAB_SIZE)
+    assert "sequence_length" not in str(error.value)
+    with pytest.raises(ConfigError, match="config.yaml of format"):
+        folder.load_logical_folder([], tmp_path / "nowhere", config, VOCAB_SIZE)
+    config.model.num_layers = 3
+    with pytest.raises(ConfigError, match="model.safetensors"):
+        folder.load_logical_folder([], tmp_path, config, VOCAB_SIZE)
+
+
+OLD_NAMES: dict[str, tuple[str, list[tuple[str, str]], list[str]]] = {
+    "gpt2": ("transformer.", [], ["h.0.attn.bias", "h.0.attn.masked_bias"]),
+    "bert": ("", [("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")], ["bert.embeddings.position_ids"]),
+}
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_names_of_old_files(name: str, tmp_path: Path) -> None:
+    _oracle(name, random_batch(VOCAB_SIZE, 2, LENGTH)).save_pretrained(tmp_path / "hf")
+    assert convert.main(["import", str(tmp_path / "hf"), str(tmp_path / "new")]) == 0
+    prefix, renamed, extra = OLD_NAMES[name]
+    tensors = _tensors(tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    writer = folder.Writer(tmp_path / "hf")
+    for key, tensor in tensors.items():
+        key = key.removeprefix(prefix)
+        for now, before in renamed:
+            key = key.replace(now, before)
+        writer.add(key, tensor)
+    for key in extra:
+        writer.add(key, torch.zeros(1))
+    writer.close()
+    assert convert.main(["import", str(tmp_path / "hf"), str(tmp_path / "old")]) == 0
+    new, old = _tensors(tmp_path / "new"), _tensors(tmp_path / "old")
+    assert new.keys() == old.keys()
+    assert all(torch.equal(new[key], old[key]) for key in new)
 
 
 def test_writer_splits_and_indexes(tmp_path: Path) -> None:

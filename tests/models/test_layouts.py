@@ -13,12 +13,14 @@ from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
 
 VOCAB_SIZE = 131  # odd, and over one padded block of 128 rows: with two tensor ranks the second holds mostly padding
 
-SMALL = {"model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "sequence_length": 12}}
-GPT_MOE = {
+Overrides = dict[str, dict[str, Any]]
+
+SMALL: Overrides = {"model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "sequence_length": 12}}
+GPT_MOE: Overrides = {
     "model": {"qk_norm": True},
     "moe": {"num_experts": 4, "ffn_hidden_size": 48, "layers": [1, 0, 1, 1], "shared_expert_ffn_hidden_size": 16},
 }
-BERT = {
+BERT: Overrides = {
     "model": {
         "family": "bert",
         "position_embedding": "learned",
@@ -29,8 +31,8 @@ BERT = {
         "sentence_head": "next_sentence",
     }
 }
-BERT_MOE = {"model": BERT["model"], "moe": {"num_experts": 4, "ffn_hidden_size": 48, "layers": 2}}
-MODELS: dict[str, list[dict[str, Any]]] = {
+BERT_MOE: Overrides = {"model": BERT["model"], "moe": {"num_experts": 4, "ffn_hidden_size": 48, "layers": 2}}
+MODELS: dict[str, list[Overrides]] = {
     "gpt": [{"model": {"tie_embeddings": False, "position_embedding": "learned", "activation": "gelu_tanh", "linear_bias": True}}],
     "gpt_moe": [GPT_MOE],
     "bert": [BERT],

@@ -1,0 +1,47 @@
+"""On a GPU: the portable backend against the CPU's figures, and TransformerEngine's specs against the portable backend."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from tests.distributed import run
+from tests.models.helpers import make_config, random_batch, run_model
+from tests.models.test_layouts import BERT, GPT_MOE, SMALL, Overrides
+from tests.tolerances import BF16_LOSS, FP32_LOSS
+
+VOCAB_SIZE = 131
+MODELS: dict[str, list[Overrides]] = {
+    "gpt": [{"model": {"head_dim": 16}}],
+    "gpt_moe": [GPT_MOE, {"model": {"head_dim": 16}}],
+    "bert": [BERT, {"model": {"head_dim": 16}}],
+    "bert_pre_norm": [BERT, {"model": {"head_dim": 16, "norm_position": "pre"}}],
+}
+
+
+def _run(model: str, values: Overrides) -> dict[str, Any]:
+    config = make_config(SMALL, *MODELS[model], values)
+    return run_model(config, VOCAB_SIZE, random_batch(VOCAB_SIZE, num_samples=4, length=12))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_gpu_gives_the_losses_of_the_cpu(model: str) -> None:
+    portable: Overrides = {"model": {"backend": "portable"}}
+    expected = run(_run, 1, model, portable)[0]
+    result = run(_run, 1, model, portable, backend="nccl")[0]
+    assert result["loss"] == pytest.approx(expected["loss"], rel=FP32_LOSS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="transformer-engine is not installed")
+@pytest.mark.parametrize("model", MODELS)
+def test_transformer_engine_gives_the_losses_of_the_portable_backend(model: str) -> None:
+    expected, result = (
+        run(_run, 1, model, {"model": {"backend": backend}, "training": {"precision": "bf16"}}, backend="nccl")[0]
+        for backend in ("portable", "transformer_engine")
+    )
+    assert result["weights"].keys() == expected["weights"].keys()
+    assert result["loss"] == pytest.approx(expected["loss"], rel=BF16_LOSS)
