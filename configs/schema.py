@@ -144,6 +144,7 @@ class CheckpointConfig:
     keep: int = 3  # newest checkpoints that stay; 0: all
     resume: str = "auto"  # auto | never | a path
     at_end: bool = True
+    weights: Optional[str] = None  # a fresh run starts from this folder of `python -m models.convert import`
 
 
 @dataclass

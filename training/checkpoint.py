@@ -1,7 +1,7 @@
 """Checkpoints that are whole or not there, and that load into any layout.
 
 A checkpoint is a folder `step_0000100` in Megatron-core's distributed format (weights, optimizer state, random number
-states), with `state.json` (step, config, layout) and, written last, `manifest.json` (every file with its size). It is
+states), with `config.yaml`, `state.json` (step, model, layout) and, written last, `manifest.json` (every file with its size). It is
 written under a temporary name and renamed when complete, so a name without `.tmp` was complete once; the manifest tells
 whether it still is.
 """
@@ -23,20 +23,16 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from configs.compose import to_yaml
 from configs.schema import Config, ConfigError
+from models.folder import architecture
 from optim import state as optimizer_state
-from parallel.topology import Topology
 from training.step import Model
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
-# Keys of the model config that say what the weights are; a checkpoint that differs in one is of another model.
-MODEL_KEYS = (
-    "family num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups head_dim vocab_size tie_embeddings "
-    "position_embedding normalization norm_position qk_norm activation linear_bias qkv_bias sentence_head"
-).split()
-MOE_KEYS = "num_experts ffn_hidden_size shared_expert_ffn_hidden_size layers expert_bias".split()
+CONFIG = "config.yaml"
 
 
 @dataclass
@@ -111,20 +107,25 @@ def find(config: Config) -> tuple[Path | None, list[str]]:
 
 
 def check_same_model(config: Config, vocab_size: int, folder: Path) -> None:
-    """Raise ConfigError when the checkpoint is of another model than the config's."""
-    saved = json.loads((folder / STATE).read_text())
-    checks = [(f"model.{key}", saved["config"]["model"].get(key), getattr(config.model, key)) for key in MODEL_KEYS if key != "vocab_size"]
-    checks += [(f"moe.{key}", saved["config"]["moe"].get(key), getattr(config.moe, key)) for key in MOE_KEYS]
-    checks.append(("vocabulary size", saved["vocab_size"], vocab_size))
-    for key, theirs, ours in checks:
-        if theirs != ours:
+    """Raise ConfigError when the checkpoint is of another model than the config's, or in another precision."""
+    saved = read_state(folder)
+    theirs, ours = saved["architecture"], architecture(config, vocab_size)
+    for values in (theirs, ours):
+        if values["model"]["position_embedding"] == "rope":  # no weight depends on it
+            values["model"].pop("sequence_length", None)
+    pairs = [(f"{section}.{key}", theirs[section].get(key), value) for section in ours for key, value in ours[section].items()]
+    pairs.append(("training.precision", saved["precision"], config.training.precision))
+    for key, their_value, our_value in pairs:
+        if their_value != our_value:
             raise ConfigError(
-                f"{key} ({ours}) differs from the checkpoint {folder} ({theirs}): it is of another model. "
-                f"Try {key}={theirs}, another run_dir or name, or checkpoint.resume=never."
-                if key != "vocabulary size"
-                else f"the tokenizer's vocabulary ({ours}) differs from that of the checkpoint {folder} ({theirs}). "
-                "Use the tokenizer that the run began with (data.tokenizer), another run_dir or name, or checkpoint.resume=never."
+                f"{key} ({our_value}) differs from the checkpoint {folder} ({their_value}), which is of another model. "
+                f"Try {key}={their_value}, another name or run_dir, or checkpoint.resume=never."
             )
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself beside its tensors."""
+    return json.loads((folder / STATE).read_text())
 
 
 def save(model: Model, progress: Progress, folder: Path, vocab_size: int) -> None:
@@ -138,7 +139,7 @@ def save(model: Model, progress: Progress, folder: Path, vocab_size: int) -> Non
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
     with model.frozen_weights():
-        weights = _sharded_weights(model)
+        weights = sharded_weights(model.bare_chunks)
         sharded: dict[str, Any] = {
             "optimizer": optimizer_state.sharded_state(model.optimizer, model.chunks, weights, loading=False),
             "random": _sharded_random_state(),
@@ -151,11 +152,13 @@ def save(model: Model, progress: Progress, folder: Path, vocab_size: int) -> Non
             state = {
                 **asdict(progress),
                 "vocab_size": vocab_size,
-                "world_size": model.topology.world_size,
+                "architecture": architecture(model.config, vocab_size),
+                "precision": model.config.training.precision,
+                "layout": _layout(model),
                 "optimizer_steps": optimizer_state.steps_taken(model.optimizer),
                 "loss_scaler": optimizer_state.scaler_state(model.optimizer),
-                "config": asdict(model.config),
             }
+            (temporary / CONFIG).write_text(to_yaml(model.config))
             _write(temporary / STATE, state)
             files = {str(path.relative_to(temporary)): path.stat().st_size for path in sorted(temporary.rglob("*")) if path.is_file()}
             _write(temporary / MANIFEST, {"format": FORMAT, "step": progress.step, "files": files})
@@ -164,19 +167,16 @@ def save(model: Model, progress: Progress, folder: Path, vocab_size: int) -> Non
             _sync_folder(folder.parent)
 
 
-def load(model: Model, topology: Topology, folder: Path) -> Progress:
+def load(model: Model, folder: Path) -> Progress:
     """Load weights, optimizer and, in the layout that saved them, random number states. A collective call."""
-    state = json.loads((folder / STATE).read_text())
-    weights = _sharded_weights(model)
+    state = read_state(folder)
+    weights = sharded_weights(model.bare_chunks)
     sharded: dict[str, Any] = {"optimizer": optimizer_state.sharded_state(model.optimizer, model.chunks, weights, loading=True)}
     sharded.update(weights)
-    same_layout = state["world_size"] == topology.world_size and _layout(state["config"]) == _layout(asdict(model.config))
+    same_layout = state["layout"] == _layout(model)
     if same_layout:
         sharded["random"] = _sharded_random_state()
-    with _quiet_megatron():
-        loaded = dist_checkpointing.load(sharded, str(folder))
-    for i, chunk in enumerate(model.bare_chunks):
-        chunk.load_state_dict(loaded[f"model{i}"], strict=True)
+    loaded = _load_tensors(sharded, model.bare_chunks, folder)
     optimizer_state.restore(model.optimizer, model.chunks, loaded["optimizer"], state["optimizer_steps"])
     optimizer_state.restore_scaler(model.optimizer, state["loss_scaler"])
     if same_layout:
@@ -196,14 +196,26 @@ def prune(run_dir: Path, keep: int) -> None:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _sharded_weights(model: Model) -> dict[str, Any]:
-    # A key for each chunk; the sharded tensors inside are named after global layers, so layouts meet in the names.
-    return {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(model.bare_chunks)}
+def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:
+    """Fill bare model chunks, in any layout, with a checkpoint's weights alone. A collective call."""
+    _load_tensors(sharded_weights(chunks), chunks, folder)
 
 
-def _layout(config: dict[str, Any]) -> dict[str, Any]:
-    sizes = "tensor sequence pipeline virtual_pipeline context expert expert_tensor".split()
-    return {key: config["parallel"][key] for key in sizes}
+def sharded_weights(chunks: list[torch.nn.Module]) -> dict[str, Any]:
+    """The chunks' weights for dist_checkpointing: a key for each chunk, and inside, names by global layer, in which layouts meet."""
+    return {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+
+
+def _load_tensors(sharded: dict[str, Any], chunks: list[torch.nn.Module], folder: Path) -> dict[str, Any]:
+    with _quiet_megatron():
+        loaded = dist_checkpointing.load(sharded, str(folder))
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{i}"], strict=True)
+    return loaded
+
+
+def _layout(model: Model) -> dict[str, Any]:
+    return {"world_size": model.topology.world_size, **asdict(model.config.parallel)}
 
 
 def _random_states() -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core.utils import get_model_config
 from configs import derived
 from configs.schema import Config
 from models.build import build_model, family_module
+from models.folder import load_logical_folder
 from moe.watch import RouterWatch
 from optim.build import build_optimizer, set_learning_rate
 from parallel.topology import Topology
@@ -107,6 +109,11 @@ class Model:
                 batches += len(micro_batches)
         flat = self._sum_over_ranks(total, with_routers=False)
         return self._losses(flat, torch.tensor(tokens), batches)
+
+    def load_weights(self, folder: Path, vocab_size: int) -> None:
+        """Start from a folder of logical weights (`python -m models.convert import` writes one). Raises ConfigError for another model's."""
+        load_logical_folder(self.bare_chunks, folder, self.config, vocab_size)
+        self.optimizer.reload_model_params()
 
     def frozen_weights(self) -> _FrozenWeights:
         """Context for reading weights between steps: gathers that are still due are finished first, dropout is off."""

@@ -23,6 +23,7 @@ from training.callbacks.progress import Progress as ProgressLine
 from training.callbacks.samples import Samples
 from training.callbacks.tensorboard import TensorBoard
 from training.callbacks.weights_and_biases import WeightsAndBiases
+from training.export import copy_tokenizer
 from training.flops import training_flops_per_token
 from training.metrics import expert_load, peak_flops, peak_memory_bytes
 from training.run import Callback, Metrics, Run
@@ -110,9 +111,11 @@ class Trainer:
         model = Model(config, topology, vocab_size)
         progress = checkpoint.Progress()
         if folder is not None:
-            progress = checkpoint.load(model, topology, folder)
+            progress = checkpoint.load(model, folder)
             if topology.rank == 0:
                 print(f"resumed from {folder} at step {progress.step}", flush=True)
+        elif config.checkpoint.weights is not None:
+            model.load_weights(Path(config.checkpoint.weights), vocab_size)
         loader, make_validation_loader = build_data(
             config, prepared, rank=topology.data_rank, world_size=topology.data_size, consumed_samples=progress.consumed_samples
         )
@@ -153,6 +156,7 @@ class Trainer:
             return
         run.run_dir.mkdir(parents=True, exist_ok=True)
         (run.run_dir / "config.yaml").write_text(to_yaml(self.config))
+        copy_tokenizer(Path(run.tokenizer.path), run.run_dir / "tokenizer")
         layout = self.config.parallel
         sizes = {
             "data": run.topology.data_size,

@@ -1,0 +1,66 @@
+"""Take the model out of a run: `python -m training.export RUN_OR_CHECKPOINT OUT_FOLDER`.
+
+Writes a folder of logical weights with its config and the tokenizer, from a checkpoint of any layout, on one process.
+`checkpoint.weights=OUT_FOLDER` starts another run from it; `python -m models.convert export` makes a Hugging Face folder of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from configs.compose import load
+from configs.schema import ConfigError, ParallelConfig
+from models.build import build_model
+from models.folder import save_logical_folder
+from parallel import topology
+from training import checkpoint
+
+
+def export(source: Path, target: Path) -> None:
+    """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder. Raises ConfigError."""
+    candidates = checkpoint.list_checkpoints(source) or [source]
+    good = [folder for folder in candidates if checkpoint.problem_with(folder) is None]
+    if not good:
+        raise ConfigError(
+            f"{source} holds no good checkpoint: {checkpoint.problem_with(candidates[0])}. Give a run folder or a step_XXXXXXX."
+        )
+    config = load(good[0] / checkpoint.CONFIG)
+    config.parallel = ParallelConfig()
+    config.training.device = "cpu"
+    vocab_size = checkpoint.read_state(good[0])["vocab_size"]
+    topology.initialize(config)
+    chunks = build_model(config, vocab_size)
+    checkpoint.load_weights(chunks, good[0])
+    save_logical_folder(chunks, target, config, vocab_size)
+    topology.destroy()
+    run_tokenizer = good[0].parent.parent / "tokenizer"
+    if run_tokenizer.is_dir():
+        shutil.copytree(run_tokenizer, target, dirs_exist_ok=True)
+    print(f"{good[0]} -> {target}")
+
+
+def copy_tokenizer(path: Path, folder: Path) -> None:
+    """Keep a tokenizer file, or a folder's tokenizer files, under the names that converters look for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in (".json", ".model", ".txt", ".jinja")]:
+        shutil.copyfile(file, folder / ("tokenizer.model" if file.suffix == ".model" else file.name))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", type=Path, help="a run folder, or one of its checkpoints/step_XXXXXXX")
+    parser.add_argument("target", type=Path, help="a new folder")
+    arguments = parser.parse_args()
+    try:
+        export(arguments.source, arguments.target)
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
