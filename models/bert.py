@@ -23,12 +23,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from configs.schema import Config, ConfigError
-from models.gpt import position_embedding_type, position_ids
+from configs.schema import Config
+from models.gpt import POSITION_EMBEDDINGS, position_ids
 from models.norm import mark_sequence_parallel, norm_class
 
 NUM_TOKEN_TYPES = 2  # first and second sentence
-SENTENCE_HEADS = ("none", "next_sentence", "sentence_order")
 
 Output: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
@@ -86,7 +85,7 @@ class Bert(LanguageModule):
         self.post_process = post_process
         self.vp_stage = vp_stage
         self.share_embeddings_and_output_weights = config.model.tie_embeddings
-        position_type = position_embedding_type(config)
+        position_type = POSITION_EMBEDDINGS[config.model.position_embedding]
         if pre_process:
             self.embedding = BertEmbedding(
                 megatron,
@@ -159,9 +158,7 @@ def build_chunk(
     post_process: bool,
     vp_stage: int | None,
 ) -> Bert:
-    """The part of a BERT that one (virtual) pipeline stage holds, weights not yet filled. Raises ConfigError for an unknown head."""
-    if config.model.sentence_head not in SENTENCE_HEADS:
-        raise ConfigError(f"model.sentence_head ({config.model.sentence_head}) must be one of {', '.join(SENTENCE_HEADS)}. Try none.")
+    """The part of a BERT that one (virtual) pipeline stage holds, weights not yet filled."""
     return Bert(config, megatron, block, padded_vocab_size, pre_process, post_process, vp_stage)
 
 

@@ -20,8 +20,8 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from configs import derived
 from configs.schema import Config, ConfigError
-from models.transformer_config import ffn_hidden_size, moe_layer_pattern
 from models.weights import gather_logical, load_logical
 
 PART_BYTES = 2 * 1024**3
@@ -190,9 +190,9 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     """What decides names, shapes and meaning of the weights, with every default spelled out; equal for equal models."""
     model = {key: value for key, value in asdict(config.model).items() if key not in _NOT_ARCHITECTURE}
     model["vocab_size"] = vocab_size
-    model["ffn_hidden_size"] = ffn_hidden_size(config)
-    model["num_query_groups"] = model["num_query_groups"] or model["num_attention_heads"]
-    model["head_dim"] = model["head_dim"] or model["hidden_size"] // model["num_attention_heads"]
+    model["ffn_hidden_size"] = derived.ffn_hidden_size(config)
+    model["num_query_groups"] = derived.num_query_groups(config)
+    model["head_dim"] = derived.head_dim(config)
     model["qkv_bias"] = model["qkv_bias"] or model["linear_bias"]
     if model["position_embedding"] != "rope":
         del model["rotary_base"], model["rotary_fraction"]
@@ -201,8 +201,8 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     moe: dict[str, Any] = {"num_experts": config.moe.num_experts}
     if config.moe.num_experts is not None:
         moe = {key: getattr(config.moe, key) for key in _MOE_ARCHITECTURE}
-        moe["ffn_hidden_size"] = moe["ffn_hidden_size"] or model["ffn_hidden_size"]
-        moe["layers"] = moe_layer_pattern(config)
+        moe["ffn_hidden_size"] = derived.expert_ffn_hidden_size(config)
+        moe["layers"] = derived.moe_layer_pattern(config)
         if all(moe["layers"]):
             model["ffn_hidden_size"] = moe["ffn_hidden_size"]  # no dense layer: the value means nothing
     return {"model": model, "moe": moe}

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 
 POSITION_EMBEDDINGS = {"rope": "rope", "learned": "learned_absolute"}
 
@@ -34,19 +34,11 @@ def build_chunk(
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
-        position_embedding_type=position_embedding_type(config),
+        position_embedding_type=POSITION_EMBEDDINGS[config.model.position_embedding],
         rotary_percent=config.model.rotary_fraction,
         rotary_base=config.model.rotary_base,
         vp_stage=vp_stage,
     )
-
-
-def position_embedding_type(config: Config) -> str:
-    """Megatron's name for `model.position_embedding`. Raises ConfigError for an unknown one."""
-    kind = config.model.position_embedding
-    if kind not in POSITION_EMBEDDINGS:
-        raise ConfigError(f"model.position_embedding ({kind}) must be one of {', '.join(POSITION_EMBEDDINGS)}. Try rope.")
-    return POSITION_EMBEDDINGS[kind]
 
 
 def position_ids(tokens: torch.Tensor) -> torch.Tensor:

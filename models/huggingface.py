@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from configs import derived
 from configs.schema import Config, ConfigError
 from models.folder import architecture, config_from
-from models.transformer_config import ffn_hidden_size, moe_layer_pattern
 
 Overrides = dict[str, dict[str, Any]]
 HfConfig = dict[str, Any]
@@ -246,7 +246,7 @@ def _write_gpt2(config: Config) -> HfConfig:
         "model_type": "gpt2",
         "n_layer": model.num_layers,
         "n_embd": model.hidden_size,
-        "n_inner": ffn_hidden_size(config),
+        "n_inner": derived.ffn_hidden_size(config),
         "n_head": model.num_attention_heads,
         "n_positions": model.sequence_length,
         "vocab_size": model.vocab_size,
@@ -301,10 +301,10 @@ def _write_llama_like(config: Config, model_type: str, architecture_name: str) -
         "model_type": model_type,
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
-        "intermediate_size": ffn_hidden_size(config),
+        "intermediate_size": derived.ffn_hidden_size(config),
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups or model.num_attention_heads,
-        "head_dim": model.head_dim or model.hidden_size // model.num_attention_heads,
+        "num_key_value_heads": derived.num_query_groups(config),
+        "head_dim": derived.head_dim(config),
         "max_position_embeddings": model.sequence_length,
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tie_embeddings,
@@ -340,7 +340,7 @@ def _read_mixtral(hf: HfConfig) -> Overrides:
 def _write_mixtral(config: Config) -> HfConfig:
     return {
         **_write_llama_like(config, "mixtral", "MixtralForCausalLM"),
-        "intermediate_size": config.moe.ffn_hidden_size or ffn_hidden_size(config),
+        "intermediate_size": derived.expert_ffn_hidden_size(config),
         "num_local_experts": config.moe.num_experts,
         "num_experts_per_tok": config.moe.top_k,
         "sliding_window": None,
@@ -367,10 +367,10 @@ def _write_qwen3_moe(config: Config) -> HfConfig:
         **_write_llama_like(config, "qwen3_moe", "Qwen3MoeForCausalLM"),
         "num_experts": config.moe.num_experts,
         "num_experts_per_tok": config.moe.top_k,
-        "moe_intermediate_size": config.moe.ffn_hidden_size or ffn_hidden_size(config),
+        "moe_intermediate_size": derived.expert_ffn_hidden_size(config),
         "norm_topk_prob": config.moe.normalize_top_k,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, is_moe in enumerate(moe_layer_pattern(config)) if not is_moe],
+        "mlp_only_layers": [i for i, is_moe in enumerate(derived.moe_layer_pattern(config)) if not is_moe],
         "use_sliding_window": False,
         "sliding_window": None,
     }
@@ -416,7 +416,7 @@ def _write_bert(config: Config) -> HfConfig:
         "model_type": "bert",
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
-        "intermediate_size": ffn_hidden_size(config),
+        "intermediate_size": derived.ffn_hidden_size(config),
         "num_attention_heads": model.num_attention_heads,
         "max_position_embeddings": model.sequence_length,
         "vocab_size": model.vocab_size,
@@ -496,7 +496,7 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
 
 def expand_rules(family: Family, config: Config) -> Iterator[Rule]:
     """The family's rules with every layer and expert of this model filled in."""
-    pattern = moe_layer_pattern(config)
+    pattern = derived.moe_layer_pattern(config)
     for rule in family.rules:
         if not rule.when(config):
             continue
@@ -536,9 +536,7 @@ def export_weights(family: Family, config: Config, get: Get) -> Iterator[tuple[s
 
 
 def _heads(config: Config) -> Heads:
-    model = config.model
-    n = model.num_attention_heads
-    return Heads(n, model.num_query_groups or n, model.head_dim or model.hidden_size // n)
+    return Heads(config.model.num_attention_heads, derived.num_query_groups(config), derived.head_dim(config))
 
 
 def _is_sentence_head(names: list[str]) -> bool:

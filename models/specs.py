@@ -23,10 +23,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
+from configs import derived
 from configs.schema import Config, ConfigError
 from models.attention import ScaledDotProductAttention
 from models.norm import norm_class
-from models.transformer_config import moe_layer_pattern
 from moe.spec import moe_spec
 
 
@@ -81,8 +81,6 @@ def resolve_backend(config: Config, device: torch.device) -> str:
     """
     wanted = config.model.backend
     installed = importlib.util.find_spec("transformer_engine") is not None
-    if wanted not in ("auto", "portable", "transformer_engine"):
-        raise ConfigError(f"model.backend ({wanted}) must be one of auto, portable, transformer_engine. Try model.backend=auto.")
     if wanted == "transformer_engine" and not installed:
         raise ConfigError("model.backend (transformer_engine) needs the package transformer-engine. Try model.backend=portable.")
     if wanted == "transformer_engine" and device.type != "cuda":
@@ -97,10 +95,8 @@ def block_spec(config: Config, megatron: TransformerConfig, backend_name: str, v
     backend = _backend(backend_name, megatron)
     causal = config.model.family == "gpt"
     post_norm = config.model.norm_position == "post"
-    if config.model.norm_position not in ("pre", "post"):
-        raise ConfigError(f"model.norm_position ({config.model.norm_position}) must be pre or post. Try model.norm_position=pre.")
     offset = get_transformer_layer_offset(megatron, vp_stage=vp_stage)
-    pattern = moe_layer_pattern(config)[offset : offset + get_num_layers_to_build(megatron, vp_stage=vp_stage)]
+    pattern = derived.moe_layer_pattern(config)[offset : offset + get_num_layers_to_build(megatron, vp_stage=vp_stage)]
     return TransformerBlockSubmodules(
         layer_specs=[_layer(backend, megatron, causal, post_norm, bool(is_moe)) for is_moe in pattern],
         # The last layer of a post-norm model has normalized its output already.

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from configs.derived import expert_tensor_size
-from configs.schema import Config, ConfigError
+from configs import derived
+from configs.schema import Config
 from parallel.topology import choose_device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,20 +25,20 @@ ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
 
 
 def transformer_config(config: Config) -> TransformerConfig:
-    """Megatron's view of the model, its layout and its precision. Raises ConfigError for what Megatron-core cannot do."""
+    """Megatron's view of the model, its layout and its precision, for a config that passed configs/validate.py."""
     model, layout, training = config.model, config.parallel, config.training
-    dtype = _choice("training.precision", training.precision, DTYPES)
+    dtype = DTYPES[training.precision]
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        ffn_hidden_size=ffn_hidden_size(config),
+        ffn_hidden_size=derived.ffn_hidden_size(config),
         num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups or model.num_attention_heads,
-        kv_channels=model.head_dim or model.hidden_size // model.num_attention_heads,
-        normalization=_choice("model.normalization", model.normalization, NORMALIZATIONS),
+        num_query_groups=derived.num_query_groups(config),
+        kv_channels=derived.head_dim(config),
+        normalization=NORMALIZATIONS[model.normalization],
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_norm,
-        activation_func=_choice("model.activation", model.activation, ACTIVATIONS),
+        activation_func=ACTIVATIONS[model.activation],
         gated_linear_unit=model.activation == "swiglu",
         add_bias_linear=model.linear_bias,
         add_qkv_bias=model.qkv_bias,
@@ -52,7 +52,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         # Megatron-core falls back to the tensor size where this is None, in the groups and in the config alike.
-        expert_tensor_parallel_size=expert_tensor_size(config),
+        expert_tensor_parallel_size=derived.expert_tensor_size(config),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -81,39 +81,17 @@ def transformer_config(config: Config) -> TransformerConfig:
     )
 
 
-def ffn_hidden_size(config: Config) -> int:
-    """Width of a dense feed-forward layer: `model.ffn_hidden_size`, or 4 x `model.hidden_size`."""
-    return config.model.ffn_hidden_size or 4 * config.model.hidden_size
-
-
-def moe_layer_pattern(config: Config) -> list[int]:
-    """One 0 (dense) or 1 (MoE) per layer, from `moe.layers`. Raises ConfigError for a list of another length."""
-    num_layers = config.model.num_layers
-    if config.moe.num_experts is None:
-        return [0] * num_layers
-    layers = config.moe.layers
-    if isinstance(layers, int):
-        if layers < 1:
-            raise ConfigError(f"moe.layers ({layers}) must be at least 1: every n-th layer is MoE. Try moe.layers=1.")
-        return [int(i % layers == 0) for i in range(num_layers)]
-    pattern = [int(value) for value in layers]
-    if len(pattern) != num_layers or set(pattern) - {0, 1}:
-        raise ConfigError(f"moe.layers ({pattern}) must hold a 0 or 1 for each of model.num_layers ({num_layers}). Try moe.layers=1.")
-    return pattern
-
-
 def _moe(config: Config) -> dict[str, Any]:
     moe = config.moe
     if moe.num_experts is None:
         return {}
-    _check_moe(config)
     losses = {"aux_loss": moe.aux_loss_coeff, "seq_aux_loss": moe.sequence_aux_loss_coeff}
     losses = {name: coeff for name, coeff in losses.items() if coeff > 0}
     return {
         "num_moe_experts": moe.num_experts,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size or ffn_hidden_size(config),
+        "moe_ffn_hidden_size": derived.expert_ffn_hidden_size(config),
         "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
-        "moe_layer_freq": moe_layer_pattern(config),
+        "moe_layer_freq": derived.moe_layer_pattern(config),
         "moe_router_topk": moe.top_k,
         "moe_router_score_function": moe.router_score,
         # Softmax before the choice leaves the weights as they are; after it, they sum to 1.
@@ -134,36 +112,6 @@ def _moe(config: Config) -> dict[str, Any]:
     }
 
 
-def _check_moe(config: Config) -> None:
-    moe, layout = config.moe, config.parallel
-    if moe.router_score == "sigmoid" and not moe.normalize_top_k and moe.top_k > 1:
-        raise ConfigError(
-            f"moe.normalize_top_k (false) with moe.router_score=sigmoid and moe.top_k={moe.top_k}: "
-            "Megatron-core always normalizes several sigmoid weights. Try moe.normalize_top_k=true."
-        )
-    if moe.router_score == "softmax" and moe.normalize_top_k and moe.top_k == 1:
-        raise ConfigError(
-            "moe.normalize_top_k (true) with moe.top_k=1 would make every weight 1, and the router would get no gradient. "
-            "Try moe.normalize_top_k=false."
-        )
-    if config.model.linear_bias and moe.shared_expert_ffn_hidden_size is not None:
-        raise ConfigError(
-            f"moe.shared_expert_ffn_hidden_size ({moe.shared_expert_ffn_hidden_size}) needs linear layers without bias: shared experts "
-            "have none. Try model.linear_bias=false."
-        )
-    if config.model.linear_bias and expert_tensor_size(config) > 1:
-        raise ConfigError(
-            f"parallel.expert_tensor ({expert_tensor_size(config)}) with model.linear_bias=true: an expert's output bias cannot be split. "
-            "Try parallel.expert_tensor=1."
-        )
-    if layout.expert == 1 and expert_tensor_size(config) != layout.tensor:
-        raise ConfigError(
-            f"parallel.expert_tensor ({expert_tensor_size(config)}) must equal parallel.tensor ({layout.tensor}) when "
-            "parallel.expert is 1: Megatron-core would reduce expert gradients over the wrong ranks. "
-            f"Try parallel.expert_tensor={layout.tensor}."
-        )
-
-
 def _recompute(kind: str) -> dict[str, Any]:
     # selective: attention scores and the wide activations of dense feed-forward layers, which hold most of a layer's
     # memory (Korthikanti et al. 2022, section 4). What an MoE layer keeps is moe.memory_strategy's business.
@@ -172,10 +120,4 @@ def _recompute(kind: str) -> dict[str, Any]:
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
-    return _choice("training.recompute", kind, settings)
-
-
-def _choice(field: str, value: str, table: dict[str, Any]) -> Any:
-    if value not in table:
-        raise ConfigError(f"{field} ({value}) must be one of {', '.join(table)}. Try {field}={next(iter(table))}.")
-    return table[value]
+    return settings[kind]

@@ -14,7 +14,6 @@ from configs.schema import Config, ConfigError
 from models import build
 from models.build import build_model, family_module, padded_vocab_size
 from models.specs import resolve_backend
-from models.transformer_config import moe_layer_pattern, transformer_config
 from parallel.topology import initialize
 from tests.distributed import run
 from tests.models.helpers import gradient, make_config, random_batch, run_model
@@ -137,64 +136,9 @@ def test_tensor_parallel_marks_count_each_gradient_once() -> None:
     assert sum(split) == pytest.approx(expected, rel=FP32_GRAD_NORM)
 
 
-@pytest.mark.parametrize(
-    "overrides,field",
-    [
-        ({"model": {"activation": "relu"}}, "model.activation (relu)"),
-        ({"model": {"normalization": "none"}}, "model.normalization (none)"),
-        ({"training": {"precision": "fp8"}}, "training.precision (fp8)"),
-        ({"training": {"recompute": "some"}}, "training.recompute (some)"),
-        ({"moe": {"num_experts": 4, "top_k": 1}}, "moe.normalize_top_k (true)"),
-        ({"moe": {"num_experts": 4, "router_score": "sigmoid", "normalize_top_k": False}}, "moe.normalize_top_k (false)"),
-        ({"moe": {"num_experts": 4, "layers": [1]}}, "moe.layers ([1])"),
-        ({"moe": {"num_experts": 4, "layers": 0}}, "moe.layers (0)"),
-        (
-            {"moe": {"num_experts": 4, "shared_expert_ffn_hidden_size": 8}, "model": {"linear_bias": True}},
-            "moe.shared_expert_ffn_hidden_size (8)",
-        ),
-        ({"moe": {"num_experts": 4}, "parallel": {"tensor": 2, "expert_tensor": 1}}, "parallel.expert_tensor (1)"),
-        ({"moe": {"num_experts": 4}, "model": {"linear_bias": True}, "parallel": {"tensor": 2}}, "parallel.expert_tensor (2)"),
-    ],
-)
-def test_refused_configs_name_field_and_value(overrides: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        transformer_config(make_config(overrides))
-    assert field in str(error.value) and "Try " in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "overrides,field",
-    [
-        ({"model": {"family": "t5"}}, "model.family (t5)"),
-        ({"model": {"position_embedding": "alibi"}}, "model.position_embedding (alibi)"),
-        ({"model": {"norm_position": "both"}}, "model.norm_position (both)"),
-        ({"model": {"family": "bert", "sentence_head": "three"}}, "model.sentence_head (three)"),
-    ],
-)
-def test_refused_at_build(overrides: dict[str, Any], field: str) -> None:
-    assert field in run(_build_error, 1, overrides)[0]
-
-
-def _build_error(overrides: dict[str, Any]) -> str:
-    config = make_config(overrides)
-    initialize(config)
-    with pytest.raises(ConfigError) as error:
-        build_model(config, VOCAB_SIZE)
-    return str(error.value)
-
-
 def test_backend_choice() -> None:
     config = Config()
     assert resolve_backend(config, torch.device("cpu")) == "portable"
     config.model.backend = "transformer_engine"
     with pytest.raises(ConfigError, match="transformer_engine"):
         resolve_backend(config, torch.device("cpu"))
-    config.model.backend = "fast"
-    with pytest.raises(ConfigError, match=r"model.backend \(fast\)"):
-        resolve_backend(config, torch.device("cpu"))
-
-
-def test_moe_layer_pattern() -> None:
-    assert moe_layer_pattern(make_config(SMALL)) == [0, 0, 0, 0]
-    assert moe_layer_pattern(make_config(SMALL, {"moe": {"num_experts": 2, "layers": 3}})) == [1, 0, 0, 1]
-    assert moe_layer_pattern(make_config(SMALL, {"moe": {"num_experts": 2, "layers": [0, 1, 1, 0]}})) == [0, 1, 1, 0]
