@@ -1,0 +1,31 @@
+"""Losses and gradient norms of whole trainings do not depend on the layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.layout_parity import LAYOUTS, SINGLE, compare, markdown
+
+OTHERS = [("gpt_tiny", "DP2xTP2"), ("gpt_tiny", "PP2xVPP2"), ("bert_tiny", "TP2xPP2"), ("bert_moe_tiny", "DP2xPP2xEP2")]
+STEPS = ["training.steps=5"]
+
+
+@pytest.mark.timeout(240)
+def test_moe_gpt_in_every_layout(data: list[str]) -> None:
+    rows = compare(["gpt_moe_tiny"], list(LAYOUTS), [*data, *STEPS])
+    assert len(rows) == 1 + sum(layout.fits("gpt_moe_tiny") for layout in LAYOUTS.values())
+    assert [row for row in rows if not row.passed] == []
+    # Other orders of addition: were every difference zero, the comparison would not compare anything.
+    assert any(row.loss_difference > 0 for row in rows if row.layout != SINGLE)
+
+
+@pytest.mark.parametrize(("model", "layout"), OTHERS)
+def test_other_models(data: list[str], model: str, layout: str) -> None:
+    single, row = compare([model], [layout], [*data, *STEPS])
+    assert row.passed, row
+    assert f"| {layout} | {row.ranks} |" in markdown([single, row])
+
+
+def test_bf16(data: list[str]) -> None:
+    rows = compare(["gpt_moe_tiny"], ["EP2", "TP2+SP"], [*data, *STEPS, "training.precision=bf16"])
+    assert len(rows) == 3 and all(row.passed for row in rows), rows
