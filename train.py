@@ -6,7 +6,6 @@ The config is composed and checked before anything heavy is imported; `Trainer.f
 from __future__ import annotations
 
 from configs.compose import run
-
 from configs.schema import Config
 
 

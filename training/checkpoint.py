@@ -85,7 +85,7 @@ def find(config: Config) -> tuple[Path | None, list[str]]:
     if resume == "never":
         return None, []
     if resume == "auto":
-        passed_over = []
+        passed_over: list[str] = []
         for folder in list_checkpoints(Path(config.run_dir)):
             problem = problem_with(folder)
             if problem is None:

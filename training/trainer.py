@@ -128,6 +128,12 @@ class Trainer:
     def _check_before_preparing(self) -> None:
         """What needs more than the config to be found wrong, but no prepared corpus: nobody waits for that to learn it."""
         topology_module.choose_device(self.config)
+        try:
+            Path(self.config.run_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir ({self.config.run_dir}) cannot be made: {error.strerror}. Give a folder that can be written."
+            ) from error
         if self.config.checkpoint.resume not in ("auto", "never"):
             checkpoint.find(self.config)
         trained_here = self.config.data.tokenizer == "sentencepiece"
@@ -154,7 +160,6 @@ class Trainer:
     def _describe(self, run: Run) -> None:
         if not run.is_main:
             return
-        run.run_dir.mkdir(parents=True, exist_ok=True)
         (run.run_dir / "config.yaml").write_text(to_yaml(self.config))
         copy_tokenizer(Path(run.tokenizer.path), run.run_dir / "tokenizer")
         layout = self.config.parallel
