@@ -85,7 +85,7 @@ def time_bare(corpus: Path, model: Path, workers: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=120, help="of text")
+    parser.add_argument("--megabytes", type=int, default=240, help="of text")
     parser.add_argument("--workers", type=int, default=2, help="processes on each side")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--vocab-size", type=int, default=4096)

@@ -324,18 +324,21 @@ def _merge(parts: list[Path], folder: Path, dtype: type[np.generic], validation_
         bins = {name: stack.enter_context(open(folder / f"{name}.bin.tmp", "wb")) for name in names}
         for part in parts:
             arrays = _load(part)
-            per_document, per_sequence, tokens = arrays["sequences_per_document"], arrays["sequence_lengths"], arrays["tokens"]
+            per_document, per_sequence = arrays["sequences_per_document"], arrays["sequence_lengths"]
+            tokens = np.fromfile(part.with_suffix(".bin"), dtype)
+            assert len(tokens) == per_sequence.sum(dtype=np.int64), part
             in_valid = held_out[first : first + len(per_document)]
             sequence_in_valid = np.repeat(in_valid, per_document)
             for name, wanted in (("train", False), ("valid", True)):
                 lengths[name].append(per_sequence[sequence_in_valid == wanted])
                 counts[name].append(per_document[in_valid == wanted])
-            if in_valid.any():
-                token_in_valid = np.repeat(sequence_in_valid, per_sequence)
-                bins["train"].write(tokens[~token_in_valid].data)
-                bins["valid"].write(tokens[token_in_valid].data)
-            else:
-                bins["train"].write(tokens.data)
+            # Runs of sequences that go to the same file, in tokens; most documents go to train, so there are few.
+            changes = np.flatnonzero(np.diff(sequence_in_valid)) + 1
+            ends = [*np.cumsum(per_sequence)[changes - 1].tolist(), len(tokens)]
+            begin, wanted = 0, bool(len(sequence_in_valid) and sequence_in_valid[0])
+            for end in ends:
+                bins["valid" if wanted else "train"].write(tokens[begin:end].data)
+                begin, wanted = end, not wanted
             first += len(per_document)
             num_bytes += int(arrays["num_bytes"])
             bad += arrays["bad_lines"].tolist()
@@ -376,7 +379,8 @@ def _run_jobs(
     """Have worker processes do the jobs. `ready`: bytes done before. Raises when a job fails or a worker dies or hangs."""
     if not jobs:
         return
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # one thread per worker: there is a worker per core
+    # One thread per worker: there is a worker per core.
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     pending = list(enumerate(jobs))[::-1]
     processes: list[subprocess.Popen[bytes]] = []

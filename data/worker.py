@@ -24,9 +24,10 @@ from data.tokenizer import Tokenizer, load_tokenizer
 
 
 def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family: str, out: Path) -> dict[str, Any]:
-    """Tokenize the documents of a part and write them to `out` (.npz), atomically. Returns its counts.
+    """Tokenize the documents of a part and write them to `out` (.npz) and beside it (.bin), atomically. Returns its counts.
 
-    The file holds tokens [t], sequence_lengths [n], sequences_per_document [d] and hashes [d] (of the documents' names).
+    The .bin holds the tokens; the .npz, which is written last and says that the part is complete, sequence_lengths [n],
+    sequences_per_document [d] and hashes [d] (of the documents' names).
     GPT: one sequence per document, which ends with end-of-document. BERT: a sequence per sentence.
     """
     dtype = token_dtype(tokenizer.vocab_size)
@@ -57,10 +58,11 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
             num_bytes += len(item.text) if item.text.isascii() else len(item.text.encode("utf-8"))
     tokens = np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
     temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")
+    temporary.write_bytes(tokens.data)
+    temporary.rename(out.with_suffix(".bin"))
     with open(temporary, "wb") as file:
         np.savez(
             file,
-            tokens=tokens,
             sequence_lengths=np.array(lengths, dtype=np.int32),
             sequences_per_document=np.array(counts, dtype=np.int64),
             hashes=np.array(hashes, dtype=np.uint64),
