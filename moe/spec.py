@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -27,9 +27,11 @@ class ExpertRowLinear(RowParallelLinear):
 
 
 def moe_spec(linear: MLPSubmodules) -> ModuleSpec:
-    """MoE in place of a feed-forward layer; `linear` names the backend's parallel linear layers."""
-    row = ExpertRowLinear if issubclass(linear.linear_fc2, RowParallelLinear) else linear.linear_fc2
-    experts = MLPSubmodules(linear_fc1=linear.linear_fc1, linear_fc2=row)
+    """MoE in place of a feed-forward layer; shared experts are made of `linear`, the backend's parallel linear layers.
+
+    Routed experts run one after the other on small pieces, where a plain matrix product has the least overhead on any backend.
+    """
+    experts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowLinear)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
