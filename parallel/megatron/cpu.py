@@ -8,6 +8,7 @@ global mode, leaves `torch.cuda` alone, and works in every thread. What renaming
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import types
 from collections.abc import Iterator
@@ -102,6 +103,22 @@ def _use_host_random_numbers() -> None:
     _rewrite_module(random, {"cuda": "random"})
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    # Upstream's fork warns when the host's generator moved inside, which is the purpose here.
+    random.CudaRNGStatesTracker.fork = _fork
+
+
+@contextlib.contextmanager
+def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """Draw from the tracked state `name` inside the block; forks nest."""
+    outer_name, outer_state = tracker._current_state_name, torch.get_rng_state()
+    torch.set_rng_state(tracker.states_[name])
+    tracker._current_state_name = name
+    try:
+        yield
+    finally:
+        tracker.states_[name] = torch.get_rng_state()
+        tracker._current_state_name = outer_name
+        torch.set_rng_state(tracker.states_[name] if outer_name == name else outer_state)
 
 
 def _use_host_splits() -> None:
