@@ -111,6 +111,8 @@ def _use_host_random_numbers() -> None:
 def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """Draw from the tracked state `name` inside the block; forks nest."""
     outer_name, outer_state = tracker._current_state_name, torch.get_rng_state()
+    if outer_name in tracker.states_:
+        tracker.states_[outer_name] = outer_state
     torch.set_rng_state(tracker.states_[name])
     tracker._current_state_name = name
     try:
