@@ -7,7 +7,8 @@ B: N bare processes, each with half (1/N) of the same documents already in memor
 C: as B, with the time from the start of the processes to the end of the last, reading the documents included.
 
 A, B and C take turns; the table shows medians. A / C is like for like: both begin with a file and start their processes; A also
-writes the result. A / B charges A alone with starting, reading and writing. CPU seconds are of all processes together; they say more than the clock on a
+writes the result. A / B charges A alone with starting, reading and writing.
+CPU seconds are of all processes together; they say more than the clock on a
 machine that does other work at the same time.
 """
 
