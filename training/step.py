@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
 
 from configs import derived
@@ -57,6 +58,7 @@ class Model:
         self._connect()
         self.watch: RouterWatch | None = None
         if config.moe.num_experts is not None:
+            get_moe_layer_wise_logging_tracker().clear()  # one for the process: an earlier run in it may have had other layers
             coefficients = {
                 "aux_loss": config.moe.aux_loss_coeff,
                 "sequence_aux_loss": config.moe.sequence_aux_loss_coeff,
