@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -29,15 +28,18 @@ ROOT = Path(__file__).resolve().parent.parent
 POLL = 0.001  # seconds between looks for a temporary folder: a small checkpoint is written within some ten milliseconds
 LIMIT = 300.0  # seconds that one start of the training may take
 COMPARED = ("step", "loss", "grad_norm", "learning_rate", "tokens")
+MAX_COUNT = 8  # events that are let pass at most
 KINDS = {"start": 0.2, "record": 0.4, "writing": 0.4}  # shares of the kills
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When to kill: `delay` seconds after the command's start, after metrics.jsonl changes, or after a checkpoint is seen being written."""
+    """When to kill: `delay` seconds after the command's start, or after the `count`-th time that metrics.jsonl changes or that a
+    checkpoint is seen being written or deleted."""
 
     after: str  # start | record | writing
     delay: float
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
 def run_once(arguments: Sequence[str], run_dir: Path, log: Path, kill: Kill | None = None) -> Start:
     """Start the command and kill it as planned, or wait for its end. Raises RuntimeError if it fails or outlives the limit."""
     begin = time.monotonic()
-    before = _size(run_dir)
+    before, left_before = _marks(run_dir, kill), _unfinished(run_dir)
+    seen: set[str] = set()
     moment: float | None = None  # when to kill, once that is known
     with open(log, "ab") as stream:
         process = subprocess.Popen(arguments, cwd=ROOT, stdout=stream, stderr=stream, start_new_session=True)
@@ -81,7 +84,8 @@ def run_once(arguments: Sequence[str], run_dir: Path, log: Path, kill: Kill | No
                 if now - begin > LIMIT:
                     raise RuntimeError(f"not finished within {LIMIT:g} s:\n{_tail(log)}")
                 if kill is not None:
-                    if moment is None and _has_come(kill.after, run_dir, before):
+                    seen |= _new(_marks(run_dir, kill), before)
+                    if moment is None and (kill.after == "start" or len(seen) >= kill.count):
                         moment = now + kill.delay
                     if moment is not None and now >= moment:
                         break
@@ -91,13 +95,32 @@ def run_once(arguments: Sequence[str], run_dir: Path, log: Path, kill: Kill | No
             kill_all(process)
     if not killed and process.returncode != 0:
         raise RuntimeError(f"exit status {process.returncode}:\n{_tail(log)}")
-    return Start(kill, killed, len(read_steps(run_dir)), _is_writing(run_dir), time.monotonic() - begin)
+    return Start(kill, killed, len(read_steps(run_dir)), bool(_new(_unfinished(run_dir), left_before)), time.monotonic() - begin)
 
 
-def _has_come(event: str, run_dir: Path, size_before: int) -> bool:
-    if event == "writing":
-        return _is_writing(run_dir)
-    return event == "start" or _size(run_dir) not in (0, size_before)
+def _marks(run_dir: Path, kill: Kill | None) -> dict[str, int]:
+    """What is seen now of the event that a kill waits for: each time that it happens another key, or another value."""
+    if kill is not None and kill.after == "writing":
+        return _unfinished(run_dir)
+    try:
+        return {str((run_dir / "metrics.jsonl").stat().st_size): 0}
+    except FileNotFoundError:
+        return {}
+
+
+def _unfinished(run_dir: Path) -> dict[str, int]:
+    """Temporary checkpoint folders, and when they changed last: what an earlier kill left behind stays as it is."""
+    found = {}
+    for folder in (run_dir / "checkpoints").glob("*.tmp"):
+        try:
+            found[folder.name] = folder.stat().st_ctime_ns
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def _new(now: dict[str, int], before: dict[str, int]) -> set[str]:
+    return {name for name, mark in now.items() if before.get(name) != mark}
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
@@ -124,20 +147,6 @@ def differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> lis
     return found
 
 
-def _size(run_dir: Path) -> int:
-    try:
-        return (run_dir / "metrics.jsonl").stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _is_writing(run_dir: Path) -> bool:
-    try:
-        return any(name.endswith(".tmp") for name in os.listdir(run_dir / "checkpoints"))
-    except FileNotFoundError:
-        return False
-
-
 def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-3000:]
 
@@ -162,7 +171,7 @@ def main() -> int:
         whole, disturbed = Path(folder) / "whole", Path(folder) / "disturbed"
         print(f"undisturbed run of {arguments.steps} steps on {arguments.ranks} ranks ...", flush=True)
         seconds = run_once(command(arguments.ranks, [*overrides, f"run_dir={whole}"]), whole, Path(folder) / "whole.log").seconds
-        longest_delay = {"start": seconds, "record": 1.0, "writing": 0.05}
+        longest_delay = {"start": seconds, "record": 0.2, "writing": 0.05}
         line = command(arguments.ranks, [*overrides, f"run_dir={disturbed}"])
         log = Path(folder) / "disturbed.log"
         print(f"{'start':>5}{'kill after':>12}{'delay s':>9}{'steps':>7}{'unfinished':>12}{'seconds':>9}", flush=True)
@@ -170,7 +179,7 @@ def main() -> int:
             kill = None
             if sum(start.killed for start in starts) < arguments.kills and len(starts) < 2 * arguments.kills:
                 (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
-                kill = Kill(kind, rng.uniform(0, longest_delay[kind]))
+                kill = Kill(kind, rng.uniform(0, longest_delay[kind]), rng.randint(1, MAX_COUNT))
             start = run_once(line, disturbed, log, kill)
             starts.append(start)
             print(
