@@ -117,6 +117,18 @@ class Model:
         load_logical_folder(self.bare_chunks, folder, self.config, vocab_size)
         self.optimizer.reload_model_params()
 
+    def close(self) -> None:
+        """Let go of the model: autograd's hooks hold Megatron's DDP, in cycles that Python's collector cannot see. Without
+        this a process that trains one model after the other keeps them all, with their process groups and threads."""
+        settings = get_model_config(self.chunks[0])
+        settings.grad_scale_func = settings.no_sync_func = settings.grad_sync_func = settings.param_sync_func = None
+        for chunk in self.chunks:
+            if chunk.use_forward_hook and chunk.remove_forward_pre_hook_handles:
+                chunk.disable_forward_pre_hook(param_sync=False)
+            chunk.grad_accs.clear()
+            chunk._modules.clear()
+        get_moe_layer_wise_logging_tracker().clear()  # it holds a process group
+
     def frozen_weights(self) -> _FrozenWeights:
         """Context for reading weights between steps: gathers that are still due are finished first, dropout is off."""
         return _FrozenWeights(self.chunks, derived.overlap_param_gather(self.config))
