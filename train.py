@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from configs.compose import run
 from configs.schema import Config
+from training import preflight
 
 
 def main(config: Config) -> int:
     """Build the run of a checked config and train it; the exit status."""
+    preflight.check(config)
     from training.trainer import Trainer  # imports torch and Megatron-core, seconds that a wrong config need not wait for
 
     Trainer(config).fit()

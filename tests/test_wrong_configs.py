@@ -175,7 +175,53 @@ class WrongRun(NamedTuple):
     prepare: Callable[[Path], list[str]] | None = None  # makes files in a fresh folder; returns further overrides
 
 
+def _small_corpus(folder: Path) -> list[str]:
+    path = folder / "corpus.txt"
+    path.write_text("\n\n\n".join(f"document {i}: " + "some words of text to learn from, again and again. " * 20 for i in range(200)))
+    return [
+        f"data.corpus={path}",
+        "data.vocab_size=400",
+        "data.validation_fraction=0.2",
+        "logging=quiet",
+        "training.steps=1",
+        "sample.prompts=[]",
+    ]
+
+
+def _truncated_tokens(folder: Path) -> list[str]:
+    overrides = _small_corpus(folder)
+    cache = f"data.cache_dir={folder / 'cache'}"
+    data = [override for override in overrides if override.startswith("data.")]
+    subprocess.run([sys.executable, "-m", "data.prepare", *data, cache], cwd=ROOT, check=True, capture_output=True, timeout=TIME_LIMIT)
+    tokens = next((folder / "cache").rglob("*.bin"))
+    os.truncate(tokens, tokens.stat().st_size - 7)
+    return overrides
+
+
+def _run_of_another_model(folder: Path) -> list[str]:
+    overrides = _small_corpus(folder)
+    done = run_train([TINY, *overrides], 1, folder)
+    assert done.returncode == 0, done.stderr
+    return overrides
+
+
+def _empty_folder(folder: Path) -> list[str]:
+    (folder / "step_0000010").mkdir()
+    return [f"checkpoint.resume={folder / 'step_0000010'}"]
+
+
 WRONG_RUNS: dict[str, WrongRun] = {
+    "missing_corpus": WrongRun([TINY, "data.corpus=no/such/file.txt"], ("data.corpus", "no/such/file.txt")),
+    "missing_corpus_on_two_ranks": WrongRun([TINY, "data.corpus=no/such/file.txt"], ("data.corpus", "no/such/file.txt"), ranks=2),
+    "missing_tokenizer": WrongRun([TINY, "data.tokenizer=no/such.model"], ("data.tokenizer", "no/such.model")),
+    "vocabulary_too_small": WrongRun([TINY, "model.vocab_size=100"], ("model.vocab_size (100)", "data.vocab_size (1024)", "null")),
+    "resume_path_missing": WrongRun([TINY, "checkpoint.resume=no/such"], ("checkpoint.resume (no/such)", "no such folder")),
+    "resume_path_is_no_checkpoint": WrongRun([TINY], ("checkpoint.resume", "manifest.json"), prepare=_empty_folder),
+    "weights_missing": WrongRun([TINY, "checkpoint.weights=no/such"], ("no/such", "config.yaml")),
+    "truncated_tokens": WrongRun([TINY], (".bin", "bytes"), prepare=_truncated_tokens),
+    "checkpoint_of_another_model": WrongRun(
+        [TINY, "model.hidden_size=32"], ("model.hidden_size (32)", "(64)", "another model"), prepare=_run_of_another_model
+    ),
     "one_process": WrongRun([TINY, "model.num_layer=3"], ("model.num_layer ", "model.num_layers=3")),
     "wrong_type": WrongRun([TINY, "optimizer.lr=fast"], ("optimizer.lr (fast)",)),
     "too_few_processes": WrongRun(["experiment=llama3_8b"], ("world_size (1)", "2 processes")),

@@ -16,16 +16,16 @@ from configs.schema import ConfigError, ParallelConfig
 from models.build import build_model
 from models.folder import save_logical_folder
 from parallel import topology
-from training import checkpoint
+from training import checkpoint, manifest
 
 
 def export(source: Path, target: Path) -> None:
     """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder. Raises ConfigError."""
-    candidates = checkpoint.list_checkpoints(source) or [source]
-    good = [folder for folder in candidates if checkpoint.problem_with(folder) is None]
+    candidates = manifest.list_checkpoints(source) or [source]
+    good = [folder for folder in candidates if manifest.problem_with(folder) is None]
     if not good:
         raise ConfigError(
-            f"{source} holds no good checkpoint: {checkpoint.problem_with(candidates[0])}. Give a run folder or a step_XXXXXXX."
+            f"{source} holds no good checkpoint: {manifest.problem_with(candidates[0])}. Give a run folder or a step_XXXXXXX."
         )
     config = load(good[0] / checkpoint.CONFIG)
     config.parallel = ParallelConfig()

@@ -15,7 +15,7 @@ from data.build import build_data
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer
 from parallel import topology as topology_module
-from training import checkpoint
+from training import checkpoint, manifest
 from training.callbacks.checkpoints import Checkpoints
 from training.callbacks.evaluation import Evaluation
 from training.callbacks.metrics_file import MetricsFile
@@ -100,10 +100,9 @@ class Trainer:
     def _build(self) -> Run:
         config = self.config
         is_main = int(os.environ.get("RANK", "0")) == 0
-        self._check_before_preparing()
+        topology_module.choose_device(config)  # a wrong device is told before a corpus is prepared
         prepared = prepare(config.data, config.model.family, show_progress=is_main and config.logging.progress)
         tokenizer = load_tokenizer(prepared.tokenizer_path)
-        _check_vocabulary(config, tokenizer.vocab_size)
         vocab_size = config.model.vocab_size or tokenizer.vocab_size
         topology = topology_module.initialize(config)
         folder = self._find_checkpoint()
@@ -126,28 +125,12 @@ class Trainer:
         self._describe(run)
         return run
 
-    def _check_before_preparing(self) -> None:
-        """What needs more than the config to be found wrong, but no prepared corpus: nobody waits for that to learn it."""
-        topology_module.choose_device(self.config)
-        try:
-            Path(self.config.run_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"run_dir ({self.config.run_dir}) cannot be made: {error.strerror}. Give a folder that can be written."
-            ) from error
-        if self.config.checkpoint.resume not in ("auto", "never"):
-            checkpoint.find(self.config)
-        trained_here = self.config.data.tokenizer == "sentencepiece"
-        _check_vocabulary(
-            self.config, self.config.data.vocab_size if trained_here else load_tokenizer(self.config.data.tokenizer).vocab_size
-        )
-
     def _find_checkpoint(self) -> Path | None:
         """Rank 0 looks, every rank hears: a checkpoint that vanishes between two looks cannot split the job."""
         answer: list[str | None] = [None, None]
         if dist.get_rank() == 0:
             try:
-                folder, passed_over = checkpoint.find(self.config)
+                folder, passed_over = manifest.find(self.config)
                 for line in passed_over:
                     print(line, flush=True)
                 answer[0] = None if folder is None else str(folder)
@@ -178,12 +161,4 @@ class Trainer:
             f"vocabulary {run.vocab_size}; {self._flops_per_token / 1e6:.1f} MFLOP per token; steps {run.progress.step} to "
             f"{self.config.training.steps} of {run.tokens_per_step} tokens; writing to {run.run_dir}",
             flush=True,
-        )
-
-
-def _check_vocabulary(config: Config, tokenizer_size: int) -> None:
-    if config.model.vocab_size is not None and config.model.vocab_size < tokenizer_size:
-        raise ConfigError(
-            f"model.vocab_size ({config.model.vocab_size}) must be at least the vocabulary of data.tokenizer ({tokenizer_size}): "
-            f"some tokens would have no embedding. Try model.vocab_size={tokenizer_size}, or null to follow the tokenizer."
         )

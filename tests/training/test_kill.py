@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kill_resume import Kill, command, differences, read_steps, run_once
-from training import checkpoint
+from training import manifest
 
 TRIES = 5  # a checkpoint of a tiny model is written in a moment: a kill may come too late for it
 
@@ -40,4 +40,4 @@ def test_killed_run_ends_as_if_it_never_was(
     assert not last.killed and not last.left_unfinished
     assert [step["step"] for step in read_steps(whole)] == list(range(1, 11))
     assert differences(read_steps(disturbed), read_steps(whole)) == []
-    assert [checkpoint.problem_with(folder) for folder in checkpoint.list_checkpoints(disturbed)] == [None] * 3
+    assert [manifest.problem_with(folder) for folder in manifest.list_checkpoints(disturbed)] == [None] * 3

@@ -12,7 +12,7 @@ from configs.schema import ConfigError
 from tests.distributed import RankError
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, read_metrics, train_on_ranks
-from training import checkpoint
+from training import manifest
 
 STEPS, STOP = 5, 3
 # The schedule is that of the whole run, also in the part that stops early.
@@ -96,7 +96,7 @@ def finished(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple
     folder = tmp_path_factory.mktemp("finished")
     overrides = ["experiment=gpt_tiny", *data, "checkpoint.interval=2"]
     run(overrides, 1, folder, 4)
-    assert [path.name for path in checkpoint.list_checkpoints(folder)] == ["step_0000004", "step_0000002"]
+    assert [path.name for path in manifest.list_checkpoints(folder)] == ["step_0000004", "step_0000002"]
     return overrides, folder
 
 
@@ -112,11 +112,11 @@ def truncate(folder: Path) -> None:
 
 
 def drop_manifest(folder: Path) -> None:
-    (folder / checkpoint.MANIFEST).unlink()
+    (folder / manifest.MANIFEST).unlink()
 
 
 def break_manifest(folder: Path) -> None:
-    (folder / checkpoint.MANIFEST).write_text('{"format": 1, "fil')
+    (folder / manifest.MANIFEST).write_text('{"format": 1, "fil')
 
 
 def drop_shard(folder: Path) -> None:
@@ -124,10 +124,10 @@ def drop_shard(folder: Path) -> None:
 
 
 DAMAGES = {
-    empty: f"it has no {checkpoint.MANIFEST}",
+    empty: f"it has no {manifest.MANIFEST}",
     truncate: ".distcp has ",
-    drop_manifest: f"it has no {checkpoint.MANIFEST}",
-    break_manifest: f"its {checkpoint.MANIFEST} cannot be read",
+    drop_manifest: f"it has no {manifest.MANIFEST}",
+    break_manifest: f"its {manifest.MANIFEST} cannot be read",
     drop_shard: ".distcp is missing",
 }
 
@@ -183,5 +183,5 @@ def test_old_checkpoints_go(data: list[str], tmp_path: Path) -> None:
     leftover.mkdir(parents=True)
     run(["experiment=gpt_tiny", *data, "checkpoint.interval=1", "checkpoint.keep=2"], 1, tmp_path, 4)
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_0000003", "step_0000004"]
-    manifest = json.loads((tmp_path / "checkpoints" / "step_0000004" / checkpoint.MANIFEST).read_text())
-    assert manifest["step"] == 4 and "state.json" in manifest["files"]
+    written = json.loads((tmp_path / "checkpoints" / "step_0000004" / manifest.MANIFEST).read_text())
+    assert written["step"] == 4 and "state.json" in written["files"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from training import checkpoint
+from training import checkpoint, manifest
 from training.run import Callback, Metrics, Run
 
 
@@ -14,7 +14,7 @@ class Checkpoints(Callback):
         due = settings.interval > 0 and run.progress.step % settings.interval == 0
         if not due and not (settings.at_end and run.is_last_step):
             return
-        folder = checkpoint.folder_of(run.run_dir, run.progress.step)
+        folder = manifest.folder_of(run.run_dir, run.progress.step)
         checkpoint.save(run.model, run.progress, folder, run.vocab_size)
         run.say(f"checkpoint {folder}")
         if run.is_main:

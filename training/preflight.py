@@ -1,0 +1,34 @@
+"""What can be found wrong with files that a config names, in a second: before torch is imported or a corpus prepared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs.schema import Config, ConfigError
+from data.corpus import parse_corpus
+from data.tokenizer import load_tokenizer
+from training import manifest
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for a missing corpus, tokenizer, checkpoint or weights, a vocabulary that does not fit, an unusable run_dir."""
+    parse_corpus(config.data.corpus)
+    if config.data.tokenizer != "sentencepiece":  # else it is trained here, to a size that the config was checked with
+        _check_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+    if config.checkpoint.resume not in ("auto", "never"):
+        manifest.find(config)
+    weights = config.checkpoint.weights
+    if weights is not None and not Path(weights, "config.yaml").is_file():
+        raise ConfigError(f"checkpoint.weights ({weights}) must be a folder of `python -m models.convert import`: it has no config.yaml.")
+    try:
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir ({config.run_dir}) cannot be made: {error.strerror}. Give a folder that can be written.") from error
+
+
+def _check_vocabulary(config: Config, tokenizer_size: int) -> None:
+    if config.model.vocab_size is not None and config.model.vocab_size < tokenizer_size:
+        raise ConfigError(
+            f"model.vocab_size ({config.model.vocab_size}) must be at least the vocabulary of data.tokenizer ({tokenizer_size}): "
+            f"some tokens would have no embedding. Try model.vocab_size={tokenizer_size}, or null to follow the tokenizer."
+        )
