@@ -144,6 +144,7 @@ class Trainer:
     def _describe(self, run: Run) -> None:
         if not run.is_main:
             return
+        run.run_dir.mkdir(parents=True, exist_ok=True)
         (run.run_dir / "config.yaml").write_text(to_yaml(self.config))
         copy_tokenizer(Path(run.tokenizer.path), run.run_dir / "tokenizer")
         layout = self.config.parallel
