@@ -31,6 +31,7 @@ class Wrong(NamedTuple):
 
 
 TINY, MOE, BERT = "model=gpt_tiny", "model=gpt_moe_tiny", "model=bert_tiny"
+MICRO = "training.micro_batch_size=4"
 
 WRONG: dict[str, Wrong] = {
     # What cannot be read
@@ -98,9 +99,11 @@ WRONG: dict[str, Wrong] = {
     "world_of_tensor": Wrong([TINY, "parallel.tensor=2"], ("world_size (3)", "parallel.tensor"), 3),
     "world_of_pipeline": Wrong([TINY, "parallel.pipeline=2"], ("world_size (1)", "parallel.pipeline", "2 processes")),
     "world_of_expert": Wrong([MOE, "parallel.expert=4"], ("world_size (2)", "parallel.expert", "4 processes"), 2),
-    "batch": Wrong([TINY, "training.global_batch_size=10"], ("training.global_batch_size (10)", "micro_batch_size (4)")),
-    "batch_of_ranks": Wrong([TINY, "training.global_batch_size=8"], ("training.global_batch_size (8)", "data-parallel size (4)"), 4),
-    "batch_of_chunks": Wrong([TINY, "parallel=pp2_vpp2", "training.global_batch_size=12"], ("3 micro-batches", "parallel.pipeline (2)"), 2),
+    "batch": Wrong([TINY, MICRO, "training.global_batch_size=10"], ("training.global_batch_size (10)", "micro_batch_size (4)")),
+    "batch_of_ranks": Wrong([TINY, MICRO, "training.global_batch_size=8"], ("training.global_batch_size (8)", "data-parallel size (4)"), 4),
+    "batch_of_chunks": Wrong(
+        [TINY, MICRO, "parallel=pp2_vpp2", "training.global_batch_size=12"], ("3 micro-batches", "parallel.pipeline (2)"), 2
+    ),
     "groups_of_experts": Wrong([MOE, "moe.num_groups=3", "moe.group_top_k=1"], ("moe.num_groups (3)", "moe.num_experts (4)")),
     # What does not go together
     "sequence_without_tensor": Wrong([TINY, "parallel.sequence=true"], ("parallel.sequence (true)", "parallel.tensor (1)")),
@@ -113,7 +116,7 @@ WRONG: dict[str, Wrong] = {
     "layer_pattern": Wrong([MOE, "moe.layers=[1,0,1]"], ("moe.layers ([1,0,1])", "model.num_layers (4)")),
     "sentence_head_of_gpt": Wrong([TINY, "model.sentence_head=next_sentence"], ("model.sentence_head", "bert")),
     "short_bert": Wrong([BERT, "model.sequence_length=4"], ("model.sequence_length (4)", "at least 8")),
-    "vocabulary": Wrong([TINY, "model.vocab_size=1000"], ("model.vocab_size (1000)", "data.vocab_size (4096)")),
+    "vocabulary": Wrong([TINY, "model.vocab_size=1000"], ("model.vocab_size (1000)", "data.vocab_size (1024)")),
     "min_lr": Wrong(["optimizer.min_lr=1.0"], ("optimizer.min_lr (1.0)", "optimizer.lr")),
     "warmup": Wrong(["training.steps=10", "optimizer.warmup_steps=10"], ("optimizer.warmup_steps (10)", "training.steps (10)")),
     "wsd": Wrong(["optimizer.schedule=wsd"], ("optimizer.wsd_decay_steps (0)", "wsd")),
