@@ -74,8 +74,11 @@ class _Schedule(torch.autograd.Function):
     def backward(ctx: Any, output_grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, pair_weights, *parameters = ctx.saved_tensors
         weights = Weights(*parameters, ctx.activation)
+        call, ctx.call = ctx.call, None
+        if call is None:  # its buffers are in use again
+            raise RuntimeError("an MoE layer's output can be differentiated once; it was asked for a second time (retain_graph).")
         grads = WeightGrads(weights) if any(ctx.needs_input_grad[4:]) else None
-        x_grad, pair_weight_grad = ctx.call.backward(x, pair_weights, weights, output_grad.contiguous(), grads)
+        x_grad, pair_weight_grad = call.backward(x, pair_weights, weights, output_grad.contiguous(), grads)
         parameter_grads = (None,) * 4 if grads is None else grads.finish()
         return None, None, x_grad, pair_weight_grad.to(pair_weights.dtype), *parameter_grads
 
