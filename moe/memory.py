@@ -8,10 +8,12 @@ The expert output is never kept, the sorted input neither: both follow from the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
+from moe.experts import SPARE_ROWS
 from moe.route import Chunk
 from moe.workspace import WORKSPACE
 
@@ -20,10 +22,10 @@ class Saved(Protocol):
     """The hidden activations of one call of a layer, from its forward to its backward pass."""
 
     def hidden_out(self, index: int) -> torch.Tensor | None:
-        """Where the forward pass writes those of chunk `index`; None: it need not."""
+        """Where the forward pass writes those of chunk `index`, with SPARE_ROWS behind them; None: it need not."""
 
     def hidden(self, index: int, chunk: Chunk) -> torch.Tensor | None:
-        """Those of backward chunk `index`, sorted like its pairs; None: compute them again."""
+        """Those of backward chunk `index`, sorted like its pairs, at least as many rows; None: compute them again."""
 
     def free(self) -> None:
         """The backward pass is over."""
@@ -34,9 +36,10 @@ class Keep:
 
     def __init__(self, chunks: Sequence[Chunk], backward_chunks: Sequence[Chunk], num_hidden: int, like: torch.Tensor) -> None:
         self._chunks, self._same = chunks, chunks is backward_chunks
-        self._counts = [len(chunk.ids) for chunk in chunks]
-        self._buffer = WORKSPACE.take((sum(self._counts), num_hidden), like)
-        self._views = self._buffer.split(self._counts)
+        ends = list(accumulate(len(chunk.ids) for chunk in chunks))
+        self._buffer = WORKSPACE.take((ends[-1] + SPARE_ROWS, num_hidden), like)
+        # What is written to a chunk's spare rows, the next chunk overwrites.
+        self._views = [self._buffer[end - len(chunk.ids) : end + SPARE_ROWS] for end, chunk in zip(ends, chunks, strict=True)]
 
     def hidden_out(self, index: int) -> torch.Tensor:
         """See Saved."""

@@ -7,6 +7,7 @@ writing them (4 times, for 16 MiB of gathered rows). CUDA's caching allocator so
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +35,16 @@ class Workspace:
         for tensor in tensors:
             if tensor is not None and tensor.device.type == "cpu":
                 self._free.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+
+    def lend(self, like: torch.Tensor) -> torch.Tensor:
+        """An uninitialized tensor like this one for somebody else: its memory comes back by itself when nobody refers to it."""
+        if like.device.type != "cpu":
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
+        buffer = self._fitting(like.numel() * like.element_size())
+        # The tensor's storage refers to the array, and the array's end gives the buffer back. The finalizer holds the buffer.
+        array = buffer.numpy()[: like.numel() * like.element_size()]
+        weakref.finalize(array, self._free.append, buffer).atexit = False
+        return torch.from_numpy(array).view(like.dtype).view(like.shape)
 
     def _fitting(self, num_bytes: int) -> torch.Tensor:
         fitting = [i for i, buffer in enumerate(self._free) if num_bytes <= buffer.numel() <= 2 * max(num_bytes, 4096)]
