@@ -2,11 +2,10 @@
 
 `python -m benchmarks.moe_layer [--shapes 8:2:1024 32:4:256] [--dtypes fp32 bf16] [--rounds 7] [--peers ...] [--json]`
 
-One process and one thread; forward and backward of 4096 tokens, hidden 512, SwiGLU, router included. All candidates take
-turns in every round, on tokens of that round, and the process's CPU time counts, which other work on the machine disturbs least. A candidate's
-number is the median of its rounds; its ratio is the median over the rounds of its time by the dense layer's in the same round.
-Skewed: the router's logits are offset by -4 e / (E - 1) for expert e. Routing is real: each candidate routes by its own router,
-whose weights are the same where its form allows.
+One process and one thread; forward and backward of 4096 tokens, hidden 512, SwiGLU, router included. In every round all
+candidates take turns on the same new tokens, and the process's CPU time counts, which other work on the machine disturbs
+least. A candidate's number is the median of its rounds; its ratio is the median over the rounds of its time by the dense
+layer's in the same round. Skewed: the router's logits are offset by -4 e / (E - 1) for expert e.
 """
 
 from __future__ import annotations

@@ -104,6 +104,8 @@ def _run(overrides: list[dict[str, Any]]) -> dict[str, Any]:
     return run_model(make_config(SMALL, *overrides), 131, random_batch(131, num_samples=8, length=12))
 
 
+# The load-balancing loss depends on how a batch is cut into micro-batches, which differs between these layouts.
+MODEL = {"moe": {"shared_expert_ffn_hidden_size": 16, "aux_loss_coeff": 0.0}}
 CHUNKS = {"moe": {"pipeline_degree": 3, "backward_pipeline_degree": 2, "memory_strategy": "recompute"}}
 
 
@@ -113,8 +115,8 @@ CHUNKS = {"moe": {"pipeline_degree": 3, "backward_pipeline_degree": 2, "memory_s
     ids=["one", "ep2_recompute", "pp2_ep2_recompute"],
 )
 def test_chunks_change_nothing_in_a_model(parallel: dict[str, Any], recompute: str, world_size: int) -> None:
-    expected = run(_run, 1, [SHARED])[0]
-    for result in run(_run, world_size, [SHARED, CHUNKS, {"parallel": parallel, "training": {"recompute": recompute}}]):
+    expected = run(_run, 1, [MODEL])[0]
+    for result in run(_run, world_size, [MODEL, CHUNKS, {"parallel": parallel, "training": {"recompute": recompute}}]):
         assert result["loss"] == pytest.approx(expected["loss"], rel=FP32_LOSS)
         for name, gradient in expected["gradients"].items():
             assert relative_error(result["gradients"][name], gradient) < FP32_GRAD_NORM, name
