@@ -90,12 +90,12 @@ class WeightGrads:
         self, hidden_grad: torch.Tensor, x: torch.Tensor, output_grad: torch.Tensor, activated: torch.Tensor, ends: Any
     ) -> None:
         """The same for all experts at once, rows grouped by `ends`."""
-        for gradient, left, right in ((self.fc1, hidden_grad, x), (self.fc2, output_grad, activated)):
-            product = grouped_mm(left.t(), right, ends)
-            if self._written and self._written[0]:
-                gradient.add_(product)
-            else:
-                gradient.copy_(product)
+        products = grouped_mm(hidden_grad.t(), x, ends), grouped_mm(output_grad.t(), activated, ends)
+        if self._written[0]:
+            self.fc1 += products[0]
+            self.fc2 += products[1]
+        else:
+            self.fc1, self.fc2 = products
         self._written = [True] * len(self._written)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -26,6 +26,7 @@ class Choice:
     experts: torch.Tensor  # [P] int64, of the whole layer
     flat: torch.Tensor  # [P] int64: token * E + expert
     num_tokens: int
+    pairs_per_token: int | None  # where it is the same for all
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,19 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What this rank sends: rows and pairs, sorted by rank, then token, then expert."""
+    """What this rank sends: pairs sorted by rank, then token, then expert; one row for all pairs of a rank and token."""
 
-    row_tokens: torch.Tensor  # [U] the token of each row
     pairs: torch.Tensor  # [P] the pairs' places in the `Choice`
+    tokens: torch.Tensor  # [P]
+    ranks: torch.Tensor  # [P]
+    is_first: torch.Tensor  # [P] bool: the first pair of its row
     codes: torch.Tensor  # [P] int64: row within the rank's rows * local experts + local expert
+
+    def row_tokens(self, num_rows: int) -> torch.Tensor:
+        """The token of each of the `num_rows` rows, in the order of the pairs."""
+        tokens = self.tokens.new_empty(num_rows)
+        tokens[self.is_first.cumsum(0) - 1] = self.tokens  # pairs of a row write the same
+        return tokens
 
 
 def boundaries(num_tokens: int, degree: int) -> list[int]:
@@ -76,7 +85,20 @@ def choose(routing_map: torch.Tensor, pairs_per_token: int | None) -> Choice:
     else:
         flat = flat_map.nonzero().view(-1)
     tokens = flat // num_experts
-    return Choice(tokens, flat - tokens * num_experts, flat, num_tokens)
+    return Choice(tokens, flat - tokens * num_experts, flat, num_tokens, pairs_per_token)
+
+
+def count(keys: torch.Tensor, size: int, where: torch.Tensor | None = None) -> torch.Tensor:
+    """How often each of 0 .. size - 1 occurs in `keys` (where the mask is true), int64. Unlike bincount, no GPU's host waits."""
+    if keys.device.type == "cpu":
+        return torch.bincount(keys if where is None else keys[where], minlength=size)
+    ones = torch.ones_like(keys) if where is None else where.long()
+    return torch.zeros(size, dtype=torch.int64, device=keys.device).scatter_add_(0, keys, ones)
+
+
+def chunk_of(tokens: torch.Tensor, num_tokens: int, degree: int) -> torch.Tensor:
+    """The chunk of each token, by `boundaries`: the largest i with num_tokens * i // degree <= token."""
+    return ((tokens + 1) * degree - 1) // max(num_tokens, 1)
 
 
 def stable_argsort(keys: torch.Tensor, limit: int) -> torch.Tensor:
@@ -102,10 +124,9 @@ def make_chunk(
     order = stable_argsort(experts, num_local_experts)
     by_row = torch.empty_like(order)
     by_row[order] = torch.arange(len(order), device=order.device)
-    pairs_of_row = torch.bincount(rows, minlength=num_rows)
+    pairs_of_row = count(rows, num_rows)
     sums = Sum(by_row, pairs_of_row.cumsum(0).sub_(pairs_of_row))
-    counts = torch.bincount(experts, minlength=num_local_experts)
-    return Chunk(slices, first_row, num_rows, positions[order], rows[order], counts, sums)
+    return Chunk(slices, first_row, num_rows, positions[order], rows[order], count(experts, num_local_experts), sums)
 
 
 def add_up(source: torch.Tensor, sums: Sum, weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,27 +146,19 @@ def outgoing(choice: Choice, num_local_experts: int, num_ranks: int) -> Outgoing
     pairs = stable_argsort(ranks, num_ranks)
     ranks, tokens = ranks[pairs], choice.tokens[pairs]
     key = ranks * choice.num_tokens + tokens
-    first = torch.ones_like(key, dtype=torch.bool)
-    torch.ne(key[1:], key[:-1], out=first[1:])
-    row = first.cumsum(0) - 1  # of each pair, over all ranks
-    rows_per_rank = torch.bincount(ranks[first], minlength=num_ranks)
+    is_first = torch.ones_like(key, dtype=torch.bool)
+    torch.ne(key[1:], key[:-1], out=is_first[1:])
+    row = is_first.cumsum(0) - 1  # of each pair, over all ranks
+    rows_per_rank = count(ranks, num_ranks, is_first)
     row_in_rank = row - (rows_per_rank.cumsum(0) - rows_per_rank)[ranks]
     local_experts = choice.experts[pairs] - ranks * num_local_experts
-    return Outgoing(tokens[first], pairs, row_in_rank * num_local_experts + local_experts)
+    return Outgoing(pairs, tokens, ranks, is_first, row_in_rank * num_local_experts + local_experts)
 
 
-def traffic(choice: Choice, sent: Outgoing, num_local_experts: int, num_ranks: int, degree: int) -> torch.Tensor:
-    """Counts [ranks, degree, 2] int64 of the rows and pairs that each rank gets from each chunk of this rank."""
-    limits = torch.tensor(boundaries(choice.num_tokens, degree)[1:], device=choice.tokens.device)
-    pair_tokens = choice.tokens[sent.pairs]
-    pair_keys = choice.experts[sent.pairs] // num_local_experts * degree + torch.bucketize(pair_tokens, limits, right=True)
-    is_first = torch.ones_like(pair_keys, dtype=torch.bool)
-    rows = sent.codes // num_local_experts
-    # Within a rank the row number grows by one at each new row; between ranks it starts again at 0, with another key.
-    is_first[1:] = (rows[1:] != rows[:-1]) | (pair_keys[1:] != pair_keys[:-1])
-    size = num_ranks * degree
-    counts = [torch.bincount(keys, minlength=size) for keys in (pair_keys[is_first], pair_keys)]
-    return torch.stack(counts, dim=1).view(num_ranks, degree, 2)
+def traffic(sent: Outgoing, num_tokens: int, num_ranks: int, degree: int) -> torch.Tensor:
+    """Counts [ranks, degree, 2] int64 of the rows and pairs that each rank gets from each chunk of this rank's tokens."""
+    keys, size = sent.ranks * degree + chunk_of(sent.tokens, num_tokens, degree), num_ranks * degree
+    return torch.stack([count(keys, size, sent.is_first), count(keys, size)], dim=1).view(num_ranks, degree, 2)
 
 
 @dataclass(frozen=True)
@@ -210,5 +223,5 @@ def received_rows(codes: torch.Tensor, cut: Cuts, num_local_experts: int) -> tor
 def home_sum(row_tokens: torch.Tensor, first_token: int, num_tokens: int) -> Sum:
     """How a chunk's returned rows (of these tokens, in the order sent) are added up per token."""
     tokens = row_tokens - first_token
-    counts = torch.bincount(tokens, minlength=num_tokens)
+    counts = count(tokens, num_tokens)
     return Sum(stable_argsort(tokens, num_tokens), counts.cumsum(0).sub_(counts))

@@ -94,8 +94,9 @@ def _compute_chunk(weights: Weights, source: torch.Tensor, chunk: Chunk, values:
 
 def _local_chunks(choice: route.Choice, degree: int, num_experts: int) -> list[Chunk]:
     first = route.boundaries(choice.num_tokens, degree)
-    cut = [0, len(choice.tokens)]
-    if degree > 1:
+    if choice.pairs_per_token is not None:
+        cut = [token * choice.pairs_per_token for token in first]
+    else:
         cut = torch.searchsorted(choice.tokens, torch.tensor(first, device=choice.tokens.device)).tolist()
     return [
         route.make_chunk([slice(cut[i], cut[i + 1])], choice.tokens, choice.experts, first[i], first[i + 1] - first[i], num_experts)
@@ -175,7 +176,7 @@ class _ParallelCall:
         plan, size = self.plan, self.exchange.size
         self.sent = route.outgoing(self.choice, num_local_experts, size)
         degrees = [plan.degree] if plan.degree == plan.backward_degree or not self.keep else [plan.degree, plan.backward_degree]
-        counts = torch.cat([route.traffic(self.choice, self.sent, num_local_experts, size, degree) for degree in degrees], dim=1)
+        counts = torch.cat([route.traffic(self.sent, self.choice.num_tokens, size, degree) for degree in degrees], dim=1)
         received = torch.empty_like(counts)
         start(self.exchange, counts, [1] * size, received, [1] * size).wait()
         both = torch.stack([counts, received]).tolist()
@@ -184,6 +185,7 @@ class _ParallelCall:
         self.backward_send_cuts, self.backward_receive_cuts = self.send_cuts, self.receive_cuts
         if len(degrees) == 2:
             self.backward_send_cuts, self.backward_receive_cuts = (route.cuts([rank[first:] for rank in side]) for side in both)
+        self.row_tokens = self.sent.row_tokens(sum(self.send_cuts.total_rows()))
 
     def _start_pairs(self, pair_weights: torch.Tensor) -> Handle:
         """Send each pair's code and weight to its expert's rank: one message for all chunks."""
@@ -214,9 +216,9 @@ class _ParallelCall:
         counts = cut.chunk_rows(chunk)
         own = slices[me]
         before = sum(receive_cut.chunk_rows(chunk)[:me])
-        torch.index_select(values, 0, self.sent.row_tokens[own], out=receive[before : before + counts[me]])
+        torch.index_select(values, 0, self.row_tokens[own], out=receive[before : before + counts[me]])
         counts[me] = 0
-        away = route.cut_list(self.sent.row_tokens, [part for rank, part in enumerate(slices) if rank != me])
+        away = route.cut_list(self.row_tokens, [part for rank, part in enumerate(slices) if rank != me])
         rows = WORKSPACE.take((len(away), values.size(1)), values)
         torch.index_select(values, 0, away, out=rows)
         handle.send(rows, counts, own=False)
@@ -224,7 +226,7 @@ class _ParallelCall:
 
     def _home_sum(self, cut: Cuts, chunk: int) -> Sum:
         first = route.boundaries(self.choice.num_tokens, cut.degree)
-        tokens = route.cut_list(self.sent.row_tokens, cut.slices(cut.rows, chunk))
+        tokens = route.cut_list(self.row_tokens, cut.slices(cut.rows, chunk))
         return route.home_sum(tokens, first[chunk], first[chunk + 1] - first[chunk])
 
     def _done(self, handle: Handle) -> torch.Tensor:

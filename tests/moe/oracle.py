@@ -11,7 +11,7 @@ from moe.dispatch import AllToAll
 from moe.experts import Weights, hidden_factor
 from moe.schedule import Plan, SharedExpert, routed_experts
 
-HIDDEN, WIDTH = 8, 6
+HIDDEN, WIDTH = 8, 12  # rows of a multiple of 16 bytes in fp32, which grouped products need
 
 
 @dataclass(frozen=True)

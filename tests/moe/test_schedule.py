@@ -56,6 +56,15 @@ def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert largest_error(ours(case, problem(case), Plan(degree, degree)), loop(case, problem(case))) < MOE["float64"]
 
 
+@pytest.mark.parametrize("activation,bias", [("swiglu", False), ("gelu", True)])
+def test_grouped_products(monkeypatch: pytest.MonkeyPatch, activation: str, bias: bool) -> None:
+    # The way of a GPU; torch's grouped product also runs on the host.
+    monkeypatch.setattr(experts, "uses_grouped_mm", lambda *_: True)
+    for routing, (degree, backward), strategy in itertools.product(ROUTINGS, [(1, 1), (3, 3), (2, 3)], STRATEGIES):
+        case = with_dtype(Case(routing=routing, activation=activation, bias=bias), "float32")
+        assert largest_error(ours(case, problem(case), Plan(degree, backward, strategy)), loop(case, problem(case))) < MOE["float32"]
+
+
 def _cases() -> Iterator[tuple[Case, list[Plan]]]:
     every = [Plan(degree, backward, strategy) for (degree, backward), strategy in itertools.product(DEGREES, STRATEGIES)]
     few = [Plan(1, 1), Plan(3, 3, "recompute"), Plan(4, 2)]
