@@ -57,4 +57,8 @@ cores=$(env -u OMP_NUM_THREADS nproc)
 threads=$((cores / ranks))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
-exec .venv/bin/torchrun --standalone --nproc-per-node "$ranks" train.py "parallel.expert=$expert_parallel" "$@"
+# A step takes eight sequences, dealt out evenly, or one for each of more ranks than that.
+samples=$(((8 + ranks - 1) / ranks))
+
+exec .venv/bin/torchrun --standalone --nproc-per-node "$ranks" train.py "parallel.expert=$expert_parallel" \
+    "training.micro_batch_size=$samples" "training.global_batch_size=$((samples * ranks))" "$@"

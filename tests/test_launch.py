@@ -312,6 +312,7 @@ def test_quickstart_command_line(
         installed.put("nvidia-smi", nvidia_smi)
     (installed.root / "moe.yaml").write_text(f"# @package moe\nnum_experts: {experts}\ntop_k: 2\n")
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    samples = -(-8 // ranks)
     result = installed.run("quickstart.sh", "training.steps=5", "name=a b", **env)
     assert (result.returncode, result.stderr) == (0, "")
     assert torchrun_arguments(installed) == [
@@ -321,6 +322,8 @@ def test_quickstart_command_line(
         str(ranks),
         "train.py",
         f"parallel.expert={expert_parallel}",
+        f"training.micro_batch_size={samples}",
+        f"training.global_batch_size={samples * ranks}",
         "training.steps=5",
         "name=a b",
     ]

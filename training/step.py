@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
 
 from configs import derived
@@ -57,6 +58,7 @@ class Model:
         self._connect()
         self.watch: RouterWatch | None = None
         if config.moe.num_experts is not None:
+            get_moe_layer_wise_logging_tracker().clear()  # one for the process: an earlier run in it may have had other layers
             coefficients = {
                 "aux_loss": config.moe.aux_loss_coeff,
                 "sequence_aux_loss": config.moe.sequence_aux_loss_coeff,
@@ -114,6 +116,18 @@ class Model:
         """Start from a folder of logical weights (`python -m models.convert import` writes one). Raises ConfigError for another model's."""
         load_logical_folder(self.bare_chunks, folder, self.config, vocab_size)
         self.optimizer.reload_model_params()
+
+    def close(self) -> None:
+        """Let go of the model: autograd's hooks hold Megatron's DDP, in cycles that Python's collector cannot see. Without
+        this a process that trains one model after the other keeps them all, with their process groups and threads."""
+        settings = get_model_config(self.chunks[0])
+        settings.grad_scale_func = settings.no_sync_func = settings.grad_sync_func = settings.param_sync_func = None
+        for chunk in self.chunks:
+            if chunk.use_forward_hook and chunk.remove_forward_pre_hook_handles:
+                chunk.disable_forward_pre_hook(param_sync=False)
+            chunk.grad_accs.clear()
+            chunk._modules.clear()
+        get_moe_layer_wise_logging_tracker().clear()  # it holds a process group
 
     def frozen_weights(self) -> _FrozenWeights:
         """Context for reading weights between steps: gathers that are still due are finished first, dropout is off."""

@@ -67,6 +67,7 @@ class Trainer:
             for callback in self.callbacks:
                 callback.close()
             run.loader.close()
+            run.model.close()
         topology_module.destroy()
 
     def train_step(self, run: Run) -> Metrics:

@@ -44,7 +44,7 @@ def test_every_experiment_is_legal_and_names_its_run_after_its_model(name: str) 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_trains_with_the_quickstart_settings(name: str) -> None:
-    config, quickstart = compose([f"model={name}"]), compose([])
+    config, quickstart = compose([f"model={name}", "training.steps=40"]), compose(["training.steps=40"])
     validate(config, 1)
     assert (config.name, config.run_dir) == (name, f"runs/{name}")
     assert config.training == quickstart.training
@@ -52,6 +52,11 @@ def test_every_model_trains_with_the_quickstart_settings(name: str) -> None:
     assert config.parallel == quickstart.parallel
     sparse = name == "quickstart" or any(word in name for word in ("moe", "mixtral", "a3b", "deepseek"))
     assert derived.is_moe(config) == sparse
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_model_takes_few_steps_unless_told_otherwise(name: str) -> None:
+    assert compose([f"model={name}"]).training.steps == 20
 
 
 def test_models_and_experiments_have_the_same_names() -> None:
