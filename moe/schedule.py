@@ -65,15 +65,15 @@ def routed_experts(
 class _Schedule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _LocalCall | _ParallelCall, activation: str, *tensors: Any) -> torch.Tensor:
-        x, pair_weights, *parameters = tensors
+        x, pair_weights, fc1, fc2, fc1_bias, fc2_bias = tensors
         ctx.call, ctx.activation = call, activation
         ctx.save_for_backward(*tensors)
-        return call.forward(x, pair_weights, Weights(*parameters, activation))
+        return call.forward(x, pair_weights, Weights(fc1, fc2, fc1_bias, fc2_bias, activation))
 
     @staticmethod
     def backward(ctx: Any, output_grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x, pair_weights, *parameters = ctx.saved_tensors
-        weights = Weights(*parameters, ctx.activation)
+        x, pair_weights, fc1, fc2, fc1_bias, fc2_bias = ctx.saved_tensors
+        weights = Weights(fc1, fc2, fc1_bias, fc2_bias, ctx.activation)
         call, ctx.call = ctx.call, None
         if call is None:  # its buffers are in use again
             raise RuntimeError("an MoE layer's output can be differentiated once; it was asked for a second time (retain_graph).")
@@ -168,6 +168,7 @@ class _ParallelCall:
 
     def __init__(self, choice: route.Choice, plan: Plan, keep: bool, exchange: AllToAll, shared_expert: SharedExpert | None) -> None:
         self.choice, self.plan, self.keep, self.exchange, self.shared_expert = choice, plan, keep, exchange, shared_expert
+        self._in_flight: list[tuple[Handle, torch.Tensor]] = []  # exchanges, and the send buffers to hand back after them
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
@@ -241,7 +242,6 @@ class _ParallelCall:
 
     def forward(self, x: torch.Tensor, pair_weights: torch.Tensor, weights: Weights) -> torch.Tensor:
         num_local_experts, exchange = len(weights.fc1), self.exchange
-        self._in_flight: list[tuple[Handle, torch.Tensor]] = []
         self._exchange_counts(num_local_experts)
         sends, receives, degree = self.send_cuts, self.receive_cuts, self.plan.degree
         pairs = self._start_pairs(pair_weights)

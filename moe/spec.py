@@ -9,6 +9,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moe.experts import StackedExperts
 from moe.layer import MixtrainMoELayer
+from moe.router import Router
 from moe.schedule import Plan
 
 
@@ -21,6 +22,7 @@ def moe_spec(linear: MLPSubmodules, activation: str, plan: Plan) -> ModuleSpec:
         submodules=MoESubmodules(
             experts=ModuleSpec(module=StackedExperts, params={"activation": activation}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
+            router=Router,
         ),
         metainfo={"fuse_pre_mlp_layernorm": False},
     )

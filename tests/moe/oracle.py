@@ -119,7 +119,8 @@ def ours(case: Case, given: Problem, plan: Plan, exchange: AllToAll | None = Non
     local = [parameter[rank * num_local : (rank + 1) * num_local] for parameter in given.parameters]
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (given.x, given.probs, *local, *given.shared)]
     x, probs, fc1, fc2, *rest = leaves
-    weights = Weights(fc1, fc2, *(rest[:2] if case.bias else (None, None)), case.activation)
+    fc1_bias, fc2_bias = rest[:2] if case.bias else (None, None)
+    weights = Weights(fc1, fc2, fc1_bias, fc2_bias, case.activation)
     pairs_per_token = None if case.routing == "dropped" else case.top_k
     function = shared_expert(leaves[-2:] if case.shared else [])
     output = routed_experts(x, probs, given.routing_map, weights, plan, exchange, function, pairs_per_token)

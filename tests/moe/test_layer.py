@@ -120,3 +120,27 @@ def test_chunks_change_nothing_in_a_model(parallel: dict[str, Any], recompute: s
         assert result["loss"] == pytest.approx(expected["loss"], rel=FP32_LOSS)
         for name, gradient in expected["gradients"].items():
             assert relative_error(result["gradients"][name], gradient) < FP32_GRAD_NORM, name
+
+
+def _gates() -> float:
+    config = make_config(SMALL, {"training": {"precision": "bf16"}})
+    initialize(config)
+    apply_patches("cpu")
+    megatron = transformer_config(config)
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    router = build_module(moe_spec(submodules, "swiglu", Plan()), config=megatron).router
+    torch.nn.init.normal_(router.weight)
+    results = []
+    for gating in (router.gating, super(type(router), router).gating):
+        torch.manual_seed(1)
+        x, grad = torch.randn(300, 2, 32).bfloat16().requires_grad_(), torch.randn(300, 2, 8)
+        router.weight.grad = None
+        logits = gating(x)
+        assert logits.dtype == torch.float32
+        logits.backward(grad)
+        results.append([logits.detach(), x.grad, router.weight.grad])
+    return max(relative_error(ours.float(), theirs.float()) for ours, theirs in zip(*results, strict=True))
+
+
+def test_the_gate_is_megatrons() -> None:
+    assert run(_gates, 1)[0] < MOE["bfloat16"]  # one bf16 rounding of another order of sums
