@@ -18,13 +18,16 @@ MAX_TAG = 2**20
 
 
 class Handle(Protocol):
-    """One exchange. `send` once, after which the buffers belong to it until `wait` has returned."""
+    """One exchange: `send` once, `wait` for what is received, and at last `finish`, until when the sent rows must stay as they are."""
 
     def send(self, rows: torch.Tensor, counts: Sequence[int], own: bool = True) -> None:
         """Start sending `rows` [sum(counts), ...], `counts[i]` of them to rank i; with `own`, copy this rank's part to itself."""
 
     def wait(self) -> torch.Tensor:
         """The receive buffer, filled (on a GPU: once the current stream gets there)."""
+
+    def finish(self) -> None:
+        """Everything is sent too. Apart from `wait`, so that a rank that sends much can go on with what it has received."""
 
 
 class AllToAll(Protocol):
@@ -62,33 +65,39 @@ class _FlatHandle:
     def __init__(self, exchange: FlatAllToAll, buffer: torch.Tensor, counts: Sequence[int], tag: int) -> None:
         self._exchange, self._buffer, self._tag = exchange, buffer, tag
         self._parts = _split(buffer, counts)
-        self._works: list[Any] = []
+        self._receives: list[Any] = []
+        self._sends: list[Any] = []
         self._sent: torch.Tensor | None = None
         if exchange.pairwise:
             for rank in _others(exchange):
                 if len(self._parts[rank]):
-                    self._works.append(dist.irecv(self._parts[rank], group=exchange.group, group_src=rank, tag=tag))
+                    self._receives.append(dist.irecv(self._parts[rank], group=exchange.group, group_src=rank, tag=tag))
 
     def send(self, rows: torch.Tensor, counts: Sequence[int], own: bool = True) -> None:
         exchange, parts = self._exchange, _split(rows, counts)
-        self._sent = rows  # alive until `wait`
+        self._sent = rows  # alive until `finish`
         if exchange.pairwise:
             for rank in _others(exchange):
                 if len(parts[rank]):
-                    self._works.append(dist.isend(parts[rank], group=exchange.group, group_dst=rank, tag=self._tag))
+                    self._sends.append(dist.isend(parts[rank], group=exchange.group, group_dst=rank, tag=self._tag))
         else:
             outputs, inputs = list(self._parts), list(parts)
             outputs[exchange.rank], inputs[exchange.rank] = outputs[exchange.rank][:0], inputs[exchange.rank][:0]
-            self._works.append(dist.all_to_all(outputs, inputs, group=exchange.group, async_op=True))
+            self._receives.append(dist.all_to_all(outputs, inputs, group=exchange.group, async_op=True))
         if own and len(parts[exchange.rank]):
             self._parts[exchange.rank].copy_(parts[exchange.rank])
 
     def wait(self) -> torch.Tensor:
-        for work in self._works:
+        for work in self._receives:
             work.wait()
-        self._works.clear()
-        self._sent = None
+        self._receives.clear()
         return self._buffer
+
+    def finish(self) -> None:
+        for work in self._sends:
+            work.wait()
+        self._sends.clear()
+        self._sent = None
 
 
 def _others(exchange: FlatAllToAll) -> list[int]:

@@ -22,6 +22,8 @@ from moe.experts import WeightGrads, Weights, WeightWork
 from moe.route import Chunk, Cuts, Sum
 from moe.workspace import WORKSPACE
 
+MAX_IN_FLIGHT = 5  # exchanges of a pass that may still be sending: bounds the memory of send buffers
+
 SharedExpert = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -54,12 +56,13 @@ def routed_experts(
     tensors = (x, pair_weights, weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     call: _LocalCall | _ParallelCall
-    if exchange is None:
-        call = _LocalCall(choice, plan, keep)
-        output = _Schedule.apply(call, weights.activation, *tensors)
-        return output if shared_expert is None else output + shared_expert(x)
-    call = _ParallelCall(choice, plan, keep, exchange, shared_expert)
-    return _Schedule.apply(call, weights.activation, *tensors)
+    if exchange is not None and keep:
+        call = _ParallelCall(choice, plan, keep, exchange, shared_expert)
+        return _Schedule.apply(call, weights.activation, *tensors)
+    # Without other ranks there is no wait to fill, and without a backward pass of ours the shared expert may have its own.
+    call = _LocalCall(choice, plan, keep) if exchange is None else _ParallelCall(choice, plan, keep, exchange, None)
+    output = _Schedule.apply(call, weights.activation, *tensors)
+    return output if shared_expert is None else output + shared_expert(x)
 
 
 class _Schedule(torch.autograd.Function):
@@ -157,7 +160,7 @@ def _input_gradients(
     pair_grad, value_grad, work = experts.input_gradients(
         weights, source, pairs, hidden, output_grad, chunk.rows, values.index_select(0, chunk.ids), grads
     )
-    weight_grad[chunk.ids] = value_grad
+    weight_grad[chunk.ids] = value_grad.to(weight_grad.dtype)
     sums = route.add_up(pair_grad, chunk.sums)
     WORKSPACE.give(pair_grad, value_grad)
     return sums, work
@@ -168,7 +171,7 @@ class _ParallelCall:
 
     def __init__(self, choice: route.Choice, plan: Plan, keep: bool, exchange: AllToAll, shared_expert: SharedExpert | None) -> None:
         self.choice, self.plan, self.keep, self.exchange, self.shared_expert = choice, plan, keep, exchange, shared_expert
-        self._in_flight: list[tuple[Handle, torch.Tensor]] = []  # exchanges, and the send buffers to hand back after them
+        self._in_flight: list[tuple[Handle, torch.Tensor | None]] = []  # exchanges, and the send buffers to hand back after them
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
@@ -179,7 +182,7 @@ class _ParallelCall:
         degrees = [plan.degree] if plan.degree == plan.backward_degree or not self.keep else [plan.degree, plan.backward_degree]
         counts = torch.cat([route.traffic(self.sent, self.choice.num_tokens, size, degree) for degree in degrees], dim=1)
         received = torch.empty_like(counts)
-        start(self.exchange, counts, [1] * size, received, [1] * size).wait()
+        self._follow(start(self.exchange, counts, [1] * size, received, [1] * size)).wait()
         both = torch.stack([counts, received]).tolist()
         first = plan.degree
         self.send_cuts, self.receive_cuts = (route.cuts([rank[:first] for rank in side]) for side in both)
@@ -190,13 +193,14 @@ class _ParallelCall:
 
     def _start_pairs(self, pair_weights: torch.Tensor) -> Handle:
         """Send each pair's code and weight to its expert's rank: one message for all chunks."""
-        bits = torch.int64 if pair_weights.dtype is torch.float64 else torch.int32
         weights = pair_weights.index_select(0, self.sent.pairs)
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        bits = torch.int64 if weights.dtype is torch.float64 else torch.int32
         message = torch.stack([self.sent.codes.to(bits), weights.view(bits)], dim=1)
         self.pairs_sent = [sum(counts) for counts in self.send_cuts.pairs]
         self.pairs_received = [sum(counts) for counts in self.receive_cuts.pairs]
         received = message.new_empty(sum(self.pairs_received), 2)
-        return start(self.exchange, message, self.pairs_sent, received, self.pairs_received)
+        return self._follow(start(self.exchange, message, self.pairs_sent, received, self.pairs_received))
 
     def _take_pairs(self, message: torch.Tensor, num_local_experts: int, dtype: torch.dtype) -> None:
         codes = message[:, 0].long()
@@ -223,20 +227,28 @@ class _ParallelCall:
         rows = WORKSPACE.take((len(away), values.size(1)), values)
         torch.index_select(values, 0, away, out=rows)
         handle.send(rows, counts, own=False)
-        self._in_flight.append((handle, rows))
+        self._follow(handle, rows)
 
     def _home_sum(self, cut: Cuts, chunk: int) -> Sum:
         first = route.boundaries(self.choice.num_tokens, cut.degree)
         tokens = route.cut_list(self.row_tokens, cut.slices(cut.rows, chunk))
         return route.home_sum(tokens, first[chunk], first[chunk + 1] - first[chunk])
 
-    def _done(self, handle: Handle) -> torch.Tensor:
-        buffer = handle.wait()
-        for other, rows in self._in_flight:
-            if other is handle:
-                WORKSPACE.give(rows)
-        self._in_flight = [(other, rows) for other, rows in self._in_flight if other is not handle]
-        return buffer
+    def _follow(self, handle: Handle, rows: torch.Tensor | None = None) -> Handle:
+        """Remember an exchange whose rows are on their way; older ones are over by now, or are waited for."""
+        self._in_flight.append((handle, rows))
+        while len(self._in_flight) > MAX_IN_FLIGHT:
+            self._finish_oldest()
+        return handle
+
+    def _finish_oldest(self) -> None:
+        handle, rows = self._in_flight.pop(0)
+        handle.finish()
+        WORKSPACE.give(rows)
+
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._finish_oldest()
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -252,7 +264,7 @@ class _ParallelCall:
         returns: list[Handle] = []
         self._send_rows(dispatches[0], x, sends, 0, parts[0], receives)
         shared = self._shared_forward(x)
-        self._take_pairs(pairs.wait(), num_local_experts, pair_weights.dtype)
+        self._take_pairs(pairs.wait(), num_local_experts, torch.promote_types(pair_weights.dtype, torch.float32))
         values = self.values.to(x.dtype)
         saved = (
             memory.STRATEGIES[self.plan.memory_strategy](self.chunks, self.backward_chunks, weights.fc1.size(1), x) if self.keep else None
@@ -262,12 +274,14 @@ class _ParallelCall:
             if i + 1 < degree:
                 self._send_rows(dispatches[i + 1], x, sends, i + 1, parts[i + 1], receives)
             returns.append(exchange.expect(WORKSPACE.take((sum(sends.chunk_rows(i)), x.size(1)), x), sends.chunk_rows(i)))
-            self._done(dispatches[i])
+            dispatches[i].wait()
             sums = _compute_chunk(weights, self.source, chunk, values, saved.hidden_out(i) if saved is not None else None)
             returns[i].send(sums, receives.chunk_rows(i))
+            self._follow(returns[i])
             if i > 0:
                 outputs.append(self._sum_at_home(returns[i - 1], sends, i - 1))
         outputs.append(self._sum_at_home(returns[-1], sends, degree - 1))
+        self._finish_all()
         output = outputs[0] if degree == 1 else torch.cat(outputs)
         if saved is not None:
             self.saved = saved
@@ -285,8 +299,6 @@ class _ParallelCall:
         """The shared expert with a graph of its own, so that the backward pass can run it where it waits."""
         if self.shared_expert is None:
             return None
-        if not self.keep:
-            return self.shared_expert(x)
         with torch.enable_grad():
             self.shared_input = x.detach().requires_grad_()
             output = self.shared_expert(self.shared_input)
@@ -314,15 +326,16 @@ class _ParallelCall:
             if i + 1 < degree:
                 self._send_rows(dispatches[i + 1], output_grad, sends, i + 1, parts[i + 1], receives)
             returns.append(exchange.expect(WORKSPACE.take((sum(sends.chunk_rows(i)), x.size(1)), x), sends.chunk_rows(i)))
-            self._done(dispatches[i])
+            dispatches[i].wait()
             rows = self.source_rows.index_select(0, chunk.ids)
             hidden = self.saved.hidden(i, chunk)
             sums, work = _input_gradients(weights, self.source, chunk, hidden, parts[i], values, pair_weight_grad, None, rows)
             returns[i].send(sums, receives.chunk_rows(i))
+            self._follow(returns[i])
             if work is not None:
                 later.append(work)
         weight_grads_home = pair_weight_grad.new_empty(sum(self.pairs_sent))
-        pairs = start(exchange, pair_weight_grad, self.pairs_received, weight_grads_home, self.pairs_sent)
+        pairs = self._follow(start(exchange, pair_weight_grad, self.pairs_received, weight_grads_home, self.pairs_sent))
         for work in later:
             if grads is not None:
                 experts.weight_gradients(work, grads)
@@ -333,6 +346,7 @@ class _ParallelCall:
         x_grad = home_sums[0] if degree == 1 else torch.cat(home_sums)
         choice_grad = torch.empty_like(weight_grads_home)
         choice_grad[self.sent.pairs] = pairs.wait()
+        self._finish_all()
         self.saved.free()
         WORKSPACE.give(received, self.source)
         return x_grad if shared_grad is None else x_grad.add_(shared_grad), choice_grad
