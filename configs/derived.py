@@ -43,6 +43,12 @@ def moe_layer_pattern(config: Config) -> list[int]:
     return [int(layer % config.moe.layers == 0) for layer in range(num_layers)]
 
 
+def pipeline_degrees(config: Config) -> tuple[int, int]:
+    """Chunks that an MoE layer's tokens are split into, in its forward and its backward pass."""
+    degree = config.moe.pipeline_degree
+    return degree, degree if config.moe.backward_pipeline_degree is None else config.moe.backward_pipeline_degree
+
+
 def expert_tensor_size(config: Config) -> int:
     """Ranks that one expert's weights are split over: `parallel.expert_tensor`, else `tensor` without expert parallelism, else 1."""
     parallel = config.parallel

@@ -69,9 +69,9 @@ class MoEConfig:
     group_top_k: Optional[int] = None
     capacity_factor: Optional[float] = None  # null: dropless
     drop_policy: str = "probs"  # probs | position: which tokens go when an expert is full
-    dispatcher: str = "alltoall"  # alltoall | allgather
     pipeline_degree: Any = 1  # number of chunks that a layer's tokens are split into, or auto
-    memory_strategy: str = "keep"
+    backward_pipeline_degree: Optional[int] = None  # of the backward pass; null: pipeline_degree
+    memory_strategy: str = "keep"  # keep | recompute: what an MoE layer's backward pass finds in memory
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 
 

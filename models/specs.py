@@ -27,6 +27,7 @@ from configs import derived
 from configs.schema import Config, ConfigError
 from models.attention import ScaledDotProductAttention
 from models.norm import norm_class
+from moe.schedule import Plan
 from moe.spec import moe_spec
 
 
@@ -97,14 +98,22 @@ def block_spec(config: Config, megatron: TransformerConfig, backend_name: str, v
     post_norm = config.model.norm_position == "post"
     offset = get_transformer_layer_offset(megatron, vp_stage=vp_stage)
     pattern = derived.moe_layer_pattern(config)[offset : offset + get_num_layers_to_build(megatron, vp_stage=vp_stage)]
+    moe = _moe_spec(config, backend)
     return TransformerBlockSubmodules(
-        layer_specs=[_layer(backend, megatron, causal, post_norm, bool(is_moe)) for is_moe in pattern],
+        layer_specs=[_layer(backend, megatron, causal, post_norm, moe if is_moe else None) for is_moe in pattern],
         # The last layer of a post-norm model has normalized its output already.
         layer_norm=None if post_norm else backend.norm,
     )
 
 
-def _layer(backend: Backend, megatron: TransformerConfig, causal: bool, post_norm: bool, is_moe: bool) -> ModuleSpec:
+def _moe_spec(config: Config, backend: Backend) -> ModuleSpec:
+    degree, backward_degree = derived.pipeline_degrees(config)
+    plan = Plan(degree, backward_degree, config.moe.memory_strategy)
+    return moe_spec(MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear), config.model.activation, plan)
+
+
+def _layer(backend: Backend, megatron: TransformerConfig, causal: bool, post_norm: bool, moe: ModuleSpec | None) -> ModuleSpec:
+    # `moe` takes the place of a dense feed-forward layer.
     # A backend that fuses a norm with the linear layer after it can do so before attention and before a dense
     # feed-forward layer of a pre-norm model; before MoE the router needs the norm's output too.
     fused_norm = backend.norm_column_linear if not post_norm else None
@@ -119,8 +128,8 @@ def _layer(backend: Backend, megatron: TransformerConfig, causal: bool, post_nor
             k_layernorm=backend.qk_norm if megatron.qk_layernorm else IdentityOp,
         ),
     )
-    if is_moe:
-        feed_forward = moe_spec(MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear))
+    if moe is not None:
+        feed_forward = moe
     else:
         linear_fc1 = fused_norm or backend.column_linear
         feed_forward = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=backend.row_linear))
@@ -139,10 +148,10 @@ def _layer(backend: Backend, megatron: TransformerConfig, causal: bool, post_nor
             input_layernorm=IdentityOp if fused_norm else backend.norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp if fused_norm and not is_moe else backend.norm,
+            pre_mlp_layernorm=IdentityOp if fused_norm and moe is None else backend.norm,
             mlp=feed_forward,
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_fused_norm_keys(is_moe) if not fused_norm else {},
+            sharded_state_dict_keys_map=_fused_norm_keys(moe is not None) if not fused_norm else {},
         )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 

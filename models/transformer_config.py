@@ -107,7 +107,8 @@ def _moe(config: Config) -> dict[str, Any]:
         "moe_z_loss_coeff": moe.z_loss_coeff or None,
         "moe_expert_capacity_factor": moe.capacity_factor,
         "moe_token_drop_policy": moe.drop_policy,
-        "moe_token_dispatcher_type": moe.dispatcher,
+        # Built by Megatron's constructor and not used; with the other one it would refuse a capacity factor.
+        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,
     }
 

@@ -1,7 +1,7 @@
 """Logical weights: the model's tensors under layout-free names, in Megatron's layout of a single process.
 
-A rank holds slices of them: some layers (pipeline), some experts (expert parallel), a part of a dimension (tensor
-parallel), with the vocabulary padded. Initialization, import and export all go through this file.
+A rank holds slices of them: some layers (pipeline), some experts (expert parallel, all of a rank in one stacked parameter),
+a part of a dimension (tensor parallel), with the vocabulary padded. Initialization, import and export all go through this file.
 
 Names are Megatron-core's parameter names with the global layer number and `experts.<global expert>`, the same for every
 backend: `decoder.layers.3.mlp.experts.5.linear_fc1.weight`. A tied output layer has no name of its own.
@@ -36,10 +36,10 @@ FUSED_NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """One parameter (or persistent buffer) of this rank and where it lies in its logical tensor."""
+    """One parameter (or persistent buffer, or expert of a stacked parameter) of this rank and where it lies in its logical tensor."""
 
     name: str
-    local: torch.Tensor  # the storage; writing to it changes the model
+    local: torch.Tensor  # the storage; writing to it changes the model. Has its part of `main_grad` where its parameter has one
     shape: tuple[int, ...]  # of the logical tensor
     dim: int | None  # split by tensor parallelism
     gated: bool  # fc1 of SwiGLU: rows are [gate | up], each split by itself
@@ -119,8 +119,7 @@ def _chunk_tensors(chunk: torch.nn.Module) -> Iterator[LogicalTensor]:
     tied = chunk.share_embeddings_and_output_weights
     tensors: dict[str, torch.Tensor] = dict(chunk.named_parameters())
     tensors.update((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias"))
-    for local_name, tensor in tensors.items():
-        name = _logical_name(chunk, local_name)
+    for name, tensor in _unstacked(chunk, tensors):
         if name == "output_layer.weight" and tied:
             name = "embedding.word_embeddings.weight"
         ending = ".".join(name.rsplit(".", 2)[-2:])
@@ -136,16 +135,25 @@ def _chunk_tensors(chunk: torch.nn.Module) -> Iterator[LogicalTensor]:
         yield LogicalTensor(name, tensor, tuple(shape), dim, gated, group)
 
 
-def _logical_name(chunk: torch.nn.Module, name: str) -> str:
-    match = re.fullmatch(r"(decoder|encoder)\.layers\.(\d+)\.(.+)", name)
-    if match is None:
-        return name
-    block, index, rest = match.groups()
-    layer = getattr(chunk, block).layers[int(index)]
-    expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", rest)
-    if expert is not None:
-        rest = f"mlp.experts.{layer.mlp.local_expert_indices[int(expert[1])]}.{expert[2]}"
-    for fused, plain in FUSED_NORMS.items():
-        if rest.startswith(fused):
-            rest = plain + rest.removeprefix(fused)
-    return f"{block}.layers.{layer.layer_number - 1}.{rest}"
+def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Logical names, each with its tensor: stacked experts one by one, as views."""
+    for local_name, tensor in tensors.items():
+        match = re.fullmatch(r"(decoder|encoder)\.layers\.(\d+)\.(.+)", local_name)
+        if match is None:
+            yield local_name, tensor
+            continue
+        block, index, rest = match.groups()
+        layer = getattr(chunk, block).layers[int(index)]
+        prefix = f"{block}.layers.{layer.layer_number - 1}."
+        if rest.startswith("mlp.experts."):
+            gradients = getattr(tensor, "main_grad", None)
+            for i, expert in enumerate(layer.mlp.local_expert_indices):
+                view = tensor.detach()[i]
+                if gradients is not None:
+                    view.main_grad = gradients[i]  # type: ignore[attr-defined]
+                yield f"{prefix}mlp.experts.{expert}.{rest.removeprefix('mlp.experts.')}", view
+            continue
+        for fused, plain in FUSED_NORMS.items():
+            if rest.startswith(fused):
+                rest = plain + rest.removeprefix(fused)
+        yield prefix + rest, tensor

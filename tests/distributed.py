@@ -385,6 +385,11 @@ def _take_down(environment: dict[str, str], folder: str) -> None:
     microbatches = sys.modules.get("megatron.core.num_microbatches_calculator")
     if microbatches is not None:
         microbatches.unset_num_microbatches_calculator()
+    moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    if moe_utils is not None:
+        # A tracker with one entry per layer, and a scale whose shape depends on who sets it first.
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+        moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.set_grad_enabled(True)

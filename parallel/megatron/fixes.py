@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from megatron.core import utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import clip_grads
+from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.moe import moe_utils
 
 NORM_BLOCK = 1024  # elements whose squares are added up in one go on a CPU
@@ -19,6 +21,7 @@ def apply() -> None:
     _define_te_general_gemm()
     _write_checkpoints_in_this_process()
     _measure_gradients_exactly()
+    _accept_subclasses_of_layers()
 
 
 def _define_te_general_gemm() -> None:
@@ -26,6 +29,12 @@ def _define_te_general_gemm() -> None:
     # device. None selects the plain torch product. Fixed upstream in 0.17.0.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _accept_subclasses_of_layers() -> None:
+    # A transformer layer knows Megatron's feed-forward classes by identity; for a subclass, which works as well, it warns
+    # once per layer and lets it find its process groups by itself.
+    logging.getLogger(transformer_layer.__name__).addFilter(lambda record: "Unknown MLP type" not in record.getMessage())
 
 
 def _write_checkpoints_in_this_process() -> None:

@@ -1,0 +1,298 @@
+"""One MoE layer's cost against other implementations and against the dense layer with the same activated FLOPs.
+
+`python -m benchmarks.moe_layer [--shapes 8:2:1024 32:4:256] [--dtypes fp32 bf16] [--rounds 7] [--peers ...] [--json]`
+
+One process and one thread; forward and backward of 4096 tokens, hidden 512, SwiGLU, router included. In every round all
+candidates take turns on the same new tokens, and the process's CPU time counts, which other work on the machine disturbs
+least. A candidate's number is the median of its rounds; its ratio is the median over the rounds of its time by the dense
+layer's in the same round. Skewed: the router's logits are offset by -4 e / (E - 1) for expert e.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+HIDDEN, TOKENS, SKEW = 512, 4096, 4.0
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+PEERS = ("dense", "mixtrain", "megatron_allgather", "megatron_alltoall", "hf_eager", "hf_grouped_mm", "deepspeed")
+SHAPES = ("8:2:1024", "32:4:256", "128:8:128")
+
+Step = Callable[[], None]
+
+
+def _start_process_group() -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+
+    from parallel.megatron import apply_patches
+
+    apply_patches("cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def _stepper(module: Any, x: Any, output_grad: Any, call: Callable[[Any], Any]) -> Step:
+    # Each step has other tokens, as in training: so the experts' counts change, and kernels are compiled for new sizes.
+    inputs = itertools.cycle(x)
+
+    def step() -> None:
+        leaf = next(inputs).clone().requires_grad_()
+        for parameter in module.parameters():
+            parameter.grad = None
+        call(leaf).backward(output_grad)
+
+    return step
+
+
+def _dense(width: int, dtype: Any, x: Any, output_grad: Any) -> Step:
+    import torch
+    from torch.nn import functional as F
+
+    class Dense(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1 = torch.nn.Linear(HIDDEN, 2 * width, bias=False, dtype=dtype)
+            self.fc2 = torch.nn.Linear(width, HIDDEN, bias=False, dtype=dtype)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            gate, up = self.fc1(hidden).chunk(2, dim=-1)
+            return self.fc2(F.silu(gate) * up)
+
+    module = Dense()
+    return _stepper(module, x, output_grad, module)
+
+
+def _megatron_config(experts: int, top_k: int, width: int, dtype: Any, dispatcher: str) -> Any:
+    import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=8,
+        ffn_hidden_size=width,
+        moe_ffn_hidden_size=width,
+        num_moe_experts=experts,
+        moe_router_topk=top_k,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type=dispatcher,
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def _skew_megatron(layer: Any, offsets: Any) -> None:
+    gating = layer.router.gating
+    layer.router.gating = lambda hidden: gating(hidden) + offsets
+
+
+def _megatron(dispatcher: str, experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x: Any, output_grad: Any) -> Step:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    submodules = MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linear))
+    layer = MoELayer(_megatron_config(experts, top_k, width, dtype, dispatcher), submodules)
+    layer.set_layer_number(1)
+    _skew_megatron(layer, offsets)
+    return _stepper(layer, x, output_grad, lambda hidden: layer(hidden.view(TOKENS, 1, HIDDEN))[0].view(TOKENS, HIDDEN))
+
+
+def _mixtrain(experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x: Any, output_grad: Any) -> Step:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.spec_utils import build_module
+
+    from moe.schedule import Plan
+    from moe.spec import moe_spec
+
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    layer = build_module(moe_spec(linear, "swiglu", Plan()), config=_megatron_config(experts, top_k, width, dtype, "alltoall"))
+    layer.set_layer_number(1)
+    _skew_megatron(layer, offsets)
+    return _stepper(layer, x, output_grad, lambda hidden: layer(hidden.view(TOKENS, 1, HIDDEN))[0].view(TOKENS, HIDDEN))
+
+
+def _huggingface(implementation: str, experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x: Any, output_grad: Any) -> Step:
+    import torch
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=width, num_local_experts=experts, num_experts_per_tok=top_k)
+    config._experts_implementation = implementation
+    block = MixtralSparseMoeBlock(config)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    block.to(dtype)
+    _skew_linear_router(block.gate, offsets.to(dtype))
+
+    def call(hidden: torch.Tensor) -> torch.Tensor:
+        output = block(hidden.view(1, TOKENS, HIDDEN))
+        return (output[0] if isinstance(output, tuple) else output).view(TOKENS, HIDDEN)
+
+    return _stepper(block, x, output_grad, call)
+
+
+def _skew_linear_router(gate: Any, offsets: Any) -> None:
+    """Offset the logits of Hugging Face's router, which computes them with torch's `linear` and no bias."""
+    from torch.nn import functional as F
+
+    forward = gate.forward
+
+    def skewed(hidden: Any) -> Any:
+        linear = F.linear
+        F.linear = lambda inputs, weight, bias=None: linear(inputs, weight, offsets)
+        try:
+            return forward(hidden)
+        finally:
+            F.linear = linear
+
+    gate.forward = skewed
+
+
+def _deepspeed(experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x: Any, output_grad: Any) -> Step:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import torch
+    from deepspeed.moe.layer import MoE
+    from torch.nn import functional as F
+
+    class Expert(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1 = torch.nn.Linear(HIDDEN, 2 * width, bias=False)
+            self.fc2 = torch.nn.Linear(width, HIDDEN, bias=False)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            gate, up = self.fc1(hidden).chunk(2, dim=-1)
+            return self.fc2(F.silu(gate) * up)
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    settings: dict[str, Any] = {"capacity_factor": 1.25, "drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False}
+    layer = MoE(HIDDEN, Expert(), num_experts=experts, ep_size=1, k=top_k, **settings)
+    layer.set_deepspeed_parallelism()
+    layer.to(dtype)
+    gate = layer.deepspeed_moe.gate.wg
+    gate.bias = torch.nn.Parameter(offsets.to(gate.weight.dtype), requires_grad=False)
+    return _stepper(layer, x, output_grad, lambda hidden: layer(hidden.view(1, TOKENS, HIDDEN))[0].view(TOKENS, HIDDEN))
+
+
+def _build(name: str, experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x: Any, output_grad: Any) -> Step:
+    if name == "dense":
+        return _dense(top_k * width, dtype, x, output_grad)
+    if name.startswith("megatron_"):
+        return _megatron(name.removeprefix("megatron_"), experts, top_k, width, dtype, offsets, x, output_grad)
+    if name.startswith("hf_"):
+        return _huggingface(name.removeprefix("hf_"), experts, top_k, width, dtype, offsets, x, output_grad)
+    return {"mixtrain": _mixtrain, "deepspeed": _deepspeed}[name](experts, top_k, width, dtype, offsets, x, output_grad)
+
+
+def available(name: str) -> bool:
+    """Whether the package that a candidate comes from is installed."""
+    package = {"hf": "transformers", "deepspeed": "deepspeed"}.get(name.split("_")[0])
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def measure(shape: str, dtype_name: str, skewed: bool, names: list[str], rounds: int) -> list[dict[str, Any]]:
+    """One row per candidate: median CPU milliseconds of a step, and the median ratio to the dense layer's in the same round."""
+    import torch
+
+    experts, top_k, width = (int(part) for part in shape.split(":"))
+    dtype = getattr(torch, DTYPES[dtype_name])
+    torch.manual_seed(0)
+    *x, output_grad = (torch.randn(TOKENS, HIDDEN).to(dtype) for _ in range(rounds + 2))
+    offsets = torch.linspace(0.0, -SKEW, experts) if skewed else torch.zeros(experts)
+    steps = {name: _build(name, experts, top_k, width, dtype, offsets, x, output_grad) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        steps[name]()  # allocates, and chooses kernels
+    for i in range(rounds):
+        with _without_garbage_collection():
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                before = time.process_time()
+                steps[name]()
+                seconds[name].append(time.process_time() - before)
+    return [
+        {
+            "experts": experts,
+            "top_k": top_k,
+            "ffn": width,
+            "dtype": dtype_name,
+            "routing": "skewed" if skewed else "balanced",
+            "layer": name,
+            "cpu_ms": statistics.median(seconds[name]) * 1e3,
+            "min_cpu_ms": min(seconds[name]) * 1e3,
+            "to_dense": statistics.median(own / dense for own, dense in zip(seconds[name], seconds["dense"], strict=True)),
+        }
+        for name in names
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="experts:top_k:ffn")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--routings", nargs="+", default=["balanced", "skewed"], choices=["balanced", "skewed"])
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    _start_process_group()
+    names = [name for name in PEERS if (name in arguments.peers or name == "dense") and available(name)]
+    missing = [name for name in arguments.peers if not available(name)]
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, 1 thread, {TOKENS} tokens, hidden {HIDDEN}")
+    if missing:
+        print(f"not installed: {', '.join(missing)}")
+    print(f"{'experts':>7} {'top':>3} {'ffn':>5} {'dtype':>5} {'routing':<9} {'layer':<19} {'CPU ms':>8} {'lowest':>8} {'/ dense':>8}")
+    rows = []
+    for shape in arguments.shapes:
+        for dtype_name in arguments.dtypes:
+            for routing in arguments.routings:
+                for row in measure(shape, dtype_name, routing == "skewed", names, arguments.rounds):
+                    rows.append(row)
+                    print(
+                        f"{row['experts']:>7} {row['top_k']:>3} {row['ffn']:>5} {row['dtype']:>5} {row['routing']:<9} {row['layer']:<19} "
+                        f"{row['cpu_ms']:>8.1f} {row['min_cpu_ms']:>8.1f} {row['to_dense']:>8.3f}",
+                        flush=True,
+                    )
+    if arguments.json:
+        print(json.dumps({"torch": torch.__version__, "tokens": TOKENS, "hidden": HIDDEN, "rounds": arguments.rounds, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

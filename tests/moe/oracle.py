@@ -1,0 +1,155 @@
+"""An MoE layer as a plain loop over tokens, in fp64, and the cases that ours is compared with it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional as F
+
+from moe.dispatch import AllToAll
+from moe.experts import Weights, hidden_factor
+from moe.schedule import Plan, SharedExpert, routed_experts
+
+HIDDEN, WIDTH = 8, 12  # rows of a multiple of 16 bytes in fp32, which grouped products need
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: sizes, routing and what computes it."""
+
+    num_tokens: int = 13  # per rank
+    num_experts: int = 8
+    top_k: int = 2
+    routing: str = "balanced"
+    activation: str = "swiglu"
+    bias: bool = False
+    shared: bool = False
+    dtype: torch.dtype = torch.float64
+
+
+@dataclass
+class Problem:
+    """Tensors of a case for one rank's tokens; the weights are those of all experts and the same on every rank."""
+
+    x: torch.Tensor
+    probs: torch.Tensor
+    routing_map: torch.Tensor
+    output_grad: torch.Tensor
+    parameters: list[torch.Tensor]  # fc1, fc2, then the two biases if there are any
+    shared: list[torch.Tensor]
+
+
+def routing_map(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """[T, E] bool. `dropped` leaves some tokens fewer experts, and one none."""
+    num_tokens, num_experts = case.num_tokens, case.num_experts
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    if case.routing == "skewed":
+        scores -= torch.linspace(0, 1.5, num_experts)
+    elif case.routing == "empty_experts":
+        scores[:, : num_experts - case.top_k] -= 2.0 * (torch.arange(num_experts - case.top_k) % 2 == 0)
+    elif case.routing == "one_expert":
+        scores[:, num_experts - 1] += 2.0
+        scores[:, : num_experts - case.top_k] -= 2.0
+    chosen = torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, scores.topk(case.top_k, dim=1).indices, True)
+    if case.routing == "dropped" and num_tokens:
+        chosen &= torch.rand(num_tokens, num_experts, generator=generator) < 0.6
+        chosen[num_tokens // 2] = False
+    return chosen
+
+
+def problem(case: Case, rank: int = 0) -> Problem:
+    """The tensors of a rank, drawn by the case alone: rounded to its dtype, so that the loop sees the same numbers."""
+    weights = torch.Generator().manual_seed(1)
+    tokens = torch.Generator().manual_seed(100 + rank)
+    num_experts, outer = case.num_experts, hidden_factor(case.activation) * WIDTH
+
+    def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(case.dtype)
+
+    parameters = [draw(weights, num_experts, outer, HIDDEN) / 2, draw(weights, num_experts, HIDDEN, WIDTH) / 2]
+    if case.bias:
+        parameters += [draw(weights, num_experts, outer), draw(weights, num_experts, HIDDEN)]
+    shared = [draw(weights, WIDTH, HIDDEN), draw(weights, HIDDEN, WIDTH)] if case.shared else []
+    wide = case.dtype if case.dtype is torch.float64 else torch.float32  # the router's
+    probs = draw(tokens, case.num_tokens, num_experts).abs().to(wide)
+    if case.num_tokens:
+        probs[0] = 0.0  # a weight of zero still has a gradient
+    return Problem(
+        draw(tokens, case.num_tokens, HIDDEN),
+        probs,
+        routing_map(case, tokens),
+        draw(tokens, case.num_tokens, HIDDEN),
+        parameters,
+        shared,
+    )
+
+
+def shared_expert(weights: list[torch.Tensor]) -> SharedExpert | None:
+    """A small differentiable function of the tokens."""
+    return (lambda x: torch.tanh(x @ weights[0].t()) @ weights[1].t()) if weights else None
+
+
+def loop(case: Case, given: Problem) -> list[torch.Tensor]:
+    """[output, gradients of x, probs, parameters..., shared...] by a loop over tokens and their experts, in fp64."""
+    leaves = [tensor.double().requires_grad_() for tensor in (given.x, given.probs, *given.parameters, *given.shared)]
+    x, probs, fc1, fc2, *rest = leaves
+    fc1_bias, fc2_bias = rest[:2] if case.bias else (None, None)
+    output = x * 0.0  # in the graph also where there are no tokens
+    for token in range(case.num_tokens):
+        total = output[token]
+        for expert in given.routing_map[token].nonzero().flatten().tolist():
+            hidden = F.linear(x[token], fc1[expert], None if fc1_bias is None else fc1_bias[expert])
+            if case.activation == "swiglu":
+                gate, up = hidden.chunk(2)
+                hidden = F.silu(gate) * up
+            else:
+                hidden = F.gelu(hidden, approximate="tanh" if case.activation == "gelu_tanh" else "none")
+            total = total + probs[token, expert] * F.linear(hidden, fc2[expert], None if fc2_bias is None else fc2_bias[expert])
+        output = torch.cat([output[:token], total[None], output[token + 1 :]])
+    function = shared_expert(leaves[-2:] if case.shared else [])
+    if function is not None:
+        output = output + function(x)
+    return [output.detach(), *_gradients(output, leaves, given.output_grad.double())]
+
+
+def ours(case: Case, given: Problem, plan: Plan, exchange: AllToAll | None = None, rank: int = 0, num_ranks: int = 1) -> list[torch.Tensor]:
+    """The same by `routed_experts` on one of `num_ranks` ranks, which holds its part of the experts."""
+    num_local = case.num_experts // num_ranks
+    local = [parameter[rank * num_local : (rank + 1) * num_local] for parameter in given.parameters]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (given.x, given.probs, *local, *given.shared)]
+    x, probs, fc1, fc2, *rest = leaves
+    fc1_bias, fc2_bias = rest[:2] if case.bias else (None, None)
+    weights = Weights(fc1, fc2, fc1_bias, fc2_bias, case.activation)
+    pairs_per_token = None if case.routing == "dropped" else case.top_k
+    function = shared_expert(leaves[-2:] if case.shared else [])
+    output = routed_experts(x, probs, given.routing_map, weights, plan, exchange, function, pairs_per_token)
+    return [output.detach(), *_gradients(output, leaves, given.output_grad)]
+
+
+def _gradients(output: torch.Tensor, leaves: list[torch.Tensor], output_grad: torch.Tensor) -> list[torch.Tensor]:
+    output.backward(output_grad)  # as a training does: the shared expert's gradients come from a graph of its own
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+
+def expected_on(case: Case, rank: int, num_ranks: int) -> list[torch.Tensor]:
+    """What `ours` should return on a rank: its tokens' values, and its experts' gradients from all ranks' tokens. Collective."""
+    result = loop(case, problem(case, rank))
+    num_local, num_parameters = case.num_experts // num_ranks, 4 if case.bias else 2
+    for i in range(3, 3 + num_parameters):
+        if num_ranks > 1:
+            torch.distributed.all_reduce(result[i])
+        result[i] = result[i][rank * num_local : (rank + 1) * num_local]
+    return result
+
+
+def largest_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Over all tensors: the largest difference, relative to the tensor's largest value."""
+    assert [tensor.shape for tensor in actual] == [tensor.shape for tensor in expected]
+    pairs = [(a.double(), e) for a, e in zip(actual, expected, strict=True) if e.numel()]
+    return max((((a - e).abs().max() / e.abs().max().clamp_min(1e-30)).item() if e.any() else a.abs().max().item()) for a, e in pairs)
+
+
+def with_dtype(case: Case, name: str) -> Case:
+    """The case in another dtype, by its name."""
+    return replace(case, dtype=getattr(torch, name))

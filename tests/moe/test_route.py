@@ -1,0 +1,65 @@
+"""Sorted indices and traffic against their definitions."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from moe import route
+from moe.workspace import Workspace
+
+
+@pytest.mark.parametrize("num_tokens,degree", [(0, 3), (1, 1), (1, 4), (7, 3), (100, 8), (64, 4)])
+def test_chunk_of_agrees_with_the_boundaries(num_tokens: int, degree: int) -> None:
+    first = route.boundaries(num_tokens, degree)
+    assert first[0] == 0 and first[-1] == num_tokens and sorted(first) == first
+    expected = [chunk for chunk in range(degree) for _ in range(first[chunk], first[chunk + 1])]
+    assert route.chunk_of(torch.arange(num_tokens), num_tokens, degree).tolist() == expected
+
+
+def test_a_token_travels_once_to_each_rank() -> None:
+    # 4 experts on 2 ranks: token 0 goes to both experts of rank 0, token 1 to one of each, token 2 nowhere.
+    routing_map = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
+    choice = route.choose(routing_map, None)
+    sent = route.outgoing(choice, num_local_experts=2, num_ranks=2)
+    assert route.traffic(sent, 4, 2, 1).tolist() == [[[2, 3]], [[2, 3]]]
+    assert route.traffic(sent, 4, 2, 2).tolist() == [[[2, 3], [0, 0]], [[1, 1], [1, 2]]]
+    assert sent.row_tokens(4).tolist() == [0, 1, 1, 3]
+    assert [(code // 2, code % 2) for code in sent.codes.tolist()] == [(0, 0), (0, 1), (1, 1), (0, 0), (1, 0), (1, 1)]
+
+
+def test_received_rows_number_the_chunks_one_after_the_other() -> None:
+    # Rank 0 sends rows 0 (two pairs) | 1, rank 1 sends rows 0, 1 | 2; the bar stands between the chunks.
+    cut = route.Cuts(rows=[[1, 1], [2, 1]], pairs=[[2, 1], [2, 1]])
+    codes = torch.tensor([0, 1, 2, 0, 3, 5])  # two local experts
+    assert route.received_rows(codes, cut, 2).tolist() == [0, 0, 3, 1, 2, 4]
+    assert cut.slices(cut.pairs, 0) == [slice(0, 2), slice(3, 5)] and cut.slices(cut.pairs, 1) == [slice(2, 3), slice(5, 6)]
+    chunk = route.make_chunk(cut.slices(cut.pairs, 1), route.received_rows(codes, cut, 2), codes % 2, 3, 2, 2)
+    assert chunk.ids.tolist() == [2, 5] and chunk.rows.tolist() == [0, 1] and chunk.counts.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("limit", [4, 200, 30_000, 100_000])
+def test_stable_argsort(limit: int) -> None:
+    keys = torch.randint(0, limit + 1, (5000,), generator=torch.Generator().manual_seed(limit))
+    assert torch.equal(route.stable_argsort(keys, limit), keys.argsort(stable=True))
+
+
+def test_workspace_uses_memory_again() -> None:
+    pool, like = Workspace(), torch.empty(0, dtype=torch.bfloat16)
+    taken = pool.take((1000, 8), like)
+    place = taken.data_ptr()
+    assert pool.take((1000, 8), like).data_ptr() != place
+    pool.give(taken)
+    assert pool.take((990, 8), like).data_ptr() == place
+    lent = pool.lend(torch.empty(300, 7))
+    place, row = lent.data_ptr(), lent[3]
+    assert lent.shape == (300, 7) and lent.dtype == torch.float32
+    del lent
+    gc.collect()
+    other = pool.lend(torch.empty(300, 7))
+    assert other.data_ptr() != place  # the row is still there
+    del row
+    gc.collect()
+    assert pool.lend(torch.empty(300, 7)).data_ptr() == place

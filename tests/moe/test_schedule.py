@@ -1,0 +1,153 @@
+"""The layer's schedule against the loop over tokens: outputs and all gradients, on one rank and over several."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe import experts
+from moe.dispatch import FlatAllToAll
+from moe.schedule import Plan
+from tests.distributed import run
+from tests.moe.oracle import Case, expected_on, largest_error, loop, ours, problem, with_dtype
+from tests.tolerances import MOE
+
+ROUTINGS = ("balanced", "skewed", "empty_experts", "one_expert", "dropped")
+STRATEGIES = ("keep", "recompute")
+DEGREES = [(degree, degree) for degree in range(1, 9)] + [(1, 3), (4, 1), (3, 2), (2, 6)]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("top_k", [1, 2, 4, 8])
+def test_one_rank(routing: str, top_k: int) -> None:
+    for activation, bias in (("swiglu", False), ("gelu", True), ("gelu_tanh", False)):
+        case = Case(routing=routing, top_k=top_k, activation=activation, bias=bias, shared=bias)
+        expected = loop(case, problem(case))
+        for (degree, backward), strategy in itertools.product(DEGREES, STRATEGIES):
+            actual = ours(case, problem(case), Plan(degree, backward, strategy))
+            assert largest_error(actual, expected) < MOE["float64"], (activation, degree, backward, strategy)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation,bias", [("swiglu", False), ("gelu", True)])
+def test_one_rank_in_lower_precision(dtype: str, activation: str, bias: bool) -> None:
+    for routing, top_k in itertools.product(("balanced", "one_expert"), (1, 8)):
+        case = with_dtype(Case(routing=routing, top_k=top_k, activation=activation, bias=bias), dtype)
+        expected = loop(case, problem(case))
+        for degree, strategy in itertools.product((1, 2, 8), STRATEGIES):
+            assert largest_error(ours(case, problem(case), Plan(degree, degree, strategy)), expected) < MOE[dtype]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_fewer_tokens_than_chunks(num_tokens: int) -> None:
+    case = Case(num_tokens=num_tokens)
+    for degree, strategy in itertools.product((1, 4, 8), STRATEGIES):
+        assert largest_error(ours(case, problem(case), Plan(degree, degree, strategy)), loop(case, problem(case))) < MOE["float64"]
+
+
+def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    # More rows than go through an expert at once: the later blocks are added to the weight gradients.
+    monkeypatch.setattr(experts, "BLOCK_ROWS", 4)
+    case = Case(num_tokens=40, num_experts=4, routing="skewed", activation="gelu", bias=True)
+    for degree in (1, 3):
+        assert largest_error(ours(case, problem(case), Plan(degree, degree)), loop(case, problem(case))) < MOE["float64"]
+
+
+@pytest.mark.parametrize("activation,bias", [("swiglu", False), ("gelu", True)])
+def test_grouped_products(monkeypatch: pytest.MonkeyPatch, activation: str, bias: bool) -> None:
+    # The way of a GPU; torch's grouped product also runs on the host.
+    monkeypatch.setattr(experts, "uses_grouped_mm", lambda *_: True)
+    for routing, (degree, backward), strategy in itertools.product(ROUTINGS, [(1, 1), (3, 3), (2, 3)], STRATEGIES):
+        case = with_dtype(Case(routing=routing, activation=activation, bias=bias), "float32")
+        assert largest_error(ours(case, problem(case), Plan(degree, backward, strategy)), loop(case, problem(case))) < MOE["float32"]
+
+
+def _cases() -> Iterator[tuple[Case, list[Plan]]]:
+    every = [Plan(degree, backward, strategy) for (degree, backward), strategy in itertools.product(DEGREES, STRATEGIES)]
+    few = [Plan(1, 1), Plan(3, 3, "recompute"), Plan(4, 2)]
+    yield Case(shared=True), every
+    yield Case(top_k=4, routing="dropped", activation="gelu", bias=True), every
+    for routing, top_k in itertools.product(ROUTINGS, (1, 2, 4, 8)):
+        yield Case(routing=routing, top_k=top_k, shared=top_k == 2), few
+    for dtype in ("float32", "bfloat16"):
+        yield with_dtype(Case(top_k=4, shared=dtype == "float32"), dtype), few
+    yield Case(num_tokens=2, routing="one_expert"), every
+
+
+def _all_cases_on_ranks() -> float:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    rank, size = group.rank(), group.size()
+    exchange = FlatAllToAll(group)
+    worst = 0.0
+    for case, plans in _cases():
+        expected = expected_on(case, rank, size)
+        for plan in plans:
+            error = largest_error(ours(case, problem(case, rank), plan, exchange, rank, size), expected)
+            allowed = MOE[str(case.dtype).removeprefix("torch.")]
+            assert error < allowed, (case, plan, error)
+            worst = max(worst, error / allowed)
+    return worst
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_experts_over_ranks(num_ranks: int) -> None:
+    assert max(run(_all_cases_on_ranks, num_ranks)) < 1
+
+
+def _one_rank_without_tokens() -> float:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    rank, exchange = group.rank(), FlatAllToAll(group)
+    full, none = Case(shared=True), Case(num_tokens=0, shared=True)
+    mine = none if rank == 0 else full
+    alone = loop(full, problem(full, 1))
+    actual = ours(mine, problem(mine, rank), Plan(2, 3), exchange, rank, 2)
+    if rank == 0:
+        half = slice(0, full.num_experts // 2)
+        assert len(actual[0]) == len(actual[1]) == 0
+        return largest_error(actual[3:5], [gradient[half] for gradient in alone[3:5]])
+    half = slice(full.num_experts // 2, None)
+    return largest_error(actual, [*alone[:3], *(gradient[half] for gradient in alone[3:5]), *alone[5:]])
+
+
+def test_a_rank_without_tokens_serves_the_others() -> None:
+    assert max(run(_one_rank_without_tokens, 2)) < MOE["float64"]
+
+
+def _not_everything_needs_gradients() -> None:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    from moe.experts import Weights
+    from moe.schedule import routed_experts
+
+    rank, size = group.rank(), group.size()
+    exchange = FlatAllToAll(group) if size > 1 else None
+    case = Case()
+    given, num_local = problem(case, rank), case.num_experts // size
+    fc1, fc2 = (p[rank * num_local : (rank + 1) * num_local].clone().requires_grad_() for p in given.parameters)
+    weights = Weights(fc1, fc2, None, None, case.activation)
+    expected = expected_on(case, rank, size)
+    # Neither the input nor the router learns.
+    output = routed_experts(given.x, given.probs, given.routing_map, weights, Plan(2, 2), exchange)
+    output.backward(given.output_grad, retain_graph=True)
+    assert largest_error([output.detach(), fc1.grad, fc2.grad], [expected[0], *expected[3:5]]) < MOE["float64"]
+    with pytest.raises(RuntimeError, match="second time"):
+        output.backward(given.output_grad)
+    # Frozen experts.
+    x = given.x.clone().requires_grad_()
+    frozen = Weights(fc1.detach(), fc2.detach(), None, None, case.activation)
+    routed_experts(x, given.probs, given.routing_map, frozen, Plan(3, 2), exchange).backward(given.output_grad)
+    assert largest_error([x.grad], [expected[1]]) < MOE["float64"]
+    # No gradients at all.
+    with torch.no_grad():
+        output = routed_experts(given.x, given.probs, given.routing_map, weights, Plan(3, 3), exchange)
+    assert not output.requires_grad and largest_error([output], expected[:1]) < MOE["float64"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_not_everything_needs_gradients(num_ranks: int) -> None:
+    run(_not_everything_needs_gradients, num_ranks)
