@@ -7,10 +7,13 @@ from training.run import Callback, Run
 
 
 class Samples(Callback):
-    """Prints a greedy and a sampled continuation of each prompt."""
+    """Prints a greedy and a sampled continuation of each prompt; only a GPT has one."""
 
     def on_end(self, run: Run) -> None:
         settings = run.config.sample
+        if run.config.model.family != "gpt" and settings.prompts:
+            run.say("sample.prompts are not continued: a masked language model does not generate text")
+            return
         for prompt in settings.prompts:
             greedy = continue_text(run, prompt, settings.num_tokens, temperature=0.0)
             sampled = continue_text(run, prompt, settings.num_tokens, temperature=settings.temperature, top_p=settings.top_p)
