@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from data.build import entropy
+from data.build import entropy, label_counts
 from training.run import Callback, Metrics, Run
 from training.step import Batch
 
@@ -30,15 +30,13 @@ class Evaluation(Callback):
 
 def evaluate(run: Run) -> tuple[float, dict[str, float], float]:
     """Mean loss over `training.eval_batches` global batches of the validation split, extra losses, unigram entropy in nats."""
-    counts = torch.zeros(run.vocab_size, dtype=torch.float64)
+    counts = torch.zeros(run.vocab_size, dtype=torch.int64)
     loader = run.make_validation_loader()
 
     def steps() -> Iterator[list[Batch]]:
         for _ in range(run.config.training.eval_batches):
             batches = loader.next_step()
-            for batch in batches:
-                predicted = batch["labels"][batch["loss_mask"] > 0]
-                counts.add_(torch.bincount(predicted, minlength=run.vocab_size))
+            counts.add_(label_counts([batches], run.vocab_size))
             yield batches
 
     try:
