@@ -59,6 +59,7 @@ def apply() -> None:
     _use_host_random_numbers()
     _use_host_splits()
     _gather_uneven_over_gloo()
+    _gather_parameters_one_by_one()
 
 
 def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
@@ -158,3 +159,31 @@ def _gather_uneven_over_gloo() -> None:
         return torch.cat([part[:size] for part, size in zip(gathered.chunk(len(sizes)), sizes, strict=True)])
 
     mappings._gather_along_first_dim = gather
+
+
+def _gather_parameters_one_by_one() -> None:
+    # gloo's coalesced all-gather (torch 2.13) corrupts the heap: some thousand small ones in a row, which is what DDP
+    # sends to gather its parameters, end in a segmentation fault, also in a group of one. Single gathers do not.
+    from megatron.core.distributed import param_and_grad_buffer
+
+    coalesce = param_and_grad_buffer._coalescing_manager
+    open_blocks: list[Any] = []
+
+    @contextlib.contextmanager
+    def remember(group: torch.distributed.ProcessGroup, async_ops: bool = False) -> Iterator[Any]:
+        with coalesce(group, async_ops=async_ops) as block:
+            open_blocks.append(block)
+            try:
+                yield block
+            finally:
+                open_blocks.pop()
+
+    def gather(output: torch.Tensor, input_: torch.Tensor, group: torch.distributed.ProcessGroup, async_op: bool) -> None:
+        work = group._allgather_base(output, input_)
+        if async_op:
+            open_blocks[-1].append(work)
+        else:
+            work.wait()
+
+    param_and_grad_buffer._coalescing_manager = remember
+    param_and_grad_buffer.dist_all_gather_func = gather

@@ -147,3 +147,32 @@ def test_gradient_norm_of_large_tensors() -> None:
     exact, plain, ours = on_one_rank(gradient_norms, 1)[0]
     assert ours == pytest.approx(exact, rel=1e-6)
     assert abs(plain / exact - 1) > abs(ours / exact - 1)  # why the patch is there
+
+
+def gather_many(rounds: int, asynchronous: bool) -> list[list[float]]:
+    """What two parameter buffers hold after `rounds` gathers of both, as Megatron's DDP asks for them."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from parallel.megatron import apply_patches
+
+    apply_patches("cpu")
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    buffers = [torch.zeros(count * size, dtype=torch.bfloat16) for count in (64, 4096)]
+    for round_ in range(rounds):
+        pending = []
+        for buffer in buffers:
+            own = buffer.chunk(size)[rank].fill_(round_ % 100 + rank)
+            with param_and_grad_buffer._coalescing_manager(group, async_ops=asynchronous) as block:
+                param_and_grad_buffer.dist_all_gather_func(buffer, own, group=group, async_op=asynchronous)
+            pending.append(block)
+        for block in pending:
+            block.wait()
+    return [[float(part[0]) for part in buffer.chunk(size)] for buffer in buffers]
+
+
+@pytest.mark.parametrize(("ranks", "rounds", "asynchronous"), [(1, 10_000, True), (2, 3_000, True), (2, 200, False)])
+def test_many_parameter_gathers(ranks: int, rounds: int, asynchronous: bool) -> None:
+    expected = [float((rounds - 1) % 100 + rank) for rank in range(ranks)]
+    for held in distributed.run(gather_many, ranks, rounds, asynchronous):
+        assert held == [expected, expected]
