@@ -124,7 +124,7 @@ def _mixtrain(experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x:
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.spec_utils import build_module
 
-    from moe.schedule import Plan
+    from moe.plan import Plan
     from moe.spec import moe_spec
 
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

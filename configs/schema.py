@@ -71,7 +71,7 @@ class MoEConfig:
     drop_policy: str = "probs"  # probs | position: which tokens go when an expert is full
     pipeline_degree: Any = 1  # number of chunks that a layer's tokens are split into, or auto
     backward_pipeline_degree: Optional[int] = None  # of the backward pass; null: pipeline_degree
-    memory_strategy: str = "keep"  # keep | recompute: what an MoE layer's backward pass finds in memory
+    memory_strategy: str = "keep"  # how an MoE layer's backward pass gets its inputs back: a name of moe/plan.py's STRATEGIES
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 
 

@@ -39,7 +39,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.backend": ("auto", "portable", "transformer_engine"),
     "moe.router_score": ("softmax", "sigmoid"),
     "moe.drop_policy": ("probs", "position"),
-    "moe.memory_strategy": ("keep", "recompute"),
+    "moe.memory_strategy": (
+        *("keep", "recompute", "communicate", "communicate_recompute"),
+        *("offload", "offload_recompute", "communicate_offload"),
+    ),
     "optimizer.name": ("adamw",),
     "optimizer.schedule": ("cosine", "linear", "constant", "wsd"),
     "training.precision": ("fp32", "bf16", "fp16"),

@@ -27,7 +27,7 @@ from configs import derived
 from configs.schema import Config, ConfigError
 from models.attention import ScaledDotProductAttention
 from models.norm import norm_class
-from moe.schedule import Plan
+from moe.plan import Plan
 from moe.spec import moe_spec
 
 

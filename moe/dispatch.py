@@ -8,6 +8,7 @@ On gloo every receive is posted before the send that answers it: gloo's pairs sh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -17,11 +18,37 @@ import torch.distributed as dist
 MAX_TAG = 2**20
 
 
+@dataclass(frozen=True)
+class Flow:
+    """One exchange's numbers of rows: `send[i]` to rank i and `receive[i]` from it, this rank's own included.
+
+    `relay` is what an exchange that passes rows on needs beside that; `back`: it answers the flow that was counted.
+    """
+
+    send: list[int]
+    receive: list[int]
+    relay: Any = None
+    back: bool = False
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What `AllToAll.count` found out: numbers [rank][column] that this rank sends and receives."""
+
+    sent: list[list[int]]
+    received: list[list[int]]
+
+    def flow(self, columns: Sequence[int], back: bool = False) -> Flow:
+        """The flow of the rows that these columns count together; `back`: of their answers, the other way."""
+        sent, received = add_columns(self.sent, columns), add_columns(self.received, columns)
+        return Flow(received, sent, back=True) if back else Flow(sent, received)
+
+
 class Handle(Protocol):
     """One exchange: `send` once, `wait` for what is received, and at last `finish`, until when the sent rows must stay as they are."""
 
-    def send(self, rows: torch.Tensor, counts: Sequence[int], own: bool = True) -> None:
-        """Start sending `rows` [sum(counts), ...], `counts[i]` of them to rank i; with `own`, copy this rank's part to itself."""
+    def send(self, rows: torch.Tensor, own: bool = True) -> None:
+        """Start sending rows, sorted by rank. Without `own` they lack this rank's, which are in the receive buffer already."""
 
     def wait(self) -> torch.Tensor:
         """The receive buffer, filled (on a GPU: once the current stream gets there)."""
@@ -31,20 +58,28 @@ class Handle(Protocol):
 
 
 class AllToAll(Protocol):
-    """All ranks of a group call `expect` in the same order."""
+    """All ranks of a group call these in the same order."""
 
     rank: int
     size: int
 
-    def expect(self, buffer: torch.Tensor, counts: Sequence[int]) -> Handle:
-        """Get ready to receive `counts[i]` rows from rank i, in the order of ranks, in a contiguous buffer."""
+    def count(self, counts: torch.Tensor) -> Traffic:
+        """Tell each rank its row of `counts` [ranks, columns] (int64): one small exchange, after which the host waits."""
+
+    def expect(self, buffer: torch.Tensor, flow: Flow) -> Handle:
+        """Get ready to receive into a contiguous buffer, in the order of ranks."""
 
 
-def start(exchange: AllToAll, rows: torch.Tensor, counts: Sequence[int], buffer: torch.Tensor, receive_counts: Sequence[int]) -> Handle:
+def start(exchange: AllToAll, rows: torch.Tensor, buffer: torch.Tensor, flow: Flow) -> Handle:
     """Expect and send in one."""
-    handle = exchange.expect(buffer, receive_counts)
-    handle.send(rows, counts)
+    handle = exchange.expect(buffer, flow)
+    handle.send(rows)
     return handle
+
+
+def add_columns(counts: Sequence[Sequence[int]], columns: Sequence[int]) -> list[int]:
+    """Per rank the sum of these columns."""
+    return [sum(of_rank[column] for column in columns) for of_rank in counts]
 
 
 class FlatAllToAll:
@@ -55,16 +90,25 @@ class FlatAllToAll:
         self.pairwise = dist.get_backend(group) == "gloo"
         self._tag = 0
 
-    def expect(self, buffer: torch.Tensor, counts: Sequence[int]) -> _FlatHandle:
+    def count(self, counts: torch.Tensor) -> Traffic:
+        """See AllToAll."""
+        received, ones = torch.empty_like(counts), [1] * self.size
+        handle = start(self, counts, received, Flow(ones, ones))
+        handle.wait()
+        sent, got = torch.stack([counts, received]).tolist()
+        handle.finish()
+        return Traffic(sent, got)
+
+    def expect(self, buffer: torch.Tensor, flow: Flow) -> Handle:
         """See AllToAll."""
         self._tag = (self._tag + 1) % MAX_TAG
-        return _FlatHandle(self, buffer, counts, self._tag)
+        return _FlatHandle(self, buffer, flow, self._tag)
 
 
 class _FlatHandle:
-    def __init__(self, exchange: FlatAllToAll, buffer: torch.Tensor, counts: Sequence[int], tag: int) -> None:
-        self._exchange, self._buffer, self._tag = exchange, buffer, tag
-        self._parts = _split(buffer, counts)
+    def __init__(self, exchange: FlatAllToAll, buffer: torch.Tensor, flow: Flow, tag: int) -> None:
+        self._exchange, self._buffer, self._flow, self._tag = exchange, buffer, flow, tag
+        self._parts = _split(buffer, flow.receive)
         self._receives: list[Any] = []
         self._sends: list[Any] = []
         self._sent: torch.Tensor | None = None
@@ -73,8 +117,11 @@ class _FlatHandle:
                 if len(self._parts[rank]):
                     self._receives.append(dist.irecv(self._parts[rank], group=exchange.group, group_src=rank, tag=tag))
 
-    def send(self, rows: torch.Tensor, counts: Sequence[int], own: bool = True) -> None:
-        exchange, parts = self._exchange, _split(rows, counts)
+    def send(self, rows: torch.Tensor, own: bool = True) -> None:
+        exchange, counts = self._exchange, list(self._flow.send)
+        if not own:
+            counts[exchange.rank] = 0
+        parts = _split(rows, counts)
         self._sent = rows  # alive until `finish`
         if exchange.pairwise:
             for rank in _others(exchange):

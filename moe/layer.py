@@ -10,7 +10,8 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe.dispatch import AllToAll, FlatAllToAll
-from moe.schedule import Plan, routed_experts
+from moe.plan import Plan
+from moe.schedule import routed_experts
 
 
 class MixtrainMoELayer(MoELayer):

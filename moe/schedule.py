@@ -2,8 +2,9 @@
 MPipeMoE, Zhang et al., IPDPS 2023).
 
 Forward, while the experts compute chunk i, chunk i + 1 is dispatched and chunk i - 1 combined; the shared expert fills the
-first wait. Backward the same with gradients: input gradients of all chunks first, so that they leave early, then the weight
-gradients, which fill the wait for the last ones. Its number of chunks is its own.
+first wait. Backward the same with gradients: the input gradients of a chunk leave before its weight gradients are computed,
+which fill the waits. Its number of chunks is its own. What is not kept for the backward pass lives in a few buffers of the size
+of a chunk, used in turn.
 
 Shapes: T tokens of this rank, H hidden size, P pairs that this rank chose, Q pairs that it computes.
 """
@@ -11,29 +12,41 @@ Shapes: T tokens of this rank, H hidden size, P pairs that this rank chose, Q pa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from moe import experts, memory, route
-from moe.dispatch import AllToAll, Handle, start
-from moe.experts import WeightGrads, Weights, WeightWork
-from moe.route import Chunk, Cuts, Sum
+from moe.dispatch import AllToAll, Flow, Handle, Traffic, start
+from moe.experts import Pairs, WeightGrads, Weights, WeightWork
+from moe.plan import STRATEGIES, Plan
+from moe.route import Chunk, Cuts
 from moe.workspace import WORKSPACE
 
-MAX_IN_FLIGHT = 5  # exchanges of a pass that may still be sending: bounds the memory of send buffers
+AHEAD = 2  # chunks whose receive buffers are ready beyond the one that is computed
+MAX_IN_FLIGHT = 4  # exchanges of a pass that may still be sending: bounds the memory of send buffers
 
 SharedExpert = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How one call of a layer runs: numbers of chunks, and what is kept for the backward pass (a key of memory.STRATEGIES)."""
+class Engine(Protocol):
+    """What computes the experts of a chunk; the module `moe.experts` says what each does."""
 
-    degree: int = 1
-    backward_degree: int = 1
-    memory_strategy: str = "keep"
+    def forward(self, weights: Weights, source: torch.Tensor, pairs: Pairs, hidden: torch.Tensor | None) -> torch.Tensor: ...
+
+    def input_gradients(
+        self,
+        weights: Weights,
+        source: torch.Tensor,
+        pairs: Pairs,
+        hidden: torch.Tensor | None,
+        output_grad: torch.Tensor,
+        output_rows: torch.Tensor,
+        pair_weights: torch.Tensor,
+        grads: WeightGrads | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, WeightWork | None]: ...
+
+    def weight_gradients(self, work: WeightWork, grads: WeightGrads) -> None: ...
 
 
 def routed_experts(
@@ -45,6 +58,7 @@ def routed_experts(
     exchange: AllToAll | None,
     shared_expert: SharedExpert | None = None,
     pairs_per_token: int | None = None,
+    engine: Engine = experts,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts' outputs [T, H], plus the shared expert's, differentiable in x, probs and weights.
 
@@ -57,10 +71,10 @@ def routed_experts(
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     call: _LocalCall | _ParallelCall
     if exchange is not None and keep:
-        call = _ParallelCall(choice, plan, keep, exchange, shared_expert)
+        call = _ParallelCall(choice, plan, keep, engine, exchange, shared_expert)
         return _Schedule.apply(call, weights.activation, *tensors)
     # Without other ranks there is no wait to fill, and without a backward pass of ours the shared expert may have its own.
-    call = _LocalCall(choice, plan, keep) if exchange is None else _ParallelCall(choice, plan, keep, exchange, None)
+    call = _LocalCall(choice, plan, keep, engine) if exchange is None else _ParallelCall(choice, plan, keep, engine, exchange, None)
     output = _Schedule.apply(call, weights.activation, *tensors)
     return output if shared_expert is None else output + shared_expert(x)
 
@@ -86,13 +100,70 @@ class _Schedule(torch.autograd.Function):
         return None, None, x_grad, pair_weight_grad.to(pair_weights.dtype), *parameter_grads
 
 
-def _compute_chunk(weights: Weights, source: torch.Tensor, chunk: Chunk, values: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """A chunk's weighted sums [rows of the chunk, H] from the rows of all chunks."""
-    rows = chunk.rows + chunk.first_row if chunk.first_row else chunk.rows
-    output = experts.forward(weights, source, experts.make_pairs(rows, chunk.counts, weights), hidden)
-    sums = route.add_up(output, chunk.sums, chunk.in_row_order(values))
-    WORKSPACE.give(output)
-    return sums
+class _Call:
+    """What calls with and without communication have in common."""
+
+    def __init__(self, choice: route.Choice, plan: Plan, keep: bool, engine: Engine) -> None:
+        self.choice, self.plan, self.keep, self.engine = choice, plan, keep, engine
+        self.strategy = STRATEGIES[plan.memory_strategy]
+
+    def compute(
+        self, weights: Weights, source: torch.Tensor, rows: torch.Tensor, chunk: Chunk, values: torch.Tensor, hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A chunk's weighted sums [rows of the chunk, H]; `rows` are its pairs' rows of `source`."""
+        output = self.engine.forward(weights, source, experts.make_pairs(rows, chunk.counts, weights), hidden)
+        sums = route.add_up(output, chunk.sums, chunk.in_row_order(values))
+        WORKSPACE.give(output)
+        return sums
+
+    def input_gradients(
+        self,
+        weights: Weights,
+        source: torch.Tensor,
+        rows: torch.Tensor,
+        chunk: Chunk,
+        hidden: torch.Tensor | None,
+        output_grad: torch.Tensor,
+        values: torch.Tensor,
+        weight_grad: torch.Tensor,
+        grads: WeightGrads | None,
+    ) -> tuple[torch.Tensor, WeightWork | None]:
+        """A chunk's gradient of its rows [rows, H]; fills its part of `weight_grad`. See experts.input_gradients for `grads`."""
+        pairs = experts.make_pairs(rows, chunk.counts, weights)
+        pair_grad, value_grad, work = self.engine.input_gradients(
+            weights, source, pairs, hidden, output_grad, chunk.rows, values.index_select(0, chunk.ids), grads
+        )
+        weight_grad[chunk.ids] = value_grad.to(weight_grad.dtype)
+        sums = route.add_up(pair_grad, chunk.sums)
+        WORKSPACE.give(pair_grad, value_grad)
+        return sums, work
+
+
+class _Rows:
+    """The tensor [T, H] that chunks of rows make up; where there is one chunk, that is it."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._rows: torch.Tensor | None = None
+
+    def put(self, first: int, rows: torch.Tensor) -> None:
+        """Rows `first` and following."""
+        if len(rows) == self._num_tokens:
+            self._rows = rows
+            return
+        if self._rows is None:
+            self._rows = rows.new_empty(self._num_tokens, *rows.shape[1:])
+        self._rows[first : first + len(rows)] = rows
+
+    def tensor(self) -> torch.Tensor:
+        """All of them."""
+        assert self._rows is not None
+        return self._rows
+
+
+def _rows_of_layer(chunk: Chunk) -> torch.Tensor:
+    """The chunk's pairs' rows in a buffer of all chunks."""
+    return chunk.rows + chunk.first_row if chunk.first_row else chunk.rows
 
 
 def _local_chunks(choice: route.Choice, degree: int, num_experts: int) -> list[Chunk]:
@@ -107,11 +178,8 @@ def _local_chunks(choice: route.Choice, degree: int, num_experts: int) -> list[C
     ]
 
 
-class _LocalCall:
+class _LocalCall(_Call):
     """One call where this rank has all experts: no communication, and the layer's own input is what the experts read."""
-
-    def __init__(self, choice: route.Choice, plan: Plan, keep: bool) -> None:
-        self.choice, self.plan, self.keep = choice, plan, keep
 
     def forward(self, x: torch.Tensor, pair_weights: torch.Tensor, weights: Weights) -> torch.Tensor:
         plan, num_experts = self.plan, len(weights.fc1)
@@ -119,58 +187,67 @@ class _LocalCall:
         if self.keep:
             same = plan.backward_degree == plan.degree
             self.chunks = chunks if same else _local_chunks(self.choice, plan.backward_degree, num_experts)
-            self.saved = memory.STRATEGIES[plan.memory_strategy](chunks, self.chunks, weights.fc1.size(1), x)
+            self.hidden = memory.HIDDEN[self.strategy.hidden](chunks, self.chunks, weights.fc1.size(1), x)
         values = pair_weights.to(x.dtype)
-        sums = []
+        output = _Rows(self.choice.num_tokens)
         for i, chunk in enumerate(chunks):
-            sums.append(_compute_chunk(weights, x, chunk, values, self.saved.hidden_out(i) if self.keep else None))
-        return sums[0] if len(sums) == 1 else torch.cat(sums)
+            hidden = self.hidden.out(i) if self.keep else None
+            output.put(chunk.first_row, self.compute(weights, x, _rows_of_layer(chunk), chunk, values, hidden))
+            if self.keep:
+                self.hidden.written(i)
+        return output.tensor()
 
     def backward(
         self, x: torch.Tensor, pair_weights: torch.Tensor, weights: Weights, output_grad: torch.Tensor, grads: WeightGrads | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         values = pair_weights.to(x.dtype)
         weight_grad = torch.empty(len(values), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        x_grads = []
+        x_grad = _Rows(self.choice.num_tokens)
         for i, chunk in enumerate(self.chunks):
             chunk_grad = output_grad[chunk.first_row : chunk.first_row + chunk.num_rows]
-            sums, work = _input_gradients(weights, x, chunk, self.saved.hidden(i, chunk), chunk_grad, values, weight_grad, grads)
-            x_grads.append(sums)
+            rows, hidden = _rows_of_layer(chunk), self.hidden.get(i, chunk)
+            sums, work = self.input_gradients(weights, x, rows, chunk, hidden, chunk_grad, values, weight_grad, grads)
+            x_grad.put(chunk.first_row, sums)
             if work is not None:
                 work.free()
-        self.saved.free()
-        return x_grads[0] if len(x_grads) == 1 else torch.cat(x_grads), weight_grad
+        self.hidden.free()
+        return x_grad.tensor(), weight_grad
 
 
-def _input_gradients(
-    weights: Weights,
-    source: torch.Tensor,
-    chunk: Chunk,
-    hidden: torch.Tensor | None,
-    output_grad: torch.Tensor,
-    values: torch.Tensor,
-    weight_grad: torch.Tensor,
-    grads: WeightGrads | None,
-    source_rows: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, WeightWork | None]:
-    """A chunk's gradient of its rows [rows, H]; fills its part of `weight_grad`. See experts.input_gradients for `grads`."""
-    if source_rows is None:
-        source_rows = chunk.rows + chunk.first_row if chunk.first_row else chunk.rows
-    pairs = experts.make_pairs(source_rows, chunk.counts, weights)
-    pair_grad, value_grad, work = experts.input_gradients(
-        weights, source, pairs, hidden, output_grad, chunk.rows, values.index_select(0, chunk.ids), grads
-    )
-    weight_grad[chunk.ids] = value_grad.to(weight_grad.dtype)
-    sums = route.add_up(pair_grad, chunk.sums)
-    WORKSPACE.give(pair_grad, value_grad)
-    return sums, work
+class _Pass:
+    """One pass's chunks as both sides see them: who sends how many rows, and which pairs belong to a chunk."""
+
+    def __init__(self, traffic: Traffic, first_column: int, degree: int) -> None:
+        columns = [(column, column + 1) for column in range(first_column, first_column + 2 * degree, 2)]
+        self.degree = degree
+        self.sends, self.receives = (
+            Cuts(*([[of_rank[pair[kind]] for pair in columns] for of_rank in side] for kind in (0, 1)))
+            for side in (traffic.sent, traffic.received)
+        )
+        self.flows = [traffic.flow([rows]) for rows, _ in columns]
+        self.answers = [traffic.flow([rows], back=True) for rows, _ in columns]
+        pairs = [pairs for _, pairs in columns]
+        self.pair_flow, self.pair_answer = traffic.flow(pairs), traffic.flow(pairs, back=True)
+        self.received_rows = self.receives.total_rows()
+
+    def chunks(self, rows: torch.Tensor, local_experts: torch.Tensor, num_local_experts: int) -> list[Chunk]:
+        """The chunks of received pairs; `rows` [Q] count in a buffer of all chunks' rows."""
+        chunks, first = [], 0
+        for i, num_rows in enumerate(self.received_rows):
+            pairs = self.receives.slices(self.receives.pairs, i)
+            chunks.append(route.make_chunk(pairs, rows, local_experts, first, num_rows, num_local_experts))
+            first += num_rows
+        return chunks
 
 
-class _ParallelCall:
+class _ParallelCall(_Call):
     """One call where the experts are spread over the ranks of `exchange`."""
 
-    def __init__(self, choice: route.Choice, plan: Plan, keep: bool, exchange: AllToAll, shared_expert: SharedExpert | None) -> None:
-        self.choice, self.plan, self.keep, self.exchange, self.shared_expert = choice, plan, keep, exchange, shared_expert
+    def __init__(
+        self, choice: route.Choice, plan: Plan, keep: bool, engine: Engine, exchange: AllToAll, shared_expert: SharedExpert | None
+    ) -> None:
+        super().__init__(choice, plan, keep, engine)
+        self.exchange, self.shared_expert = exchange, shared_expert
         self._in_flight: list[tuple[Handle, torch.Tensor | None]] = []  # exchanges, and the send buffers to hand back after them
 
     # -- setting up --------------------------------------------------------------------------------------------------
@@ -180,16 +257,12 @@ class _ParallelCall:
         plan, size = self.plan, self.exchange.size
         self.sent = route.outgoing(self.choice, num_local_experts, size)
         degrees = [plan.degree] if plan.degree == plan.backward_degree or not self.keep else [plan.degree, plan.backward_degree]
-        counts = torch.cat([route.traffic(self.sent, self.choice.num_tokens, size, degree) for degree in degrees], dim=1)
-        received = torch.empty_like(counts)
-        self._follow(start(self.exchange, counts, [1] * size, received, [1] * size)).wait()
-        both = torch.stack([counts, received]).tolist()
-        first = plan.degree
-        self.send_cuts, self.receive_cuts = (route.cuts([rank[:first] for rank in side]) for side in both)
-        self.backward_send_cuts, self.backward_receive_cuts = self.send_cuts, self.receive_cuts
+        counts = [route.traffic(self.sent, self.choice.num_tokens, size, degree).flatten(1) for degree in degrees]
+        traffic = self.exchange.count(counts[0] if len(counts) == 1 else torch.cat(counts, dim=1))
+        self.forward_pass = self.backward_pass = _Pass(traffic, 0, plan.degree)
         if len(degrees) == 2:
-            self.backward_send_cuts, self.backward_receive_cuts = (route.cuts([rank[first:] for rank in side]) for side in both)
-        self.row_tokens = self.sent.row_tokens(sum(self.send_cuts.total_rows()))
+            self.backward_pass = _Pass(traffic, 2 * plan.degree, plan.backward_degree)
+        self.row_tokens = self.sent.row_tokens(sum(self.forward_pass.sends.total_rows()))
 
     def _start_pairs(self, pair_weights: torch.Tensor) -> Handle:
         """Send each pair's code and weight to its expert's rank: one message for all chunks."""
@@ -197,42 +270,47 @@ class _ParallelCall:
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         bits = torch.int64 if weights.dtype is torch.float64 else torch.int32
         message = torch.stack([self.sent.codes.to(bits), weights.view(bits)], dim=1)
-        self.pairs_sent = [sum(counts) for counts in self.send_cuts.pairs]
-        self.pairs_received = [sum(counts) for counts in self.receive_cuts.pairs]
-        received = message.new_empty(sum(self.pairs_received), 2)
-        return self._follow(start(self.exchange, message, self.pairs_sent, received, self.pairs_received))
+        flow = self.forward_pass.pair_flow
+        return self._follow(start(self.exchange, message, message.new_empty(sum(flow.receive), 2), flow))
 
     def _take_pairs(self, message: torch.Tensor, num_local_experts: int, dtype: torch.dtype) -> None:
         codes = message[:, 0].long()
         self.values = message[:, 1].contiguous().view(dtype)  # [Q]
-        self.source_rows = route.received_rows(codes, self.receive_cuts, num_local_experts)  # [Q]
         local_experts = codes % num_local_experts
-        self.chunks = _received_chunks(self.receive_cuts, self.source_rows, local_experts, num_local_experts)
-        self.backward_chunks = self.chunks
-        if self.backward_receive_cuts is not self.receive_cuts:
-            rows = route.received_rows(codes, self.backward_receive_cuts, num_local_experts)
-            self.backward_chunks = _received_chunks(self.backward_receive_cuts, rows, local_experts, num_local_experts)
+        self.source_rows = route.received_rows(codes, self.forward_pass.receives, num_local_experts)  # [Q]
+        self.chunks = self.backward_chunks = self.forward_pass.chunks(self.source_rows, local_experts, num_local_experts)
+        if self.backward_pass is not self.forward_pass:
+            rows = route.received_rows(codes, self.backward_pass.receives, num_local_experts)
+            self.backward_chunks = self.backward_pass.chunks(rows, local_experts, num_local_experts)
 
     # -- one chunk's way ---------------------------------------------------------------------------------------------
 
     def _send_rows(self, handle: Handle, values: torch.Tensor, cut: Cuts, chunk: int, receive: torch.Tensor, receive_cut: Cuts) -> None:
         """Gather a chunk's rows from `values` [T, H] and send them; this rank's own go straight into the receive buffer."""
         me, slices = self.exchange.rank, cut.slices(cut.rows, chunk)
-        counts = cut.chunk_rows(chunk)
         own = slices[me]
         before = sum(receive_cut.chunk_rows(chunk)[:me])
-        torch.index_select(values, 0, self.row_tokens[own], out=receive[before : before + counts[me]])
-        counts[me] = 0
+        torch.index_select(values, 0, self.row_tokens[own], out=receive[before : before + cut.chunk_rows(chunk)[me]])
         away = route.cut_list(self.row_tokens, [part for rank, part in enumerate(slices) if rank != me])
         rows = WORKSPACE.take((len(away), values.size(1)), values)
         torch.index_select(values, 0, away, out=rows)
-        handle.send(rows, counts, own=False)
+        handle.send(rows, own=False)
         self._follow(handle, rows)
 
-    def _home_sum(self, cut: Cuts, chunk: int) -> Sum:
+    def _answer(self, sums: torch.Tensor, flow: Flow, values: torch.Tensor, cut: Cuts, chunk: int) -> Handle:
+        """Send a computed chunk's sums home."""
+        handle = self.exchange.expect(WORKSPACE.take((sum(cut.chunk_rows(chunk)), values.size(1)), values), flow)
+        handle.send(sums)
+        return self._follow(handle)
+
+    def _sum_at_home(self, handle: Handle, cut: Cuts, chunk: int, result: _Rows) -> None:
+        """Wait for a chunk's answers and add them up per token."""
         first = route.boundaries(self.choice.num_tokens, cut.degree)
         tokens = route.cut_list(self.row_tokens, cut.slices(cut.rows, chunk))
-        return route.home_sum(tokens, first[chunk], first[chunk + 1] - first[chunk])
+        sum_ = route.home_sum(tokens, first[chunk], first[chunk + 1] - first[chunk])
+        rows = handle.wait()
+        result.put(first[chunk], route.add_up(rows, sum_))
+        WORKSPACE.give(rows)
 
     def _follow(self, handle: Handle, rows: torch.Tensor | None = None) -> Handle:
         """Remember an exchange whose rows are on their way; older ones are over by now, or are waited for."""
@@ -253,47 +331,37 @@ class _ParallelCall:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, x: torch.Tensor, pair_weights: torch.Tensor, weights: Weights) -> torch.Tensor:
-        num_local_experts, exchange = len(weights.fc1), self.exchange
+        num_local_experts = len(weights.fc1)
         self._exchange_counts(num_local_experts)
-        sends, receives, degree = self.send_cuts, self.receive_cuts, self.plan.degree
+        this = self.forward_pass
+        sends, receives, degree = this.sends, this.receives, this.degree
         pairs = self._start_pairs(pair_weights)
-        self.source = WORKSPACE.take((sum(receives.total_rows()), x.size(1)), x)
-        parts = self.source.split(receives.total_rows())
-        # All receives are posted first, so that no rank's notice waits behind its own rows.
-        dispatches = [exchange.expect(part, receives.chunk_rows(i)) for i, part in enumerate(parts)]
-        returns: list[Handle] = []
-        self._send_rows(dispatches[0], x, sends, 0, parts[0], receives)
+        self.rows = memory.ROWS[self.strategy.rows if self.keep else "communicate"](this.received_rows, x)
+        arrivals = _Arrivals(self.exchange, this, lambda i: self.rows.out(i), degree if self.rows.has_all else AHEAD)
+        self._send_rows(arrivals.handle(0), x, sends, 0, arrivals.buffer(0), receives)
         shared = self._shared_forward(x)
         self._take_pairs(pairs.wait(), num_local_experts, torch.promote_types(pair_weights.dtype, torch.float32))
         values = self.values.to(x.dtype)
-        saved = (
-            memory.STRATEGIES[self.plan.memory_strategy](self.chunks, self.backward_chunks, weights.fc1.size(1), x) if self.keep else None
-        )
-        outputs: list[torch.Tensor] = []
+        if self.keep:
+            self.hidden = memory.HIDDEN[self.strategy.hidden](self.chunks, self.backward_chunks, weights.fc1.size(1), x)
+        output, answer = _Rows(self.choice.num_tokens), None
         for i, chunk in enumerate(self.chunks):
             if i + 1 < degree:
-                self._send_rows(dispatches[i + 1], x, sends, i + 1, parts[i + 1], receives)
-            returns.append(exchange.expect(WORKSPACE.take((sum(sends.chunk_rows(i)), x.size(1)), x), sends.chunk_rows(i)))
-            dispatches[i].wait()
-            sums = _compute_chunk(weights, self.source, chunk, values, saved.hidden_out(i) if saved is not None else None)
-            returns[i].send(sums, receives.chunk_rows(i))
-            self._follow(returns[i])
-            if i > 0:
-                outputs.append(self._sum_at_home(returns[i - 1], sends, i - 1))
-        outputs.append(self._sum_at_home(returns[-1], sends, degree - 1))
+                self._send_rows(arrivals.handle(i + 1), x, sends, i + 1, arrivals.buffer(i + 1), receives)
+            source = arrivals.wait(i)
+            hidden = self.hidden.out(i) if self.keep else None
+            sums = self.compute(weights, source, chunk.rows, chunk, values, hidden)
+            previous, answer = answer, self._answer(sums, this.answers[i], x, sends, i)
+            del sums
+            if self.keep:
+                self.hidden.written(i)
+            self.rows.written(i, source)
+            if previous is not None:
+                self._sum_at_home(previous, sends, i - 1, output)
+        assert answer is not None
+        self._sum_at_home(answer, sends, degree - 1, output)
         self._finish_all()
-        output = outputs[0] if degree == 1 else torch.cat(outputs)
-        if saved is not None:
-            self.saved = saved
-        else:
-            WORKSPACE.give(self.source)
-        return output if shared is None else output.add_(shared)
-
-    def _sum_at_home(self, handle: Handle, cut: Cuts, chunk: int) -> torch.Tensor:
-        rows = handle.wait()
-        sums = route.add_up(rows, self._home_sum(cut, chunk))
-        WORKSPACE.give(rows)
-        return sums
+        return output.tensor() if shared is None else output.tensor().add_(shared)
 
     def _shared_forward(self, x: torch.Tensor) -> torch.Tensor | None:
         """The shared expert with a graph of its own, so that the backward pass can run it where it waits."""
@@ -310,46 +378,61 @@ class _ParallelCall:
     def backward(
         self, x: torch.Tensor, pair_weights: torch.Tensor, weights: Weights, output_grad: torch.Tensor, grads: WeightGrads | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        exchange, degree = self.exchange, self.plan.backward_degree
-        sends, receives = self.backward_send_cuts, self.backward_receive_cuts
+        exchange, this, lag = self.exchange, self.backward_pass, self.plan.weight_lag
+        sends, receives, degree = this.sends, this.receives, this.degree
         values = self.values.to(x.dtype)
-        received = WORKSPACE.take((sum(receives.total_rows()), x.size(1)), x)
-        parts = received.split(receives.total_rows())
-        dispatches = [exchange.expect(part, receives.chunk_rows(i)) for i, part in enumerate(parts)]
-        returns: list[Handle] = []
+
+        def room(i: int) -> torch.Tensor:
+            return WORKSPACE.take((this.received_rows[i], x.size(1)), x)
+
+        # What arrives for each chunk, in the order in which it is needed.
+        arriving = {"grad": (_Arrivals(exchange, this, room, AHEAD), output_grad)}
+        if self.strategy.rows == "communicate":
+            arriving["rows"] = (_Arrivals(exchange, this, room, AHEAD), x)
+            if self.strategy.hidden == "recompute":
+                arriving = dict(reversed(arriving.items()))
+
+        def send(i: int) -> None:
+            for arrivals, tensor in arriving.values():
+                self._send_rows(arrivals.handle(i), tensor, sends, i, arrivals.buffer(i), receives)
+
         pair_weight_grad = torch.empty(len(self.values), dtype=self.values.dtype, device=x.device)
-        self._send_rows(dispatches[0], output_grad, sends, 0, parts[0], receives)
+        x_grad, answer, later = _Rows(self.choice.num_tokens), None, _WeightQueue(self.engine, grads)
+        send(0)
+        self.hidden.fetch(0)
+        self.rows.fetch(0)
         shared_grad = self._shared_backward(output_grad)
-        later: list[WeightWork] = []
-        home_sums: list[torch.Tensor] = []
         for i, chunk in enumerate(self.backward_chunks):
             if i + 1 < degree:
-                self._send_rows(dispatches[i + 1], output_grad, sends, i + 1, parts[i + 1], receives)
-            returns.append(exchange.expect(WORKSPACE.take((sum(sends.chunk_rows(i)), x.size(1)), x), sends.chunk_rows(i)))
-            dispatches[i].wait()
-            rows = self.source_rows.index_select(0, chunk.ids)
-            hidden = self.saved.hidden(i, chunk)
-            sums, work = _input_gradients(weights, self.source, chunk, hidden, parts[i], values, pair_weight_grad, None, rows)
-            returns[i].send(sums, receives.chunk_rows(i))
-            self._follow(returns[i])
-            if work is not None:
-                later.append(work)
-        weight_grads_home = pair_weight_grad.new_empty(sum(self.pairs_sent))
-        pairs = self._follow(start(exchange, pair_weight_grad, self.pairs_received, weight_grads_home, self.pairs_sent))
-        for work in later:
-            if grads is not None:
-                experts.weight_gradients(work, grads)
+                send(i + 1)
+                self.hidden.fetch(i + 1)
+                self.rows.fetch(i + 1)
+            if "rows" in arriving:
+                source, rows = arriving["rows"][0].wait(i), chunk.rows
             else:
-                work.free()
-        for i, handle in enumerate(returns):
-            home_sums.append(self._sum_at_home(handle, sends, i))
-        x_grad = home_sums[0] if degree == 1 else torch.cat(home_sums)
+                source, rows = self.rows.get(i, chunk, self.source_rows)
+            chunk_grad = arriving["grad"][0].wait(i)
+            hidden = self.hidden.get(i, chunk)
+            sums, work = self.input_gradients(weights, source, rows, chunk, hidden, chunk_grad, values, pair_weight_grad, None)
+            previous, answer = answer, self._answer(sums, this.answers[i], x, sends, i)
+            del sums
+            self.hidden.done(hidden)
+            later.add(work, chunk_grad, None if self.rows.has_all else source)
+            later.run(keep=lag)
+            if previous is not None:
+                self._sum_at_home(previous, sends, i - 1, x_grad)
+        flow = this.pair_answer
+        pairs = self._follow(start(exchange, pair_weight_grad, pair_weight_grad.new_empty(sum(flow.receive)), flow))
+        later.run(keep=0)
+        assert answer is not None
+        self._sum_at_home(answer, sends, degree - 1, x_grad)
+        weight_grads_home = pairs.wait()
         choice_grad = torch.empty_like(weight_grads_home)
-        choice_grad[self.sent.pairs] = pairs.wait()
+        choice_grad[self.sent.pairs] = weight_grads_home
         self._finish_all()
-        self.saved.free()
-        WORKSPACE.give(received, self.source)
-        return x_grad if shared_grad is None else x_grad.add_(shared_grad), choice_grad
+        self.hidden.free()
+        self.rows.free()
+        return x_grad.tensor() if shared_grad is None else x_grad.tensor().add_(shared_grad), choice_grad
 
     def _shared_backward(self, output_grad: torch.Tensor) -> torch.Tensor | None:
         if self.shared_expert is None:
@@ -360,9 +443,54 @@ class _ParallelCall:
         return gradient
 
 
-def _received_chunks(cut: Cuts, rows: torch.Tensor, local_experts: torch.Tensor, num_local_experts: int) -> list[Chunk]:
-    chunks, first = [], 0
-    for i, num_rows in enumerate(cut.total_rows()):
-        chunks.append(route.make_chunk(cut.slices(cut.pairs, i), rows, local_experts, first, num_rows, num_local_experts))
-        first += num_rows
-    return chunks
+class _Arrivals:
+    """Receives of one tensor's chunks, posted `ahead` of the chunk that is waited for: a rank that got ready late would hold up
+    the others, as its notice waits behind its own rows."""
+
+    def __init__(self, exchange: AllToAll, this: _Pass, room: Callable[[int], torch.Tensor], ahead: int) -> None:
+        self._exchange, self._pass, self._room, self._ahead = exchange, this, room, ahead
+        self._expected: dict[int, tuple[Handle, torch.Tensor]] = {}
+        self._next = 0
+        self._expect(ahead)
+
+    def _expect(self, last: int) -> None:
+        while self._next <= min(last, self._pass.degree - 1):
+            buffer = self._room(self._next)
+            self._expected[self._next] = (self._exchange.expect(buffer, self._pass.flows[self._next]), buffer)
+            self._next += 1
+
+    def handle(self, i: int) -> Handle:
+        return self._expected[i][0]
+
+    def buffer(self, i: int) -> torch.Tensor:
+        return self._expected[i][1]
+
+    def wait(self, i: int) -> torch.Tensor:
+        """Chunk i; its buffer is the caller's then."""
+        self._expect(i + self._ahead)
+        handle, buffer = self._expected.pop(i)
+        handle.wait()
+        return buffer
+
+
+class _WeightQueue:
+    """Weight gradients that are still to be computed, oldest first, and the buffers that they read."""
+
+    def __init__(self, engine: Engine, grads: WeightGrads | None) -> None:
+        self._engine, self._grads = engine, grads
+        self._works: list[tuple[WeightWork | None, torch.Tensor, torch.Tensor | None]] = []
+
+    def add(self, work: WeightWork | None, *buffers: torch.Tensor | None) -> None:
+        grad, source = buffers
+        assert grad is not None
+        self._works.append((work, grad, source))
+
+    def run(self, keep: int) -> None:
+        """Compute all but the youngest `keep`."""
+        while len(self._works) > keep:
+            work, *buffers = self._works.pop(0)
+            if work is not None and self._grads is not None:
+                self._engine.weight_gradients(work, self._grads)
+            elif work is not None:
+                work.free()
+            WORKSPACE.give(*buffers)

@@ -123,7 +123,7 @@ WRONG: dict[str, Wrong] = {
     # Not there yet
     "context": Wrong([TINY, "parallel.context=2"], ("parallel.context (2)", "not available yet"), 2),
     "pipeline_degree": Wrong(["moe.pipeline_degree=auto"], ("moe.pipeline_degree (auto)", "not available yet")),
-    "memory_strategy": Wrong(["moe.memory_strategy=reuse"], ("moe.memory_strategy (reuse)", "one of keep, recompute")),
+    "memory_strategy": Wrong(["moe.memory_strategy=reuse"], ("moe.memory_strategy (reuse)", "one of keep, recompute, communicate")),
     "placement": Wrong(["moe.placement.policy=dynamic"], ("moe.placement.policy (dynamic)", "not available yet")),
     "state_device": Wrong(["optimizer.state_device=disk"], ("optimizer.state_device (disk)", "not available yet")),
     # Sweeps

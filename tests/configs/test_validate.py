@@ -83,7 +83,7 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     (["model=gpt_moe_tiny", "moe.pipeline_degree=0"], 1, "moe.pipeline_degree", "at least 1"),
     (["model=gpt_moe_tiny", "moe.backward_pipeline_degree=0"], 1, "moe.backward_pipeline_degree", "at least 1"),
     (["model=gpt_moe_tiny", "moe.pipeline_degree=two"], 1, "moe.pipeline_degree", "integer"),
-    (["model=gpt_moe_tiny", "moe.memory_strategy=reuse"], 1, "moe.memory_strategy", "one of keep, recompute"),
+    (["model=gpt_moe_tiny", "moe.memory_strategy=reuse"], 1, "moe.memory_strategy", "one of keep, recompute, communicate"),
     (["model=gpt_moe_tiny", "moe.placement.policy=greedy"], 1, "moe.placement.policy", "not available yet"),
     (["model=gpt_moe_tiny", "moe.placement.extra_slots=1"], 1, "moe.placement.extra_slots", "not available yet"),
     (["model=gpt_moe_tiny", "parallel.expert=3"], 3, "parallel.expert", "moe.num_experts (4)"),

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from moe.dispatch import AllToAll
 from moe.experts import Weights, hidden_factor
-from moe.schedule import Plan, SharedExpert, routed_experts
+from moe.plan import Plan
+from moe.schedule import SharedExpert, routed_experts
 
 HIDDEN, WIDTH = 8, 12  # rows of a multiple of 16 bytes in fp32, which grouped products need
 

@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from models.transformer_config import transformer_config
 from moe.layer import MixtrainMoELayer
-from moe.schedule import Plan
+from moe.plan import Plan
 from moe.spec import moe_spec
 from parallel.megatron import apply_patches
 from parallel.topology import initialize

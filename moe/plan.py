@@ -1,0 +1,50 @@
+"""How one call of an MoE layer runs: what planners decide and the schedule obeys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How the backward pass gets back what it needs of each chunk.
+
+    `rows`, the dispatched input: "keep", "communicate" (dispatched again from the layer's own input) or "offload" (to the
+    host and back). `hidden`, what goes into the activation function: "keep", "recompute" from the rows, or "offload".
+    """
+
+    rows: str
+    hidden: str
+
+
+STRATEGIES = {
+    "keep": Strategy("keep", "keep"),
+    "recompute": Strategy("keep", "recompute"),
+    "communicate": Strategy("communicate", "keep"),
+    "communicate_recompute": Strategy("communicate", "recompute"),
+    "offload": Strategy("offload", "offload"),
+    "offload_recompute": Strategy("offload", "recompute"),
+    "communicate_offload": Strategy("communicate", "offload"),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Numbers of chunks of the two passes, a key of STRATEGIES, and the backward pass's order.
+
+    The weight gradients of chunk i are computed after the input gradients of chunk i + `weight_lag` (or the last one): 0
+    holds least memory, `backward_degree` - 1 sends all input gradients first.
+    """
+
+    degree: int = 1
+    backward_degree: int = 1
+    memory_strategy: str = "keep"
+    weight_lag: int = 0
+
+    def __post_init__(self) -> None:
+        strategy = STRATEGIES[self.memory_strategy]
+        if "offload" in (strategy.rows, strategy.hidden) and self.degree != self.backward_degree:
+            raise ValueError(
+                f"memory strategy {self.memory_strategy!r} brings back the forward pass's chunks: backward_degree "
+                f"({self.backward_degree}) must equal degree ({self.degree})."
+            )
