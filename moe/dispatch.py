@@ -51,7 +51,7 @@ class Handle(Protocol):
         """Start sending rows, sorted by rank. Without `own` they lack this rank's, which are in the receive buffer already."""
 
     def wait(self) -> torch.Tensor:
-        """The receive buffer, filled (on a GPU: once the current stream gets there)."""
+        """The receive buffer, filled (on a GPU: once the current stream gets there). Once only: the handle lets go of it."""
 
     def finish(self) -> None:
         """Everything is sent too. Apart from `wait`, so that a rank that sends much can go on with what it has received."""
@@ -107,7 +107,8 @@ class FlatAllToAll:
 
 class _FlatHandle:
     def __init__(self, exchange: FlatAllToAll, buffer: torch.Tensor, flow: Flow, tag: int) -> None:
-        self._exchange, self._buffer, self._flow, self._tag = exchange, buffer, flow, tag
+        self._exchange, self._flow, self._tag = exchange, flow, tag
+        self._buffer: torch.Tensor | None = buffer
         self._parts = _split(buffer, flow.receive)
         self._receives: list[Any] = []
         self._sends: list[Any] = []
@@ -138,7 +139,10 @@ class _FlatHandle:
         for work in self._receives:
             work.wait()
         self._receives.clear()
-        return self._buffer
+        self._parts.clear()
+        buffer, self._buffer = self._buffer, None  # whoever waits for the rows alone decides how long they live
+        assert buffer is not None
+        return buffer
 
     def finish(self) -> None:
         for work in self._sends:

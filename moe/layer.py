@@ -9,9 +9,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from moe.clock import Clock
 from moe.dispatch import AllToAll, FlatAllToAll
 from moe.plan import Plan
-from moe.schedule import routed_experts
+from moe.schedule import SharedExpert, routed_experts
 
 
 class MixtrainMoELayer(MoELayer):
@@ -31,7 +32,7 @@ class MixtrainMoELayer(MoELayer):
     ) -> None:
         pg_collection = pg_collection or get_default_pg_collection()
         super().__init__(config, submodules, layer_number, pg_collection)
-        self.plan = plan or Plan()
+        self.plan, self.clock = plan or Plan(), Clock()
         self.token_dispatcher = None  # Megatron's is built by its constructor and does nothing here
         self.expert_tensor_group = pg_collection.expt_tp
         self.exchange: AllToAll | None = FlatAllToAll(self.ep_group) if self.ep_group.size() > 1 else None
@@ -51,9 +52,7 @@ class MixtrainMoELayer(MoELayer):
             output = self._split_experts(x, probs, routing_map)
             output = output if shared_expert is None else output + shared_expert(x)
         else:
-            output = routed_experts(
-                x, probs, routing_map, self.experts(), self.plan, self.exchange, shared_expert, pairs_per_token=self._pairs_per_token
-            )
+            output = self._routed(x, probs, routing_map, shared_expert)
         return output.view_as(hidden_states), None
 
     def _split_experts(self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
@@ -64,5 +63,20 @@ class MixtrainMoELayer(MoELayer):
         probs = gather_from_sequence_parallel_region(probs, tensor_parallel_output_grad=True, group=group)
         everywhere = routing_map.new_empty(group.size() * len(routing_map), routing_map.size(1))
         torch.distributed.all_gather_into_tensor(everywhere, routing_map.contiguous(), group=group)
-        output = routed_experts(x, probs, everywhere, self.experts(), self.plan, self.exchange, pairs_per_token=self._pairs_per_token)
+        output = self._routed(x, probs, everywhere)
         return reduce_scatter_to_sequence_parallel_region(output, group=group)
+
+    def _routed(
+        self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, shared_expert: SharedExpert | None = None
+    ) -> torch.Tensor:
+        return routed_experts(
+            x,
+            probs,
+            routing_map,
+            self.experts(),
+            self.plan,
+            self.exchange,
+            shared_expert,
+            pairs_per_token=self._pairs_per_token,
+            clock=self.clock,
+        )

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from moe import experts, memory, route
+from moe.clock import Clock
 from moe.dispatch import AllToAll, Flow, Handle, Traffic, start
 from moe.experts import Pairs, WeightGrads, Weights, WeightWork
 from moe.plan import STRATEGIES, Plan
@@ -59,12 +60,14 @@ def routed_experts(
     shared_expert: SharedExpert | None = None,
     pairs_per_token: int | None = None,
     engine: Engine = experts,
+    clock: Clock | None = None,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts' outputs [T, H], plus the shared expert's, differentiable in x, probs and weights.
 
     x [T, H]; probs [T, E] and routing_map [T, E] (bool) over the experts of all ranks of `exchange` (None: this rank has
     them all). `pairs_per_token` is the number of experts of every token where none is dropped.
     """
+    clock = clock or Clock()
     choice = route.choose(routing_map, pairs_per_token)
     pair_weights = probs.reshape(-1).index_select(0, choice.flat)
     tensors = (x, pair_weights, weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
@@ -72,20 +75,21 @@ def routed_experts(
     call: _LocalCall | _ParallelCall
     if exchange is not None and keep:
         call = _ParallelCall(choice, plan, keep, engine, exchange, shared_expert)
-        return _Schedule.apply(call, weights.activation, *tensors)
+        return _Schedule.apply(call, clock, weights.activation, *tensors)
     # Without other ranks there is no wait to fill, and without a backward pass of ours the shared expert may have its own.
     call = _LocalCall(choice, plan, keep, engine) if exchange is None else _ParallelCall(choice, plan, keep, engine, exchange, None)
-    output = _Schedule.apply(call, weights.activation, *tensors)
+    output = _Schedule.apply(call, clock, weights.activation, *tensors)
     return output if shared_expert is None else output + shared_expert(x)
 
 
 class _Schedule(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _LocalCall | _ParallelCall, activation: str, *tensors: Any) -> torch.Tensor:
+    def forward(ctx: Any, call: _LocalCall | _ParallelCall, clock: Clock, activation: str, *tensors: Any) -> torch.Tensor:
         x, pair_weights, fc1, fc2, fc1_bias, fc2_bias = tensors
-        ctx.call, ctx.activation = call, activation
+        ctx.call, ctx.clock, ctx.activation = call, clock, activation
         ctx.save_for_backward(*tensors)
-        return call.forward(x, pair_weights, Weights(fc1, fc2, fc1_bias, fc2_bias, activation))
+        with clock.measure("forward" if call.keep else "evaluation", x.device):
+            return call.forward(x, pair_weights, Weights(fc1, fc2, fc1_bias, fc2_bias, activation))
 
     @staticmethod
     def backward(ctx: Any, output_grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -94,10 +98,11 @@ class _Schedule(torch.autograd.Function):
         call, ctx.call = ctx.call, None
         if call is None:  # its buffers are in use again
             raise RuntimeError("an MoE layer's output can be differentiated once; it was asked for a second time (retain_graph).")
-        grads = WeightGrads(weights) if any(ctx.needs_input_grad[4:]) else None
-        x_grad, pair_weight_grad = call.backward(x, pair_weights, weights, output_grad.contiguous(), grads)
+        grads = WeightGrads(weights) if any(ctx.needs_input_grad[5:]) else None
+        with ctx.clock.measure("backward", x.device):
+            x_grad, pair_weight_grad = call.backward(x, pair_weights, weights, output_grad.contiguous(), grads)
         parameter_grads = (None,) * 4 if grads is None else grads.finish()
-        return None, None, x_grad, pair_weight_grad.to(pair_weights.dtype), *parameter_grads
+        return None, None, None, x_grad, pair_weight_grad.to(pair_weights.dtype), *parameter_grads
 
 
 class _Call:
@@ -193,6 +198,7 @@ class _LocalCall(_Call):
         for i, chunk in enumerate(chunks):
             hidden = self.hidden.out(i) if self.keep else None
             output.put(chunk.first_row, self.compute(weights, x, _rows_of_layer(chunk), chunk, values, hidden))
+            del hidden
             if self.keep:
                 self.hidden.written(i)
         return output.tensor()
@@ -207,9 +213,11 @@ class _LocalCall(_Call):
             chunk_grad = output_grad[chunk.first_row : chunk.first_row + chunk.num_rows]
             rows, hidden = _rows_of_layer(chunk), self.hidden.get(i, chunk)
             sums, work = self.input_gradients(weights, x, rows, chunk, hidden, chunk_grad, values, weight_grad, grads)
+            self.hidden.done(hidden)
             x_grad.put(chunk.first_row, sums)
             if work is not None:
                 work.free()
+            del sums, work, hidden
         self.hidden.free()
         return x_grad.tensor(), weight_grad
 
@@ -352,10 +360,10 @@ class _ParallelCall(_Call):
             hidden = self.hidden.out(i) if self.keep else None
             sums = self.compute(weights, source, chunk.rows, chunk, values, hidden)
             previous, answer = answer, self._answer(sums, this.answers[i], x, sends, i)
-            del sums
             if self.keep:
                 self.hidden.written(i)
             self.rows.written(i, source)
+            del sums, source, hidden  # a buffer is free when nothing refers to it
             if previous is not None:
                 self._sum_at_home(previous, sends, i - 1, output)
         assert answer is not None
@@ -415,9 +423,9 @@ class _ParallelCall(_Call):
             hidden = self.hidden.get(i, chunk)
             sums, work = self.input_gradients(weights, source, rows, chunk, hidden, chunk_grad, values, pair_weight_grad, None)
             previous, answer = answer, self._answer(sums, this.answers[i], x, sends, i)
-            del sums
             self.hidden.done(hidden)
             later.add(work, chunk_grad, None if self.rows.has_all else source)
+            del sums, work, chunk_grad, source, hidden
             later.run(keep=lag)
             if previous is not None:
                 self._sum_at_home(previous, sends, i - 1, x_grad)

@@ -9,8 +9,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moe.experts import StackedExperts
 from moe.layer import MixtrainMoELayer
+from moe.plan import Plan
 from moe.router import Router
-from moe.schedule import Plan
 
 
 def moe_spec(linear: MLPSubmodules, activation: str, plan: Plan) -> ModuleSpec:

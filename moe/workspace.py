@@ -19,12 +19,13 @@ class Workspace:
     """A pool of host buffers. A tensor that is taken and never given back is freed by Python like any other."""
 
     def __init__(self) -> None:
+        self.pooled = True  # false: plain tensors, freed at once, so that a counter of live memory sees what is in use
         self._free: list[torch.Tensor] = []
 
     def take(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialized contiguous tensor of this shape, on the device and of the dtype of `like`."""
         dtype = dtype or like.dtype
-        if like.device.type != "cpu":
+        if like.device.type != "cpu" or not self.pooled:
             return torch.empty(shape, dtype=dtype, device=like.device)
         num_bytes = math.prod(shape) * dtype.itemsize
         buffer = self._fitting(num_bytes)
@@ -33,12 +34,12 @@ class Workspace:
     def give(self, *tensors: torch.Tensor | None) -> None:
         """Hand back tensors that `take` returned; nobody may use them any more."""
         for tensor in tensors:
-            if tensor is not None and tensor.device.type == "cpu":
+            if tensor is not None and tensor.device.type == "cpu" and self.pooled:
                 self._free.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
     def lend(self, like: torch.Tensor) -> torch.Tensor:
         """An uninitialized tensor like this one for somebody else: its memory comes back by itself when nobody refers to it."""
-        if like.device.type != "cpu":
+        if like.device.type != "cpu" or not self.pooled:
             return torch.empty_like(like, memory_format=torch.contiguous_format)
         buffer = self._fitting(like.numel() * like.element_size())
         # The tensor's storage refers to the array, and the array's end gives the buffer back. The finalizer holds the buffer.
