@@ -1,0 +1,377 @@
+"""The all-to-all in two stages: equal to the flat one, fewer messages between nodes, and under the whole layer."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe.dispatch import AllToAll, FlatAllToAll, Handle, Traffic, start
+from moe.hierarchical import HierarchicalAllToAll, ranks_per_node
+from moe.plan import STRATEGIES, Plan
+from tests.distributed import RankError, run
+from tests.moe.oracle import Case, expected_on, largest_error, ours, problem, with_dtype
+from tests.tolerances import MOE
+
+NODES = [(4, 2), (4, 1), (4, 4), (2, 1), (3, 3)]  # (ranks, ranks per node)
+COLUMNS = [[0], [1], [2], [0, 2], [3], [0, 1, 2, 3]]
+KINDS = [(torch.float64, (3,)), (torch.int32, ()), (torch.bfloat16, (5, 2)), (torch.int64, (2,)), (torch.float32, (0,))]
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _counts(seed: int, size: int) -> torch.Tensor:
+    """[from, to, column] numbers of rows, the same on every rank: many zeros, empty columns, a silent rank and a deaf one."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 6, (size, size, 4), generator=generator)
+    counts *= torch.rand(size, size, 4, generator=generator) < (0.8, 0.3)[seed % 2]
+    counts[:, :, 3] *= seed % 3 == 0
+    if seed % 4 == 3:
+        counts[seed % size] = 0
+        counts[:, (seed + 1) % size] = 0
+    return counts
+
+
+def _rows(rank: int, number: int, count: int, kind: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+    """Rows that no other rank or exchange has: small whole numbers, exact in every dtype."""
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randint(-128, 128, (count, *kind[1]), generator=generator).to(kind[0])
+
+
+def _exchange_all(exchange: AllToAll, traffic: Traffic, order: random.Random, own: bool) -> list[torch.Tensor]:
+    """The receive buffers of many exchanges in flight together; `order` is the same on all ranks."""
+    flows = [traffic.flow(columns, back) for columns in COLUMNS for back in (False, True)]
+    buffers, rows = [], []
+    for number, flow in enumerate(flows):
+        kind = KINDS[number % len(KINDS)]
+        mine = _rows(exchange.rank, number, sum(flow.send), kind)
+        buffer = torch.full((sum(flow.receive), *kind[1]), 77, dtype=kind[0])
+        if not own:
+            parts, places = list(mine.split(flow.send)), buffer.split(flow.receive)
+            places[exchange.rank].copy_(parts.pop(exchange.rank))
+            mine = torch.cat(parts)
+        rows.append(mine)
+        buffers.append(buffer)
+    todo = [(step, number) for number in range(len(flows)) for step in ("send", "wait", "finish")]
+    handles = {number: exchange.expect(buffers[number], flow) for number, flow in enumerate(flows)}
+    sent: set[int] = set()
+    order.shuffle(todo)
+    for step, number in todo:
+        if number not in sent:
+            handles[number].send(rows[number], own=own)
+            sent.add(number)
+        if step == "wait":
+            assert handles[number].wait() is buffers[number]
+        elif step == "finish":
+            handles[number].finish()
+    return buffers
+
+
+def _equals_flat(per_node: int) -> None:
+    group = _world()
+    exchange, flat = HierarchicalAllToAll(group, per_node), FlatAllToAll(group)
+    for seed in range(8):
+        counts = _counts(seed, exchange.size)
+        traffic, expected = exchange.count(counts[exchange.rank]), flat.count(counts[exchange.rank])
+        assert (traffic.sent, traffic.received) == (expected.sent, expected.received)
+        mates = range(exchange.node * per_node, (exchange.node + 1) * per_node)
+        for node in set(range(exchange.num_nodes)) - {exchange.node}:
+            assert traffic.relayed[node] == [counts[mate, node * per_node + exchange.local].tolist() for mate in mates]
+        for own in (True, False):
+            got = _exchange_all(exchange, traffic, random.Random(seed), own)
+            wanted = _exchange_all(flat, expected, random.Random(seed), own)
+            for number, (a, b) in enumerate(zip(got, wanted, strict=True)):
+                assert torch.equal(a, b), (seed, own, number)
+
+
+@pytest.mark.parametrize("num_ranks,per_node", NODES)
+def test_equals_the_flat_exchange(num_ranks: int, per_node: int) -> None:
+    run(_equals_flat, num_ranks, per_node)
+
+
+class _Sends:
+    """Counts what this rank sends to other nodes: (messages, bytes)."""
+
+    def __init__(self, per_node: int) -> None:
+        self.sizes: list[int] = []
+        self.per_node, self._isend = per_node, dist.isend
+
+    def __enter__(self) -> list[int]:
+        def isend(tensor: torch.Tensor, **kwargs: Any) -> Any:
+            if kwargs["group_dst"] // self.per_node != dist.get_rank() // self.per_node:
+                self.sizes.append(tensor.nbytes)
+            return self._isend(tensor, **kwargs)
+
+        dist.isend = isend
+        return self.sizes
+
+    def __exit__(self, *_: object) -> None:
+        dist.isend = self._isend
+
+
+def _between_nodes() -> None:
+    per_node, width = 2, 16
+    group = _world()
+    rank, size = group.rank(), group.size()
+    numbers = torch.arange(1, size * size + 1).view(size, size, 1)  # rows from each rank to each
+    found: dict[str, list[Any]] = {}
+    for name, exchange in (("flat", FlatAllToAll(group)), ("hierarchical", HierarchicalAllToAll(group, per_node))):
+        with _Sends(per_node) as counting:
+            traffic = exchange.count(numbers[rank])
+        found[name] = [sorted(counting)]
+        for back in (False, True):
+            flow = traffic.flow([0], back)
+            with _Sends(per_node) as sending:
+                handle = start(exchange, torch.zeros(sum(flow.send), width), torch.empty(sum(flow.receive), width), flow)
+                handle.wait()
+                handle.finish()
+            found[name].append(sorted(sending))
+    node, local = divmod(rank, per_node)
+    other = 1 - node
+    mine, peer = slice(node * per_node, (node + 1) * per_node), other * per_node + local
+    theirs = slice(other * per_node, (other + 1) * per_node)
+    row = width * 4
+    # Flat: a message to each rank of the other node. Hierarchical: one to the peer, with the rows of all mates.
+    assert found["flat"] == [
+        [8, 8],
+        sorted(n * row for n in numbers[rank, theirs, 0].tolist()),
+        sorted(n * row for n in numbers[theirs, rank, 0].tolist()),
+    ]
+    assert found["hierarchical"] == [
+        [8 * per_node],
+        [int(numbers[mine, peer, 0].sum()) * row],
+        [int(numbers[theirs, rank, 0].sum()) * row],
+    ]
+
+
+def test_one_message_to_each_other_node() -> None:
+    run(_between_nodes, 4)
+
+
+def _relays_while_the_program_is_busy() -> None:
+    exchange = HierarchicalAllToAll(_world(), 2)
+    traffic = exchange.count(torch.full((4, 1), 3))
+    for back in (False, True):
+        flow = traffic.flow([0], back)
+        handle = start(exchange, torch.full((12, 2), float(exchange.rank)), torch.empty(12, 2), flow)
+        for rank in range(4):
+            # Only this rank waits; the others are at the barrier, and their relays have to work by themselves.
+            if rank == exchange.rank:
+                assert handle.wait()[:, 0].tolist() == [0.0] * 3 + [1.0] * 3 + [2.0] * 3 + [3.0] * 3
+            dist.barrier()
+        handle.finish()
+
+
+def test_relays_while_the_program_is_busy() -> None:
+    run(_relays_while_the_program_is_busy, 4)
+
+
+def _late_rank() -> None:
+    # One rank sends each exchange only when it has received the one before; the others send all at once.
+    exchange = HierarchicalAllToAll(_world(), 2)
+    traffic = exchange.count(torch.full((4, 1), 2))
+    handles: list[Handle] = []
+    rows = [torch.full((8, 1), float(10 * exchange.rank + number)) for number in range(3)]
+    flows = [traffic.flow([0], back) for back in (False, True, False)]
+    if exchange.rank == 1:
+        for number, flow in enumerate(flows):
+            handles.append(start(exchange, rows[number], torch.empty(8, 1), flow))
+            handles[-1].wait()
+    else:
+        handles = [exchange.expect(torch.empty(8, 1), flow) for flow in flows]
+        for handle, tensor in zip(handles, rows, strict=True):
+            handle.send(tensor)
+    for number, handle in enumerate(handles):
+        assert handle.wait()[::2, 0].tolist() == [10 * rank + number for rank in range(4)]
+        handle.finish()
+
+
+def test_a_rank_that_comes_late() -> None:
+    run(_late_rank, 4)
+
+
+def _failing_relay() -> None:
+    exchange = HierarchicalAllToAll(_world(), 2)
+    flow = exchange.count(torch.ones(4, 1, dtype=torch.int64)).flow([0])
+    isend = dist.isend
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return isend(*args, **kwargs)
+        raise ConnectionError("the link is down")
+
+    dist.isend = refuse
+    try:
+        handle = start(exchange, torch.zeros(4, 1), torch.empty(4, 1), flow)
+        with pytest.raises(ConnectionError, match="link is down"):
+            handle.wait()
+        with pytest.raises(ConnectionError, match="link is down"):
+            handle.finish()
+    finally:
+        dist.isend = isend
+
+
+def test_failures_of_a_relay_reach_the_program() -> None:
+    run(_failing_relay, 4)
+
+
+def _threads_end() -> None:
+    def relays() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "relay"]
+
+    before = set(relays())
+    exchange = HierarchicalAllToAll(_world(), 1)
+    assert set(relays()) == before  # none before it is needed
+    exchange.count(torch.ones(2, 1, dtype=torch.int64))
+    started = set(relays()) - before
+    assert len(started) == 1 and all(thread.daemon for thread in started)
+    del exchange
+    gc.collect()
+    for thread in started:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def test_threads_end_with_the_exchange() -> None:
+    run(_threads_end, 2)
+
+
+# -- the way of NCCL, whose batches run one after the other on a stream, and match messages of two ranks by their order --
+
+
+class _InOrder:
+    """A group that is no gloo group, whose batches are over when they return."""
+
+    def __init__(self) -> None:
+        self._batch = dist.batch_isend_irecv
+        self._backend = dist.get_backend
+
+    def __enter__(self) -> None:
+        def batch(ops: list[Any]) -> list[Any]:
+            assert ops
+            for work in self._batch([op for op in ops if op.op is dist.irecv] + [op for op in ops if op.op is dist.isend]):
+                work.wait()
+            return []
+
+        dist.batch_isend_irecv, dist.get_backend = batch, lambda group: "nccl"
+
+    def __exit__(self, *_: object) -> None:
+        dist.batch_isend_irecv, dist.get_backend = self._batch, self._backend
+
+
+def _batches(per_node: int) -> None:
+    group = _world()
+    flat = FlatAllToAll(group)
+    with _InOrder():
+        exchange = HierarchicalAllToAll(group, per_node)
+    assert not exchange.pairwise
+    for seed in range(8):
+        counts = _counts(seed, flat.size)
+        expected = flat.count(counts[flat.rank])
+        wanted = _exchange_all(flat, expected, random.Random(seed), own=True)
+        with _InOrder():
+            traffic = exchange.count(counts[flat.rank])
+            got = _exchange_all(exchange, traffic, random.Random(seed), own=True)
+        assert (traffic.sent, traffic.received) == (expected.sent, expected.received)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), seed
+
+
+@pytest.mark.parametrize("num_ranks,per_node", NODES)
+def test_batches(num_ranks: int, per_node: int) -> None:
+    run(_batches, num_ranks, per_node)
+
+
+# -- which ranks share a node ------------------------------------------------------------------------------------------
+
+
+LAYOUTS: list[tuple[list[int] | None, str, list[int], int | None]] = [  # (local ranks, hosts, members, expected)
+    ([0, 1, 2, 3], "aaaa", [0, 1, 2, 3], 4),
+    ([0, 1, 0, 1], "aabb", [0, 1, 2, 3], 2),
+    ([0, 1, 0, 1], "aaaa", [0, 1, 2, 3], 2),  # emulated nodes
+    ([0, 0, 0, 0], "abcd", [0, 1, 2, 3], 1),
+    ([0, 1, 0, 1], "aabb", [0, 2], 1),  # a group across the nodes
+    ([0, 1, 0, 1], "aabb", [2, 3], 2),
+    ([0, 1, 2, 0], "aaab", [0, 1, 2, 3], None),  # uneven
+    (None, "aabb", [0, 1, 2, 3], 2),
+    (None, "abab", [0, 1, 2, 3], None),  # its ranks do not follow one another
+    (None, "abba", [0, 1, 2, 3], None),
+]
+
+
+def _nodes() -> None:
+    rank, gethostname = dist.get_rank(), socket.gethostname
+    try:
+        for local_ranks, hosts, members, expected in LAYOUTS:
+            if local_ranks is None:
+                os.environ.pop("LOCAL_RANK", None)
+            else:
+                os.environ["LOCAL_RANK"] = str(local_ranks[rank])
+            socket.gethostname = lambda hosts=hosts: hosts[rank]  # type: ignore[misc]
+            group = dist.new_group(members)
+            if rank in members:
+                assert ranks_per_node(group) == expected, (local_ranks, hosts, members)
+    finally:
+        socket.gethostname = gethostname
+
+
+def test_ranks_per_node() -> None:
+    run(_nodes, 4)
+
+
+def _wrong_nodes() -> None:
+    HierarchicalAllToAll(_world(), 3)
+
+
+def test_nodes_must_divide_the_group() -> None:
+    with pytest.raises(RankError, match=r"ranks_per_node \(3\) must divide the group's size \(2\)"):
+        run(_wrong_nodes, 2)
+
+
+# -- the whole layer ---------------------------------------------------------------------------------------------------
+
+
+def _cases() -> Iterator[tuple[Case, list[Plan]]]:
+    every = [
+        Plan(degree, degree, strategy, weight_lag=(number + degree) % (degree + 1))
+        for degree in (1, 2, 3, 8)
+        for number, strategy in enumerate(STRATEGIES)
+    ]
+    few = [Plan(2, 2), Plan(3, 2, "communicate_recompute", 1), Plan(1, 3)]
+    yield Case(shared=True), every
+    yield Case(top_k=4, routing="dropped", activation="gelu", bias=True), few
+    yield Case(num_tokens=2, routing="one_expert"), few
+    for routing in ("skewed", "empty_experts", "one_expert"):
+        yield Case(routing=routing, top_k=1), few
+    for dtype in ("float32", "bfloat16"):
+        yield with_dtype(Case(top_k=8), dtype), few
+
+
+def _all_cases_on_ranks(make: Callable[[dist.ProcessGroup, int], AllToAll], per_node: int) -> float:
+    group = _world()
+    rank, size = group.rank(), group.size()
+    exchange, worst = make(group, per_node), 0.0
+    for case, plans in _cases():
+        expected = expected_on(case, rank, size)
+        for plan in plans:
+            error = largest_error(ours(case, problem(case, rank), plan, exchange, rank, size), expected)
+            allowed = MOE[str(case.dtype).removeprefix("torch.")]
+            assert error < allowed, (case, plan, error)
+            worst = max(worst, error / allowed)
+    return worst
+
+
+@pytest.mark.parametrize("num_ranks,per_node", [(4, 2), (2, 1)])
+def test_layer(num_ranks: int, per_node: int) -> None:
+    assert max(run(_all_cases_on_ranks, num_ranks, HierarchicalAllToAll, per_node)) < 1
