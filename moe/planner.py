@@ -94,7 +94,8 @@ class Limits:
     degrees: tuple[int, ...] = DEGREES
     backward_degrees: tuple[int, ...] = DEGREES
     strategies: tuple[str, ...] = tuple(STRATEGIES)
-    memory_budget: int | None = None  # bytes of one layer's buffers per rank, as `memory_bytes` counts; None: no limit
+    memory_budget: int | None = None  # bytes of buffers per rank, as `memory_bytes` counts; None: no limit
+    live_calls: int = 1  # calls (layers times micro-batches) that are between their passes at once
 
 
 @dataclass(frozen=True)
@@ -336,12 +337,13 @@ def _pair_seconds(costs: LayerCosts, load: Load, num_bytes: int) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def memory_bytes(load: Load, plan: Plan) -> int:
-    """Peak bytes of one layer's buffers on the busiest rank: what lives between the passes, and the larger pass's workspaces."""
+def memory_bytes(load: Load, plan: Plan, live_calls: int = 1) -> int:
+    """Peak bytes of buffers on the busiest rank: what `live_calls` calls keep between their passes, and the workspaces of one of
+    their passes, the larger one's: passes follow one another."""
     strategy, same = STRATEGIES[plan.memory_strategy], plan.degree == plan.backward_degree
     forward = _forward_workspaces(load, strategy, plan.degree)
     backward = _backward_workspaces(load, strategy, plan.backward_degree, plan.weight_lag, same)
-    return (_kept(load, strategy) + max(forward, backward)) * load.element_size
+    return (live_calls * _kept(load, strategy) + max(forward, backward)) * load.element_size
 
 
 def _kept(load: Load, strategy: Strategy) -> int:
@@ -387,9 +389,9 @@ def _chunk(count: int, degree: int) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def predict(costs: LayerCosts, load: Load, plan: Plan) -> Prediction:
-    """What a plan should take."""
-    return Prediction(forward_seconds(costs, load, plan), backward_seconds(costs, load, plan), memory_bytes(load, plan))
+def predict(costs: LayerCosts, load: Load, plan: Plan, live_calls: int = 1) -> Prediction:
+    """What a plan should take: a call's times, and the memory of `live_calls` calls."""
+    return Prediction(forward_seconds(costs, load, plan), backward_seconds(costs, load, plan), memory_bytes(load, plan, live_calls))
 
 
 def weight_lags(degree: int) -> list[int]:
@@ -434,7 +436,7 @@ def best_plan(costs: LayerCosts, load: Load, limits: Limits | None = None) -> De
         raise ValueError(_refusal(load, limits))
     _, degree, backward_degree, lag, index = best
     plan = Plan(degree, backward_degree, limits.strategies[index], lag)
-    return Decision(plan, predict(costs, load, plan))
+    return Decision(plan, predict(costs, load, plan, limits.live_calls))
 
 
 class _Search:
@@ -453,7 +455,8 @@ class _Search:
         costs, load, limits = self.costs, self.load, self.limits
         result: list[tuple[float, int, int, int]] = []
         for index, strategy in enumerate(STRATEGIES[name] for name in limits.strategies):
-            left = math.inf if limits.memory_budget is None else limits.memory_budget / load.element_size - _kept(load, strategy)
+            budget = math.inf if limits.memory_budget is None else limits.memory_budget / load.element_size
+            left = budget - limits.live_calls * _kept(load, strategy)
             forward = {
                 degree: score(_forward_bound(costs, load, strategy, self._work[degree]), degree)
                 for degree in self.degrees
@@ -513,11 +516,12 @@ def _refusal(load: Load, limits: Limits) -> str:
             f"strategies ({limits.strategies}) bring back the forward pass's chunks, so both passes need a common number of them; "
             f"allowed are {limits.degrees} and {limits.backward_degrees}. Try the same for both."
         )
-    least, plan = min(((memory_bytes(load, plan), plan) for plan in plans), key=lambda pair: pair[0])
+    least, plan = min(((memory_bytes(load, plan, limits.live_calls), plan) for plan in plans), key=lambda pair: pair[0])
     return (
-        f"moe.memory_budget ({limits.memory_budget} bytes) is less than any allowed plan needs for {load.tokens} tokens, "
-        f"{load.rows} rows and {load.pairs} pairs: the least is {least} bytes, with memory_strategy={plan.memory_strategy}, "
-        f"{plan.degree} chunks forward and {plan.backward_degree} backward. Try moe.memory_budget={least}."
+        f"moe.memory_budget ({(limits.memory_budget or 0) / 2**20:.6g} MiB) is less than any allowed plan needs for {load.tokens} tokens, "
+        f"{load.rows} rows, {load.pairs} pairs and {limits.live_calls} calls at once: the least is {least} bytes, with "
+        f"memory_strategy={plan.memory_strategy}, {plan.degree} chunks forward and {plan.backward_degree} backward. "
+        f"Try moe.memory_budget={math.ceil(least / 2**20 * 1000) / 1000}."
     )
 
 
