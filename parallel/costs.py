@@ -100,10 +100,23 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def fit_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """A curve through measured points (sizes in rising order); a point below an earlier one is lifted to it."""
-    if not sizes or len(sizes) != len(seconds) or any(b <= a for a, b in zip(sizes, sizes[1:], strict=False)):
+    """A curve near measured points (positive sizes in rising order) on which time never falls with size, nor time per item rises.
+
+    So a whole never costs more than its parts: what seems to be gained by computing in parts is a disturbance (or a cache that the
+    parts of a layer do not find warm either), and must not look like a reason to cut. Neighbours that contradict this share their
+    mean time per item. Raises ValueError for other sizes.
+    """
+    if not sizes or len(sizes) != len(seconds) or sizes[0] <= 0 or any(b <= a for a, b in zip(sizes, sizes[1:], strict=False)):
         raise ValueError(f"a curve needs as many times as sizes, at least one, the sizes rising; got {list(sizes)}, {len(seconds)} times")
-    return Curve(tuple(map(float, sizes)), tuple(accumulate(map(float, seconds), max)))
+    pools: list[tuple[float, int]] = []  # (time per item, points that share it), falling
+    for size, time_of_size in zip(sizes, seconds, strict=True):
+        rate, count = time_of_size / size, 1
+        while pools and rate > pools[-1][0]:
+            other, points = pools.pop()
+            rate, count = (rate * count + other * points) / (count + points), count + points
+        pools.append((rate, count))
+    rates = [rate for rate, count in pools for _ in range(count)]
+    return Curve(tuple(map(float, sizes)), tuple(accumulate((rate * size for rate, size in zip(rates, sizes, strict=True)), max)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

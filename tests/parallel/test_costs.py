@@ -59,12 +59,19 @@ def test_a_curve_keeps_its_knee() -> None:
     assert curve(1900) == pytest.approx(20.9)  # on with the last slope
     # A line through these times would be far off at the knee.
     assert fit_line([10, 100, 1000], [1.0, 1.1, 11.0])(100) > 1.3
-    # Never falling, whatever was measured.
-    assert fit_curve([1, 2, 3], [2.0, 1.0, 3.0]) == Curve((1.0, 2.0, 3.0), (2.0, 2.0, 3.0))
+    # Never falling, whatever was measured, nor more than twice as long for twice as much.
+    assert fit_curve([1, 2, 4], [2.0, 1.0, 2.0]) == Curve((1.0, 2.0, 4.0), (2.0, 2.0, 2.0))
+    assert fit_curve([1, 2, 4], [1.0, 2.0, 6.0]) == Curve((1.0, 2.0, 4.0), (7 / 6, 14 / 6, 28 / 6))
+    rng = random.Random(0)
+    for _ in range(100):
+        sizes = [2.0**i for i in range(6)]
+        curve = fit_curve(sizes, [n * rng.uniform(0.5, 1.5) for n in sizes])
+        for n in (1.5, 3.0, 10.0, 31.0):
+            assert curve(n) <= curve(2 * n) * (1 + 1e-9) and curve(2 * n) <= 2 * curve(n) * (1 + 1e-9)
     assert fit_curve([7], [2.0])(100) == 2.0
-    for sizes, seconds in (([], []), ([2, 1], [1.0, 1.0]), ([1, 1], [1.0, 1.0]), ([1], [])):
+    for bad, seconds in (([], []), ([2, 1], [1.0, 1.0]), ([1, 1], [1.0, 1.0]), ([1], []), ([0, 1], [1.0, 1.0])):
         with pytest.raises(ValueError, match="sizes rising"):
-            fit_curve(sizes, seconds)
+            fit_curve(bad, seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
