@@ -43,10 +43,15 @@ def moe_layer_pattern(config: Config) -> list[int]:
     return [int(layer % config.moe.layers == 0) for layer in range(num_layers)]
 
 
-def pipeline_degrees(config: Config) -> tuple[int, int]:
-    """Chunks that an MoE layer's tokens are split into, in its forward and its backward pass."""
-    degree = config.moe.pipeline_degree
-    return degree, degree if config.moe.backward_pipeline_degree is None else config.moe.backward_pipeline_degree
+def pipeline_degrees(config: Config) -> tuple[int | None, int | None]:
+    """Chunks that an MoE layer's tokens are split into, in its forward and its backward pass; None is chosen by measured costs."""
+    forward = None if config.moe.pipeline_degree == "auto" else config.moe.pipeline_degree
+    return forward, forward if config.moe.backward_pipeline_degree is None else config.moe.backward_pipeline_degree
+
+
+def plans_moe(config: Config) -> bool:
+    """Whether something of the MoE layers' schedule is left to the planner."""
+    return config.moe.num_experts is not None and (config.moe.pipeline_degree == "auto" or config.moe.memory_strategy == "auto")
 
 
 def expert_tensor_size(config: Config) -> int:

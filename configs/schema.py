@@ -71,7 +71,9 @@ class MoEConfig:
     drop_policy: str = "probs"  # probs | position: which tokens go when an expert is full
     pipeline_degree: Any = 1  # number of chunks that a layer's tokens are split into, or auto
     backward_pipeline_degree: Optional[int] = None  # of the backward pass; null: pipeline_degree
-    memory_strategy: str = "keep"  # how an MoE layer's backward pass gets its inputs back: a name of moe/plan.py's STRATEGIES
+    weight_lag: int = 1  # chunks by which weight gradients follow input gradients in the backward pass; auto degrees choose their own
+    memory_strategy: str = "keep"  # how the backward pass gets a layer's inputs back: a name of moe/plan.py's STRATEGIES, or auto
+    memory_budget: Optional[float] = None  # MiB of a rank's MoE buffers that auto choices must fit; null: no limit
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 
 

@@ -41,7 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "moe.drop_policy": ("probs", "position"),
     "moe.memory_strategy": (
         *("keep", "recompute", "communicate", "communicate_recompute"),
-        *("offload", "offload_recompute", "communicate_offload"),
+        *("offload", "offload_recompute", "communicate_offload", "auto"),
     ),
     "optimizer.name": ("adamw",),
     "optimizer.schedule": ("cosine", "linear", "constant", "wsd"),
@@ -78,7 +78,7 @@ RANGES: dict[str, tuple[float, float, bool, bool]] = {
     ),
     **dict.fromkeys(
         [
-            *("training.eval_interval", "checkpoint.interval", "checkpoint.keep", "moe.placement.extra_slots"),
+            *("training.eval_interval", "checkpoint.interval", "checkpoint.keep", "moe.placement.extra_slots", "moe.weight_lag"),
             *(f"optimizer.{key}" for key in ("lr", "min_lr", "weight_decay", "clip_grad", "warmup_steps", "wsd_decay_steps")),
             *(f"moe.{key}" for key in ("aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "expert_bias_rate")),
             *("sample.num_tokens", "sample.temperature", "model.init_std"),
@@ -88,6 +88,7 @@ RANGES: dict[str, tuple[float, float, bool, bool]] = {
     **dict.fromkeys(
         [
             *("model.rotary_base", "model.norm_epsilon", "moe.capacity_factor", "moe.routed_scaling_factor", "optimizer.epsilon"),
+            "moe.memory_budget",
             *("training.initial_loss_scale", "logging.peak_tflops"),
         ],
         (0, INF, False, True),
@@ -279,11 +280,8 @@ def _loose_values(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("data.corpus", rule, _set("data.corpus", ["stdlib"]))
 
     degree = config.moe.pipeline_degree
-    if degree == "auto":
-        rule = "must be an integer of at least 1: choosing it from measured costs is not available yet"
-        yield Problem("moe.pipeline_degree", rule, _set("moe.pipeline_degree", [1]))
-    elif not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-        yield Problem("moe.pipeline_degree", "must be an integer of at least 1", _set("moe.pipeline_degree", [1]))
+    if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+        yield Problem("moe.pipeline_degree", "must be an integer of at least 1, or auto", _set("moe.pipeline_degree", ["auto", 1]))
 
     layers, num_layers = config.moe.layers, config.model.num_layers
     if isinstance(layers, list):
@@ -353,6 +351,17 @@ def _moe(config: Config, world_size: int) -> Iterator[Problem]:
     if moe.expert_bias and moe.router_score != "sigmoid":
         fixes: list[Fix] = [{"moe.router_score": "sigmoid"}, {"moe.expert_bias": False}]
         yield Problem("moe.router_score", "must be sigmoid for moe.expert_bias", fixes)
+    if moe.memory_budget is not None and not derived.plans_moe(config):
+        rule = "is for what moe.pipeline_degree=auto or moe.memory_strategy=auto choose; both are set"
+        yield Problem("moe.memory_budget", rule, [{"moe.memory_budget": None}, {"moe.memory_strategy": "auto"}])
+    if config.training.deterministic and derived.plans_moe(config):
+        rule = "must be false with moe.pipeline_degree=auto or moe.memory_strategy=auto, which follow measured times"
+        numbers: Fix = {"moe.pipeline_degree": 1, "moe.memory_strategy": "keep", "moe.memory_budget": None}
+        yield Problem("training.deterministic", rule, [{"training.deterministic": False}, numbers])
+    forward, backward = derived.pipeline_degrees(config)
+    if "offload" in moe.memory_strategy and forward != backward:
+        rule = f"must equal moe.pipeline_degree ({moe.pipeline_degree}) for moe.memory_strategy={moe.memory_strategy}, or be null"
+        yield Problem("moe.backward_pipeline_degree", rule, [{"moe.backward_pipeline_degree": None}, {"moe.memory_strategy": "keep"}])
     yield from _expert_groups(config)
     if config.model.linear_bias and moe.shared_expert_ffn_hidden_size is not None:
         rule = "must be false with moe.shared_expert_ffn_hidden_size: Megatron-core's shared experts have no biases"

@@ -107,8 +107,10 @@ def block_spec(config: Config, megatron: TransformerConfig, backend_name: str, v
 
 
 def _moe_spec(config: Config, backend: Backend) -> ModuleSpec:
+    # What is left to the planner begins with what needs no measurement.
     degree, backward_degree = derived.pipeline_degrees(config)
-    plan = Plan(degree, backward_degree, config.moe.memory_strategy)
+    strategy = "keep" if config.moe.memory_strategy == "auto" else config.moe.memory_strategy
+    plan = Plan(degree or 1, backward_degree or 1, strategy, config.moe.weight_lag)
     return moe_spec(MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear), config.model.activation, plan)
 
 

@@ -122,7 +122,8 @@ WRONG: dict[str, Wrong] = {
     "wsd": Wrong(["optimizer.schedule=wsd"], ("optimizer.wsd_decay_steps (0)", "wsd")),
     # Not there yet
     "context": Wrong([TINY, "parallel.context=2"], ("parallel.context (2)", "not available yet"), 2),
-    "pipeline_degree": Wrong(["moe.pipeline_degree=auto"], ("moe.pipeline_degree (auto)", "not available yet")),
+    "pipeline_degree": Wrong(["moe.pipeline_degree=automatic"], ("moe.pipeline_degree (automatic)", "at least 1, or auto")),
+    "memory_budget": Wrong(["moe.memory_budget=100"], ("moe.memory_budget (100.0)", "moe.memory_strategy=auto")),
     "memory_strategy": Wrong(["moe.memory_strategy=reuse"], ("moe.memory_strategy (reuse)", "one of keep, recompute, communicate")),
     "placement": Wrong(["moe.placement.policy=dynamic"], ("moe.placement.policy (dynamic)", "not available yet")),
     "state_device": Wrong(["optimizer.state_device=disk"], ("optimizer.state_device (disk)", "not available yet")),

@@ -27,6 +27,7 @@ class Run:
     loader: Any
     make_validation_loader: Callable[[], Any]
     progress: Progress = field(default_factory=Progress)
+    tokens_per_expert: Any = None  # [layers, experts] of the last step, on the host; None for a dense model
 
     @property
     def run_dir(self) -> Path:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from configs.compose import to_yaml
+from configs.derived import plans_moe
 from configs.schema import Config, ConfigError
 from data.build import build_data
 from data.prepare import prepare
@@ -18,6 +19,7 @@ from parallel import topology as topology_module
 from training import checkpoint, manifest
 from training.callbacks.checkpoints import Checkpoints
 from training.callbacks.evaluation import Evaluation
+from training.callbacks.expert_planning import ExpertPlanning
 from training.callbacks.metrics_file import MetricsFile
 from training.callbacks.progress import Progress as ProgressLine
 from training.callbacks.samples import Samples
@@ -39,6 +41,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self.config = config
         self.callbacks: list[Callback] = [
+            *([ExpertPlanning()] if plans_moe(config) else []),
             Evaluation(),  # adds to the metrics that the next ones write
             MetricsFile(),
             ProgressLine(),
@@ -93,6 +96,7 @@ class Trainer:
         }
         if self._peak_flops is not None:
             metrics["mfu"] = self._flops_per_token * metrics["tokens_per_second"] / (self._peak_flops * run.topology.world_size)
+        run.tokens_per_expert = result.tokens_per_expert
         if result.tokens_per_expert is not None:
             metrics["tokens_per_expert"] = expert_load(result.tokens_per_expert)
         return metrics

@@ -1,0 +1,59 @@
+"""Training with plans that the MoE layers choose themselves: same losses, every decision on record, budgets kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.schema import ConfigError
+from tests.distributed import RankError
+from tests.tolerances import FP32_LOSS
+from tests.training.helpers import train_on_ranks
+
+TINY = ["experiment=gpt_moe_tiny", "parallel.expert=2", "training.steps=8", "training.eval_interval=0", "checkpoint.interval=0"]
+
+
+def _plans(run_dir: Path) -> list[dict]:  # type: ignore[type-arg]
+    return [json.loads(line) for line in (run_dir / "plans.jsonl").read_text().splitlines()]
+
+
+def test_planned_runs_lose_the_same_and_record_every_decision(data: list[str], tmp_path: Path) -> None:
+    fixed = train_on_ranks([*TINY, *data, f"run_dir={tmp_path / 'fixed'}"], 2)
+    auto = ["moe.pipeline_degree=auto", "moe.memory_strategy=auto", f"run_dir={tmp_path / 'auto'}"]
+    planned = train_on_ranks([*TINY, *data, *auto], 2)
+    for one, other in zip(fixed, planned, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=FP32_LOSS)
+        assert other["moe_plan_seconds"] > 0
+    costs, *lines = _plans(tmp_path / "auto")
+    assert costs["costs"]["exchange"]["beta"] >= 0 and len(costs["costs"]["forward"]["seconds"]) > 1
+    decisions = [line for line in lines if "load" in line]
+    measured = [line for line in lines if "measured" in line]
+    layers = sorted({line["layer"] for line in decisions})
+    assert len(layers) > 1 and sorted({line["layer"] for line in measured}) == layers
+    for line in decisions:
+        assert min(line["predicted"].values()) > 0 and line["plan"]["degree"] >= 1
+    for line in measured:
+        assert sorted(line["measured"]) == ["backward", "forward"] and min(line["measured"].values()) > 0
+
+
+def test_the_budget_decides_how_much_is_kept(data: list[str], tmp_path: Path) -> None:
+    def plan(*overrides: str) -> dict:  # type: ignore[type-arg]
+        run_dir = tmp_path / str(len(list(tmp_path.iterdir())))
+        train_on_ranks([*TINY, *data, "training.steps=1", "moe.memory_strategy=auto", f"run_dir={run_dir}", *overrides], 2)
+        return next(line for line in _plans(run_dir) if "load" in line)
+
+    free = plan("moe.pipeline_degree=2")
+    assert free["plan"]["degree"] == free["plan"]["backward_degree"] == 2
+    bytes_kept = free["predicted"]["memory"]
+    tight = plan("moe.pipeline_degree=auto", f"moe.memory_budget={0.8 * bytes_kept / 2**20}")
+    assert tight["predicted"]["memory"] <= 0.8 * bytes_kept
+
+
+def test_a_budget_that_nothing_fits_is_refused(data: list[str], tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        train_on_ranks([*TINY, *data, "moe.memory_strategy=auto", "moe.memory_budget=0.01", f"run_dir={tmp_path / 'run'}"], 2)
+    error = caught.value.__cause__
+    assert isinstance(error, ConfigError)
+    assert "moe.memory_budget" in str(error) and "the least is" in str(error)

@@ -1,0 +1,153 @@
+"""MoE layers that plan themselves: measures costs once, then decides for each layer by what its router did in the last step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from megatron.core import parallel_state
+
+from configs import derived
+from configs.schema import Config, ConfigError
+from moe.layer import MixtrainMoELayer
+from moe.load import Shape
+from moe.measure import measure_layer
+from moe.plan import STRATEGIES, Plan
+from moe.planner import DEGREES, Decision, Limits, Load, Planner
+from training.run import Callback, Metrics, Run
+
+MEASURE_AFTER = 5  # steps that a decision is measured over
+
+
+@dataclass
+class _Pending:
+    """A decision that is in force and not yet measured."""
+
+    layer: MixtrainMoELayer
+    decision: Decision
+    since: int
+
+
+class ExpertPlanning(Callback):
+    """Sets each MoE layer's plan where the config says auto, and writes `plans.jsonl`: every decision with its prediction, and what
+    was then measured. Later pipeline stages write files of their own, `plans_stage1.jsonl` and so on."""
+
+    def __init__(self) -> None:
+        self._stream: TextIO | None = None
+        self._plans: dict[int, Plan] = {}  # in force, by layer
+        self._pending: dict[int, _Pending] = {}
+
+    def on_start(self, run: Run) -> None:
+        """Raises ConfigError if no plan fits the memory budget."""
+        layers = [module for chunk in run.model.bare_chunks for module in chunk.modules() if isinstance(module, MixtrainMoELayer)]
+        self._layers = {layer.layer_number - 1: layer for layer in layers if layer.layer_number is not None}
+        if not layers:
+            return
+        config = run.config
+        self._shape = _shape(run, layers[0])
+        costs = measure_layer(layers[0], self._shape, folder=Path(config.data.cache_dir) / "costs")
+        self._planner = Planner(costs, _limits(run, len(layers)))
+        if parallel_state.get_data_parallel_rank() == 0 and run.topology.tensor_rank == 0:
+            stage = run.topology.pipeline_rank
+            self._stream = open(run.run_dir / ("plans.jsonl" if stage == 0 else f"plans_stage{stage}.jsonl"), "a")
+        self._write({"step": run.progress.step, "costs": costs.as_dict()})
+        even = self._shape.even()
+        self._decide(run, dict.fromkeys(self._layers, even))
+        decision = self._pending[min(self._pending)].decision
+        run.say(f"MoE layers begin with {_describe(decision)}")
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        if not self._layers:
+            return
+        step = run.progress.step
+        for number, pending in list(self._pending.items()):
+            if step >= pending.since + MEASURE_AFTER or run.is_last_step:
+                self._write({"step": step, "layer": number, "measured": pending.layer.clock.take(), **_as_dict(pending.decision)})
+                del self._pending[number]
+        counts = run.tokens_per_expert
+        self._decide(run, {number: self._shape.load(counts[number].tolist()) for number in self._layers})
+        planner = self._planner
+        metrics["moe_plan_seconds"], planner.seconds = planner.seconds, 0.0
+
+    def _decide(self, run: Run, loads: dict[int, Load]) -> None:
+        for number, load in loads.items():
+            try:
+                decision = self._planner.decide(load)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+            if self._plans.get(number) == decision.plan:
+                continue
+            layer = self._layers[number]
+            layer.plan = self._plans[number] = decision.plan
+            layer.clock.take()
+            self._pending[number] = _Pending(layer, decision, run.progress.step)
+            self._write({"step": run.progress.step, "layer": number, "load": asdict(load), **_as_dict(decision)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._stream is not None:
+            self._stream.write(json.dumps(line) + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+def _shape(run: Run, layer: MixtrainMoELayer) -> Shape:
+    config, experts = run.config, layer.experts
+    tensor, expert_tensor = run.topology.tensor_size, derived.expert_tensor_size(config)
+    tokens = config.training.micro_batch_size * config.model.sequence_length * expert_tensor // tensor
+    weight = experts.linear_fc2.weight
+    return Shape(
+        tokens=tokens,
+        num_experts=config.moe.num_experts or 0,
+        num_ranks=run.topology.expert_size,
+        top_k=config.moe.top_k,
+        hidden_size=weight.size(1),
+        width=weight.size(2),
+        gated=experts.linear_fc1.weight.size(1) == 2 * weight.size(2),
+        element_size=torch.empty((), dtype=_activation_dtype(config)).element_size(),
+    )
+
+
+def _activation_dtype(config: Config) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.training.precision]
+
+
+def _limits(run: Run, num_layers: int) -> Limits:
+    moe = run.config.moe
+    degree, backward_degree = derived.pipeline_degrees(run.config)
+    # On a host there is no faster memory to bring things back to.
+    automatic = [name for name in STRATEGIES if run.topology.device.type != "cpu" or "offload" not in name]
+    return Limits(
+        degrees=DEGREES if degree is None else (degree,),
+        backward_degrees=DEGREES if backward_degree is None else (backward_degree,),
+        strategies=tuple(automatic) if moe.memory_strategy == "auto" else (moe.memory_strategy,),
+        memory_budget=None if moe.memory_budget is None else int(moe.memory_budget * 2**20),
+        live_calls=1 if run.config.training.recompute == "full" else num_layers * _micro_batches_in_flight(run),
+    )
+
+
+def _micro_batches_in_flight(run: Run) -> int:
+    """Micro-batches between whose passes a stage holds activations: all stages after it hold one less each (1F1B)."""
+    topology, batch = run.topology, run.config.training
+    most = batch.global_batch_size // (batch.micro_batch_size * topology.data_size)
+    stages = topology.pipeline_size - topology.pipeline_rank
+    # Interleaved: its warm-up runs further ahead.
+    extra = topology.pipeline_size if topology.virtual_size > 1 else 0
+    return max(1, min(most, stages + extra))
+
+
+def _as_dict(decision: Decision) -> dict[str, Any]:
+    return {"plan": asdict(decision.plan), "predicted": asdict(decision.prediction)}
+
+
+def _describe(decision: Decision) -> str:
+    plan, prediction = decision.plan, decision.prediction
+    return (
+        f"{plan.degree} chunk(s) forward, {plan.backward_degree} backward, memory strategy {plan.memory_strategy}; predicted "
+        f"{1000 * prediction.forward:.1f} + {1000 * prediction.backward:.1f} ms and {prediction.memory / 2**20:.1f} MiB of buffers"
+    )
