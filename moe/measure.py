@@ -101,7 +101,7 @@ class _Bench:
         self, weights: Weights, exchange: AllToAll | None, group: dist.ProcessGroup | None, shape: Shape, engine: Engine, budget: float
     ) -> None:
         self.weights, self.exchange, self.group, self.engine, self.budget = weights, exchange, group, engine, budget
-        self.device, self.load = weights.fc1.device, shape.even()
+        self.device, self.shape, self.load = weights.fc1.device, shape, shape.even()
         load = self.load
         self.num_ranks, self.num_experts = shape.num_ranks, len(weights.fc1)
         self.source = torch.randn(max(load.rows, 1), load.hidden_size, device=self.device).to(weights.fc1.dtype)
@@ -274,10 +274,19 @@ class _Bench:
         return lambda: _drop(result.copy_(route.add_up(back, route.home_sum(tokens, 0, num_tokens))))
 
     def _count_exchange(self, exchange: AllToAll) -> float:
-        counts = torch.zeros(exchange.size, 32, dtype=torch.int64, device=self.device)  # of 8 chunks in both passes
-        times = [
-            costs.agree([costs.time_call(lambda: _drop(exchange.count(counts)), self.device)], self.device, self.group) for _ in range(6)
-        ]
+        """Seconds from a router's choice to the counts of 4 chunks in both passes, on all ranks."""
+        shape = self.shape
+        places = torch.arange(shape.tokens * shape.top_k, device=self.device)
+        tokens, of = places // shape.top_k, places % shape.num_experts
+        choice = route.Choice(tokens, of, tokens * shape.num_experts + of, shape.tokens, shape.top_k)
+
+        def call() -> None:
+            sent = route.outgoing(choice, self.num_experts, exchange.size)
+            counts = route.traffic(sent, shape.tokens, exchange.size, 4).flatten(1)
+            exchange.count(torch.cat([counts, counts], dim=1))
+            sent.row_tokens(len(places))
+
+        times = [costs.agree([costs.time_call(call, self.device)], self.device, self.group) for _ in range(6)]
         return statistics.median(seconds for (seconds,) in times[1:])
 
     def _short_rows(self, line: Line) -> int:

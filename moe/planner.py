@@ -51,7 +51,7 @@ class LayerCosts:
     copy_in: Line = NOTHING  # over bytes, host to device
     compute_slowdown: float = 1.0  # factor on the program's times while the link is busy
     exchange_slowdown: float = 1.0  # factor on the link's times while the program computes
-    count_exchange: float = 0.0  # the exchange of counts before the forward pass
+    count_exchange: float = 0.0  # from the router's choice to the counts on all ranks, before the forward pass
     shared_forward: float = 0.0  # the shared expert, which runs while the first chunk travels
     shared_backward: float = 0.0
     copies_by_program: bool = False  # no engine copies: the program does, as on a host
