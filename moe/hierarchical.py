@@ -7,6 +7,9 @@ that stay in their node go straight.
 
 Nothing is repacked: a relay receives its mates' rows where its message to each node wants them, and those messages are pieces of
 the receive buffer at the other end. Only the relay's own rows are copied.
+
+On gloo all receives of both stages are posted first, and a thread starts the second stage when the first is there. On NCCL the
+stages are two groups of sends and receives, one after the other on the communicator's stream.
 """
 
 from __future__ import annotations

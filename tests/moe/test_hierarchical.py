@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from moe import hierarchical
 from moe.dispatch import AllToAll, FlatAllToAll, Handle, Traffic, start
 from moe.hierarchical import HierarchicalAllToAll, ranks_per_node
 from moe.plan import STRATEGIES, Plan
@@ -164,8 +168,13 @@ def _relays_while_the_program_is_busy() -> None:
     exchange = HierarchicalAllToAll(_world(), 2)
     traffic = exchange.count(torch.full((4, 1), 3))
     for back in (False, True):
-        flow = traffic.flow([0], back)
-        handle = start(exchange, torch.full((12, 2), float(exchange.rank)), torch.empty(12, 2), flow)
+        handle = exchange.expect(torch.empty(12, 2), traffic.flow([0], back))
+        rows = torch.full((12, 2), float(exchange.rank))
+        if exchange.rank != 1:
+            handle.send(rows)
+        dist.barrier()  # sending waits for nobody
+        if exchange.rank == 1:
+            handle.send(rows)
         for rank in range(4):
             # Only this rank waits; the others are at the barrier, and their relays have to work by themselves.
             if rank == exchange.rank:
@@ -291,6 +300,112 @@ def _batches(per_node: int) -> None:
 @pytest.mark.parametrize("num_ranks,per_node", NODES)
 def test_batches(num_ranks: int, per_node: int) -> None:
     run(_batches, num_ranks, per_node)
+
+
+# -- more ranks than the pool has: threads and a mailbox, which also sees that no two messages can be taken for each other --
+
+
+class _Mail:
+    """Messages by (from, to, tag); in place of torch.distributed for ranks that are threads of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pairwise: bool) -> None:
+        self._lock = threading.Lock()
+        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[torch.Tensor]] = {}
+        self._used: set[tuple[int, int, int]] = set()
+        monkeypatch.setattr(dist, "get_backend", lambda group: "gloo" if pairwise else "nccl")
+        monkeypatch.setattr(dist, "isend", self.isend)
+        monkeypatch.setattr(dist, "irecv", self.irecv)
+        monkeypatch.setattr(dist, "P2POp", self.later)
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: [op() for op in ops])
+        monkeypatch.setattr(hierarchical, "WORKSPACE", _NoPool())  # the pool is one thread's
+
+    def box(self, source: int, target: int, tag: int) -> queue.SimpleQueue[torch.Tensor]:
+        with self._lock:
+            return self._boxes.setdefault((source, target, tag), queue.SimpleQueue())
+
+    def isend(self, tensor: torch.Tensor, group: _Member, group_dst: int, tag: int) -> _Taken:
+        key = (group.rank(), group_dst, tag)
+        assert tensor.is_contiguous() and (tag < 0 or key not in self._used), key
+        self._used.add(key)
+        self.box(*key).put(tensor.clone())
+        return _Taken(None, None)
+
+    def irecv(self, tensor: torch.Tensor, group: _Member, group_src: int, tag: int) -> _Taken:
+        assert tensor.is_contiguous()
+        return _Taken(tensor, self.box(group_src, group.rank(), tag))
+
+    def later(self, op: Any, tensor: torch.Tensor, group: _Member, group_peer: int) -> Callable[[], _Taken]:
+        return lambda: self._now(op, tensor, group, group_peer)
+
+    def _now(self, op: Any, tensor: torch.Tensor, group: _Member, group_peer: int) -> _Taken:
+        # By their order alone, and all over at the end of the batch: its sends come first and never wait.
+        if op == self.isend:
+            return self.isend(tensor, group, group_peer, -1)
+        taken = self.irecv(tensor, group, group_peer, -1)
+        taken.wait()
+        return _Taken(None, None)
+
+
+@dataclass
+class _Taken:
+    tensor: torch.Tensor | None
+    box: queue.SimpleQueue[torch.Tensor] | None
+
+    def wait(self) -> None:
+        if self.box is not None and self.tensor is not None:
+            got = self.box.get(timeout=20)
+            assert (got.shape, got.dtype) == (self.tensor.shape, self.tensor.dtype)
+            self.tensor.copy_(got)
+
+
+@dataclass(frozen=True)
+class _Member:
+    own_rank: int
+    num_ranks: int
+
+    def rank(self) -> int:
+        return self.own_rank
+
+    def size(self) -> int:
+        return self.num_ranks
+
+
+class _NoPool:
+    def take(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(shape, dtype=like.dtype)
+
+    def give(self, *tensors: torch.Tensor | None) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.fill_(99)  # whoever reads it now gets wrong rows
+
+
+@pytest.mark.parametrize("pairwise", [True, False])
+@pytest.mark.parametrize("num_ranks,per_node", [(6, 2), (6, 3), (8, 2), (9, 3)])
+def test_more_ranks(monkeypatch: pytest.MonkeyPatch, num_ranks: int, per_node: int, pairwise: bool) -> None:
+    _Mail(monkeypatch, pairwise)
+
+    def expected(counts: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        buffers = []
+        for number, (columns, back) in enumerate((columns, back) for columns in COLUMNS for back in (False, True)):
+            kind, sent = KINDS[number % len(KINDS)], counts[:, :, columns].sum(dim=2)
+            sent = sent.t() if back else sent
+            parts = [_rows(source, number, int(sent[source].sum()), kind).split(sent[source].tolist()) for source in range(num_ranks)]
+            buffers.append(torch.cat([parts[source][rank] for source in range(num_ranks)]))
+        return buffers
+
+    def on_rank(rank: int) -> None:
+        exchange = HierarchicalAllToAll(_Member(rank, num_ranks), per_node)
+        for seed in range(3):
+            counts = _counts(seed, num_ranks)
+            traffic = exchange.count(counts[rank])
+            assert traffic.received == counts[:, rank].tolist()
+            got = _exchange_all(exchange, traffic, random.Random(seed), own=seed != 1)
+            for number, (a, b) in enumerate(zip(got, expected(counts, rank), strict=True)):
+                assert torch.equal(a, b), (seed, number)
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        list(threads.map(on_rank, range(num_ranks)))
 
 
 # -- which ranks share a node ------------------------------------------------------------------------------------------
