@@ -49,7 +49,7 @@ def _stepper(module: Any, x: Any, output_grad: Any, call: Callable[[Any], Any]) 
     inputs = itertools.cycle(x)
 
     def step() -> None:
-        leaf = next(inputs).clone().requires_grad_()
+        leaf = next(inputs).detach().requires_grad_()
         for parameter in module.parameters():
             parameter.grad = None
         call(leaf).backward(output_grad)
@@ -155,7 +155,7 @@ def _huggingface(implementation: str, experts: int, top_k: int, width: int, dtyp
 
 
 def _skew_linear_router(gate: Any, offsets: Any) -> None:
-    """Offset the logits of Hugging Face's router, which computes them with torch's `linear` and no bias."""
+    """Offset the logits of Hugging Face's or DeepSpeed's router, which computes them with torch's `linear` and no bias."""
     from torch.nn import functional as F
 
     forward = gate.forward
@@ -193,8 +193,7 @@ def _deepspeed(experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x
     layer = MoE(HIDDEN, Expert(), num_experts=experts, ep_size=1, k=top_k, **settings)
     layer.set_deepspeed_parallelism()
     layer.to(dtype)
-    gate = layer.deepspeed_moe.gate.wg
-    gate.bias = torch.nn.Parameter(offsets.to(gate.weight.dtype), requires_grad=False)
+    _skew_linear_router(layer.deepspeed_moe.gate, offsets)
     return _stepper(layer, x, output_grad, lambda hidden: layer(hidden.view(1, TOKENS, HIDDEN))[0].view(TOKENS, HIDDEN))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe import route
+from moe.router import _Gate
 from moe.workspace import Workspace
 
 
@@ -63,3 +64,20 @@ def test_workspace_uses_memory_again() -> None:
     del row
     gc.collect()
     assert pool.lend(torch.empty(300, 7)).data_ptr() == place
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_the_gate_rounds_its_gradients_once(passed: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(600, 2, 64).bfloat16().requires_grad_(), torch.randn(8, 64).bfloat16().requires_grad_()
+    logits_grad, experts_grad = torch.randn(600, 2, 8), torch.randn(600, 2, 64).bfloat16()
+    wide_x, wide_weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    outputs, wide_outputs, grads = list(_Gate.apply(x, weight)), [wide_x @ wide_weight.t(), wide_x], [logits_grad, experts_grad]
+    count = 2 if passed else 1
+    torch.autograd.backward(outputs[:count], [grad.clone() for grad in grads[:count]])
+    torch.autograd.backward(wide_outputs[:count], [grad.double() for grad in grads[:count]])
+    assert (outputs[0] - wide_outputs[0]).abs().max() < 1e-4
+    for ours, exact in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
+        assert ours is not None and exact is not None
+        rounding = (exact.bfloat16() - exact).norm()
+        assert (ours - exact).norm() < 1.5 * rounding
