@@ -51,7 +51,8 @@ def pipeline_degrees(config: Config) -> tuple[int | None, int | None]:
 
 def plans_moe(config: Config) -> bool:
     """Whether something of the MoE layers' schedule is left to the planner."""
-    return config.moe.num_experts is not None and (config.moe.pipeline_degree == "auto" or config.moe.memory_strategy == "auto")
+    moe = config.moe
+    return moe.num_experts is not None and "auto" in (moe.pipeline_degree, moe.memory_strategy, moe.all_to_all)
 
 
 def expert_tensor_size(config: Config) -> int:

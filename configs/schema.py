@@ -73,6 +73,7 @@ class MoEConfig:
     backward_pipeline_degree: Optional[int] = None  # of the backward pass; null: pipeline_degree
     weight_lag: int = 1  # chunks by which weight gradients follow input gradients in the backward pass; auto degrees choose their own
     memory_strategy: str = "keep"  # how the backward pass gets a layer's inputs back: a name of moe/plan.py's STRATEGIES, or auto
+    all_to_all: str = "flat"  # flat | hierarchical (fewer, larger messages between nodes) | auto: by measured costs
     memory_budget: Optional[float] = None  # MiB of a rank's MoE buffers that auto choices must fit; null: no limit
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 

@@ -43,6 +43,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         *("keep", "recompute", "communicate", "communicate_recompute"),
         *("offload", "offload_recompute", "communicate_offload", "auto"),
     ),
+    "moe.all_to_all": ("flat", "hierarchical", "auto"),
     "optimizer.name": ("adamw",),
     "optimizer.schedule": ("cosine", "linear", "constant", "wsd"),
     "training.precision": ("fp32", "bf16", "fp16"),
@@ -352,11 +353,11 @@ def _moe(config: Config, world_size: int) -> Iterator[Problem]:
         fixes: list[Fix] = [{"moe.router_score": "sigmoid"}, {"moe.expert_bias": False}]
         yield Problem("moe.router_score", "must be sigmoid for moe.expert_bias", fixes)
     if moe.memory_budget is not None and not derived.plans_moe(config):
-        rule = "is for what moe.pipeline_degree=auto or moe.memory_strategy=auto choose; both are set"
+        rule = "is for what moe.pipeline_degree=auto or moe.memory_strategy=auto choose; neither is auto"
         yield Problem("moe.memory_budget", rule, [{"moe.memory_budget": None}, {"moe.memory_strategy": "auto"}])
     if config.training.deterministic and derived.plans_moe(config):
-        rule = "must be false with moe.pipeline_degree=auto or moe.memory_strategy=auto, which follow measured times"
-        numbers: Fix = {"moe.pipeline_degree": 1, "moe.memory_strategy": "keep", "moe.memory_budget": None}
+        rule = "must be false where pipeline_degree, memory_strategy or all_to_all of moe is auto, which follows measured times"
+        numbers: Fix = {"moe.pipeline_degree": 1, "moe.memory_strategy": "keep", "moe.all_to_all": "flat", "moe.memory_budget": None}
         yield Problem("training.deterministic", rule, [{"training.deterministic": False}, numbers])
     forward, backward = derived.pipeline_degrees(config)
     if "offload" in moe.memory_strategy and forward != backward:

@@ -111,7 +111,9 @@ def _moe_spec(config: Config, backend: Backend) -> ModuleSpec:
     degree, backward_degree = derived.pipeline_degrees(config)
     strategy = "keep" if config.moe.memory_strategy == "auto" else config.moe.memory_strategy
     plan = Plan(degree or 1, backward_degree or 1, strategy, config.moe.weight_lag)
-    return moe_spec(MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear), config.model.activation, plan)
+    all_to_all = "flat" if config.moe.all_to_all == "auto" else config.moe.all_to_all
+    linear = MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear)
+    return moe_spec(linear, config.model.activation, plan, all_to_all)
 
 
 def _layer(backend: Backend, megatron: TransformerConfig, causal: bool, post_norm: bool, moe: ModuleSpec | None) -> ModuleSpec:

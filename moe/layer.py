@@ -9,8 +9,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from moe import exchanges
 from moe.clock import Clock
-from moe.dispatch import AllToAll, FlatAllToAll
+from moe.dispatch import AllToAll
 from moe.plan import Plan
 from moe.schedule import SharedExpert, routed_experts
 
@@ -18,8 +19,8 @@ from moe.schedule import SharedExpert, routed_experts
 class MixtrainMoELayer(MoELayer):
     """Routed experts (stacked, dropless, dispatched in chunks) plus an optional shared expert.
 
-    In Megatron's place: same router, losses and checkpoint names. `plan` says how each call runs; it may be changed between
-    steps, on all ranks alike.
+    In Megatron's place: same router, losses and checkpoint names. `plan` and `exchange` say how each call runs; they may be
+    changed between steps, on all ranks alike.
     """
 
     def __init__(
@@ -29,13 +30,14 @@ class MixtrainMoELayer(MoELayer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         plan: Plan | None = None,
+        all_to_all: str = "flat",
     ) -> None:
         pg_collection = pg_collection or get_default_pg_collection()
         super().__init__(config, submodules, layer_number, pg_collection)
         self.plan, self.clock = plan or Plan(), Clock()
         self.token_dispatcher = None  # Megatron's is built by its constructor and does nothing here
         self.expert_tensor_group = pg_collection.expt_tp
-        self.exchange: AllToAll | None = FlatAllToAll(self.ep_group) if self.ep_group.size() > 1 else None
+        self.exchange: AllToAll | None = exchanges.shared(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
         dropless = config.moe_expert_capacity_factor is None
         self._pairs_per_token = config.moe_router_topk if dropless else None
 

@@ -13,12 +13,12 @@ from moe.plan import Plan
 from moe.router import Router
 
 
-def moe_spec(linear: MLPSubmodules, activation: str, plan: Plan) -> ModuleSpec:
+def moe_spec(linear: MLPSubmodules, activation: str, plan: Plan, all_to_all: str = "flat") -> ModuleSpec:
     """MoE in place of a feed-forward layer. The shared expert is made of `linear`, the backend's parallel linear layers;
     `activation` is swiglu, gelu or gelu_tanh."""
     return ModuleSpec(
         module=MixtrainMoELayer,
-        params={"plan": plan},
+        params={"plan": plan, "all_to_all": all_to_all},
         submodules=MoESubmodules(
             experts=ModuleSpec(module=StackedExperts, params={"activation": activation}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),

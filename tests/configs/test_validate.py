@@ -80,7 +80,7 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     (["model=gpt_moe_tiny", "moe.layers=[0,0,0,0]"], 1, "moe.layers", "at least one 1"),
     (["model=gpt_moe_tiny", "moe.layers=0"], 1, "moe.layers", "moe.layers=1"),
     (["model=gpt_moe_tiny", "moe.pipeline_degree=automatic"], 1, "moe.pipeline_degree", "at least 1, or auto"),
-    (["model=gpt_moe_tiny", "moe.memory_budget=100"], 1, "moe.memory_budget", "both are set"),
+    (["model=gpt_moe_tiny", "moe.memory_budget=100"], 1, "moe.memory_budget", "neither is auto"),
     (
         ["model=gpt_moe_tiny", "moe.memory_strategy=offload", "moe.backward_pipeline_degree=2"],
         1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from moe.plan import Plan
 from moe.spec import moe_spec
 from parallel.megatron import apply_patches
 from parallel.topology import initialize
-from tests.distributed import run
+from tests.distributed import RankError, run
 from tests.models.helpers import make_config, random_batch, relative_error, run_model
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, MOE
 
@@ -118,6 +119,27 @@ def test_chunks_change_nothing_in_a_model(parallel: dict[str, Any], recompute: s
         assert result["loss"] == pytest.approx(expected["loss"], rel=FP32_LOSS)
         for name, gradient in expected["gradients"].items():
             assert relative_error(result["gradients"][name], gradient) < FP32_GRAD_NORM, name
+
+
+def _run_on_two_nodes(overrides: list[dict[str, Any]]) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)  # as torchrun says it on each node
+    return _run(overrides)
+
+
+@pytest.mark.parametrize("degrees", [{}, CHUNKS], ids=["whole", "chunks"])
+def test_hierarchical_exchange_changes_nothing_in_a_model(degrees: dict[str, Any]) -> None:
+    expected = run(_run, 1, [MODEL])[0]
+    layout = {"parallel": {"expert": 4}, "moe": {"all_to_all": "hierarchical"}}
+    for result in run(_run_on_two_nodes, 4, [MODEL, degrees, layout]):
+        assert result["loss"] == pytest.approx(expected["loss"], rel=FP32_LOSS)
+        for name, gradient in expected["gradients"].items():
+            assert relative_error(result["gradients"][name], gradient) < FP32_GRAD_NORM, name
+
+
+def test_hierarchical_exchange_needs_nodes() -> None:
+    with pytest.raises(RankError) as caught:
+        run(_run, 2, [MODEL, {"parallel": {"expert": 2}, "moe": {"all_to_all": "hierarchical"}}])
+    assert "moe.all_to_all (hierarchical)" in str(caught.value.__cause__) and "flat" in str(caught.value.__cause__)
 
 
 def _gates() -> float:

@@ -27,7 +27,7 @@ def test_planned_runs_lose_the_same_and_record_every_decision(data: list[str], t
         assert other["loss"] == pytest.approx(one["loss"], rel=FP32_LOSS)
         assert other["moe_plan_seconds"] > 0
     costs, *lines = _plans(tmp_path / "auto")
-    assert costs["costs"]["exchange"]["beta"] >= 0 and len(costs["costs"]["forward"]["seconds"]) > 1
+    assert costs["costs"]["flat"]["exchange"]["beta"] >= 0 and len(costs["costs"]["flat"]["forward"]["seconds"]) > 1
     decisions = [line for line in lines if "load" in line]
     measured = [line for line in lines if "measured" in line]
     layers = sorted({line["layer"] for line in decisions})

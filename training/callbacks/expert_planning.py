@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 
 from configs import derived
 from configs.schema import Config, ConfigError
+from moe import exchanges
 from moe.layer import MixtrainMoELayer
 from moe.load import Shape
 from moe.measure import measure_layer
@@ -37,7 +38,8 @@ class ExpertPlanning(Callback):
 
     def __init__(self) -> None:
         self._stream: TextIO | None = None
-        self._plans: dict[int, Plan] = {}  # in force, by layer
+        self._planners: dict[str, Planner] = {}  # by the all-to-all whose costs they know
+        self._in_force: dict[int, tuple[str, Plan]] = {}  # by layer
         self._pending: dict[int, _Pending] = {}
 
     def on_start(self, run: Run) -> None:
@@ -48,12 +50,19 @@ class ExpertPlanning(Callback):
             return
         config = run.config
         self._shape = _shape(run, layers[0])
-        costs = measure_layer(layers[0], self._shape, folder=Path(config.data.cache_dir) / "costs")
-        self._planner = Planner(costs, _limits(run, len(layers)))
+        folder, group = Path(config.data.cache_dir) / "costs", layers[0].ep_group
+        kinds = exchanges.kinds(group) if config.moe.all_to_all == "auto" and group.size() > 1 else [config.moe.all_to_all]
+        limits = _limits(run, len(layers))
+        costs = {}
+        for kind in kinds:
+            if len(kinds) > 1:
+                layers[0].exchange = exchanges.shared(group, kind)
+            costs[kind] = measure_layer(layers[0], self._shape, folder)
+            self._planners[kind] = Planner(costs[kind], limits)
         if parallel_state.get_data_parallel_rank() == 0 and run.topology.tensor_rank == 0:
             stage = run.topology.pipeline_rank
             self._stream = open(run.run_dir / ("plans.jsonl" if stage == 0 else f"plans_stage{stage}.jsonl"), "a")
-        self._write({"step": run.progress.step, "costs": costs.as_dict()})
+        self._write({"step": run.progress.step, "costs": {kind: of_kind.as_dict() for kind, of_kind in costs.items()}})
         even = self._shape.even()
         self._decide(run, dict.fromkeys(self._layers, even))
         decision = self._pending[min(self._pending)].decision
@@ -69,22 +78,29 @@ class ExpertPlanning(Callback):
                 del self._pending[number]
         counts = run.tokens_per_expert
         self._decide(run, {number: self._shape.load(counts[number].tolist()) for number in self._layers})
-        planner = self._planner
-        metrics["moe_plan_seconds"], planner.seconds = planner.seconds, 0.0
+        metrics["moe_plan_seconds"] = sum(planner.seconds for planner in self._planners.values())
+        for planner in self._planners.values():
+            planner.seconds = 0.0
 
     def _decide(self, run: Run, loads: dict[int, Load]) -> None:
         for number, load in loads.items():
             try:
-                decision = self._planner.decide(load)
+                decisions = {kind: planner.decide(load) for kind, planner in self._planners.items()}
             except ValueError as error:
                 raise ConfigError(str(error)) from None
-            if self._plans.get(number) == decision.plan:
+            kind = min(decisions, key=lambda kind: decisions[kind].prediction.forward + decisions[kind].prediction.backward)
+            decision = decisions[kind]
+            if self._in_force.get(number) == (kind, decision.plan):
                 continue
             layer = self._layers[number]
-            layer.plan = self._plans[number] = decision.plan
+            layer.plan = decision.plan
+            if len(self._planners) > 1:
+                layer.exchange = exchanges.shared(layer.ep_group, kind)
+            self._in_force[number] = kind, decision.plan
             layer.clock.take()
             self._pending[number] = _Pending(layer, decision, run.progress.step)
-            self._write({"step": run.progress.step, "layer": number, "load": asdict(load), **_as_dict(decision)})
+            line = {"step": run.progress.step, "layer": number, "load": asdict(load), "all_to_all": kind}
+            self._write({**line, **_as_dict(decision)})
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._stream is not None:
