@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from moe.planner import (
 from parallel.costs import NOTHING, Curve, Line
 
 NUM_CASES = 10_000
-MARGIN = 0.01  # what the planner documents
+MARGIN, NO_SLACK = 0.01, 0.05  # what the planner documents
 Case = tuple[LayerCosts, Load]
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,6 +307,12 @@ def random_budget(load: Load, rng: random.Random) -> int | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def score(plan: Plan, forward: Any, backward: Any) -> Any:
+    """What is compared: seconds, more for passes in several chunks, and more again without a lag."""
+    no_slack = NO_SLACK * (plan.backward_degree > 1 and plan.weight_lag == 0)
+    return forward * (1 + MARGIN * (plan.degree > 1)) + backward * (1 + MARGIN * (plan.backward_degree > 1) + no_slack)
+
+
 def test_solver_equals_brute_force_over_all_plans() -> None:
     rng = random.Random(0)
     cases = [random_case(rng) for _ in range(NUM_CASES)]
@@ -316,7 +323,7 @@ def test_solver_equals_brute_force_over_all_plans() -> None:
     memory = _Memory([load for _, load in cases])
     passes: dict[Plan, tuple[np.ndarray, np.ndarray]] = {}
     for plan, forward, backward in reference_scores(cases):
-        total = forward * (1 + MARGIN * (plan.degree > 1)) + backward * (1 + MARGIN * (plan.backward_degree > 1))
+        total = score(plan, forward, backward)
         fits = (memory.bytes(plan) <= limit) & (allowed_tokens >= max(plan.degree, plan.backward_degree))
         best = np.where(fits, np.minimum(best, total), best)
         passes[plan] = forward, backward
@@ -334,8 +341,7 @@ def test_solver_equals_brute_force_over_all_plans() -> None:
         one, other = (float(seconds[i]) for seconds in passes[plan])
         assert prediction.forward == pytest.approx(one, rel=1e-9, abs=1e-15)
         assert prediction.backward == pytest.approx(other, rel=1e-9, abs=1e-15)
-        chosen = one * (1 + MARGIN * (plan.degree > 1)) + other * (1 + MARGIN * (plan.backward_degree > 1))
-        assert chosen == pytest.approx(best[i], rel=1e-9, abs=1e-15), (costs, load, limits, plan)
+        assert score(plan, one, other) == pytest.approx(best[i], rel=1e-9, abs=1e-15), (costs, load, limits, plan)
         assert prediction.memory == memory_bytes(load, plan) <= limit[i]
         seen.add(plan)
     # The cases are worth something: many different plans are the best of some.
@@ -454,13 +460,13 @@ def test_budgets_from_everything_to_nothing() -> None:
     everything = best_plan(costs, load)
     plans = [Plan(degree, degree, name) for degree in DEGREES for name in STRATEGIES]
     least = min(memory_bytes(load, plan) for plan in plans)
-    before = everything.prediction.forward + everything.prediction.backward
+    before = score(everything.plan, everything.prediction.forward, everything.prediction.backward)
     for budget in np.linspace(everything.prediction.memory, least, 20).astype(int).tolist():
         decision = best_plan(costs, load, Limits(memory_budget=budget))
         assert decision.prediction.memory <= budget
         assert decision.prediction == predict(costs, load, decision.plan)
-        now = decision.prediction.forward + decision.prediction.backward
-        assert now >= before * (1 - MARGIN)
+        now = score(decision.plan, decision.prediction.forward, decision.prediction.backward)
+        assert now >= before
         before = now
     # Refused with the least that fits, which is then accepted.
     with pytest.raises(ValueError, match=rf"the least is {least} bytes, with memory_strategy=") as refused:
