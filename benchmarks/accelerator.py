@@ -1,0 +1,126 @@
+"""A virtual accelerator: experts that take the time they would take at a given rate, without using a core and without a result.
+
+So two to four ranks on two cores have what they would have on a cluster of accelerators: a computation that leaves the host
+free while it runs. Gathers, sums and communication around the experts are real. What comes out is meaningless as numbers;
+whatever prints times measured with it says "virtual accelerator".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from typing import Any
+
+import torch
+
+from moe.experts import SPARE_ROWS, Pairs, WeightGrads, Weights, WeightWork
+from moe.workspace import WORKSPACE
+
+PR_SET_TIMERSLACK = 29  # <linux/prctl.h>; by default the kernel may wake us 50 microseconds late to save power
+
+
+class Clock:
+    """Sleeps for the time that work takes; what one sleep is late, later ones are shorter, so that the sum is right."""
+
+    def __init__(self, flops_per_second: float) -> None:
+        if not flops_per_second > 0:
+            raise ValueError(f"flops_per_second={flops_per_second}: must be positive, such as 1e11")
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+        torch.set_flush_denormal(True)  # nobody computes what is added up: it must not be slower than numbers are
+        self.flops_per_second = flops_per_second
+        self.busy_seconds = 0.0  # of work so far
+        self._late = 0.0
+
+    def work(self, flops: float) -> None:
+        """Return when so many floating-point operations would be over."""
+        seconds = flops / self.flops_per_second
+        self.busy_seconds += seconds
+        before = time.perf_counter()
+        if seconds > self._late:
+            time.sleep(seconds - self._late)
+        self._late += time.perf_counter() - before - seconds
+
+
+def _products(pairs: int, weights: Weights) -> float:
+    """Floating-point operations of both matrix products for so many pairs."""
+    return 2.0 * pairs * (weights.fc1[0].numel() + weights.fc2[0].numel())
+
+
+def step_flops(pairs: int, hidden: int, width: int) -> float:
+    """Of the experts' forward and backward pass with SwiGLU, nothing recomputed."""
+    return 3 * 2.0 * pairs * hidden * 3 * width
+
+
+class VirtualAccelerator:
+    """An engine of `moe.schedule.routed_experts`; takes the same buffers as the module `moe.experts`."""
+
+    def __init__(self, flops_per_second: float = math.inf) -> None:
+        self.clock = Clock(flops_per_second)
+
+    def forward(self, weights: Weights, source: torch.Tensor, pairs: Pairs, hidden: torch.Tensor | None) -> torch.Tensor:
+        """See moe.experts."""
+        output = WORKSPACE.take((len(pairs.rows) + SPARE_ROWS, source.size(1)), source)
+        self.clock.work(_products(len(pairs.rows), weights))
+        return output
+
+    def input_gradients(
+        self,
+        weights: Weights,
+        source: torch.Tensor,
+        pairs: Pairs,
+        hidden: torch.Tensor | None,
+        output_grad: torch.Tensor,
+        output_rows: torch.Tensor,
+        pair_weights: torch.Tensor,
+        grads: WeightGrads | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, WeightWork | None]:
+        """See moe.experts."""
+        n = len(pairs.rows)
+        input_grad = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
+        weight_grad = WORKSPACE.take((n,), source, torch.promote_types(source.dtype, torch.float32))
+        flops = _products(n, weights)
+        if hidden is None:
+            flops += 2.0 * n * weights.fc1[0].numel()
+        if grads is not None:
+            self.clock.work(flops + _products(n, weights))
+            return input_grad, weight_grad, None
+        hidden_grad = WORKSPACE.take((n + SPARE_ROWS, weights.fc1.size(1)), source)
+        activated = WORKSPACE.take((n + SPARE_ROWS, weights.fc2.size(2)), source)
+        self.clock.work(flops)
+        return input_grad, weight_grad, WeightWork(pairs, source, output_rows, output_grad, hidden_grad, activated, pair_weights)
+
+    def weight_gradients(self, work: WeightWork, grads: WeightGrads) -> None:
+        """See moe.experts."""
+        hidden, outer, width = work.source.size(1), work.hidden_grad.size(1), work.activated.size(1)
+        self.clock.work(2.0 * len(work.pairs.rows) * hidden * (outer + width))
+        work.free()
+
+
+class VirtualExperts(torch.nn.Module):
+    """In place of the experts of Megatron-core's layer: the same time for the same rows."""
+
+    def __init__(self, flops_per_second: float, experts: Any) -> None:
+        super().__init__()
+        self.clock = Clock(flops_per_second)
+        self.experts = experts
+        # Of one row: both products, as its weights count.
+        self.flops_per_row = 2.0 * sum(parameter.numel() for parameter in experts.local_experts[0].parameters())
+
+    def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """See megatron.core.transformer.moe.experts.SequentialMLP."""
+        return _Virtual.apply(self, rows, probs), None
+
+
+class _Virtual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: VirtualExperts, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        ctx.module, ctx.probs = module, probs
+        output = torch.empty_like(rows)
+        module.clock.work(module.flops_per_row * len(rows))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.module.clock.work(2 * ctx.module.flops_per_row * len(output_grad))
+        return None, torch.empty_like(output_grad), torch.zeros_like(ctx.probs)

@@ -1,0 +1,280 @@
+"""What the chunk pipeline of the MoE layer gains over computing and communicating in turn, on an emulated cluster.
+
+`python -m benchmarks.pipeline_degree [--mode virtual|real] [--ranks 2] [--rates 500mbit] [--ratios 0.25 0.5 1 2 4] [--rounds 5]
+[--quick] [--json] [--markdown]`
+
+Each layer is made so that its communication takes `ratio` times its computation, both at degree 1: in the mode `real` by the
+width of its experts, with a virtual accelerator by that one's rate. In every round the same step, forward and backward, runs at
+degrees 1, 2 (FasterMoE's choice), 4 and 8, by the planner's choice and by Megatron-core's alltoall layer with the same weights and
+routing; all of them exchange rows full duplex. Two controls have nothing to gain: an uncapped link, and messages of a few KB.
+
+Speedups are over `in turn`: the layer at degree 1 that does one thing at a time, as other layers do (and PipeMoE's r = 1). Ours
+at r=1 is faster than that, since its weight gradients already run beside the exchange of the input gradients.
+The ideal is the pipeline without overheads: chunks of equal times, no start-up costs, one computation and one transfer at a
+time, in the best of the degrees for each pass. Computation is what a step in turn takes beyond its exchanges.
+Share of the ideal gain = (speedup - 1) / (ideal - 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from benchmarks import layer_step, link, rounds
+from benchmarks.accelerator import step_flops
+from benchmarks.cluster import UNCAPPED, Cluster, ClusterError, parse_rate
+from benchmarks.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case
+from moe.plan import Plan
+
+DEGREES = (1, 2, 4, 8)
+RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
+PARTS = ("forward", "backward", "together")
+HIDDEN, TOP_K = 512, 2
+# Tokens of each rank: at degree 8 every message has at least 256 KiB, and an exchange takes 0.15 to 0.3 s.
+TOKENS = {200e6: 2048, 500e6: 4096, 1e9: 8192}
+TINY_TOKENS = 64
+# Real experts of about this many multiply-adds per row and rank are tried to find how long a width takes.
+TRIAL_WIDTHS = (128, 512)
+CONTROLS = ("uncapped", "tiny")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ideal
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ideal_seconds(exchange: float, compute: float, later: float, degree: int) -> float:
+    """Time of a pass without overheads: an event simulation of one computation and one first-in-first-out link.
+
+    `exchange` is the time of all dispatches, and of all answers; `compute` what a chunk's answer waits for, all chunks;
+    `later` what nobody waits for (weight gradients), which each chunk leaves behind.
+    """
+    piece, work, rest = exchange / degree, compute / degree, later / degree
+    arrivals = [piece * (i + 1) for i in range(degree)]  # all dispatches are on their way at once
+    link_free, now, left = arrivals[-1], 0.0, 0
+    for arrival in arrivals:
+        while left and now + rest <= arrival:  # fill the wait, if that delays nothing
+            now, left = now + rest, left - 1
+        now = max(now, arrival) + work
+        left += 1
+        link_free = max(link_free, now) + piece
+    return max(now + left * rest, link_free)
+
+
+def ideal_speedups(exchange: Mapping[str, float], step: Mapping[str, float], degrees: Sequence[int] = DEGREES) -> dict[str, float]:
+    """The best schedule's speedup of each part, from the seconds of exchanges alone and of the step in turn."""
+    best = {}
+    for part in ("forward", "backward"):
+        compute = max(0.0, step[part] - exchange[part])
+        later = compute / 2 if part == "backward" else 0.0  # input and weight gradients are as much work
+        best[part] = min(ideal_seconds(exchange[part] / 2, compute - later, later, degree) for degree in degrees)
+    before = {part: max(step[part], exchange[part]) for part in best}
+    return {**{part: before[part] / best[part] for part in best}, "together": sum(before.values()) / sum(best.values())}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def auto_plan(cluster: Cluster, case: Case) -> Plan | None:
+    """The planner's choice for this layer on these links; None as long as there is none to ask."""
+    return None
+
+
+def _median_step(cluster: Cluster, what: Plan | str, repeats: int = 3) -> float:
+    results = [cluster.call(layer_step.step, what) for _ in range(repeats)]
+    return statistics.median(max(rank["together"] for rank in result) for result in results)
+
+
+def make_case(cluster: Cluster, case: Case, ratio: float, virtual: bool) -> Case:
+    """The case with the accelerator's rate, or the experts' width, that makes communication `ratio` times the computation.
+
+    Raises ValueError where the rest of the layer's work alone takes longer than that.
+    """
+    if virtual:
+        pairs = cluster.call(layer_step.build, replace(case, flops_per_second=1e30))[0]
+        exchange = _median_step(cluster, EXCHANGES)
+        rest = max(0.0, _median_step(cluster, IN_TURN) - exchange)
+        seconds = exchange / ratio - rest
+        if seconds > 0:
+            return replace(case, flops_per_second=step_flops(pairs, case.hidden, case.width) / seconds)
+    else:
+        times = []
+        for width in TRIAL_WIDTHS:
+            cluster.call(layer_step.build, replace(case, width=width))
+            exchange = _median_step(cluster, EXCHANGES)
+            times.append(_median_step(cluster, IN_TURN) - exchange)
+        slope = (times[1] - times[0]) / (TRIAL_WIDTHS[1] - TRIAL_WIDTHS[0])
+        width = int((TRIAL_WIDTHS[0] + (exchange / ratio - times[0]) / slope) / 16 + 0.5) * 16 if slope > 0 else 0
+        if width >= 16:
+            return replace(case, width=width)
+    raise ValueError(
+        f"ratio={ratio:g} at {cluster.rate}: the layer's other work takes longer than {exchange / ratio:.3f} s; try a smaller one"
+    )
+
+
+def measure(cluster: Cluster, case: Case, num_rounds: int, megatron: bool, weight_lag: int) -> dict[str, Any]:
+    """Medians and speedups of all variants on one layer: a row of the table."""
+    cluster.call(layer_step.build, case)
+    variants: dict[str, tuple[Any, ...]] = {name: (name,) for name in (EXCHANGES, IN_TURN)}
+    variants |= {f"r={degree}": (Plan(degree, degree, weight_lag=min(weight_lag, degree - 1)),) for degree in DEGREES}
+    auto = auto_plan(cluster, case)
+    if auto is not None:
+        variants["auto"] = (auto,)
+    if megatron:
+        variants[MEGATRON] = (MEGATRON,)
+    result = rounds.measure(cluster, layer_step.step, variants, num_rounds, warm_up=0)
+    seconds = {name: {part: result.median(name, part) for part in PARTS} for name in variants}
+    ideal = ideal_speedups(seconds[EXCHANGES], seconds[IN_TURN])
+    speedups = {name: {part: result.speedup(name, part, IN_TURN) for part in PARTS} for name in variants if name != EXCHANGES}
+    # Each pass has a degree of its own, so each pass's best counts.
+    fastest = {part: max((f"r={degree}" for degree in DEGREES), key=lambda name: speedups[name][part]) for part in PARTS}
+    best = {part: speedups[fastest[part]][part] for part in PARTS}
+    return {
+        "ranks": cluster.world_size,
+        "rate": cluster.rate,
+        "case": asdict(case),
+        "virtual_accelerator": case.flops_per_second is not None,
+        "ratio_measured": seconds[EXCHANGES]["together"] / max(1e-9, seconds[IN_TURN]["together"] - seconds[EXCHANGES]["together"]),
+        "rounds": result.num_rounds,
+        "rounds_dropped": result.num_dropped,
+        "auto": None if auto is None else asdict(auto),
+        "seconds": seconds,
+        "speedup": speedups,
+        "ideal": ideal,
+        "fastest": fastest,
+        "best": best,
+        "best_over_r1": {part: best[part] / speedups["r=1"][part] for part in PARTS},
+        "share_of_ideal": {part: (best[part] - 1) / (ideal[part] - 1) for part in PARTS if ideal[part] > 1.005},
+    }
+
+
+def _tokens(rate: str) -> int:
+    bits = parse_rate(rate)
+    return TOKENS[max((known for known in TOKENS if bits is None or known <= bits), default=200e6)]
+
+
+def rows(arguments: argparse.Namespace, report: Any) -> list[dict[str, Any]]:
+    """Measure everything that was asked for; `report` is called with each row and, before those of a cluster, its links in words."""
+    found = []
+    virtual = arguments.mode == "virtual"
+    clusters = [(rate, arguments.ratios) for rate in arguments.rates]
+    if "uncapped" in arguments.controls:
+        clusters.append((UNCAPPED, []))
+    for rate, ratios in clusters:
+        with Cluster(arguments.ranks, rate, cpu_share=arguments.cpu_share) as cluster:
+            rate_measured = link.measured_rate(cluster)
+            report(link.in_words(cluster, rate_measured))
+            if arguments.megatron:
+                cluster.call(layer_step.start_megatron)
+            tokens = arguments.tokens or _tokens(rate)
+            base = Case(tokens, HIDDEN, arguments.width, TOP_K, arguments.experts_per_rank)
+            cases = [(f"{ratio:g}", make_case(cluster, base, ratio, virtual)) for ratio in ratios]
+            flops_per_second = arguments.accelerator_rate if virtual else None
+            if rate == UNCAPPED:
+                cases.append(("uncapped", replace(base, flops_per_second=flops_per_second)))
+            elif "tiny" in arguments.controls:
+                cases.append(("tiny", replace(base, tokens=TINY_TOKENS, flops_per_second=flops_per_second)))
+            for name, case in cases:
+                row = {
+                    "layer": name,
+                    "link_bits_per_second": rate_measured,
+                    **measure(cluster, case, arguments.rounds, arguments.megatron, arguments.weight_lag),
+                }
+                found.append(row)
+                report(row)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Printing
+# ---------------------------------------------------------------------------------------------------------------------
+
+COLUMNS = ("r=1", "r=2", "r=4", "r=8", "auto", MEGATRON)
+
+
+def _cells(row: dict[str, Any], part: str) -> list[str]:
+    speedups = [f"{row['speedup'][name][part]:.2f}" if name in row["speedup"] else "-" for name in COLUMNS]
+    share = row["share_of_ideal"].get(part)
+    return [
+        str(row["ranks"]),
+        row["rate"],
+        row["layer"],
+        f"{row['ratio_measured']:.2f}",
+        part,
+        f"{row['seconds'][EXCHANGES][part] * 1e3:.1f}",
+        f"{row['seconds'][IN_TURN][part] * 1e3:.1f}",
+        *speedups,
+        f"{row['ideal'][part]:.2f}",
+        "-" if share is None else f"{share:.0%}",
+    ]
+
+
+HEADINGS = ("ranks", "link", "layer", "comm/comp", "part", "comm ms", "turn ms", *COLUMNS, "ideal", "share")
+
+
+def lines(row: dict[str, Any], markdown: bool) -> list[str]:
+    """One line per part."""
+    texts = [_cells(row, part) for part in PARTS]
+    return [_line(cells, markdown) for cells in texts]
+
+
+def _line(cells: Sequence[str], markdown: bool) -> str:
+    if markdown:
+        return "| " + " | ".join(cells) + " |"
+    return " ".join(f"{cell:>{max(8, len(heading))}}" for cell, heading in zip(cells, HEADINGS))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mode", choices=["virtual", "real"], default="virtual", help="virtual accelerator, or experts that compute")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rates", nargs="*", default=["500mbit"])
+    parser.add_argument("--ratios", nargs="*", type=float, default=list(RATIOS), help="communication by computation")
+    parser.add_argument("--controls", nargs="*", choices=CONTROLS, default=[], help="layers that have nothing to gain")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, help="of each rank; default: by the link's rate")
+    parser.add_argument("--width", type=int, default=512, help="of the experts, with a virtual accelerator and in the controls")
+    parser.add_argument("--experts-per-rank", type=int, default=1)
+    parser.add_argument("--accelerator-rate", type=float, default=1e11, help="FLOP/s of the virtual accelerator in the controls")
+    parser.add_argument("--weight-lag", type=int, default=0, help="chunks by which weight gradients are late, see moe.plan.Plan")
+    parser.add_argument("--cpu-share", type=float, help="part of one core that each rank gets")
+    parser.add_argument("--no-megatron", dest="megatron", action="store_false", help="leave Megatron-core's layer out")
+    parser.add_argument("--quick", action="store_true", help="one ratio and two rounds")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.ratios, arguments.rounds = [1.0], 2
+
+    def report(what: Any) -> None:
+        if isinstance(what, str):
+            print(f"\n{what}; {kind}\n" + _line(HEADINGS, arguments.markdown))
+            if arguments.markdown:
+                print("|" + " --- |" * len(HEADINGS))
+        else:
+            print("\n".join(lines(what, arguments.markdown)))
+        sys.stdout.flush()
+
+    kind = "virtual accelerator" if arguments.mode == "virtual" else "real computation, one thread a rank"
+    print(
+        f"hidden {HIDDEN}, top {TOP_K}, fp32, SwiGLU; columns r=1 to {MEGATRON}: speedup over in turn, median of {arguments.rounds} rounds"
+    )
+    try:
+        found = rows(arguments, report)
+    except (ValueError, ClusterError) as error:
+        print(f"pipeline_degree: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps({"mode": kind, "rows": found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

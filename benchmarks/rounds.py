@@ -1,0 +1,131 @@
+"""Variants of a computation measured in turns on all ranks of a cluster, beside whatever else the machine does.
+
+In each round all variants run once, starting with another one each time; a barrier comes before each. What a variant reports
+is the largest over the ranks. A round is dropped when other processes took more of the machine than DISTURBED during any of its
+variants. Ratios are medians over the rounds of one round's ratio: slow drifts of the machine then cancel out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import glob
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.cluster import Cluster
+
+# A variant is disturbed when other processes used more than this share of all cores beside it, or the hypervisor gave more than
+# that to others. Both are counted in clock ticks; a busy process is 50% of two cores. What the kernel does for our packets
+# belongs to no process and is not counted: 20 to 30% at 200 Mbit/s to 1 Gbit/s between two ranks.
+DISTURBED, TICKS = 0.05, 0.02
+KERNEL_THREADS = 2  # process id of their parent
+MAX_DROPPED = 2  # rounds dropped for each one that counts, before we give up
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounds:
+    """`seconds[variant][part]` lists one value per clean round."""
+
+    seconds: dict[str, dict[str, list[float]]]
+    num_rounds: int
+    num_dropped: int
+
+    def median(self, variant: str, part: str) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds[variant][part])
+
+    def speedup(self, variant: str, part: str, baseline: str) -> float:
+        """Median over rounds of the baseline's time by the variant's."""
+        pairs = zip(self.seconds[baseline][part], self.seconds[variant][part])
+        return statistics.median(base / own for base, own in pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """CPU seconds since boot of processes that are not ours, and those that the hypervisor gave to others."""
+
+    others: float
+    stolen: float
+    wall: float
+
+    @staticmethod
+    def now(ours: set[int]) -> Load:
+        """Read /proc (proc(5)). What a process leaves when it ends is its parent's, so short ones count too."""
+        tick, others = os.sysconf("SC_CLK_TCK"), 0.0
+        for path in glob.glob("/proc/[0-9]*/stat"):
+            with contextlib.suppress(OSError), open(path) as file:  # it has just ended
+                # After the name, which may hold spaces: state, parent, ...
+                fields = file.read().rpartition(")")[2].split()
+                process = int(path.split("/")[2])
+                is_kernel = process == KERNEL_THREADS or int(fields[1]) == KERNEL_THREADS
+                if process not in ours and not is_kernel:
+                    others += sum(int(field) for field in fields[11:15]) / tick
+        with open("/proc/stat") as file:
+            stolen = int(file.readline().split()[8]) / tick
+        return Load(others, stolen, time.monotonic())
+
+
+def is_disturbed(before: Load, after: Load) -> bool:
+    """Whether something else took part of the machine in between."""
+    allowed = DISTURBED * (os.cpu_count() or 1) * (after.wall - before.wall) + TICKS
+    return after.others - before.others > allowed or after.stolen - before.stolen > allowed
+
+
+def measure(
+    cluster: Cluster, function: Callable[..., dict[str, float]], variants: Mapping[str, tuple[Any, ...]], rounds: int, warm_up: int = 1
+) -> Rounds:
+    """`function(*variants[name])` on all ranks in turns; it returns seconds by part, of which the most counts.
+
+    Raises RuntimeError when the machine is too busy for `rounds` clean rounds.
+    """
+    names = list(variants)
+    for _ in range(warm_up):
+        for name in names:
+            cluster.call(_timed, function, variants[name])
+    cluster.call(_settle)
+    ours = {os.getpid(), *cluster.pids}
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+    clean = dropped = 0
+    while clean < rounds:
+        turn = (clean + dropped) % len(names)
+        this_round: dict[str, dict[str, float]] = {}
+        disturbed = False
+        for name in names[turn:] + names[:turn]:
+            before = Load.now(ours)
+            results = cluster.call(_timed, function, variants[name])
+            disturbed = disturbed or is_disturbed(before, Load.now(ours))
+            this_round[name] = {part: max(parts[part] for parts in results) for part in results[0]}
+        if disturbed:
+            dropped += 1
+            if dropped > MAX_DROPPED * rounds + MAX_DROPPED:
+                raise RuntimeError(f"only {clean} of {clean + dropped} rounds were undisturbed: too much else runs on this machine")
+            continue
+        clean += 1
+        for name, parts in this_round.items():
+            for part, value in parts.items():
+                seconds[name].setdefault(part, []).append(value)
+    return Rounds(seconds, clean, dropped)
+
+
+def _settle() -> None:
+    """On a rank: what is there stays, so that collections are short from now on."""
+    gc.collect()
+    gc.freeze()
+
+
+def _timed(function: Callable[..., dict[str, float]], args: tuple[Any, ...]) -> dict[str, float]:
+    """On a rank: call the function after a barrier, without garbage collection."""
+    import torch.distributed as dist
+
+    gc.collect()
+    gc.disable()
+    try:
+        dist.barrier()
+        return function(*args)
+    finally:
+        gc.enable()
