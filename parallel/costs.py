@@ -257,9 +257,10 @@ def measure_slowdown(
             wait()
         _wait_for_device(device)
         end = time.perf_counter()
-        beside, left, posting = agree([computed - posted, end - computed, posted - start], device, group)
+        # What is left follows from the whole: the rank that computes longest is not the one that then waits longest.
+        beside, whole, posting = agree([computed - posted, end - start, posted - start], device, group)
         # What starting the exchanges takes is the computation's loss in either case, so it is no part of the factors.
-        progress = exchange_alone - posting - left
+        progress = exchange_alone - posting - max(0.0, whole - posting - beside)
         factors.append((beside / compute_alone, beside / progress if progress > 0 else 1.0))
         (spent,) = agree([time.perf_counter() - begin], device, group)
         if len(factors) >= MIN_ROUNDS and spent > budget:
