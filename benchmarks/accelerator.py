@@ -27,7 +27,6 @@ class Clock:
         if not flops_per_second > 0:
             raise ValueError(f"flops_per_second={flops_per_second}: must be positive, such as 1e11")
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
-        torch.set_flush_denormal(True)  # nobody computes what is added up: it must not be slower than numbers are
         self.flops_per_second = flops_per_second
         self.busy_seconds = 0.0  # of work so far
         self._late = 0.0

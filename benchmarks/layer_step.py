@@ -74,6 +74,8 @@ class _Layer:
         self.exchange, self.blocking = FlatAllToAll(dist.group.WORLD), _Blocking(dist.group.WORLD)
         self.engine: Any = experts if case.flops_per_second is None else VirtualAccelerator(case.flops_per_second)
         self.megatron: Any = None
+        # What a virtual accelerator leaves in its buffers is added up all the same, which must not be slower than numbers are.
+        torch.set_flush_denormal(case.flops_per_second is not None)
 
     def forward(self, what: Plan | str) -> torch.Tensor:
         if what == MEGATRON:
