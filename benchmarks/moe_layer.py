@@ -2,10 +2,12 @@
 
 `python -m benchmarks.moe_layer [--shapes 8:2:1024 32:4:256] [--dtypes fp32 bf16] [--rounds 7] [--peers ...] [--json]`
 
-One process and one thread; forward and backward of 4096 tokens, hidden 512, SwiGLU, router included. In every round all
-candidates take turns on the same new tokens, and the process's CPU time counts, which other work on the machine disturbs
-least. A candidate's number is the median of its rounds; its ratio is the median over the rounds of its time by the dense
-layer's in the same round. Skewed: the router's logits are offset by -4 e / (E - 1) for expert e.
+One rank and one thread; forward and backward of 4096 tokens, hidden 512, SwiGLU, router included. In every round all
+candidates take turns on the same new tokens, and CPU time counts, which other work on the machine disturbs least. Each
+candidate has a process of its own, as in training: in a common one, a candidate that frees large tensors gives the others'
+memory back to the system, and one that meets new sizes in each step (all peers in bf16) drives the others' compiled kernels
+out of oneDNN's cache. A candidate's number is the median of its rounds; its ratio is the median over the rounds of its time
+by the dense layer's in the same round. Skewed: the router's logits are offset by -4 e / (E - 1) for expert e.
 """
 
 from __future__ import annotations
@@ -16,18 +18,22 @@ import gc
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 HIDDEN, TOKENS, SKEW = 512, 4096, 4.0
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 PEERS = ("dense", "mixtrain", "megatron_allgather", "megatron_alltoall", "hf_eager", "hf_grouped_mm", "deepspeed")
 SHAPES = ("8:2:1024", "32:4:256", "128:8:128")
+WARM_UP = 3  # steps
+TIMEOUT_SECONDS = 300.0  # for one candidate's answer
 
 Step = Callable[[], None]
 
@@ -160,11 +166,11 @@ def _skew_linear_router(gate: Any, offsets: Any) -> None:
 
     forward = gate.forward
 
-    def skewed(hidden: Any) -> Any:
+    def skewed(*args: Any) -> Any:
         linear = F.linear
         F.linear = lambda inputs, weight, bias=None: linear(inputs, weight, offsets)
         try:
-            return forward(hidden)
+            return forward(*args)
         finally:
             F.linear = linear
 
@@ -213,35 +219,75 @@ def available(name: str) -> bool:
     return package is None or importlib.util.find_spec(package) is not None
 
 
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def measure(shape: str, dtype_name: str, skewed: bool, names: list[str], rounds: int) -> list[dict[str, Any]]:
-    """One row per candidate: median CPU milliseconds of a step, and the median ratio to the dense layer's in the same round."""
+def _serve(connection: Connection, name: str) -> None:
+    """A candidate's process: builds what it is told to, and answers each request for a step with its CPU seconds."""
     import torch
 
+    torch.set_num_threads(1)
+    _start_process_group()
+    step: Step | None = None
+    while (request := connection.recv()) is not None:
+        if request == "step":
+            assert step is not None
+            before = time.process_time()
+            step()
+            connection.send(time.process_time() - before)
+            continue
+        shape, dtype_name, skewed, rounds = request
+        step = None
+        gc.enable()
+        gc.collect()
+        dtype = getattr(torch, DTYPES[dtype_name])
+        torch.manual_seed(0)
+        *x, output_grad = (torch.randn(TOKENS, HIDDEN).to(dtype) for _ in range(rounds + WARM_UP + 1))
+        offsets = torch.linspace(0.0, -SKEW, shape[0]) if skewed else torch.zeros(shape[0])
+        step = _build(name, *shape, dtype, offsets, x, output_grad)
+        for _ in range(WARM_UP):
+            step()  # allocates, and chooses kernels
+        gc.collect()
+        gc.disable()
+        connection.send(0.0)
+
+
+class _Candidate:
+    """One implementation in a process of its own."""
+
+    def __init__(self, name: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, name), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, request: object) -> float:
+        """Send a request and wait for the answer. Raises RuntimeError if none comes."""
+        self._connection.send(request)
+        try:
+            if self._connection.poll(TIMEOUT_SECONDS):
+                return float(self._connection.recv())
+        except EOFError:
+            pass
+        raise RuntimeError(f"benchmark candidate {self.name} gave no answer to {request!r} within {TIMEOUT_SECONDS} s, or ended")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.is_alive():
+            with contextlib.suppress(BrokenPipeError):
+                self._connection.send(None)
+            self._process.join(5)
+            self._process.kill()
+
+
+def measure(shape: str, dtype_name: str, skewed: bool, candidates: list[_Candidate], rounds: int) -> list[dict[str, Any]]:
+    """One row per candidate: median CPU milliseconds of a step, and the median ratio to the dense layer's in the same round."""
     experts, top_k, width = (int(part) for part in shape.split(":"))
-    dtype = getattr(torch, DTYPES[dtype_name])
-    torch.manual_seed(0)
-    *x, output_grad = (torch.randn(TOKENS, HIDDEN).to(dtype) for _ in range(rounds + 2))
-    offsets = torch.linspace(0.0, -SKEW, experts) if skewed else torch.zeros(experts)
-    steps = {name: _build(name, experts, top_k, width, dtype, offsets, x, output_grad) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        steps[name]()  # allocates, and chooses kernels
+    seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+    for candidate in candidates:
+        candidate.ask(((experts, top_k, width), dtype_name, skewed, rounds))
     for i in range(rounds):
-        with _without_garbage_collection():
-            for name in names[i % len(names) :] + names[: i % len(names)]:
-                before = time.process_time()
-                steps[name]()
-                seconds[name].append(time.process_time() - before)
+        for candidate in candidates[i % len(candidates) :] + candidates[: i % len(candidates)]:
+            seconds[candidate.name].append(candidate.ask("step"))
     return [
         {
             "experts": experts,
@@ -250,12 +296,17 @@ def measure(shape: str, dtype_name: str, skewed: bool, names: list[str], rounds:
             "dtype": dtype_name,
             "routing": "skewed" if skewed else "balanced",
             "layer": name,
-            "cpu_ms": statistics.median(seconds[name]) * 1e3,
-            "min_cpu_ms": min(seconds[name]) * 1e3,
-            "to_dense": statistics.median(own / dense for own, dense in zip(seconds[name], seconds["dense"], strict=True)),
+            "cpu_ms": statistics.median(times) * 1e3,
+            "min_cpu_ms": min(times) * 1e3,
+            "to_dense": statistics.median(own / dense for own, dense in zip(times, seconds["dense"], strict=True)),
         }
-        for name in names
+        for name, times in seconds.items()
     ]
+
+
+def _line(row: dict[str, Any]) -> str:
+    setting = f"{row['experts']:>7} {row['top_k']:>3} {row['ffn']:>5} {row['dtype']:>5} {row['routing']:<9} {row['layer']:<19}"
+    return f"{setting} {row['cpu_ms']:>8.1f} {row['min_cpu_ms']:>8.1f} {row['to_dense']:>8.3f}"
 
 
 def main() -> int:
@@ -269,8 +320,6 @@ def main() -> int:
     arguments = parser.parse_args()
     import torch
 
-    torch.set_num_threads(1)
-    _start_process_group()
     names = [name for name in PEERS if (name in arguments.peers or name == "dense") and available(name)]
     missing = [name for name in arguments.peers if not available(name)]
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, 1 thread, {TOKENS} tokens, hidden {HIDDEN}")
@@ -278,16 +327,17 @@ def main() -> int:
         print(f"not installed: {', '.join(missing)}")
     print(f"{'experts':>7} {'top':>3} {'ffn':>5} {'dtype':>5} {'routing':<9} {'layer':<19} {'CPU ms':>8} {'lowest':>8} {'/ dense':>8}")
     rows = []
-    for shape in arguments.shapes:
-        for dtype_name in arguments.dtypes:
-            for routing in arguments.routings:
-                for row in measure(shape, dtype_name, routing == "skewed", names, arguments.rounds):
-                    rows.append(row)
-                    print(
-                        f"{row['experts']:>7} {row['top_k']:>3} {row['ffn']:>5} {row['dtype']:>5} {row['routing']:<9} {row['layer']:<19} "
-                        f"{row['cpu_ms']:>8.1f} {row['min_cpu_ms']:>8.1f} {row['to_dense']:>8.3f}",
-                        flush=True,
-                    )
+    candidates = [_Candidate(name) for name in names]
+    try:
+        for shape in arguments.shapes:
+            for dtype_name in arguments.dtypes:
+                for routing in arguments.routings:
+                    for row in measure(shape, dtype_name, routing == "skewed", candidates, arguments.rounds):
+                        rows.append(row)
+                        print(_line(row), flush=True)
+    finally:
+        for candidate in candidates:
+            candidate.close()
     if arguments.json:
         print(json.dumps({"torch": torch.__version__, "tokens": TOKENS, "hidden": HIDDEN, "rounds": arguments.rounds, "rows": rows}))
     return 0
