@@ -26,12 +26,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe.plan import Plan
+from moe.plan import Load, Plan
 from moe.planner import (
     DEGREES,
     LayerCosts,
     Limits,
-    Load,
     best_plan,
     closed_form_degree,
     closed_form_seconds,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe import experts
-from moe.planner import Load
+from moe.plan import Load
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Shape:
     width: int  # F of this rank's part of an expert
     gated: bool
     element_size: int
+    whole: bool = False  # an expert computes all rows of a chunk at once, as on a GPU
 
     def load(self, counts: Sequence[float]) -> Load:
         """The load of a call from the tokens that each expert gets, on any scale: one call's, or a whole step's."""
@@ -41,7 +42,8 @@ class Shape:
             hidden_columns=self.width * (2 if self.gated else 1),
             width=self.width,
             element_size=self.element_size,
-            block=experts.BLOCK_ROWS,
+            expert_pairs=math.ceil(scale * max(counts, default=0.0)),
+            **({} if self.whole else {"block": experts.BLOCK_ROWS}),
         )
 
     def even(self) -> Load:

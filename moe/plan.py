@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+AHEAD = 2  # chunks whose receive buffers are ready beyond the one that is computed
+MAX_IN_FLIGHT = 4  # exchanges of a pass that may still be sending: bounds the memory of send buffers
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -48,3 +51,19 @@ class Plan:
                 f"memory strategy {self.memory_strategy!r} brings back the forward pass's chunks: backward_degree "
                 f"({self.backward_degree}) must equal degree ({self.degree})."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What the busiest rank has to do in one call of a layer. All ranks must plan with the same numbers."""
+
+    tokens: int  # of one rank, before dispatch
+    rows: int  # unique (token, rank) rows sent or received, whichever is more, the rank's own included
+    away_rows: int  # those of them that travel
+    pairs: int  # of a row and an expert, computed here
+    hidden_size: int  # H
+    hidden_columns: int  # G, what goes into the activation function, per pair: 2 F for SwiGLU
+    width: int  # F, what comes out of it
+    element_size: int  # bytes per number
+    expert_pairs: int = 2**62  # of the busiest expert
+    block: int = 2**62  # most pairs that go through an expert at once

@@ -17,10 +17,11 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from moe.plan import STRATEGIES, Plan, Strategy
+from moe import footprint
+from moe.plan import STRATEGIES, Load, Plan, Strategy
 from parallel.costs import NOTHING, Curve, Line
 
 DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
@@ -32,7 +33,6 @@ MARGIN = 0.01
 # fp32: lag 0 takes 170 ms in 2 chunks, 173 in 4, 186 in 8; lag 1 takes 148, 164, 174; the model sees no difference.
 NO_SLACK = 0.05
 PAIR_BYTES, PAIR_GRADIENT_BYTES = 8, 4  # what travels of each pair besides its row: code and weight; the weight's gradient
-AHEAD = 2  # chunks whose receive buffers are there beyond the one that is computed
 ROUNDING = 1e-9  # two sums of the same times differ by less
 STEPS_PER_DOUBLING = 32  # loads are rounded up to 1/32 of a power of two, at most 3%, so that drifting counts find old decisions
 
@@ -74,21 +74,6 @@ def _model(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return Line(**value) if "alpha" in value else Curve(tuple(value["sizes"]), tuple(value["seconds"]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What the busiest rank has to do in one call of a layer. All ranks must plan with the same numbers."""
-
-    tokens: int  # of one rank, before dispatch
-    rows: int  # unique (token, rank) rows sent or received, whichever is more, the rank's own included
-    away_rows: int  # those of them that travel
-    pairs: int  # of a row and an expert, computed here
-    hidden_size: int  # H
-    hidden_columns: int  # G, what goes into the activation function, per pair: 2 F for SwiGLU
-    width: int  # F, what comes out of it
-    element_size: int  # bytes per number
-    block: int = 2**62  # pairs that go through an expert at once; what is in use inside it is of this size, or a chunk's
 
 
 @dataclass(frozen=True)
@@ -267,9 +252,9 @@ def backward_seconds(costs: LayerCosts, load: Load, plan: Plan) -> float:
 
     The gradients of chunk 0 are sent (and, where the strategy says so, its rows again; or they come from the host), and the
     shared expert runs. For each chunk i: i + 1 is sent, i is waited for, its hidden activation recomputed if it is not there, its
-    input gradients are computed and answered; then come the weight gradients of chunk i - weight_lag, and the answer i - 1 is
-    waited for and added up. At the end the gradients of the pairs' weights are sent, the remaining weight gradients computed, and
-    the last answers added up.
+    input gradients are computed and answered (and after the last chunk, the gradients of the pairs' weights are sent); then come
+    the weight gradients of chunk i - weight_lag, and the answer i - 1 is waited for and added up. At the end the remaining weight
+    gradients are computed, and the last answers added up.
     """
     strategy, same = STRATEGIES[plan.memory_strategy], plan.degree == plan.backward_degree
     return _backward_seconds(costs, load, strategy, _Work(costs, load, plan.backward_degree), plan.weight_lag, same)
@@ -298,7 +283,7 @@ def _backward_seconds(costs: LayerCosts, load: Load, strategy: Strategy, work: _
 
     dispatch = start()
     compute(costs.shared_backward)
-    answer = 0.0
+    answer = pairs_sent = 0.0
     for i in range(work.degree):
         arrived, ready = dispatch, copied
         if i + 1 < work.degree:
@@ -308,12 +293,13 @@ def _backward_seconds(costs: LayerCosts, load: Load, strategy: Strategy, work: _
         compute(gradients)
         previous, answer = answer, send(exchange)
         compute(post)
+        if i + 1 == work.degree:
+            pairs_sent = send(_pair_seconds(costs, load, PAIR_GRADIENT_BYTES))
         if i >= weight_lag:
             compute(weight_gradients)
         if i > 0:
             wait(previous)
             compute(work.home_sum)
-    pairs_sent = send(_pair_seconds(costs, load, PAIR_GRADIENT_BYTES))
     for _ in range(min(weight_lag, work.degree)):
         compute(weight_gradients)
     wait(answer)
@@ -345,47 +331,9 @@ def memory_bytes(load: Load, plan: Plan, live_calls: int = 1) -> int:
     """Peak bytes of buffers on the busiest rank: what `live_calls` calls keep between their passes, and the workspaces of one of
     their passes, the larger one's: passes follow one another."""
     strategy, same = STRATEGIES[plan.memory_strategy], plan.degree == plan.backward_degree
-    forward = _forward_workspaces(load, strategy, plan.degree)
-    backward = _backward_workspaces(load, strategy, plan.backward_degree, plan.weight_lag, same)
-    return (live_calls * _kept(load, strategy) + max(forward, backward)) * load.element_size
-
-
-def _kept(load: Load, strategy: Strategy) -> int:
-    """Numbers kept from the forward to the backward pass."""
-    rows = load.rows * load.hidden_size if strategy.rows == "keep" else 0
-    hidden = load.pairs * load.hidden_columns if strategy.hidden == "keep" else 0
-    return rows + hidden
-
-
-def _forward_workspaces(load: Load, strategy: Strategy, degree: int) -> int:
-    """Numbers in use during the forward pass only: two or three chunks of what travels, one of what is computed, the output."""
-    rows, pairs = _chunk(load.rows, degree) * load.hidden_size, _chunk(load.pairs, degree)
-    block, two = min(pairs, load.block), min(degree, 2)
-    received = 0 if strategy.rows == "keep" else min(degree, 1 + AHEAD) * rows
-    hidden = {"keep": 0, "recompute": block, "offload": two * pairs}[strategy.hidden] * load.hidden_columns
-    activated, expert_output = block * load.width, pairs * load.hidden_size
-    send_buffers = two * rows + two * rows  # dispatched rows; sums on their way back
-    returned = two * rows
-    return received + hidden + activated + expert_output + send_buffers + returned + load.tokens * load.hidden_size
-
-
-def _backward_workspaces(load: Load, strategy: Strategy, degree: int, weight_lag: int, same: bool) -> int:
-    """Numbers in use during the backward pass only. A chunk's gradients and rows stay until its weight gradients are done."""
-    rows, pairs = _chunk(load.rows, degree) * load.hidden_size, _chunk(load.pairs, degree)
-    block, two = min(pairs, load.block), min(degree, 2)
-    gradients = min(degree, weight_lag + 1 + AHEAD) * rows
-    received = {"keep": 0, "communicate": gradients, "offload": min(degree, weight_lag + 2) * rows}[strategy.rows]
-    regrouped = 0 if same else two * pairs
-    hidden = {"keep": regrouped, "recompute": block, "offload": two * pairs}[strategy.hidden] * load.hidden_columns
-    weight_work = min(degree, weight_lag + 1) * pairs * (load.hidden_columns + load.width)
-    input_gradient = pairs * load.hidden_size
-    send_buffers = two * rows * (2 if strategy.rows == "communicate" else 1) + two * rows
-    returned = two * rows
-    return gradients + received + hidden + weight_work + input_gradient + send_buffers + returned + load.tokens * load.hidden_size
-
-
-def _chunk(count: int, degree: int) -> int:
-    return -(-count // degree)
+    forward = footprint.forward_bytes(load, strategy, plan.degree)
+    backward = footprint.backward_bytes(load, strategy, plan.backward_degree, plan.weight_lag, same)
+    return live_calls * footprint.kept_bytes(load, strategy) + max(forward, backward)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -464,16 +412,19 @@ class _Search:
         costs, load, limits = self.costs, self.load, self.limits
         result: list[tuple[float, int, int, int]] = []
         for index, strategy in enumerate(STRATEGIES[name] for name in limits.strategies):
-            budget = math.inf if limits.memory_budget is None else limits.memory_budget / load.element_size
-            left = budget - limits.live_calls * _kept(load, strategy)
+            left = math.inf
+            if limits.memory_budget is not None:
+                left = limits.memory_budget - limits.live_calls * footprint.kept_bytes(load, strategy)
             forward = {
                 degree: score(_forward_bound(costs, load, strategy, self._work[degree]), degree)
                 for degree in self.degrees
-                if _forward_workspaces(load, strategy, degree) <= left
+                if left == math.inf or footprint.forward_bytes(load, strategy, degree) <= left
             }
             backward = {}
             for degree, same in itertools.product(self.backward_degrees, (True, False)):
-                lags = [lag for lag in weight_lags(degree) if _backward_workspaces(load, strategy, degree, lag, same) <= left]
+                lags = weight_lags(degree)
+                if left < math.inf:
+                    lags = [lag for lag in lags if footprint.backward_bytes(load, strategy, degree, lag, same) <= left]
                 if lags and (same or not _needs_same_chunks(strategy)):
                     self._lags[strategy, degree, same] = lags
                     backward[degree, same] = score(_backward_bound(costs, load, strategy, self._work[degree], same), degree)
@@ -573,17 +524,8 @@ class Planner:
 
 def rounded_up(load: Load) -> Load:
     """The load with its counts rounded up, so that loads that hardly differ are one."""
-    return Load(
-        tokens=_rounded_up(load.tokens),
-        rows=_rounded_up(load.rows),
-        away_rows=_rounded_up(load.away_rows),
-        pairs=_rounded_up(load.pairs),
-        hidden_size=load.hidden_size,
-        hidden_columns=load.hidden_columns,
-        width=load.width,
-        element_size=load.element_size,
-        block=load.block,
-    )
+    counts = ("tokens", "rows", "away_rows", "pairs", "expert_pairs")
+    return replace(load, **{name: _rounded_up(getattr(load, name)) for name in counts})
 
 
 def _rounded_up(count: int) -> int:

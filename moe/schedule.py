@@ -20,12 +20,9 @@ from moe import experts, memory, route
 from moe.clock import Clock
 from moe.dispatch import AllToAll, Flow, Handle, Traffic, start
 from moe.experts import Pairs, WeightGrads, Weights, WeightWork
-from moe.plan import STRATEGIES, Plan
+from moe.plan import AHEAD, MAX_IN_FLIGHT, STRATEGIES, Plan
 from moe.route import Chunk, Cuts
 from moe.workspace import WORKSPACE
-
-AHEAD = 2  # chunks whose receive buffers are ready beyond the one that is computed
-MAX_IN_FLIGHT = 4  # exchanges of a pass that may still be sending: bounds the memory of send buffers
 
 SharedExpert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -426,11 +423,12 @@ class _ParallelCall(_Call):
             self.hidden.done(hidden)
             later.add(work, chunk_grad, None if self.rows.has_all else source)
             del sums, work, chunk_grad, source, hidden
+            if i + 1 == degree:
+                flow = this.pair_answer
+                pairs = self._follow(start(exchange, pair_weight_grad, pair_weight_grad.new_empty(sum(flow.receive)), flow))
             later.run(keep=lag)
             if previous is not None:
                 self._sum_at_home(previous, sends, i - 1, x_grad)
-        flow = this.pair_answer
-        pairs = self._follow(start(exchange, pair_weight_grad, pair_weight_grad.new_empty(sum(flow.receive)), flow))
         later.run(keep=0)
         assert answer is not None
         self._sum_at_home(answer, sends, degree - 1, x_grad)

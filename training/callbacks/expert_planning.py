@@ -16,8 +16,8 @@ from moe import exchanges
 from moe.layer import MixtrainMoELayer
 from moe.load import Shape
 from moe.measure import measure_layer
-from moe.plan import STRATEGIES, Plan
-from moe.planner import DEGREES, Decision, Limits, Load, Planner
+from moe.plan import STRATEGIES, Load, Plan
+from moe.planner import DEGREES, Decision, Limits, Planner
 from training.run import Callback, Metrics, Run
 
 MEASURE_AFTER = 5  # steps that a decision is measured over
@@ -126,6 +126,7 @@ def _shape(run: Run, layer: MixtrainMoELayer) -> Shape:
         width=weight.size(2),
         gated=experts.linear_fc1.weight.size(1) == 2 * weight.size(2),
         element_size=torch.empty((), dtype=_activation_dtype(config)).element_size(),
+        whole=weight.device.type == "cuda",
     )
 
 

@@ -1,0 +1,152 @@
+"""The memory of one call of a layer over several ranks: its schedule's buffers, one by one, without computing anything.
+
+Everything follows moe/schedule.py, moe/memory.py and moe/experts.py; tests hold the result to what a tracker of live tensors
+counts. Bytes on the busiest rank, beyond the layer's input, weights and their gradients. What is offloaded is elsewhere.
+"""
+
+from __future__ import annotations
+
+from moe.experts import SPARE_ROWS
+from moe.plan import AHEAD, MAX_IN_FLIGHT, Load, Strategy
+
+INDEX_BYTES = 150  # of a pair: who goes where, in all the forms that both passes need
+UNEVEN = 1.02  # chunks are of about the same size; the larger ones count
+SETTLED = 6  # chunks after which each looks like the one before
+
+
+def kept_bytes(load: Load, strategy: Strategy) -> int:
+    """What lives from the forward to the backward pass."""
+    rows = load.rows * load.hidden_size if strategy.rows == "keep" else 0
+    hidden = load.pairs * load.hidden_columns if strategy.hidden == "keep" else 0
+    return (rows + hidden) * load.element_size + load.pairs * INDEX_BYTES
+
+
+def forward_bytes(load: Load, strategy: Strategy, degree: int) -> int:
+    """The most that the forward pass has beside that."""
+    sizes, ledger = _Sizes(load, degree), _Ledger()
+    received = 0 if strategy.rows == "keep" else sizes.rows
+    offloaded = sizes.hidden if strategy.hidden == "offload" else 0
+    scratch = sizes.block * (load.hidden_size + load.width + (load.hidden_columns if strategy.hidden == "recompute" else 0))
+    arrivals = ledger.take_ahead(received, AHEAD, degree, 0)
+    ledger.send(sizes.away)
+    for i in range(min(degree, SETTLED)):
+        if i + 1 < degree:
+            ledger.send(sizes.away)
+        arrivals = ledger.take_ahead(received, i + AHEAD, degree, arrivals)
+        ledger.take(offloaded)
+        ledger.use(scratch, sizes.expert_rows)
+        ledger.take(sizes.expert_rows + sizes.rows)  # the experts' output and its sums
+        ledger.give(sizes.expert_rows)
+        ledger.take(sizes.rows)  # room for the answer
+        ledger.fly(sizes.rows)
+        ledger.give(offloaded + received)
+        if i > 0:
+            ledger.add_up_at_home(sizes, first=i == 1)
+    ledger.add_up_at_home(sizes, first=degree == 1)
+    return ledger.bytes(load)
+
+
+def backward_bytes(load: Load, strategy: Strategy, degree: int, weight_lag: int, same: bool) -> int:
+    """The most that the backward pass has beside that; `same`: the forward pass had as many chunks."""
+    sizes, ledger = _Sizes(load, degree), _Ledger()
+    tensors = 2 if strategy.rows == "communicate" else 1  # that travel: gradients, and the rows again
+    fetched = (sizes.rows if strategy.rows == "offload" else 0) + (sizes.hidden if strategy.hidden == "offload" else 0)
+    regrouped = 0 if same or strategy.hidden != "keep" else sizes.pairs * load.hidden_columns + 16 * load.pairs // load.element_size
+    scratch = sizes.block * (2 * load.hidden_size + load.width + (load.hidden_columns if strategy.hidden == "recompute" else 0))
+    work = sizes.work + sizes.rows * (1 if strategy.rows == "keep" else 2)  # until the weight gradients are computed
+    later = 0
+
+    def weight_gradients(keep: int) -> None:
+        nonlocal later
+        while later > keep:
+            ledger.use(2 * sizes.block * load.hidden_size, 0)
+            ledger.give(work)
+            later -= 1
+
+    arrivals = ledger.take_ahead(tensors * sizes.rows, AHEAD, degree, 0)
+    ledger.send(sizes.away, tensors)
+    ledger.take(fetched)
+    for i in range(min(degree, SETTLED + weight_lag)):
+        if i + 1 < degree:
+            ledger.send(sizes.away, tensors)
+            ledger.take(fetched)
+        arrivals = ledger.take_ahead(tensors * sizes.rows, i + AHEAD, degree, arrivals)
+        ledger.take(regrouped + sizes.expert_rows + sizes.work)
+        ledger.use(scratch, 0)
+        ledger.take(sizes.rows)  # sums
+        ledger.give(sizes.expert_rows)
+        ledger.take(sizes.rows)  # room for the answer
+        ledger.fly(sizes.rows)
+        ledger.give(regrouped + (sizes.hidden if strategy.hidden == "offload" else 0))
+        later += 1
+        weight_gradients(weight_lag)
+        if i > 0:
+            ledger.add_up_at_home(sizes, first=i == 1)
+    weight_gradients(0)
+    ledger.add_up_at_home(sizes, first=degree == 1)
+    return ledger.bytes(load)
+
+
+class _Sizes:
+    """Numbers in the buffers of one chunk."""
+
+    def __init__(self, load: Load, degree: int) -> None:
+        self.pairs = -(-load.pairs // degree)
+        self.rows = -(-load.rows // degree) * load.hidden_size
+        self.away = -(-load.away_rows // degree) * load.hidden_size
+        self.block = min(self.pairs, load.block, -(-load.expert_pairs // degree))
+        spare = SPARE_ROWS if load.block < load.pairs else 0
+        self.expert_rows = (self.pairs + spare) * load.hidden_size
+        self.hidden = (self.pairs + spare) * load.hidden_columns
+        self.work = (self.pairs + spare) * (load.hidden_columns + load.width)
+        self.degree, self.output = degree, load.tokens * load.hidden_size
+
+
+class _Ledger:
+    """What is in use, and the most that was."""
+
+    def __init__(self) -> None:
+        self._now = self._peak = 0
+        self._flying: list[int] = []
+
+    def take(self, amount: int) -> None:
+        self._now += amount
+        self._peak = max(self._peak, self._now)
+
+    def give(self, amount: int) -> None:
+        self._now -= amount
+
+    def use(self, amount: int, beside: int) -> None:
+        """Take and give back at once, `beside` something that is in use only now too."""
+        self._peak = max(self._peak, self._now + amount + beside)
+
+    def take_ahead(self, amount: int, last: int, degree: int, taken: int) -> int:
+        """Receive buffers up to chunk `last`, where `taken` are there; returns how many are there then."""
+        wanted = min(last + 1, degree)
+        self.take(amount * (wanted - taken))
+        return wanted
+
+    def send(self, amount: int, times: int = 1) -> None:
+        """Take a send buffer, and start an exchange of it."""
+        for _ in range(times):
+            self.take(amount)
+            self.fly(amount)
+
+    def fly(self, amount: int) -> None:
+        """Start an exchange; the oldest that are on their way are over."""
+        self._flying.append(amount)
+        while len(self._flying) > MAX_IN_FLIGHT:
+            self._now -= self._flying.pop(0)
+
+    def add_up_at_home(self, sizes: _Sizes, first: bool) -> None:
+        """A chunk's answers become its part of the result, which exists from the first on."""
+        part = sizes.output // sizes.degree
+        if sizes.degree == 1:
+            self.take(sizes.output)
+        else:
+            self.take(part + (sizes.output if first else 0))
+            self.give(part)
+        self.give(sizes.rows)
+
+    def bytes(self, load: Load) -> int:
+        return int(self._peak * UNEVEN) * load.element_size
