@@ -52,9 +52,7 @@ def test_the_routing_is_even_in_every_chunk(num_ranks: int, top_k: int) -> None:
 def test_the_virtual_accelerator_is_charged_for_every_product() -> None:
     case = Case(tokens=48, hidden=16, width=8, top_k=2, experts_per_rank=4)
     chosen = torch.zeros(48, 4, dtype=torch.bool).index_fill_(1, torch.tensor([0, 2]), True)
-    weights = layer_step.Weights(
-        torch.randn(4, 16, 16, requires_grad=True), torch.randn(4, 16, 8, requires_grad=True), None, None, "swiglu"
-    )
+    weights = Weights(torch.randn(4, 16, 16, requires_grad=True), torch.randn(4, 16, 8, requires_grad=True), None, None, "swiglu")
     expected = accelerator.step_flops(96, case.hidden, case.width)
     for strategy, factor in (("keep", 1.0), ("recompute", 1 + 2 / 9)):  # fc1 is two thirds of one of three parts
         engine = accelerator.VirtualAccelerator(1e9)
