@@ -233,15 +233,15 @@ def _serve(connection: Connection, name: str) -> None:
             step()
             connection.send(time.process_time() - before)
             continue
-        shape, dtype_name, skewed, rounds = request
+        (experts, top_k, width), dtype_name, skewed, rounds = request
         step = None
         gc.enable()
         gc.collect()
         dtype = getattr(torch, DTYPES[dtype_name])
         torch.manual_seed(0)
         *x, output_grad = (torch.randn(TOKENS, HIDDEN).to(dtype) for _ in range(rounds + WARM_UP + 1))
-        offsets = torch.linspace(0.0, -SKEW, shape[0]) if skewed else torch.zeros(shape[0])
-        step = _build(name, *shape, dtype, offsets, x, output_grad)
+        offsets = torch.linspace(0.0, -SKEW, experts) if skewed else torch.zeros(experts)
+        step = _build(name, experts, top_k, width, dtype, offsets, x, output_grad)
         for _ in range(WARM_UP):
             step()  # allocates, and chooses kernels
         gc.collect()
