@@ -7,7 +7,7 @@ every other, and a chunk as much as every other chunk.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ from benchmarks.accelerator import VirtualAccelerator, VirtualExperts
 from moe import experts
 from moe.dispatch import FlatAllToAll, Flow, Handle
 from moe.experts import Weights
-from moe.plan import Plan
+from moe.load import Shape
+from moe.measure import measure_costs
+from moe.plan import Load, Plan
+from moe.planner import LayerCosts
 from moe.schedule import routed_experts
 
 MEGATRON, EXCHANGES, IN_TURN = "megatron", "exchanges", "in turn"
@@ -122,6 +125,34 @@ def build(case: Case) -> int:
     counts = _layer.routing_map.sum(dim=0)
     dist.all_reduce(counts)
     return int(counts[mine].sum())
+
+
+def shape(case: Case, num_ranks: int) -> Shape:
+    """The sizes of a case's layer, as planners take them."""
+    return Shape(
+        tokens=case.tokens,
+        num_experts=case.experts_per_rank * num_ranks,
+        num_ranks=num_ranks,
+        top_k=case.top_k,
+        hidden_size=case.hidden,
+        width=case.width,
+        gated=True,
+        element_size=4,
+    )
+
+
+def load(case: Case, num_ranks: int) -> Load:
+    """What a rank has to do: each token goes to `top_k` different ranks, so that no two of its rows are one."""
+    rows = case.tokens * case.top_k
+    return replace(shape(case, num_ranks).even(), rows=rows, away_rows=rows * (num_ranks - 1) // num_ranks)
+
+
+def costs() -> LayerCosts:
+    """The planner's costs of this rank's layer, measured now. Collective."""
+    layer = _layer
+    assert layer is not None, "build comes first"
+    sizes = shape(layer.case, layer.size)
+    return measure_costs(layer.weights, layer.exchange, dist.group.WORLD, sizes, engine=layer.engine)
 
 
 def step(what: Plan | str) -> dict[str, float]:

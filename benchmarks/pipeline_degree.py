@@ -30,6 +30,7 @@ from benchmarks.accelerator import step_flops
 from benchmarks.cluster import UNCAPPED, Cluster, ClusterError, parse_rate
 from benchmarks.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case
 from moe.plan import Plan
+from moe.planner import Limits, best_plan
 
 DEGREES = (1, 2, 4, 8)
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -82,9 +83,10 @@ def ideal_speedups(exchange: Mapping[str, float], step: Mapping[str, float], deg
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def auto_plan(cluster: Cluster, case: Case) -> Plan | None:
-    """The planner's choice for this layer on these links; None as long as there is none to ask."""
-    return None
+def auto_plan(cluster: Cluster, case: Case) -> Plan:
+    """The planner's choice for the layer that was built, from costs that it measures now; it keeps everything, as the others do."""
+    costs = cluster.call(layer_step.costs)[0]
+    return best_plan(costs, layer_step.load(case, cluster.world_size), Limits(strategies=("keep",))).plan
 
 
 def _median_step(cluster: Cluster, what: Plan | str, repeats: int = 3) -> float:
@@ -125,8 +127,7 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, megatron: bool, weigh
     variants: dict[str, tuple[Any, ...]] = {name: (name,) for name in (EXCHANGES, IN_TURN)}
     variants |= {f"r={degree}": (Plan(degree, degree, weight_lag=min(weight_lag, degree - 1)),) for degree in DEGREES}
     auto = auto_plan(cluster, case)
-    if auto is not None:
-        variants["auto"] = (auto,)
+    variants["auto"] = (auto,)
     if megatron:
         variants[MEGATRON] = (MEGATRON,)
     result = rounds.measure(cluster, layer_step.step, variants, num_rounds, warm_up=0)
@@ -144,7 +145,7 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, megatron: bool, weigh
         "ratio_measured": seconds[EXCHANGES]["together"] / max(1e-9, seconds[IN_TURN]["together"] - seconds[EXCHANGES]["together"]),
         "rounds": result.num_rounds,
         "rounds_dropped": result.num_dropped,
-        "auto": None if auto is None else asdict(auto),
+        "auto": asdict(auto),
         "seconds": seconds,
         "speedup": speedups,
         "ideal": ideal,

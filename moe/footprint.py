@@ -7,11 +7,11 @@ counts. Bytes on the busiest rank, beyond the layer's input, weights and their g
 from __future__ import annotations
 
 from moe.experts import SPARE_ROWS
-from moe.plan import AHEAD, MAX_IN_FLIGHT, Load, Strategy
+from moe.plan import AHEAD, DEPTH, MAX_IN_FLIGHT, Load, Strategy
 
 INDEX_BYTES = 150  # of a pair: who goes where, in all the forms that both passes need
 UNEVEN = 1.02  # chunks are of about the same size; the larger ones count
-SETTLED = 6  # chunks after which each looks like the one before
+SETTLED = 10  # chunks after which each looks like the one before
 
 
 def kept_bytes(load: Load, strategy: Strategy) -> int:
@@ -28,21 +28,19 @@ def forward_bytes(load: Load, strategy: Strategy, degree: int) -> int:
     offloaded = sizes.hidden if strategy.hidden == "offload" else 0
     scratch = sizes.block * (load.hidden_size + load.width + (load.hidden_columns if strategy.hidden == "recompute" else 0))
     arrivals = ledger.take_ahead(received, AHEAD, degree, 0)
-    ledger.send(sizes.away)
+    ledger.send(sizes.away, min(DEPTH, degree))
     for i in range(min(degree, SETTLED)):
-        if i + 1 < degree:
+        if i + DEPTH < degree:
             ledger.send(sizes.away)
         arrivals = ledger.take_ahead(received, i + AHEAD, degree, arrivals)
         ledger.take(offloaded)
         ledger.use(scratch, sizes.expert_rows)
         ledger.take(sizes.expert_rows + sizes.rows)  # the experts' output and its sums
         ledger.give(sizes.expert_rows)
-        ledger.take(sizes.rows)  # room for the answer
-        ledger.fly(sizes.rows)
+        ledger.answer(sizes.rows)
         ledger.give(offloaded + received)
-        if i > 0:
-            ledger.add_up_at_home(sizes, first=i == 1)
-    ledger.add_up_at_home(sizes, first=degree == 1)
+        ledger.add_up_at_home(sizes, keep=DEPTH)
+    ledger.add_up_at_home(sizes)
     return ledger.bytes(load)
 
 
@@ -64,26 +62,25 @@ def backward_bytes(load: Load, strategy: Strategy, degree: int, weight_lag: int,
             later -= 1
 
     arrivals = ledger.take_ahead(tensors * sizes.rows, AHEAD, degree, 0)
-    ledger.send(sizes.away, tensors)
+    ledger.send(sizes.away, tensors * min(DEPTH, degree))
     ledger.take(fetched)
     for i in range(min(degree, SETTLED + weight_lag)):
-        if i + 1 < degree:
+        if i + DEPTH < degree:
             ledger.send(sizes.away, tensors)
+        if i + 1 < degree:
             ledger.take(fetched)
         arrivals = ledger.take_ahead(tensors * sizes.rows, i + AHEAD, degree, arrivals)
         ledger.take(regrouped + sizes.expert_rows + sizes.work)
         ledger.use(scratch, 0)
         ledger.take(sizes.rows)  # sums
         ledger.give(sizes.expert_rows)
-        ledger.take(sizes.rows)  # room for the answer
-        ledger.fly(sizes.rows)
+        ledger.answer(sizes.rows)
         ledger.give(regrouped + (sizes.hidden if strategy.hidden == "offload" else 0))
         later += 1
         weight_gradients(weight_lag)
-        if i > 0:
-            ledger.add_up_at_home(sizes, first=i == 1)
+        ledger.add_up_at_home(sizes, keep=DEPTH)
     weight_gradients(0)
-    ledger.add_up_at_home(sizes, first=degree == 1)
+    ledger.add_up_at_home(sizes)
     return ledger.bytes(load)
 
 
@@ -108,6 +105,7 @@ class _Ledger:
     def __init__(self) -> None:
         self._now = self._peak = 0
         self._flying: list[int] = []
+        self._answers, self._has_result = 0, False
 
     def take(self, amount: int) -> None:
         self._now += amount
@@ -138,15 +136,24 @@ class _Ledger:
         while len(self._flying) > MAX_IN_FLIGHT:
             self._now -= self._flying.pop(0)
 
-    def add_up_at_home(self, sizes: _Sizes, first: bool) -> None:
-        """A chunk's answers become its part of the result, which exists from the first on."""
+    def answer(self, amount: int) -> None:
+        """Sums that are there set out, and there is room for those that come home."""
+        self.take(amount)
+        self.fly(amount)
+        self._answers += 1
+
+    def add_up_at_home(self, sizes: _Sizes, keep: int = 0) -> None:
+        """All answers but `keep` become their parts of the result, which exists from the first on."""
         part = sizes.output // sizes.degree
-        if sizes.degree == 1:
-            self.take(sizes.output)
-        else:
-            self.take(part + (sizes.output if first else 0))
-            self.give(part)
-        self.give(sizes.rows)
+        while self._answers > keep:
+            if sizes.degree == 1:
+                self.take(sizes.output)
+            else:
+                self.take(part + (0 if self._has_result else sizes.output))
+                self.give(part)
+            self._has_result = True
+            self.give(sizes.rows)
+            self._answers -= 1
 
     def bytes(self, load: Load) -> int:
         return int(self._peak * UNEVEN) * load.element_size

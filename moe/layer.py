@@ -47,7 +47,7 @@ class MixtrainMoELayer(MoELayer):
         """hidden_states [s, b, H] (this rank's tokens) -> (output [s, b, H], no bias). Raises ValueError as Megatron's layer does."""
         if self.training and self.attn_tp_group.size() > 1 and not self.config.sequence_parallel:
             raise ValueError("an MoE layer with tensor parallelism trains only with sequence parallelism. Set parallel.sequence=true.")
-        probs, routing_map = self.router(hidden_states, padding_mask)
+        probs, routing_map, hidden_states = self.router(hidden_states, padding_mask, pass_input=True)
         x = hidden_states.reshape(-1, hidden_states.size(-1))
         shared_expert = self.shared_experts
         if self.expert_tensor_group.size() > 1:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-AHEAD = 2  # chunks whose receive buffers are ready beyond the one that is computed
-MAX_IN_FLIGHT = 4  # exchanges of a pass that may still be sending: bounds the memory of send buffers
+DEPTH = 2  # chunks that are dispatched before the first is computed, and answers that may be on their way before one is waited for
+AHEAD = DEPTH + 1  # chunks whose receive buffers are ready beyond the one that is computed
+MAX_IN_FLIGHT = 2 * DEPTH + 2  # exchanges of a pass that may still be sending: bounds the memory of send buffers
 
 
 @dataclass(frozen=True)

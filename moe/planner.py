@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from moe import footprint
-from moe.plan import STRATEGIES, Load, Plan, Strategy
+from moe.plan import DEPTH, STRATEGIES, Load, Plan, Strategy
 from parallel.costs import NOTHING, Curve, Line
 
 DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
@@ -189,9 +189,9 @@ class _Work:
 def forward_seconds(costs: LayerCosts, load: Load, plan: Plan) -> float:
     """Seconds of the forward pass, until the output is there and, if it offloads, the last copy is out.
 
-    Counts are exchanged, then each pair's code and weight; chunk 0 is sent. The shared expert runs, and the pairs that came are
-    sorted into both passes' chunks. For each chunk i: i + 1 is sent, i is waited for, computed and answered (and copied out), the
-    answer i - 1 is waited for and added up.
+    Counts are exchanged, then each pair's code and weight; the first DEPTH chunks are sent. The shared expert runs, and the pairs
+    that came are sorted into both passes' chunks. For each chunk i: i + DEPTH is sent, i is waited for, computed and answered (and
+    copied out), the answer i - DEPTH is waited for and added up.
     """
     work, backward_work = _Work(costs, load, plan.degree), _Work(costs, load, plan.backward_degree)
     return _forward_seconds(costs, load, STRATEGIES[plan.memory_strategy], work, backward_work)
@@ -205,35 +205,40 @@ def _preparing(work: _Work, backward_work: _Work) -> float:
 def _forward_seconds(costs: LayerCosts, load: Load, strategy: Strategy, work: _Work, backward_work: _Work) -> float:
     exchange, gather, post, copy_out = work.exchange, work.gather, work.post, work.copy_out(strategy)
     clock = _Clock(costs)
-    compute, send, wait = clock.compute, clock.send, clock.wait
+    compute, send, wait, degree = clock.compute, clock.send, clock.wait, work.degree
     clock.now = costs.count_exchange
     pairs_sent = send(_pair_seconds(costs, load, PAIR_BYTES))
-    compute(gather)
-    dispatch = send(exchange)
-    compute(post + costs.shared_forward)
+    dispatches, answers = [], []
+
+    def start() -> None:
+        compute(gather)
+        dispatches.append(send(exchange))
+        compute(post)
+
+    for _ in range(min(DEPTH, degree)):
+        start()
+    compute(costs.shared_forward)
     wait(pairs_sent)
     compute(_preparing(work, backward_work))
-    copies_end = answer = 0.0
-    for i in range(work.degree):
-        arrived = dispatch
-        if i + 1 < work.degree:
-            compute(gather)
-            dispatch = send(exchange)
-            compute(post)
-        wait(arrived)
+    copies_end = 0.0
+    for i in range(degree):
+        if i + DEPTH < degree:
+            start()
+        wait(dispatches[i])
         compute(work.forward)
-        previous, answer = answer, send(exchange)
+        answers.append(send(exchange))
         compute(post)
         if copy_out > 0.0:
             if costs.copies_by_program:
                 compute(copy_out)
             else:
                 copies_end = clock.copy(copy_out)
-        if i > 0:
-            wait(previous)
+        if i >= DEPTH:
+            wait(answers[i - DEPTH])
             compute(work.home_sum)
-    wait(answer)
-    compute(work.home_sum)
+    for answer in answers[-DEPTH:]:
+        wait(answer)
+        compute(work.home_sum)
     return max(clock.now, copies_end)
 
 
@@ -250,11 +255,11 @@ def _forward_bound(costs: LayerCosts, load: Load, strategy: Strategy, work: _Wor
 def backward_seconds(costs: LayerCosts, load: Load, plan: Plan) -> float:
     """Seconds of the backward pass.
 
-    The gradients of chunk 0 are sent (and, where the strategy says so, its rows again; or they come from the host), and the
-    shared expert runs. For each chunk i: i + 1 is sent, i is waited for, its hidden activation recomputed if it is not there, its
-    input gradients are computed and answered (and after the last chunk, the gradients of the pairs' weights are sent); then come
-    the weight gradients of chunk i - weight_lag, and the answer i - 1 is waited for and added up. At the end the remaining weight
-    gradients are computed, and the last answers added up.
+    The gradients of the first DEPTH chunks are sent (and, where the strategy says so, their rows again; or they come from the
+    host, one chunk ahead), and the shared expert runs. For each chunk i: i + DEPTH is sent, i is waited for, its hidden activation
+    recomputed if it is not there, its input gradients are computed and answered (and after the last chunk, the gradients of the
+    pairs' weights are sent); then come the weight gradients of chunk i - weight_lag, and the answer i - DEPTH is waited for and
+    added up. At the end the remaining weight gradients are computed, and the last answers added up.
     """
     strategy, same = STRATEGIES[plan.memory_strategy], plan.degree == plan.backward_degree
     return _backward_seconds(costs, load, strategy, _Work(costs, load, plan.backward_degree), plan.weight_lag, same)
@@ -265,45 +270,48 @@ def _backward_seconds(costs: LayerCosts, load: Load, strategy: Strategy, work: _
     gradients, copy_in = work.all_input_gradients(strategy, same), work.copy_in(strategy)
     sends = 2 if strategy.rows == "communicate" else 1
     clock = _Clock(costs)
-    compute, send, wait = clock.compute, clock.send, clock.wait
-    copied = 0.0
+    compute, send, wait, degree = clock.compute, clock.send, clock.wait, work.degree
+    dispatches, copies, answers = [], [], []
 
-    def start() -> float:
-        nonlocal copied
+    def start() -> None:
         for _ in range(sends):
             compute(gather)
             dispatch = send(exchange)
             compute(post)
-        if copy_in > 0.0:
-            if costs.copies_by_program:
-                compute(copy_in)
-            else:
-                copied = clock.copy(copy_in)
-        return dispatch
+        dispatches.append(dispatch)
 
-    dispatch = start()
+    def fetch() -> None:
+        if copy_in > 0.0 and costs.copies_by_program:
+            compute(copy_in)
+        copies.append(clock.copy(copy_in) if copy_in > 0.0 and not costs.copies_by_program else 0.0)
+
+    for _ in range(min(DEPTH, degree)):
+        start()
+    fetch()
     compute(costs.shared_backward)
-    answer = pairs_sent = 0.0
-    for i in range(work.degree):
-        arrived, ready = dispatch, copied
-        if i + 1 < work.degree:
-            dispatch = start()
-        wait(arrived)
-        clock.wait_until(ready)
+    pairs_sent = 0.0
+    for i in range(degree):
+        if i + DEPTH < degree:
+            start()
+        if i + 1 < degree:
+            fetch()
+        wait(dispatches[i])
+        clock.wait_until(copies[i])
         compute(gradients)
-        previous, answer = answer, send(exchange)
+        answers.append(send(exchange))
         compute(post)
-        if i + 1 == work.degree:
+        if i + 1 == degree:
             pairs_sent = send(_pair_seconds(costs, load, PAIR_GRADIENT_BYTES))
         if i >= weight_lag:
             compute(weight_gradients)
-        if i > 0:
-            wait(previous)
+        if i >= DEPTH:
+            wait(answers[i - DEPTH])
             compute(work.home_sum)
-    for _ in range(min(weight_lag, work.degree)):
+    for _ in range(min(weight_lag, degree)):
         compute(weight_gradients)
-    wait(answer)
-    compute(work.home_sum)
+    for answer in answers[-DEPTH:]:
+        wait(answer)
+        compute(work.home_sum)
     wait(pairs_sent)
     return clock.now
 

@@ -1,10 +1,10 @@
 """The chunk pipeline of one MoE layer: an explicit forward and an explicit backward pass (PipeMoE, Shi et al., INFOCOM 2023;
 MPipeMoE, Zhang et al., IPDPS 2023).
 
-Forward, while the experts compute chunk i, chunk i + 1 is dispatched and chunk i - 1 combined; the shared expert fills the
-first wait. Backward the same with gradients: the input gradients of a chunk leave before its weight gradients are computed,
-which fill the waits. Its number of chunks is its own. What is not kept for the backward pass lives in a few buffers of the size
-of a chunk, used in turn.
+Forward, while the experts compute chunk i, the next chunks (plan.DEPTH of them) are dispatched and the last ones combined; the
+shared expert fills the first wait. Backward the same with gradients: the input gradients of a chunk leave before its weight
+gradients are computed, which fill the waits. Its number of chunks is its own. What is not kept for the backward pass lives in a
+few buffers of the size of a chunk, used in turn.
 
 Shapes: T tokens of this rank, H hidden size, P pairs that this rank chose, Q pairs that it computes.
 """
@@ -20,7 +20,7 @@ from moe import experts, memory, route
 from moe.clock import Clock
 from moe.dispatch import AllToAll, Flow, Handle, Traffic, start
 from moe.experts import Pairs, WeightGrads, Weights, WeightWork
-from moe.plan import AHEAD, MAX_IN_FLIGHT, STRATEGIES, Plan
+from moe.plan import AHEAD, DEPTH, MAX_IN_FLIGHT, STRATEGIES, Plan
 from moe.route import Chunk, Cuts
 from moe.workspace import WORKSPACE
 
@@ -308,15 +308,6 @@ class _ParallelCall(_Call):
         handle.send(sums)
         return self._follow(handle)
 
-    def _sum_at_home(self, handle: Handle, cut: Cuts, chunk: int, result: _Rows) -> None:
-        """Wait for a chunk's answers and add them up per token."""
-        first = route.boundaries(self.choice.num_tokens, cut.degree)
-        tokens = route.cut_list(self.row_tokens, cut.slices(cut.rows, chunk))
-        sum_ = route.home_sum(tokens, first[chunk], first[chunk + 1] - first[chunk])
-        rows = handle.wait()
-        result.put(first[chunk], route.add_up(rows, sum_))
-        WORKSPACE.give(rows)
-
     def _follow(self, handle: Handle, rows: torch.Tensor | None = None) -> Handle:
         """Remember an exchange whose rows are on their way; older ones are over by now, or are waited for."""
         self._in_flight.append((handle, rows))
@@ -343,28 +334,28 @@ class _ParallelCall(_Call):
         pairs = self._start_pairs(pair_weights)
         self.rows = memory.ROWS[self.strategy.rows if self.keep else "communicate"](this.received_rows, x)
         arrivals = _Arrivals(self.exchange, this, lambda i: self.rows.out(i), degree if self.rows.has_all else AHEAD)
-        self._send_rows(arrivals.handle(0), x, sends, 0, arrivals.buffer(0), receives)
+        for i in range(min(DEPTH, degree)):
+            self._send_rows(arrivals.handle(i), x, sends, i, arrivals.buffer(i), receives)
         shared = self._shared_forward(x)
         self._take_pairs(pairs.wait(), num_local_experts, torch.promote_types(pair_weights.dtype, torch.float32))
         values = self.values.to(x.dtype)
         if self.keep:
             self.hidden = memory.HIDDEN[self.strategy.hidden](self.chunks, self.backward_chunks, weights.fc1.size(1), x)
-        output, answer = _Rows(self.choice.num_tokens), None
+        output, answers = _Rows(self.choice.num_tokens), _Answers(self, sends)
         for i, chunk in enumerate(self.chunks):
-            if i + 1 < degree:
-                self._send_rows(arrivals.handle(i + 1), x, sends, i + 1, arrivals.buffer(i + 1), receives)
+            ahead = i + DEPTH
+            if ahead < degree:
+                self._send_rows(arrivals.handle(ahead), x, sends, ahead, arrivals.buffer(ahead), receives)
             source = arrivals.wait(i)
             hidden = self.hidden.out(i) if self.keep else None
             sums = self.compute(weights, source, chunk.rows, chunk, values, hidden)
-            previous, answer = answer, self._answer(sums, this.answers[i], x, sends, i)
+            answers.append(self._answer(sums, this.answers[i], x, sends, i))
             if self.keep:
                 self.hidden.written(i)
             self.rows.written(i, source)
             del sums, source, hidden  # a buffer is free when nothing refers to it
-            if previous is not None:
-                self._sum_at_home(previous, sends, i - 1, output)
-        assert answer is not None
-        self._sum_at_home(answer, sends, degree - 1, output)
+            answers.add_up(output, keep=DEPTH)
+        answers.add_up(output)
         self._finish_all()
         return output.tensor() if shared is None else output.tensor().add_(shared)
 
@@ -402,14 +393,16 @@ class _ParallelCall(_Call):
                 self._send_rows(arrivals.handle(i), tensor, sends, i, arrivals.buffer(i), receives)
 
         pair_weight_grad = torch.empty(len(self.values), dtype=self.values.dtype, device=x.device)
-        x_grad, answer, later = _Rows(self.choice.num_tokens), None, _WeightQueue(self.engine, grads)
-        send(0)
+        x_grad, answers, later = _Rows(self.choice.num_tokens), _Answers(self, sends), _WeightQueue(self.engine, grads)
+        for i in range(min(DEPTH, degree)):
+            send(i)
         self.hidden.fetch(0)
         self.rows.fetch(0)
         shared_grad = self._shared_backward(output_grad)
         for i, chunk in enumerate(self.backward_chunks):
+            if i + DEPTH < degree:
+                send(i + DEPTH)
             if i + 1 < degree:
-                send(i + 1)
                 self.hidden.fetch(i + 1)
                 self.rows.fetch(i + 1)
             if "rows" in arriving:
@@ -419,7 +412,7 @@ class _ParallelCall(_Call):
             chunk_grad = arriving["grad"][0].wait(i)
             hidden = self.hidden.get(i, chunk)
             sums, work = self.input_gradients(weights, source, rows, chunk, hidden, chunk_grad, values, pair_weight_grad, None)
-            previous, answer = answer, self._answer(sums, this.answers[i], x, sends, i)
+            answers.append(self._answer(sums, this.answers[i], x, sends, i))
             self.hidden.done(hidden)
             later.add(work, chunk_grad, None if self.rows.has_all else source)
             del sums, work, chunk_grad, source, hidden
@@ -427,11 +420,9 @@ class _ParallelCall(_Call):
                 flow = this.pair_answer
                 pairs = self._follow(start(exchange, pair_weight_grad, pair_weight_grad.new_empty(sum(flow.receive)), flow))
             later.run(keep=lag)
-            if previous is not None:
-                self._sum_at_home(previous, sends, i - 1, x_grad)
+            answers.add_up(x_grad, keep=DEPTH)
         later.run(keep=0)
-        assert answer is not None
-        self._sum_at_home(answer, sends, degree - 1, x_grad)
+        answers.add_up(x_grad)
         weight_grads_home = pairs.wait()
         choice_grad = torch.empty_like(weight_grads_home)
         choice_grad[self.sent.pairs] = weight_grads_home
@@ -477,6 +468,31 @@ class _Arrivals:
         handle, buffer = self._expected.pop(i)
         handle.wait()
         return buffer
+
+
+class _Answers:
+    """A pass's answers on their way home, oldest first."""
+
+    def __init__(self, call: _ParallelCall, cut: Cuts) -> None:
+        self._call, self._cut, self._next = call, cut, 0
+        self._handles: list[Handle] = []
+
+    def append(self, handle: Handle) -> None:
+        """The answer of the next chunk."""
+        self._handles.append(handle)
+
+    def add_up(self, result: _Rows, keep: int = 0) -> None:
+        """Wait for all but the youngest `keep`, and add up each chunk's rows per token."""
+        first, cut = route.boundaries(self._call.choice.num_tokens, self._cut.degree), self._cut
+        while len(self._handles) > keep:
+            chunk = self._next
+            tokens = route.cut_list(self._call.row_tokens, cut.slices(cut.rows, chunk))
+            home_sum = route.home_sum(tokens, first[chunk], first[chunk + 1] - first[chunk])
+            rows = self._handles.pop(0).wait()
+            result.put(first[chunk], route.add_up(rows, home_sum))
+            WORKSPACE.give(rows)
+            del rows
+            self._next += 1
 
 
 class _WeightQueue:

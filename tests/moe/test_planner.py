@@ -33,6 +33,7 @@ from parallel.costs import NOTHING, Curve, Line
 
 NUM_CASES, NUM_BUDGETS = 10_000, 1_500
 MARGIN, NO_SLACK = 0.01, 0.05  # what the planner documents
+DEPTH = 2  # what the schedule documents
 Case = tuple[LayerCosts, Load]
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,14 +122,15 @@ class Reference:
             machine.wait(answers[i])
             machine.compute(of("home sum"))
 
-        dispatch()
+        for _ in range(min(DEPTH, degree)):
+            dispatch()
         machine.compute(of("shared forward"))
         machine.wait(pairs)
         for cut in {degree, backward_degree}:
             for _ in range(cut):
                 machine.compute(self.times("prepare", cut))
         for i in range(degree):
-            if i + 1 < degree:
+            if i + DEPTH < degree:
                 dispatch()
             machine.wait(dispatches[i])
             machine.compute(of("forward"))
@@ -136,9 +138,10 @@ class Reference:
             machine.compute(of("post"))
             machine.compute(out * by_program)
             machine.copy(out * (1 - by_program))
-            if i > 0:
-                add_up(i - 1)
-        add_up(degree - 1)
+            if i >= DEPTH:
+                add_up(i - DEPTH)
+        for i in range(max(0, degree - DEPTH), degree):
+            add_up(i)
         return np.maximum(machine.now, machine.copies_end)
 
     def backward(self, name: str, degree: int, lag: int, same: bool) -> np.ndarray:
@@ -156,6 +159,8 @@ class Reference:
                 last = machine.send(of("exchange"))
                 machine.compute(of("post"))
             dispatches.append(last)
+
+        def fetch() -> None:
             machine.compute(copied_in * by_program)
             copies.append(machine.copy(copied_in * (1 - by_program)))
 
@@ -163,11 +168,15 @@ class Reference:
             machine.wait(answers[i])
             machine.compute(of("home sum"))
 
-        dispatch()
+        for _ in range(min(DEPTH, degree)):
+            dispatch()
+        fetch()
         machine.compute(of("shared backward"))
         for i in range(degree):
-            if i + 1 < degree:
+            if i + DEPTH < degree:
                 dispatch()
+            if i + 1 < degree:
+                fetch()
             machine.wait(dispatches[i])
             machine.wait_for_copy(copies[i])
             if strategy.hidden == "recompute":
@@ -182,11 +191,12 @@ class Reference:
             while weights_done <= i - lag:
                 machine.compute(of("weight gradients"))
                 weights_done += 1
-            if i > 0:
-                add_up(i - 1)
+            if i >= DEPTH:
+                add_up(i - DEPTH)
         for _ in range(weights_done, degree):
             machine.compute(of("weight gradients"))
-        add_up(degree - 1)
+        for i in range(max(0, degree - DEPTH), degree):
+            add_up(i)
         machine.wait(pairs)
         return machine.now
 
@@ -322,7 +332,9 @@ def test_solver_equals_brute_force_over_all_plans() -> None:
     passes: dict[Plan, tuple[np.ndarray, np.ndarray]] = {}
     for plan, forward, backward in reference_scores(cases):
         total = score(plan, forward, backward)
-        fits = (np.pad(memory.bytes(plan), (0, NUM_CASES - NUM_BUDGETS)) <= limit) & (allowed_tokens >= max(plan.degree, plan.backward_degree))
+        fits = (np.pad(memory.bytes(plan), (0, NUM_CASES - NUM_BUDGETS)) <= limit) & (
+            allowed_tokens >= max(plan.degree, plan.backward_degree)
+        )
         best = np.where(fits, np.minimum(best, total), best)
         passes[plan] = forward, backward
     seen: set[Plan] = set()

@@ -1,0 +1,224 @@
+"""What the MoE layer's memory strategies hold and what they cost in time, and what the planner picks within a budget.
+
+`python -m benchmarks.memory_reuse [--layers 1gbit:1 500mbit:2 200mbit:4] [--rounds 5] [--budgets 16] [--quick] [--json] [--markdown]`
+
+Two ranks on an emulated cluster compute in earnest. A layer is a link's rate and its communication by computation. Memory is
+exact: PyTorch's memory tracker counts every tensor from the start of the forward to the end of the backward pass, without the
+layer's input, weights and their gradients; the largest over the ranks. Time is that of both passes, in rounds that take turns.
+The baseline keeps everything in one chunk. Then the budget falls from what the largest plan needs to what the smallest does: the
+planner's pick, from its own measured costs, against the fastest measured plan that fits; right is within 2% of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+import parallel  # noqa: F401  before Megatron-core, which warns of what is not installed
+from benchmarks import layer_step, link, rounds
+from benchmarks.cluster import Cluster, ClusterError, parse_rate
+from benchmarks.layer_step import Case
+from benchmarks.pipeline_degree import HIDDEN, TOKENS, make_case
+from moe.plan import Load, Plan
+from moe.planner import LayerCosts, Limits, best_plan
+from moe.workspace import WORKSPACE
+
+BASELINE = Plan()
+# On a host there is no other memory to offload to.
+STRATEGIES = ("keep", "recompute", "communicate", "communicate_recompute")
+DEGREES = (1, 2, 4, 8)
+SAME = 1.02  # times within this factor cannot be told apart
+MIB = 2**20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On the ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def peak_bytes(plan: Plan) -> int:
+    """Most bytes of tensors at once during a step of this rank's layer, beyond its inputs, weights and their gradients."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    layer = layer_step._layer
+    assert layer is not None
+    layer.clear()
+    weights = (layer.weights.fc1, layer.weights.fc2)
+    device = torch.device("cpu")
+    tracker = MemTracker()
+    tracker.track_external(layer.x, layer.probs, layer.routing_map, layer.output_grad, *weights)
+    WORKSPACE.pooled = False  # what is given back is gone, as with a GPU's allocator, so that live memory is what is counted
+    try:
+        with tracker:
+            before = tracker.get_tracker_snapshot("current")[device]["Total"]
+            output = layer.forward(plan)
+            edge = torch.autograd.graph.get_gradient_edge(output)
+            del output  # the next layer has it
+            torch.autograd.backward(edge, layer.output_grad)
+            peak = tracker.get_tracker_snapshot("peak")[device]["Total"]
+    finally:
+        WORKSPACE.pooled = True
+    gradients = sum(weight.numel() * weight.element_size() for weight in weights)
+    return peak - before - gradients
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _grid() -> list[Plan]:
+    plans = []
+    for strategy in STRATEGIES:
+        for degree in DEGREES:
+            plans += [Plan(degree, degree, strategy, lag) for lag in sorted({0, min(1, degree - 1)})]
+    return plans
+
+
+def _key(plan: Plan) -> str:
+    return f"{plan.memory_strategy} r={plan.degree},{plan.backward_degree} lag {plan.weight_lag}"
+
+
+def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> dict[str, Any]:
+    """Memory and time of all plans on one layer, and the planner's picks under falling budgets."""
+    cluster.call(layer_step.build, case)
+    costs, load = cluster.call(layer_step.costs)[0], layer_step.load(case, cluster.world_size)
+    limits = Limits(degrees=DEGREES, backward_degrees=DEGREES, strategies=STRATEGIES)
+    memory = {_key(plan): max(cluster.call(peak_bytes, plan)) for plan in _grid()}
+    budgets = _falling(max(memory.values()), min(memory.values()), num_budgets)
+    picks: list[tuple[int, Plan]] = []
+    for budget in budgets:
+        try:
+            picks.append((budget, best_plan(costs, load, replace(limits, memory_budget=budget)).plan))
+        except ValueError:
+            continue  # what the planner counts is a little more than the leanest plan needs
+    plans = {_key(plan): plan for plan in [*_grid(), *(plan for _, plan in picks)]}
+    for key in plans.keys() - memory.keys():
+        memory[key] = max(cluster.call(peak_bytes, plans[key]))
+    result = rounds.measure(cluster, layer_step.step, {key: (plan,) for key, plan in plans.items()}, num_rounds)
+    base = _key(BASELINE)
+    rows = [
+        {
+            "plan": asdict(plan),
+            "name": key,
+            "bytes": memory[key],
+            "saved": 1 - memory[key] / memory[base],
+            "seconds": result.median(key, "together"),
+            "time_by_baseline": 1 / result.speedup(key, "together", base),
+        }
+        for key, plan in plans.items()
+    ]
+    return {
+        "case": asdict(case),
+        "rate": cluster.rate,
+        "rounds": result.num_rounds,
+        "rounds_dropped": result.num_dropped,
+        "rows": rows,
+        "picks": [_judge(budget, _key(pick), rows) for budget, pick in picks],
+        "refusal": _refusal(costs, load, replace(limits, memory_budget=min(memory.values()) // 2)),
+    }
+
+
+def _falling(most: int, least: int, count: int) -> list[int]:
+    return [int(least * (most / least) ** (1 - i / (count - 1)) * 1.001) for i in range(count)]
+
+
+def _judge(budget: int, name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    pick = next(row for row in rows if row["name"] == name)
+    fastest = min((row for row in rows if row["bytes"] <= budget), key=lambda row: row["seconds"])
+    slower = pick["seconds"] / fastest["seconds"]
+    return {
+        "budget": budget,
+        "pick": name,
+        "fits": pick["bytes"] <= budget,
+        "fastest": fastest["name"],
+        "slower": slower,
+        "right": pick["bytes"] <= budget and slower <= SAME,
+    }
+
+
+def _refusal(costs: LayerCosts, load: Load, limits: Limits) -> str:
+    try:
+        return f"not refused: {best_plan(costs, load, limits).plan}"
+    except ValueError as error:
+        return str(error)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Printing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -> str:
+    if markdown:
+        lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
+        return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [headings, *rows])
+
+
+def _report(layer: dict[str, Any], markdown: bool) -> str:
+    rows = [
+        [row["name"], f"{row['bytes'] / MIB:.1f}", f"{row['saved']:.0%}", f"{row['seconds'] * 1e3:.1f}", f"{row['time_by_baseline']:.3f}"]
+        for row in sorted(layer["rows"], key=lambda row: -row["bytes"])
+    ]
+    picks = [
+        [f"{p['budget'] / MIB:.1f}", p["pick"], "yes" if p["fits"] else "NO", p["fastest"], f"{p['slower']:.3f}"] for p in layer["picks"]
+    ]
+    right = sum(pick["right"] for pick in layer["picks"])
+    parts = [
+        _table(["plan", "MiB", "saved", "ms", "time / baseline"], rows, markdown),
+        _table(["budget MiB", "pick", "fits", "fastest that fits", "pick / fastest"], picks, markdown),
+        f"right picks: {right} of {len(layer['picks'])}",
+        f"half the least: {layer['refusal']}",
+    ]
+    return "\n\n".join(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--layers", nargs="+", default=["1gbit:1", "500mbit:2", "200mbit:4"], help="link rate : communication by computation"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budgets", type=int, default=16, help="budgets per layer")
+    parser.add_argument("--experts-per-rank", type=int, default=4)
+    parser.add_argument("--tokens", type=int, help="of each rank; default: by the link's rate")
+    parser.add_argument("--quick", action="store_true", help="one layer, two rounds, few budgets")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.layers, arguments.rounds, arguments.budgets = arguments.layers[:1], 2, 4
+    layers = []
+    try:
+        for name in arguments.layers:
+            rate, _, ratio = name.partition(":")
+            with Cluster(2, rate) as cluster:
+                rate_measured = link.measured_rate(cluster)
+                tokens = arguments.tokens or TOKENS.get(parse_rate(rate) or 0.0, 4096)
+                base = Case(tokens, HIDDEN, 512, 2, arguments.experts_per_rank)
+                case = make_case(cluster, base, float(ratio), virtual=False)
+                print(f"\n{link.in_words(cluster, rate_measured)}; communication / computation {ratio}; {case}", flush=True)
+                layers.append(measure(cluster, case, arguments.rounds, arguments.budgets))
+                print(_report(layers[-1], arguments.markdown), flush=True)
+    except (ValueError, ClusterError) as error:
+        print(f"memory_reuse: {error}", file=sys.stderr)
+        return 1
+    picks = [pick for layer in layers for pick in layer["picks"]]
+    print(f"\nright picks over all layers: {sum(pick['right'] for pick in picks)} of {len(picks)}")
+    if arguments.json:
+        print(json.dumps({"layers": layers}))
+    return 0
+
+
+if __name__ == "__main__":
+    from benchmarks import memory_reuse  # under the name by which ranks find its functions
+
+    sys.exit(memory_reuse.main())
