@@ -1,0 +1,350 @@
+"""How good the planner's numbers of chunks are: its picks against the measured best, over layers that differ in what is best.
+
+`python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 5] [--quick]`, then `... --summary FILE [--json] [--markdown]`
+
+Each layer runs on an emulated cluster, in earnest (2 ranks) or with a virtual accelerator (2 and 4 ranks). Costs are measured as
+training does, and the planner picks a number of chunks for each pass among 1, 2, 4 and 8. Then every number is measured, for the
+backward pass with the weight gradients at once and one chunk later, and the pick itself, in rounds that take turns. Each pass has
+a number of its own, so a layer's passes are two cases. A part appends its layers to FILE, one JSON object a line; the summary
+takes each layer's last.
+
+Regret of a pick: the median over rounds of its time by that of the fastest candidate, less 1. Policies to compare with: the same
+number for every case, with the weight lag that the planner picks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks import layer_step, link, rounds
+from benchmarks.accelerator import step_flops
+from benchmarks.cluster import UNCAPPED, Cluster, ClusterError
+from benchmarks.layer_step import Case
+from benchmarks.tables import table
+from moe.measure import measure_costs
+from moe.plan import Plan
+from moe.planner import LayerCosts, Limits, best_plan, predict, weight_lags
+
+DEGREES = (1, 2, 4, 8)
+PASSES = ("forward", "backward")
+CLOSE = 0.03  # regret that counts as right
+LIMITS = Limits(degrees=DEGREES, backward_degrees=DEGREES, strategies=("keep",))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer and its cluster. `compute_ms` is what both passes' experts take on a virtual accelerator; None: they compute."""
+
+    ranks: int
+    rate: str
+    tokens: int
+    hidden: int
+    width: int
+    top_k: int
+    experts_per_rank: int
+    compute_ms: float | None = None
+
+    def case(self) -> Case:
+        """For benchmarks.layer_step."""
+        case = Case(self.tokens, self.hidden, self.width, self.top_k, self.experts_per_rank)
+        if self.compute_ms is None:
+            return case
+        return replace(case, flops_per_second=step_flops(self.tokens * self.top_k, self.hidden, self.width) / self.compute_ms * 1e3)
+
+    def in_words(self) -> str:
+        """Tokens x hidden x width and the rest, and how it computes."""
+        kind = "real" if self.compute_ms is None else f"virtual {self.compute_ms:g} ms"
+        return f"{self.tokens}x{self.hidden}x{self.width} top {self.top_k}, {self.experts_per_rank} exp, {kind}"
+
+
+# By what should be best: one chunk where messages or computation are tiny, more the more there is to hide by a chunk's overhead.
+LAYERS = (
+    # Virtual accelerator, 2 ranks
+    Layer(2, UNCAPPED, 512, 256, 256, 1, 1, 6),
+    Layer(2, UNCAPPED, 1024, 512, 512, 2, 2, 30),
+    Layer(2, UNCAPPED, 256, 1024, 512, 2, 1, 90),
+    Layer(2, "1gbit", 64, 256, 256, 2, 2, 2),
+    Layer(2, "1gbit", 256, 512, 512, 1, 1, 12),
+    Layer(2, "1gbit", 512, 512, 1024, 2, 2, 24),
+    Layer(2, "1gbit", 1024, 512, 256, 2, 1, 90),
+    Layer(2, "1gbit", 1024, 1024, 512, 2, 1, 150),
+    Layer(2, "1gbit", 4096, 512, 512, 1, 4, 200),
+    Layer(2, "500mbit", 64, 512, 256, 1, 1, 4),
+    Layer(2, "500mbit", 256, 512, 512, 2, 1, 15),
+    Layer(2, "500mbit", 1024, 256, 512, 2, 2, 60),
+    Layer(2, "500mbit", 512, 1024, 512, 2, 2, 160),
+    Layer(2, "500mbit", 2048, 512, 1024, 1, 1, 220),
+    Layer(2, "200mbit", 128, 256, 512, 2, 1, 10),
+    Layer(2, "200mbit", 256, 512, 512, 2, 1, 60),
+    Layer(2, "200mbit", 512, 512, 256, 2, 2, 180),
+    # Virtual accelerator, 4 ranks
+    Layer(4, "1gbit", 64, 512, 256, 2, 1, 4),
+    Layer(4, "1gbit", 512, 512, 512, 1, 1, 24),
+    Layer(4, "1gbit", 512, 1024, 512, 2, 1, 100),
+    Layer(4, "1gbit", 1024, 1024, 256, 2, 2, 240),
+    Layer(4, "500mbit", 128, 512, 512, 2, 1, 12),
+    Layer(4, "500mbit", 512, 512, 512, 2, 2, 60),
+    Layer(4, "500mbit", 1024, 512, 512, 2, 1, 240),
+    # Real computation, 2 ranks
+    Layer(2, "1gbit", 64, 512, 256, 2, 2),
+    Layer(2, "1gbit", 1024, 512, 256, 1, 1),
+    Layer(2, "1gbit", 1024, 512, 512, 2, 2),
+    Layer(2, "500mbit", 128, 256, 512, 2, 1),
+    Layer(2, "500mbit", 512, 512, 256, 2, 1),
+    Layer(2, "500mbit", 1024, 512, 512, 2, 4),
+    Layer(2, "200mbit", 512, 512, 1024, 2, 2),
+    Layer(2, "200mbit", 256, 512, 256, 1, 1),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def costs(budget: float) -> LayerCosts:
+    """On a rank: the costs of its layer, measured now. Collective."""
+    layer = layer_step._layer
+    assert layer is not None, "build comes first"
+    sizes = layer_step.shape(layer.case, layer.size)
+    return measure_costs(layer.weights, layer.exchange, dist.group.WORLD, sizes, engine=layer.engine, budget=budget)
+
+
+def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> dict[str, Any]:
+    """A layer's record: what the planner knew, predicted and picked, and the seconds of every candidate in every round."""
+    case = layer.case()
+    cluster.call(layer_step.build, case)
+    known, load = cluster.call(costs, budget)[0], layer_step.load(case, cluster.world_size)
+    # The planner's pick where both passes have the same number, for its lag; and its own.
+    fixed = [best_plan(known, load, replace(LIMITS, degrees=(r,), backward_degrees=(r,))).plan for r in DEGREES]
+    pick = best_plan(known, load, LIMITS).plan
+    plans = [Plan(r, r, "keep", lag) for r in DEGREES for lag in weight_lags(r) if lag <= 1]
+    plans += [plan for plan in [*fixed, pick] if plan not in plans]
+    names = {f"{plan.degree},{plan.backward_degree},{plan.weight_lag}": plan for plan in plans}
+    result = rounds.measure(cluster, layer_step.step, {name: (plan,) for name, plan in names.items()}, num_rounds, warm_up=0)
+    return {
+        "layer": asdict(layer),
+        "costs": known.as_dict(),
+        "load": asdict(load),
+        "plans": [
+            {"plan": asdict(plan), "predicted": asdict(predict(known, load, plan)), "seconds": result.seconds[name]}
+            for name, plan in names.items()
+        ],
+        "fixed": [asdict(plan) for plan in fixed],
+        "pick": asdict(pick),
+        "rounds_dropped": result.num_dropped,
+    }
+
+
+def records(layers: Sequence[Layer], num_rounds: int, budget: float) -> Iterator[dict[str, Any]]:
+    """Measure the layers, one cluster for all that follow one another on the same."""
+    for (ranks, rate), of_cluster in groupby(layers, key=lambda layer: (layer.ranks, layer.rate)):
+        with Cluster(ranks, rate) as cluster:
+            bits_per_second = link.measured_rate(cluster)
+            for layer in of_cluster:
+                yield {**measure(cluster, layer, num_rounds, budget), "link_bits_per_second": bits_per_second}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Judging
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def regret(seconds: Sequence[float], fastest: Sequence[float]) -> float:
+    """From one time per round of each."""
+    return statistics.median(own / best for own, best in zip(seconds, fastest, strict=True)) - 1
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One pass of one layer. `seconds` and `predicted` are by number of chunks, with the planner's lag; `regrets` too."""
+
+    layer: Layer
+    part: str
+    best: int
+    pick: int
+    regret: float
+    regrets: dict[int, float]
+    seconds: dict[int, float]
+    predicted: dict[int, float]
+
+
+def judge(record: dict[str, Any]) -> list[Judged]:
+    """Both passes of a layer."""
+    return [_judge_pass(record, part) for part in PASSES]
+
+
+def _judge_pass(record: dict[str, Any], part: str) -> Judged:
+    forward = part == "forward"
+    times: dict[tuple[int, int], list[list[float]]] = {}
+    predicted = {}
+    for entry in record["plans"]:
+        plan = Plan(**entry["plan"])
+        if plan.degree == plan.backward_degree:
+            key = _key(plan, forward)
+            times.setdefault(key, []).append(entry["seconds"][part])
+            predicted[key] = entry["predicted"][part]
+        if plan == Plan(**record["pick"]):
+            of_pick = entry["seconds"][part]
+    # The forward pass is the same whatever the lag: it has run several times in each round.
+    seconds = {key: [statistics.fmean(of_round) for of_round in zip(*lists, strict=True)] for key, lists in times.items()}
+    fixed = {plan.degree: _key(plan, forward) for plan in (Plan(**values) for values in record["fixed"])}
+    fastest = min(seconds, key=lambda key: statistics.median(seconds[key]))
+    pick = Plan(**record["pick"])
+    if pick.degree == pick.backward_degree:  # else it takes a little longer to prepare two kinds of chunks, which counts
+        of_pick = seconds[_key(pick, forward)]
+    return Judged(
+        layer=Layer(**record["layer"]),
+        part=part,
+        best=fastest[0],
+        pick=pick.degree if forward else pick.backward_degree,
+        regret=max(0.0, regret(of_pick, seconds[fastest])),
+        regrets={degree: max(0.0, regret(seconds[key], seconds[fastest])) for degree, key in fixed.items()},
+        seconds={degree: statistics.median(seconds[key]) for degree, key in fixed.items()},
+        predicted={degree: predicted[key] for degree, key in fixed.items()},
+    )
+
+
+def _key(plan: Plan, forward: bool) -> tuple[int, int]:
+    return (plan.degree, 0) if forward else (plan.backward_degree, plan.weight_lag)
+
+
+def totals(cases: Sequence[Judged]) -> dict[str, Any]:
+    """What all cases come to. Raises ValueError without any."""
+    if not cases:
+        raise ValueError("there are no cases to sum up; try --out FILE first, for every part")
+    constants = {degree: statistics.fmean(case.regrets[degree] for case in cases) for degree in DEGREES}
+    best = min(constants, key=lambda degree: constants[degree])
+    mean = statistics.fmean(case.regret for case in cases)
+    best_counts, pick_counts = Counter(case.best for case in cases), Counter(case.pick for case in cases)
+    return {
+        "cases": len(cases),
+        "virtual_cases": sum(case.layer.compute_ms is not None for case in cases),
+        "best_is": {degree: best_counts[degree] for degree in DEGREES},
+        "pick_is": {degree: pick_counts[degree] for degree in DEGREES},
+        "same_as_best": sum(case.pick == case.best for case in cases) / len(cases),
+        "within_3_percent": sum(case.regret <= CLOSE for case in cases) / len(cases),
+        "constant_within_3_percent": {degree: sum(case.regrets[degree] <= CLOSE for case in cases) / len(cases) for degree in DEGREES},
+        "mean_regret": mean,
+        "worst_regret": max(case.regret for case in cases),
+        "constant_mean_regret": constants,
+        "best_constant": best,
+        "regret_by_best_constant": mean / constants[best] if constants[best] > 0 else float("inf"),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Printing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def cases_table(cases: Sequence[Judged], markdown: bool) -> str:
+    """All cases, the largest regret first; milliseconds measured / predicted."""
+    headings = ("ranks", "link", "layer", "pass", "best r", "pick", "regret", *(f"r={degree}: ms / predicted" for degree in DEGREES))
+    rows = [
+        [
+            str(case.layer.ranks),
+            case.layer.rate,
+            case.layer.in_words(),
+            case.part,
+            str(case.best),
+            str(case.pick),
+            f"{case.regret:.1%}",
+            *(f"{case.seconds[degree] * 1e3:.1f} / {case.predicted[degree] * 1e3:.1f}" for degree in DEGREES),
+        ]
+        for case in sorted(cases, key=lambda case: -case.regret)
+    ]
+    return table(headings, rows, markdown)
+
+
+def totals_text(sums: dict[str, Any], markdown: bool) -> str:
+    """The totals in words and a table of policies."""
+    num_layers = sums["cases"] // len(PASSES)
+    rows = [["planner", f"{sums['within_3_percent']:.0%}", f"{sums['mean_regret']:.2%}"]]
+    rows += [[f"always r={r}", f"{sums['constant_within_3_percent'][r]:.0%}", f"{sums['constant_mean_regret'][r]:.2%}"] for r in DEGREES]
+    counts = ", ".join(f"{sums['best_is'][degree]} at r={degree}" for degree in DEGREES)
+    picks = ", ".join(f"{sums['pick_is'][degree]} at r={degree}" for degree in DEGREES)
+    return "\n".join(
+        [
+            f"{sums['cases']} cases: both passes of {num_layers} layers; {sums['virtual_cases']} of them with a virtual accelerator.",
+            f"Measured best: {counts}. Planner's picks: {picks}; the best one itself in {sums['same_as_best']:.0%}.",
+            f"Mean regret {sums['mean_regret']:.2%} (worst {sums['worst_regret']:.1%}), "
+            f"{sums['regret_by_best_constant']:.2f} times that of the best constant policy (r={sums['best_constant']}).",
+            "",
+            table(("policy", "within 3% of the best", "mean regret"), rows, markdown),
+        ]
+    )
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """A file's records, the last of each layer."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        found[Layer(**record["layer"])] = record
+    return list(found.values())
+
+
+def _part(text: str) -> tuple[int, int]:
+    first, _, count = text.partition("/")
+    if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r}: a part and the number of parts, such as 1/4")
+    return int(first), int(count)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="file to which each layer's record is appended")
+    parser.add_argument("--summary", type=Path, help="print the totals of such a file instead of measuring")
+    parser.add_argument("--part", type=_part, default=(1, 1), help="i/n: the i-th of n parts of the layers")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=5.0, help="seconds for measuring a layer's costs")
+    parser.add_argument("--quick", action="store_true", help="two layers and two rounds")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    arguments = parser.parse_args()
+    part, num_parts = arguments.part
+    layers = LAYERS[(part - 1) * len(LAYERS) // num_parts : part * len(LAYERS) // num_parts]
+    if arguments.quick:
+        layers, arguments.rounds, arguments.budget = (LAYERS[3], LAYERS[10]), 2, 2.0
+    found: list[dict[str, Any]] = []
+    try:
+        if arguments.summary is not None:
+            found = read(arguments.summary)
+        else:
+            for record in records(layers, arguments.rounds, arguments.budget):
+                found.append(record)
+                if arguments.out is not None:
+                    with arguments.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(record) + "\n")
+                if not arguments.json:
+                    print(cases_table(judge(record), arguments.markdown), flush=True)
+        cases = [case for record in found for case in judge(record)]
+        sums = totals(cases)
+    except (OSError, ValueError, RuntimeError, ClusterError) as error:
+        print(f"planner_pick: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps({"totals": sums, "cases": [asdict(case) for case in cases]}))
+    else:
+        print(f"\n{totals_text(sums, arguments.markdown)}\n")
+        if arguments.summary is not None:
+            print(cases_table(cases, arguments.markdown))
+    return 0
+
+
+if __name__ == "__main__":
+    from benchmarks import planner_pick  # under the name by which ranks find its functions
+
+    sys.exit(planner_pick.main())
