@@ -25,6 +25,7 @@ from benchmarks import layer_step, link, rounds
 from benchmarks.cluster import Cluster, ClusterError, parse_rate
 from benchmarks.layer_step import Case
 from benchmarks.pipeline_degree import HIDDEN, TOKENS, make_case
+from benchmarks.tables import table
 from moe.plan import Load, Plan
 from moe.planner import LayerCosts, Limits, best_plan
 from moe.workspace import WORKSPACE
@@ -155,14 +156,6 @@ def _refusal(costs: LayerCosts, load: Load, limits: Limits) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -> str:
-    if markdown:
-        lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-        return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
-    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [headings, *rows])
-
-
 def _report(layer: dict[str, Any], markdown: bool) -> str:
     rows = [
         [row["name"], f"{row['bytes'] / MIB:.1f}", f"{row['saved']:.0%}", f"{row['seconds'] * 1e3:.1f}", f"{row['time_by_baseline']:.3f}"]
@@ -173,8 +166,8 @@ def _report(layer: dict[str, Any], markdown: bool) -> str:
     ]
     right = sum(pick["right"] for pick in layer["picks"])
     parts = [
-        _table(["plan", "MiB", "saved", "ms", "time / baseline"], rows, markdown),
-        _table(["budget MiB", "pick", "fits", "fastest that fits", "pick / fastest"], picks, markdown),
+        table(["plan", "MiB", "saved", "ms", "time / baseline"], rows, markdown),
+        table(["budget MiB", "pick", "fits", "fastest that fits", "pick / fastest"], picks, markdown),
         f"right picks: {right} of {len(layer['picks'])}",
         f"half the least: {layer['refusal']}",
     ]
