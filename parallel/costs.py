@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-VERSION = 1  # of what the cache's files hold: raise it when a measurement or a model changes its meaning
+VERSION = 2  # of what the cache's files hold: raise it when a measurement or a model changes its meaning
 MIN_ROUNDS, MAX_ROUNDS = 3, 25  # how often each size is timed; the median counts
 MAX_SLOWDOWN = 10.0  # more is a disturbed measurement
 MAX_REPEATS = 64
