@@ -200,7 +200,7 @@ def _length(count: int, dtype: torch.dtype) -> int:
 
     For each new size oneDNN compiles a kernel: 1.7 to 2.3 ms against 0.2 to 0.5 ms for the product itself (512 x 512 bf16), and
     counts change with every step, so that a layer would do little else. There are 36 sizes up to 1024 rows. Steps of 64 above 512
-    rows made 28, and a layer with 512 pairs per expert 1.5% slower.
+    rows made 28, and a layer with 512 pairs per expert perhaps 1.5% slower (within noise).
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return count

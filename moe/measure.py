@@ -130,13 +130,14 @@ class _Bench:
         return LayerCosts(**result, **(nothing if self.exchange is None else self._communication(self.exchange, forward)))
 
     def link_is(self, line: Line) -> bool:
-        """Whether an exchange of some rows takes about as long as the line says."""
+        """Whether exchanges of some rows, sent as they were measured, take about as long as the line says."""
         assert self.exchange is not None
         rows = self._short_rows(line)
-        call = self._exchange(self.exchange, rows, [])
+        parts = self._parts(rows)
+        call = self._exchange(self.exchange, rows, [], parts)
         times = [costs.time_call(call, self.device) for _ in range(4)]
         (seconds,) = costs.agree([statistics.median(times[1:])], self.device, self.group)
-        expected = line(self._bytes(rows))
+        expected = parts * line(self._bytes(rows))
         return expected / TRUST <= seconds <= expected * TRUST
 
     # -- fitting -----------------------------------------------------------------------------------------------------
@@ -245,18 +246,20 @@ class _Bench:
 
         return call
 
-    def _communication(self, exchange: AllToAll, forward: Curve) -> dict[str, Any]:
-        posting: dict[int, list[float]] = {}
+    def _parts(self, rows: int) -> int:
         # A part is measured as one of all parts of an even load, as the schedule sends them: alone, a small message may pass in a
         # link's burst, at many times the rate that it keeps up.
-        parts = {rows: max(self.load.rows // rows, 1) for rows in self.rows}
+        return max(self.load.rows // rows, 1)
+
+    def _communication(self, exchange: AllToAll, forward: Curve) -> dict[str, Any]:
+        posting: dict[int, list[float]] = {}
 
         def make(rows: int) -> Call:
             posting[rows] = []
-            return self._exchange(exchange, rows, posting[rows], parts[rows])
+            return self._exchange(exchange, rows, posting[rows], self._parts(rows))
 
         rows, seconds = costs.measure(make, self.rows, self.device, self.group, 0.22 * self.budget)
-        line = costs.fit_line([self._bytes(each) for each in rows], [t / parts[each] for each, t in zip(rows, seconds, strict=True)])
+        line = costs.fit_line([self._bytes(each) for each in rows], [t / self._parts(each) for each, t in zip(rows, seconds, strict=True)])
         post = NOTHING  # on a GPU the program's own stream has no part in it
         if self.device.type != "cuda":
             medians = costs.agree([statistics.median(posting[each]) for each in rows], self.device, self.group)

@@ -191,11 +191,6 @@ class Cuts:
         return result
 
 
-def cuts(counts: Sequence[Sequence[Sequence[int]]]) -> Cuts:
-    """`traffic` as host numbers."""
-    return Cuts([[int(c[0]) for c in rank] for rank in counts], [[int(c[1]) for c in rank] for rank in counts])
-
-
 def cut_list(values: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
     """The parts one after the other: a view where they touch."""
     slices = [part for part in slices if part.stop > part.start]
