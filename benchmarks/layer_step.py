@@ -19,7 +19,7 @@ from moe import experts
 from moe.dispatch import FlatAllToAll, Flow, Handle
 from moe.experts import Weights
 from moe.load import Shape
-from moe.measure import measure_costs
+from moe.measure import BUDGET, measure_costs
 from moe.plan import Load, Plan
 from moe.planner import LayerCosts
 from moe.schedule import routed_experts
@@ -147,12 +147,12 @@ def load(case: Case, num_ranks: int) -> Load:
     return replace(shape(case, num_ranks).even(), rows=rows, away_rows=rows * (num_ranks - 1) // num_ranks)
 
 
-def costs() -> LayerCosts:
-    """The planner's costs of this rank's layer, measured now. Collective."""
+def costs(budget: float = BUDGET) -> LayerCosts:
+    """The planner's costs of this rank's layer, measured now in about `budget` seconds. Collective."""
     layer = _layer
     assert layer is not None, "build comes first"
     sizes = shape(layer.case, layer.size)
-    return measure_costs(layer.weights, layer.exchange, dist.group.WORLD, sizes, engine=layer.engine)
+    return measure_costs(layer.weights, layer.exchange, dist.group.WORLD, sizes, engine=layer.engine, budget=budget)
 
 
 def step(what: Plan | str) -> dict[str, float]:

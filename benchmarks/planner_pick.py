@@ -25,16 +25,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from benchmarks import layer_step, link, rounds
 from benchmarks.accelerator import step_flops
 from benchmarks.cluster import UNCAPPED, Cluster, ClusterError
 from benchmarks.layer_step import Case
 from benchmarks.tables import table
-from moe.measure import measure_costs
 from moe.plan import Plan
-from moe.planner import LayerCosts, Limits, best_plan, predict, weight_lags
+from moe.planner import Limits, best_plan, predict, weight_lags
 
 DEGREES = (1, 2, 4, 8)
 PASSES = ("forward", "backward")
@@ -113,19 +110,11 @@ LAYERS = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def costs(budget: float) -> LayerCosts:
-    """On a rank: the costs of its layer, measured now. Collective."""
-    layer = layer_step._layer
-    assert layer is not None, "build comes first"
-    sizes = layer_step.shape(layer.case, layer.size)
-    return measure_costs(layer.weights, layer.exchange, dist.group.WORLD, sizes, engine=layer.engine, budget=budget)
-
-
 def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> dict[str, Any]:
     """A layer's record: what the planner knew, predicted and picked, and the seconds of every candidate in every round."""
     case = layer.case()
     cluster.call(layer_step.build, case)
-    known, load = cluster.call(costs, budget)[0], layer_step.load(case, cluster.world_size)
+    known, load = cluster.call(layer_step.costs, budget)[0], layer_step.load(case, cluster.world_size)
     # The planner's pick where both passes have the same number, for its lag; and its own.
     fixed = [best_plan(known, load, replace(LIMITS, degrees=(r,), backward_degrees=(r,))).plan for r in DEGREES]
     pick = best_plan(known, load, LIMITS).plan

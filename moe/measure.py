@@ -146,10 +146,10 @@ class _Bench:
         return costs.measure(make, self.pairs, self.device, self.group, share * self.budget)
 
     def _curve(self, make: Callable[[int], Call], share: float) -> Curve:
-        return costs.fit_curve(*self._times(make, share))
+        return costs.measure_curve(make, self.pairs, self.device, self.group, share * self.budget)
 
     def _line(self, make: Callable[[int], Call], sizes: list[int], share: float) -> Line:
-        return costs.fit_line(*costs.measure(make, sizes, self.device, self.group, share * self.budget))
+        return costs.measure_line(make, sizes, self.device, self.group, share * self.budget)
 
     # -- the experts -------------------------------------------------------------------------------------------------
 

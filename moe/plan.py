@@ -20,6 +20,11 @@ class Strategy:
     rows: str
     hidden: str
 
+    @property
+    def offloads(self) -> bool:
+        """Something comes back from the host, in the forward pass's chunks."""
+        return "offload" in (self.rows, self.hidden)
+
 
 STRATEGIES = {
     "keep": Strategy("keep", "keep"),
@@ -46,8 +51,7 @@ class Plan:
     weight_lag: int = 0
 
     def __post_init__(self) -> None:
-        strategy = STRATEGIES[self.memory_strategy]
-        if "offload" in (strategy.rows, strategy.hidden) and self.degree != self.backward_degree:
+        if STRATEGIES[self.memory_strategy].offloads and self.degree != self.backward_degree:
             raise ValueError(
                 f"memory strategy {self.memory_strategy!r} brings back the forward pass's chunks: backward_degree "
                 f"({self.backward_degree}) must equal degree ({self.degree})."

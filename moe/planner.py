@@ -433,7 +433,7 @@ class _Search:
                 lags = weight_lags(degree)
                 if left < math.inf:
                     lags = [lag for lag in lags if footprint.backward_bytes(load, strategy, degree, lag, same) <= left]
-                if lags and (same or not _needs_same_chunks(strategy)):
+                if lags and (same or not strategy.offloads):
                     self._lags[strategy, degree, same] = lags
                     backward[degree, same] = score(_backward_bound(costs, load, strategy, self._work[degree], same), degree)
             result.extend(
@@ -464,16 +464,11 @@ class _Search:
         return self._backward[key]
 
 
-def _needs_same_chunks(strategy: Strategy) -> bool:
-    """What was offloaded comes back in the forward pass's chunks (see Plan)."""
-    return "offload" in (strategy.rows, strategy.hidden)
-
-
 def all_plans(limits: Limits, tokens: int) -> Iterator[Plan]:
     """Every plan that is allowed, whatever memory it takes."""
     degrees, backward_degrees = (allowed_degrees(each, tokens) for each in (limits.degrees, limits.backward_degrees))
     for name, degree, other in itertools.product(limits.strategies, degrees, backward_degrees):
-        if degree == other or not _needs_same_chunks(STRATEGIES[name]):
+        if degree == other or not STRATEGIES[name].offloads:
             for lag in weight_lags(other):
                 yield Plan(degree, other, name, lag)
 

@@ -502,9 +502,8 @@ class _WeightQueue:
         self._engine, self._grads = engine, grads
         self._works: list[tuple[WeightWork | None, torch.Tensor, torch.Tensor | None]] = []
 
-    def add(self, work: WeightWork | None, *buffers: torch.Tensor | None) -> None:
-        grad, source = buffers
-        assert grad is not None
+    def add(self, work: WeightWork | None, grad: torch.Tensor, source: torch.Tensor | None) -> None:
+        """A chunk's work, its rows' gradients, and its rows if nobody else keeps them; both go back to the workspace after it."""
         self._works.append((work, grad, source))
 
     def run(self, keep: int) -> None:

@@ -177,10 +177,10 @@ def measure(
     return list(sizes[: len(calls)]), [statistics.median(of_size) for of_size in times]
 
 
-def measure_exchange(
+def measure_line(
     make: Callable[[int], Call], sizes: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None, budget: float = 2.0
 ) -> Line:
-    """The line of an exchange: `make(size)` gives a call that moves `size` (bytes, or what counts) and waits; all ranks call it."""
+    """The line of what grows with a size: `make(size)` gives a call that moves, copies or computes so much; all ranks call it."""
     return fit_line(*measure(make, sizes, device, group, budget))
 
 

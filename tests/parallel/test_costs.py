@@ -108,7 +108,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_measuring_recovers_what_is_slept(clock: Clock) -> None:
-    line = costs.measure_exchange(clock.sleeper(lambda n: 0.001 + 1e-6 * n), [100, 1000, 10000], CPU, budget=1.0)
+    line = costs.measure_line(clock.sleeper(lambda n: 0.001 + 1e-6 * n), [100, 1000, 10000], CPU, budget=1.0)
     assert line.alpha == pytest.approx(0.001) and line.beta == pytest.approx(1e-6)
     curve = costs.measure_curve(clock.sleeper(lambda n: max(0.01, 1e-4 * n)), [10, 100, 1000], CPU, budget=1.0)
     assert curve.seconds == pytest.approx((0.01, 0.01, 0.1))
@@ -291,7 +291,7 @@ def _measure_on_rank(folder: str) -> tuple[str, str, int]:
 
     def make() -> dict[str, Any]:
         made.append(True)
-        line = costs.measure_exchange(make_exchange, [1024, 16384, 65536], CPU, group, 0.1)
+        line = costs.measure_line(make_exchange, [1024, 16384, 65536], CPU, group, 0.1)
         # Ranks of different speed: the slowest counts.
         slept = costs.measure_curve(lambda n: lambda: time.sleep(0.001 * n * (1 + rank)), [1, 2], CPU, group, 0.05)
         square = torch.ones(128, 128)

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 from megatron.core import parallel_state
 
 from configs import derived
-from configs.schema import Config, ConfigError
+from configs.schema import ConfigError
 from moe import exchanges
 from moe.layer import MixtrainMoELayer
 from moe.load import Shape
@@ -125,20 +124,16 @@ def _shape(run: Run, layer: MixtrainMoELayer) -> Shape:
         hidden_size=weight.size(1),
         width=weight.size(2),
         gated=experts.linear_fc1.weight.size(1) == 2 * weight.size(2),
-        element_size=torch.empty((), dtype=_activation_dtype(config)).element_size(),
+        element_size=weight.element_size(),
         whole=weight.device.type == "cuda",
     )
-
-
-def _activation_dtype(config: Config) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.training.precision]
 
 
 def _limits(run: Run, num_layers: int) -> Limits:
     moe = run.config.moe
     degree, backward_degree = derived.pipeline_degrees(run.config)
     # On a host there is no faster memory to bring things back to.
-    automatic = [name for name in STRATEGIES if run.topology.device.type != "cpu" or "offload" not in name]
+    automatic = [name for name, strategy in STRATEGIES.items() if run.topology.device.type != "cpu" or not strategy.offloads]
     return Limits(
         degrees=DEGREES if degree is None else (degree,),
         backward_degrees=DEGREES if backward_degree is None else (backward_degree,),
