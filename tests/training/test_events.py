@@ -1,0 +1,21 @@
+"""What happened to a run is on record, also after a kill in the middle of a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from training import events
+
+
+def test_events_come_back_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert events.read(tmp_path) == []
+    events.record(tmp_path, "checkpoint_saved", "checkpoint of step 5", step=5)
+    with open(tmp_path / events.EVENTS, "a") as stream:
+        stream.write('{"time": 1.0, "ki\n')  # a kill cut it off, and the next process wrote on
+    monkeypatch.setenv("RANK", "3")
+    events.record(tmp_path, "resumed", "resumed at step 5", step=5)
+    first, second = events.read(tmp_path)
+    assert (first["kind"], first["step"], first["rank"], first["text"]) == ("checkpoint_saved", 5, 0, "checkpoint of step 5")
+    assert (second["kind"], second["rank"]) == ("resumed", 3) and second["time"] >= first["time"]
