@@ -11,6 +11,7 @@ from configs import derived
 from configs.compose import compose
 from configs.schema import Config, ConfigError
 from configs.validate import CHOICES, ONLY, RANGES, get, nearest, show, validate
+from moe.plan import STRATEGIES
 from tests.configs import advice
 
 # overrides, world size, the field that the message starts with, what else it must say
@@ -147,6 +148,10 @@ def test_tables_name_keys_that_exist_and_allow_their_defaults(key: str) -> None:
         assert value == ONLY[key][0]
     if key in RANGES and value is not None:
         assert RANGES[key][0] <= value <= RANGES[key][1]
+
+
+def test_memory_strategies_are_the_layers() -> None:
+    assert set(CHOICES["moe.memory_strategy"]) == {*STRATEGIES, "auto"}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
-"""An MoE layer as a plain loop over tokens, in fp64, and the cases that ours is compared with it on."""
+"""An MoE layer as a plain loop over tokens, and the cases and plans that ours is compared with it on."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,10 +11,14 @@ from torch.nn import functional as F
 
 from moe.dispatch import AllToAll
 from moe.experts import Weights, hidden_factor
-from moe.plan import Plan
+from moe.plan import STRATEGIES, Plan
 from moe.schedule import SharedExpert, routed_experts
+from tests.tolerances import MOE
 
 HIDDEN, WIDTH = 8, 12  # rows of a multiple of 16 bytes in fp32, which grouped products need
+ROUTINGS = ("balanced", "skewed", "empty_experts", "one_expert", "dropped")
+TOP_K = (1, 2, 4, 8)
+DEGREES = [(degree, degree) for degree in range(1, 9)] + [(1, 3), (4, 1), (3, 2), (2, 6)]  # forward, backward
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,19 @@ def shared_expert(weights: list[torch.Tensor]) -> SharedExpert | None:
     return (lambda x: torch.tanh(x @ weights[0].t()) @ weights[1].t()) if weights else None
 
 
-def loop(case: Case, given: Problem) -> list[torch.Tensor]:
-    """[output, gradients of x, probs, parameters..., shared...] by a loop over tokens and their experts, in fp64."""
-    leaves = [tensor.double().requires_grad_() for tensor in (given.x, given.probs, *given.parameters, *given.shared)]
+def plans(degrees: list[tuple[int, int]] = DEGREES) -> list[Plan]:
+    """Every strategy with these degrees, where it allows them; the order of the backward pass takes turns."""
+    found: list[Plan] = []
+    for (degree, backward), strategy in itertools.product(degrees, STRATEGIES):
+        if degree == backward or not STRATEGIES[strategy].offloads:
+            found.append(Plan(degree, backward, strategy, weight_lag=len(found) % (backward + 1)))
+    return found
+
+
+def loop(case: Case, given: Problem, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """[output, gradients of x, probs, parameters..., shared...] by a loop over tokens and their experts."""
+    tensors = given.x, given.probs, *given.parameters, *given.shared
+    leaves = [tensor.detach().clone().to(dtype).requires_grad_() for tensor in tensors]
     x, probs, fc1, fc2, *rest = leaves
     fc1_bias, fc2_bias = rest[:2] if case.bias else (None, None)
     output = x * 0.0  # in the graph also where there are no tokens
@@ -111,7 +127,7 @@ def loop(case: Case, given: Problem) -> list[torch.Tensor]:
     function = shared_expert(leaves[-2:] if case.shared else [])
     if function is not None:
         output = output + function(x)
-    return [output.detach(), *_gradients(output, leaves, given.output_grad.double())]
+    return [output.detach(), *_gradients(output, leaves, given.output_grad.to(dtype))]
 
 
 def ours(case: Case, given: Problem, plan: Plan, exchange: AllToAll | None = None, rank: int = 0, num_ranks: int = 1) -> list[torch.Tensor]:
@@ -149,6 +165,32 @@ def largest_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> f
     assert [tensor.shape for tensor in actual] == [tensor.shape for tensor in expected]
     pairs = [(a.double(), e) for a, e in zip(actual, expected, strict=True) if e.numel()]
     return max((((a - e).abs().max() / e.abs().max().clamp_min(1e-30)).item() if e.any() else a.abs().max().item()) for a, e in pairs)
+
+
+def error_of_norms(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Over all tensors: the norm of the difference, relative to the tensor's norm."""
+    pairs = [(a.double(), e) for a, e in zip(actual, expected, strict=True) if e.numel()]
+    return max((((a - e).norm() / e.norm()).item() if e.any() else a.norm().item()) for a, e in pairs)
+
+
+def compared(
+    cases: Iterable[tuple[Case, list[Plan]]], exchange: AllToAll | None, rank: int, num_ranks: int
+) -> Iterator[tuple[Case, Plan, list[torch.Tensor], list[torch.Tensor]]]:
+    """(case, plan, ours, expected) for every case in each of its plans. Collective where there are several ranks."""
+    for case, its_plans in cases:
+        expected = expected_on(case, rank, num_ranks)
+        for plan in its_plans:
+            yield case, plan, ours(case, problem(case, rank), plan, exchange, rank, num_ranks), expected
+
+
+def check_on_ranks(cases: Iterable[tuple[Case, list[Plan]]], exchange: AllToAll) -> float:
+    """The largest error as a part of what is allowed; fails at the first that is too large. Collective."""
+    worst = 0.0
+    for case, plan, actual, expected in compared(cases, exchange, torch.distributed.get_rank(), exchange.size):
+        error, allowed = largest_error(actual, expected), MOE[str(case.dtype).removeprefix("torch.")]
+        assert error < allowed, (case, plan, error)
+        worst = max(worst, error / allowed)
+    return worst
 
 
 def with_dtype(case: Case, name: str) -> Case:

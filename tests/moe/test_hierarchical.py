@@ -22,8 +22,7 @@ from moe.dispatch import AllToAll, FlatAllToAll, Handle, Traffic, start
 from moe.hierarchical import HierarchicalAllToAll, ranks_per_node
 from moe.plan import STRATEGIES, Plan
 from tests.distributed import RankError, run
-from tests.moe.oracle import Case, expected_on, largest_error, ours, problem, with_dtype
-from tests.tolerances import MOE
+from tests.moe.oracle import Case, check_on_ranks, with_dtype
 
 NODES = [(4, 2), (4, 1), (4, 4), (2, 1), (3, 3)]  # (ranks, ranks per node)
 COLUMNS = [[0], [1], [2], [0, 2], [3], [0, 1, 2, 3]]
@@ -473,20 +472,10 @@ def _cases() -> Iterator[tuple[Case, list[Plan]]]:
         yield with_dtype(Case(top_k=8), dtype), few
 
 
-def _all_cases_on_ranks(make: Callable[[dist.ProcessGroup, int], AllToAll], per_node: int) -> float:
-    group = _world()
-    rank, size = group.rank(), group.size()
-    exchange, worst = make(group, per_node), 0.0
-    for case, plans in _cases():
-        expected = expected_on(case, rank, size)
-        for plan in plans:
-            error = largest_error(ours(case, problem(case, rank), plan, exchange, rank, size), expected)
-            allowed = MOE[str(case.dtype).removeprefix("torch.")]
-            assert error < allowed, (case, plan, error)
-            worst = max(worst, error / allowed)
-    return worst
+def _all_cases_on_ranks(per_node: int) -> float:
+    return check_on_ranks(_cases(), HierarchicalAllToAll(_world(), per_node))
 
 
 @pytest.mark.parametrize("num_ranks,per_node", [(4, 2), (2, 1)])
 def test_layer(num_ranks: int, per_node: int) -> None:
-    assert max(run(_all_cases_on_ranks, num_ranks, HierarchicalAllToAll, per_node)) < 1
+    assert max(run(_all_cases_on_ranks, num_ranks, per_node)) < 1

@@ -12,29 +12,29 @@ from moe import experts
 from moe.dispatch import FlatAllToAll
 from moe.plan import STRATEGIES, Plan
 from tests.distributed import run
-from tests.moe.oracle import Case, expected_on, largest_error, loop, ours, problem, with_dtype
+from tests.moe.oracle import (
+    ROUTINGS,
+    TOP_K,
+    Case,
+    check_on_ranks,
+    expected_on,
+    largest_error,
+    loop,
+    ours,
+    plans,
+    problem,
+    with_dtype,
+)
 from tests.tolerances import MOE
-
-ROUTINGS = ("balanced", "skewed", "empty_experts", "one_expert", "dropped")
-DEGREES = [(degree, degree) for degree in range(1, 9)] + [(1, 3), (4, 1), (3, 2), (2, 6)]
-
-
-def _plans(degrees: list[tuple[int, int]]) -> list[Plan]:
-    """Every strategy with these degrees, where it allows them; the order of the backward pass takes turns."""
-    plans: list[Plan] = []
-    for (degree, backward), strategy in itertools.product(degrees, STRATEGIES):
-        if degree == backward or "offload" not in strategy:
-            plans.append(Plan(degree, backward, strategy, weight_lag=len(plans) % (backward + 1)))
-    return plans
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("top_k", [1, 2, 4, 8])
+@pytest.mark.parametrize("top_k", TOP_K)
 def test_one_rank(routing: str, top_k: int) -> None:
     for activation, bias in (("swiglu", False), ("gelu", True), ("gelu_tanh", False)):
         case = Case(routing=routing, top_k=top_k, activation=activation, bias=bias, shared=bias)
         expected = loop(case, problem(case))
-        for plan in _plans(DEGREES):
+        for plan in plans():
             assert largest_error(ours(case, problem(case), plan), expected) < MOE["float64"], (activation, plan)
 
 
@@ -67,16 +67,16 @@ def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grouped_products(monkeypatch: pytest.MonkeyPatch, activation: str, bias: bool) -> None:
     # The way of a GPU; torch's grouped product also runs on the host.
     monkeypatch.setattr(experts, "uses_grouped_mm", lambda *_: True)
-    for routing, plan in itertools.product(ROUTINGS, _plans([(1, 1), (3, 3), (2, 3)])):
+    for routing, plan in itertools.product(ROUTINGS, plans([(1, 1), (3, 3), (2, 3)])):
         case = with_dtype(Case(routing=routing, activation=activation, bias=bias), "float32")
         assert largest_error(ours(case, problem(case), plan), loop(case, problem(case))) < MOE["float32"]
 
 
 def _cases() -> Iterator[tuple[Case, list[Plan]]]:
-    every, few = _plans(DEGREES), [Plan(1, 1), Plan(3, 3, "communicate_recompute", 1), Plan(4, 2), Plan(2, 2, "offload")]
+    every, few = plans(), [Plan(1, 1), Plan(3, 3, "communicate_recompute", 1), Plan(4, 2), Plan(2, 2, "offload")]
     yield Case(shared=True), every
     yield Case(top_k=4, routing="dropped", activation="gelu", bias=True), every
-    for routing, top_k in itertools.product(ROUTINGS, (1, 2, 4, 8)):
+    for routing, top_k in itertools.product(ROUTINGS, TOP_K):
         yield Case(routing=routing, top_k=top_k, shared=top_k == 2), few
     for dtype in ("float32", "bfloat16"):
         yield with_dtype(Case(top_k=4, shared=dtype == "float32"), dtype), few
@@ -86,17 +86,7 @@ def _cases() -> Iterator[tuple[Case, list[Plan]]]:
 def _all_cases_on_ranks() -> float:
     group = torch.distributed.group.WORLD
     assert group is not None
-    rank, size = group.rank(), group.size()
-    exchange = FlatAllToAll(group)
-    worst = 0.0
-    for case, plans in _cases():
-        expected = expected_on(case, rank, size)
-        for plan in plans:
-            error = largest_error(ours(case, problem(case, rank), plan, exchange, rank, size), expected)
-            allowed = MOE[str(case.dtype).removeprefix("torch.")]
-            assert error < allowed, (case, plan, error)
-            worst = max(worst, error / allowed)
-    return worst
+    return check_on_ranks(_cases(), FlatAllToAll(group))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
