@@ -1,8 +1,10 @@
-"""What the routers did since it was last asked: tokens per expert and auxiliary losses, by layer."""
+"""What the routers did since it was last asked: tokens per expert, entropy and auxiliary losses, by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,43 +16,72 @@ from megatron.core.transformer.moe.router import Router
 LOSSES = {"load_balancing_loss": "aux_loss", "seq_load_balancing_loss": "sequence_aux_loss", "z_loss": "z_loss"}
 
 
+@dataclass(frozen=True)
+class RouterReport:
+    """What all routers did in a step. Rows of dense layers are zero."""
+
+    tokens_per_expert: torch.Tensor  # [num_layers, num_experts]
+    entropy: torch.Tensor  # [num_layers], nats, summed over tokens
+    losses: dict[str, torch.Tensor]  # [num_layers] each, summed over micro-batches and ranks
+
+
 class RouterWatch:
     """Counts each router's choices in training passes, on its device, without any communication.
 
     `take` returns a flat float64 tensor: [num_layers * num_experts] tokens per expert (rows of dense layers and of
-    layers on other ranks are zero), then [num_losses * num_layers] sums over micro-batches; summed over all ranks of the
-    job it is the whole step's. `losses` lists the names of the auxiliary losses in order.
+    layers on other ranks are zero), [num_layers] entropies, then [num_losses * num_layers] sums over micro-batches; summed over
+    all ranks of the job it is the whole step's. `losses` lists the names of the auxiliary losses in order.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], num_layers: int, num_experts: int, losses: Sequence[str], device: torch.device):
         self.num_layers, self.num_experts, self.losses = num_layers, num_experts, list(losses)
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
+        self._entropy = torch.zeros(num_layers, dtype=torch.float64, device=device)
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, Router):
                     module.register_forward_hook(self._count)
+                    module.routing = partial(self._routing, module, module.routing)
 
     def _count(self, router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         # Without gradients it is an evaluation, or the first of two passes under recompute.
         if torch.is_grad_enabled():
             self._counts[router.layer_number - 1] += output[1].sum(dim=0)
 
+    def _routing(self, router: Any, original: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's `routing`, whose argument no hook of the module sees: the logits of all experts."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._entropy[router.layer_number - 1] += entropy(logits, router.score_function)
+        return original(logits, *args, **kwargs)
+
     def take(self) -> torch.Tensor:
         """The flat statistics of this rank since the last call; resets them."""
         tracker = get_moe_layer_wise_logging_tracker()
-        parts = [self._counts.flatten()]
+        parts = [self._counts.flatten(), self._entropy]
         for name in self.losses:
             entry = tracker.get(next(theirs for theirs, ours in LOSSES.items() if ours == name))
             values = self._counts.new_zeros(self.num_layers) if entry is None else entry["values"].to(self._counts.dtype)
             parts.append(values)
         flat = torch.cat(parts)
         self._counts.zero_()
+        self._entropy.zero_()
         for entry in tracker.values():
             entry["values"].zero_()
         return flat
 
-    def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Undo the layout of `take`: tokens per expert [num_layers, num_experts] and each loss [num_layers]."""
-        counts, losses = flat.split([self.num_layers * self.num_experts, len(self.losses) * self.num_layers])
+    def split(self, flat: torch.Tensor) -> RouterReport:
+        """Undo the layout of `take`."""
+        counts, entropies, losses = flat.split([self.num_layers * self.num_experts, self.num_layers, len(self.losses) * self.num_layers])
         by_name = dict(zip(self.losses, losses.view(len(self.losses), self.num_layers), strict=True))
-        return counts.view(self.num_layers, self.num_experts), by_name
+        return RouterReport(counts.view(self.num_layers, self.num_experts), entropies, by_name)
+
+
+def entropy(logits: torch.Tensor, score_function: str) -> torch.Tensor:
+    """Entropy in nats of each token's scores over all experts, summed over the tokens of logits [..., E]; a 0-d fp32 tensor.
+
+    From 0 (one expert has it all) to log(E) per token. Sigmoid scores are divided by their sum, as the load-balancing loss does.
+    """
+    log_scores = torch.nn.functional.logsigmoid(logits.float()) if score_function == "sigmoid" else logits.float()
+    log_probs = torch.log_softmax(log_scores, dim=-1)
+    return -torch.dot(log_probs.exp().flatten(), log_probs.flatten())

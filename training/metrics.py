@@ -44,27 +44,48 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def expert_load(tokens_per_expert: torch.Tensor) -> dict[str, Any]:
-    """Statistics of a [num_layers, num_experts] count: over all MoE layers, and max/mean by MoE layer."""
+    """Statistics of a [num_layers, num_experts] count: over all MoE layers, max/mean by MoE layer, and the counts themselves."""
     moe_layers = tokens_per_expert[tokens_per_expert.sum(dim=1) > 0]
     if moe_layers.numel() == 0:
-        return {"mean": 0.0, "min": 0, "max": 0, "max_over_mean": []}
+        return {"mean": 0.0, "min": 0, "max": 0, "max_over_mean": [], "counts": []}
     ratios = moe_layers.max(dim=1).values / moe_layers.mean(dim=1)
     return {
         "mean": float(moe_layers.mean()),
         "min": int(moe_layers.min()),
         "max": int(moe_layers.max()),
-        "max_over_mean": [float(ratio) for ratio in ratios],
+        "max_over_mean": ratios.tolist(),
+        "counts": moe_layers.long().tolist(),
     }
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """The plain numbers of a metrics object, nested names joined by a slash, lists numbered."""
+    """The plain numbers of a metrics object, nested names joined by a slash. Lists are numbered: those of an object with a list
+    `layer` by layer, others from 0. Texts, and lists of lists, are left out."""
     result: dict[str, float] = {}
     for name, value in metrics.items():
-        if isinstance(value, dict):
-            result.update({f"{name}/{inner}": number for inner, number in scalars(value).items()})
+        if isinstance(value, (int, float)):
+            if name != "step":
+                result[name] = value
+        elif isinstance(value, dict):
+            layers = value.get("layer")
+            inner = {key: dict(zip(map(str, layers), entry)) for key, entry in value.items() if key != "layer"} if layers else value
+            result.update({f"{name}/{key}": number for key, number in scalars(inner).items()})
         elif isinstance(value, list):
-            result.update({f"{name}/{i}": number for i, number in enumerate(value)})
-        elif value is not None and name != "step":
-            result[name] = value
+            result.update({f"{name}/{i}": number for i, number in enumerate(value) if isinstance(number, (int, float))})
     return result
+
+
+def texts(metrics: dict[str, Any]) -> dict[str, str]:
+    """What the plans of the MoE layers say in words: their memory strategies and all-to-alls, by layer."""
+    table = metrics.get("moe_layers", {})
+    names = ("memory_strategy", "all_to_all")
+    return {f"moe_layers/{name}/{layer}": text for name in names if name in table for layer, text in zip(table["layer"], table[name])}
+
+
+def expert_counts(metrics: dict[str, Any]) -> dict[str, list[int]]:
+    """Tokens per expert by MoE layer, for loggers that know histograms: a bar per expert."""
+    if "tokens_per_expert" not in metrics:
+        return {}
+    counts = metrics["tokens_per_expert"]["counts"]
+    layers = metrics.get("moe_layers", {}).get("layer", range(len(counts)))
+    return {f"tokens_per_expert/layer_{layer}": row for layer, row in zip(layers, counts)}

@@ -10,7 +10,7 @@ from typing import Any
 from configs.schema import Config
 from parallel.topology import Topology
 from training.checkpoint import Progress
-from training.step import Model
+from training.step import Model, StepResult
 
 Metrics = dict[str, Any]
 
@@ -28,6 +28,7 @@ class Run:
     make_validation_loader: Callable[[], Any]
     progress: Progress = field(default_factory=Progress)
     tokens_per_expert: Any = None  # [layers, experts] of the last step, on the host; None for a dense model
+    result: StepResult | None = None  # of the last step
 
     @property
     def run_dir(self) -> Path:

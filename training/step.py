@@ -7,8 +7,8 @@ and its DDP over data parallel ranks; `_loss` undoes both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from configs import derived
 from configs.schema import Config
 from models.build import build_model, family_module
 from models.folder import load_logical_folder
-from moe.watch import RouterWatch
+from moe.watch import RouterReport, RouterWatch
 from optim.build import build_optimizer, set_learning_rate
 from parallel.topology import Topology
 
@@ -35,7 +35,8 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class StepResult:
-    """Numbers of one step over the global batch. `extra` holds further losses; `updated` is False for a skipped fp16 step."""
+    """Numbers of one step over the global batch. `extra` holds further losses; `updated` is False for a skipped fp16 step;
+    `by_layer` lists numbers of each MoE layer; `along` is the sum over all ranks of what was in `Model.along`."""
 
     loss: float
     grad_norm: float
@@ -43,6 +44,8 @@ class StepResult:
     updated: bool
     extra: dict[str, float]
     tokens_per_expert: torch.Tensor | None = None  # [num_layers, num_experts]
+    by_layer: dict[str, list[float]] = field(default_factory=dict)
+    along: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Model:
@@ -56,6 +59,9 @@ class Model:
         self.optimizer = build_optimizer(config, self.chunks)
         self._schedule = get_forward_backward_func()
         self._connect()
+        # What callbacks want summed over all ranks at the end of a step: float64 on the device, of the same names and shapes on
+        # every rank. It travels with the loss, so that it costs neither a message nor a wait of its own.
+        self.along: dict[str, Callable[[], torch.Tensor]] = {}
         self.watch: RouterWatch | None = None
         if config.moe.num_experts is not None:
             get_moe_layer_wise_logging_tracker().clear()  # one for the process: an earlier run in it may have had other layers
@@ -88,17 +94,30 @@ class Model:
         rate = set_learning_rate(self.optimizer, self.config, step)
         sums, count = self._run(batches, forward_only=False)
         updated, grad_norm, _ = self.optimizer.step()
-        flat = self._sum_over_ranks(sums, with_routers=True)
+        along = {name: value() for name, value in self.along.items()}
+        flat = self._sum_over_ranks(sums, along, self.watch).cpu()
         loss, extra = self._losses(flat, count, len(batches))
         result = StepResult(loss, float(grad_norm or 0.0), rate, bool(updated), extra)
+        rest = flat[len(sums) :]
+        for name, value in along.items():
+            result.along[name], rest = rest[: value.numel()].view(value.shape), rest[value.numel() :]
         if self.watch is not None:
-            counts, router_losses = self.watch.split(flat[len(sums) :])
-            result.tokens_per_expert = counts.cpu()
-            layers = (counts.sum(dim=1) > 0).sum().clamp(min=1)
-            for name, values in router_losses.items():
-                ranks = self.topology.data_size * (self.topology.tensor_size if name == "z_loss" else 1)
-                extra[name] = float(values.sum() / (layers * len(batches) * ranks))
+            self._report_routers(self.watch.split(rest), len(batches), result)
         return result
+
+    def _report_routers(self, report: RouterReport, num_micro_batches: int, result: StepResult) -> None:
+        """Put the routers' numbers into the step's result: means per token or per micro-batch, and counts of the global batch."""
+        layers = torch.tensor(derived.moe_layer_pattern(self.config), dtype=torch.bool)
+        micro_batches = num_micro_batches * self.topology.data_size
+        tokens = micro_batches * self.config.training.micro_batch_size * self.config.model.sequence_length
+        result.tokens_per_expert = report.tokens_per_expert
+        chosen = report.tokens_per_expert[layers].sum(dim=1)
+        result.by_layer["dropped_tokens"] = (tokens * self.config.moe.top_k - chosen).long().tolist()
+        result.by_layer["router_entropy"] = (report.entropy[layers] / tokens).tolist()
+        for name, values in report.losses.items():
+            ranks = self.topology.tensor_size if name == "z_loss" else 1
+            result.by_layer[name] = (values[layers] / (micro_batches * ranks)).tolist()
+            result.extra[name] = float(values.sum() / (layers.sum() * micro_batches * ranks))
 
     def evaluate(self, steps: Iterator[Sequence[Batch]]) -> tuple[float, dict[str, float]]:
         """Mean loss per predicted token over the given global batches, and means of the extra losses."""
@@ -109,7 +128,7 @@ class Model:
                 total += sums
                 tokens += float(count)
                 batches += len(micro_batches)
-        flat = self._sum_over_ranks(total, with_routers=False)
+        flat = self._sum_over_ranks(total)
         return self._losses(flat, torch.tensor(tokens), batches)
 
     def load_weights(self, folder: Path, vocab_size: int) -> None:
@@ -194,11 +213,14 @@ class Model:
                 sums[1 + i] += extra[name]
         return loss_sum * scale + sum(extra.values()), {}
 
-    def _sum_over_ranks(self, sums: torch.Tensor, *, with_routers: bool) -> torch.Tensor:
+    def _sum_over_ranks(
+        self, sums: torch.Tensor, along: dict[str, torch.Tensor] | None = None, watch: RouterWatch | None = None
+    ) -> torch.Tensor:
         if self.topology.tensor_rank != 0:
             sums = torch.zeros_like(sums)  # tensor parallel ranks computed the same loss
-        if with_routers and self.watch is not None:
-            sums = torch.cat([sums, self.watch.take()])
+        rest = [value.flatten() for value in (along or {}).values()] + ([] if watch is None else [watch.take()])
+        if rest:
+            sums = torch.cat([sums, *rest])
         if self.topology.world_size > 1:
             dist.all_reduce(sums)
         return sums

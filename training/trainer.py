@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from configs.compose import to_yaml
-from configs.derived import plans_moe
+from configs.derived import is_moe, plans_moe
 from configs.schema import Config, ConfigError
 from data.build import build_data
 from data.prepare import prepare
@@ -20,9 +20,13 @@ from training import checkpoint, manifest
 from training.callbacks.checkpoints import Checkpoints
 from training.callbacks.evaluation import Evaluation
 from training.callbacks.expert_planning import ExpertPlanning
+from training.callbacks.gradient_parts import GradientParts
+from training.callbacks.memory_tiers import MemoryTiers
 from training.callbacks.metrics_file import MetricsFile
+from training.callbacks.moe_layers import MoELayers
 from training.callbacks.progress import Progress as ProgressLine
 from training.callbacks.samples import Samples
+from training.callbacks.step_times import StepTimes
 from training.callbacks.tensorboard import TensorBoard
 from training.callbacks.weights_and_biases import WeightsAndBiases
 from training.export import copy_tokenizer
@@ -40,9 +44,14 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
             torch.use_deterministic_algorithms(True)
         self.config = config
+        planning = ExpertPlanning() if plans_moe(config) else None
         self.callbacks: list[Callback] = [
-            *([ExpertPlanning()] if plans_moe(config) else []),
-            Evaluation(),  # adds to the metrics that the next ones write
+            *([planning] if planning else []),
+            *([MoELayers(planning)] if is_moe(config) else []),  # these add to the metrics that the next ones write
+            Evaluation(),
+            StepTimes(),
+            GradientParts(),
+            MemoryTiers(),
             MetricsFile(),
             ProgressLine(),
             TensorBoard(),
@@ -96,7 +105,7 @@ class Trainer:
         }
         if self._peak_flops is not None:
             metrics["mfu"] = self._flops_per_token * metrics["tokens_per_second"] / (self._peak_flops * run.topology.world_size)
-        run.tokens_per_expert = result.tokens_per_expert
+        run.result, run.tokens_per_expert = result, result.tokens_per_expert
         if result.tokens_per_expert is not None:
             metrics["tokens_per_expert"] = expert_load(result.tokens_per_expert)
         return metrics

@@ -39,6 +39,8 @@ class ExpertPlanning(Callback):
         self._stream: TextIO | None = None
         self._planners: dict[str, Planner] = {}  # by the all-to-all whose costs they know
         self._in_force: dict[int, tuple[str, Plan]] = {}  # by layer
+        self.decisions: dict[int, Decision] = {}  # by layer: the one in force
+        self.measured: dict[int, dict[str, float]] = {}  # by layer: seconds of a call under the decision in force, once known
         self._pending: dict[int, _Pending] = {}
 
     def on_start(self, run: Run) -> None:
@@ -73,7 +75,8 @@ class ExpertPlanning(Callback):
         step = run.progress.step
         for number, pending in list(self._pending.items()):
             if step >= pending.since + MEASURE_AFTER or run.is_last_step:
-                self._write({"step": step, "layer": number, "measured": pending.layer.clock.take(), **_as_dict(pending.decision)})
+                self.measured[number] = pending.layer.clock.take()
+                self._write({"step": step, "layer": number, "measured": self.measured[number], **_as_dict(pending.decision)})
                 del self._pending[number]
         counts = run.tokens_per_expert
         self._decide(run, {number: self._shape.load(counts[number].tolist()) for number in self._layers})
@@ -96,6 +99,8 @@ class ExpertPlanning(Callback):
             if len(self._planners) > 1:
                 layer.exchange = exchanges.shared(layer.ep_group, kind)
             self._in_force[number] = kind, decision.plan
+            self.decisions[number] = decision
+            self.measured.pop(number, None)
             layer.clock.take()
             self._pending[number] = _Pending(layer, decision, run.progress.step)
             line = {"step": run.progress.step, "layer": number, "load": asdict(load), "all_to_all": kind}

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import asdict
 from typing import Any
 
-from training.metrics import scalars
+from training.metrics import expert_counts, scalars, texts
 from training.run import Callback, Metrics, Run
 
 
@@ -36,8 +36,17 @@ class WeightsAndBiases(Callback):
         )
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
-        if self._run is not None:
-            self._run.log(scalars(metrics), step=metrics["step"])
+        if self._run is None:
+            return
+        import wandb
+
+        # A histogram with a bar per expert; wandb takes at most 512.
+        bars = {
+            name: wandb.Histogram(np_histogram=(counts, list(range(len(counts) + 1))))
+            for name, counts in expert_counts(metrics).items()
+            if len(counts) <= wandb.Histogram.MAX_LENGTH
+        }
+        self._run.log({**scalars(metrics), **texts(metrics), **bars}, step=metrics["step"])
 
     def close(self) -> None:
         if self._run is not None:

@@ -1,0 +1,64 @@
+"""Memory by tier, from fast to slow: device, host, disk; of all ranks, without a message of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from training.metrics import peak_memory_bytes
+from training.run import Callback, Metrics, Run
+
+DISK_EVERY_SECONDS = 30.0  # a run's folder is walked no more often
+
+
+class MemoryTiers(Callback):
+    """Adds `memory`, in bytes: `device` (in use after the step) and `device_peak`, `host` (resident), each the largest over ranks;
+    `disk`, the run's folder. On a CPU the device is the host. `device_peak_by_rank` is there when a rank's peak has grown.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._peaks: list[int] = []
+        self._disk, self._next_walk = 0, 0.0
+
+    def on_start(self, run: Run) -> None:
+        topology = run.topology
+        sums = torch.zeros(topology.world_size, 3, dtype=torch.float64, device=topology.device)
+
+        def measure() -> torch.Tensor:
+            # A row per rank, filled by a kernel each: a copy from the host would wait for the device.
+            host = self._process.memory_info().rss
+            device = torch.cuda.memory_allocated(topology.device) if topology.device.type == "cuda" else host
+            for column, value in enumerate((device, peak_memory_bytes(topology.device), host)):
+                sums[topology.rank, column].fill_(value)
+            return sums
+
+        run.model.along["memory"] = measure
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        assert run.result is not None
+        device, peak, host = run.result.along["memory"].t().tolist()
+        tiers: dict[str, int | list[int]] = {"device": int(max(device)), "device_peak": int(max(peak)), "host": int(max(host))}
+        if run.is_main and time.monotonic() >= self._next_walk:
+            self._disk, self._next_walk = folder_bytes(run.run_dir), time.monotonic() + DISK_EVERY_SECONDS
+        tiers["disk"] = self._disk
+        peaks = [int(value) for value in peak]
+        if peaks != self._peaks:
+            self._peaks = tiers["device_peak_by_rank"] = peaks
+        metrics["memory"] = tiers
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files under a folder, as far as they do not vanish meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
