@@ -82,7 +82,7 @@ RANGES: dict[str, tuple[float, float, bool, bool]] = {
             *("training.eval_interval", "checkpoint.interval", "checkpoint.keep", "moe.placement.extra_slots", "moe.weight_lag"),
             *(f"optimizer.{key}" for key in ("lr", "min_lr", "weight_decay", "clip_grad", "warmup_steps", "wsd_decay_steps")),
             *(f"moe.{key}" for key in ("aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "expert_bias_rate")),
-            *("sample.num_tokens", "sample.temperature", "model.init_std"),
+            *("sample.num_tokens", "sample.temperature", "model.init_std", "checkpoint.keep_every"),
         ],
         (0, INF, True, True),
     ),

@@ -4,20 +4,20 @@ Megatron's optimizers keep their state per kind: whole tensors (plain), or slice
 parameter ends (sharded). Neither loads into the other, and a chain of two (dense and expert) not into one. Here each
 parameter's state is brought to the parameter's shape and named after it, with the sharding of the model's own
 checkpoint: `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>` and, in half precision, `optimizer.master.<name>`.
-In the sharded optimizer each parameter is collected on one data parallel rank, another one for each parameter, which
-writes it; on loading every rank reads the whole parameter and keeps its slice.
+Every rank writes what it owns, straight from where it lies, and reads only that: neither saving nor loading communicates.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -70,79 +70,104 @@ def _find_owned(optimizer: MegatronOptimizer, parameters: list[tuple[str, torch.
     return result
 
 
-def _data_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
-    if getattr(parameter, "allreduce", True):
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return parallel_state.get_expert_data_parallel_group()
-
-
-def _kinds(parameter: torch.nn.Parameter) -> tuple[str, ...]:
-    return MOMENTS if parameter.dtype == torch.float32 else ("master", *MOMENTS)
-
-
 def _is_sharded(optimizer: MegatronOptimizer) -> bool:
     return any(isinstance(member, DistributedOptimizer) for member in members(optimizer))
 
 
-def sharded_state(
-    optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], model_state: dict[str, Any], *, loading: bool
-) -> dict[str, dict[str, Any]]:
-    """Sharded tensors of the optimizer state, by parameter and kind, for Megatron's dist_checkpointing.
+def sharded_state(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], model_state: dict[str, Any]) -> list[ShardedTensor]:
+    """This rank's optimizer state: views into it, each a box of a parameter's state. Makes no copy and asks no other rank.
 
-    `model_state` is the sharded state dict of the same chunks. With `loading`, tensors to be filled; else the state
-    itself (zeros before the first step), on the host. A collective call: every rank of the job makes it.
+    `model_state` is the sharded state dict of the same chunks. A sharded optimizer owns of a parameter a range of its elements,
+    which is a few boxes; as every element has one owner, every box is the main replica among the data parallel ranks.
+    Before the first step there are no moments.
     """
     parameters = list(_parameters(chunks))
     sharded_by_id = get_param_id_to_sharded_param_map(model_state, (parameter for _, parameter in parameters))
-    sharded = _is_sharded(optimizer)
-    result: dict[str, dict[str, Any]] = {}
-    for i, ((name, parameter), owned) in enumerate(zip(parameters, _find_owned(optimizer, parameters), strict=True)):
-        group = _data_group(parameter)
-        writer = i % group.size()
-        for kind in _kinds(parameter):
-            if loading:
-                value = torch.zeros(parameter.shape, dtype=torch.float32)
-            else:
-                value = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-                if owned is not None:
-                    part = owned.main if kind == "master" else owned.state.get(kind)
-                    if part is not None:
-                        value.view(-1)[owned.start : owned.end] = part.detach().view(-1)
-                if sharded and group.size() > 1:
-                    dist.reduce(value, dist.get_global_rank(group, writer), group=group)
-                    if group.rank() != writer:
-                        continue
-                value = value.cpu()
-            tensor = make_sharded_optimizer_tensor(sharded_by_id[i], value, f"optimizer.{kind}")
-            if sharded and not loading:
-                tensor = _as_only_copy(tensor)
-            result.setdefault(name, {})[kind] = tensor
+    sharded, steps = _is_sharded(optimizer), steps_taken(optimizer)
+    result: list[ShardedTensor] = []
+    for i, ((_, parameter), owned) in enumerate(zip(parameters, _find_owned(optimizer, parameters), strict=True)):
+        if owned is None or owned.start == owned.end:
+            continue
+        held = {} if parameter.dtype == torch.float32 else {"master": owned.main}
+        if steps > 0:
+            # A parameter that never had a gradient has no moments: zeros, as the optimizer would start with.
+            held |= {kind: owned.state.get(kind, torch.zeros(0)) for kind in MOMENTS}
+            held = {kind: value if value.numel() else torch.zeros_like(owned.main) for kind, value in held.items()}
+        whole = _shards(sharded_by_id[i], parameter.shape)
+        for kind, value in held.items():
+            for shard in whole:
+                replica_id = (*shard.replica_id[:-1], 0) if sharded else shard.replica_id
+                result += _owned_boxes(
+                    replace(shard, key=f"optimizer.{kind}.{shard.key}", replica_id=replica_id), parameter.shape, owned, value
+                )
     return result
 
 
-def _as_only_copy(tensor: Any) -> Any:
-    # The last entry of Megatron's replica ids is the data parallel rank; the writer stands for all of them.
-    return replace(tensor, replica_id=(*tensor.replica_id[:-1], 0))
+def _shards(sharded: ShardedTensor | ShardedTensorFactory, shape: torch.Size) -> list[ShardedTensor]:
+    """The boxes that make up a parameter in the model's checkpoint, as views into a parameter that takes no memory."""
+    shadow = torch.empty(shape, dtype=torch.float32, device="meta")
+    shards = sharded.build_fn(sharded.key, shadow, sharded.replica_id, None) if isinstance(sharded, ShardedTensorFactory) else None
+    return list(nested_values(shards)) if shards is not None else [replace(sharded, data=shadow, dtype=shadow.dtype)]
+
+
+def _owned_boxes(shard: ShardedTensor, shape: torch.Size, owned: _Owned, value: torch.Tensor) -> Iterator[ShardedTensor]:
+    """What lies both in a shard of a parameter (a view into it) and in the owned range, whose elements `value` holds."""
+    view = shard.data
+    strides = torch.empty(shape, device="meta").stride()
+    assert view.dim() == len(shape) and view.stride() == strides, f"{shard.key} is no box of its parameter: {view.stride()}, {strides}"
+    first = [view.storage_offset() // stride % size for stride, size in zip(strides, shape)]
+    flat, prepended = value.detach().view(-1), shard.prepend_axis_num
+    for start, sizes in boxes(tuple(shape), owned.start, owned.end):
+        low = [max(a, b) for a, b in zip(start, first)]
+        high = [min(a + n, b + m) for a, n, b, m in zip(start, sizes, first, view.shape)]
+        if any(a >= b for a, b in zip(low, high)):
+            continue
+        at = sum(a * stride for a, stride in zip(low, strides)) - owned.start + flat.storage_offset()
+        data = flat.as_strided([b - a for a, b in zip(low, high)], strides, at)
+        inner = [offset + a - b for offset, a, b in zip(shard.global_offset[prepended:], low, first)]
+        yield replace(
+            shard,
+            data=data,
+            dtype=data.dtype,
+            local_shape=tuple(data.shape),
+            global_offset=(*shard.global_offset[:prepended], *inner),
+            axis_fragmentations=None,  # no regular grid
+        )
+
+
+def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut the elements [start, end) of a row-major tensor into boxes, (first corner, sizes) each: at most 2 * dimensions - 1."""
+    if len(shape) <= 1:
+        if start < end:
+            yield ((start,), (end - start,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    if row == 0:
+        return
+    index, rest = divmod(start, row)
+    if rest:
+        stop = min(end, (index + 1) * row)
+        yield from (((index, *a), (1, *n)) for a, n in boxes(shape[1:], rest, stop - index * row))
+        start = stop
+    whole = max(end - start, 0) // row
+    if whole:
+        yield (start // row, *(0 for _ in shape[1:])), (whole, *shape[1:])
+        start += whole * row
+    yield from (((start // row, *a), (1, *n)) for a, n in boxes(shape[1:], 0, end - start))
 
 
 @torch.no_grad()
-def restore(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], loaded: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
-    """Put loaded state (by parameter and kind, whole parameters) into this rank's optimizer; `steps` were taken so far.
-
-    Model weights must be loaded already: half-precision masters are taken from the checkpoint, not from them.
-    """
+def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps: int) -> None:
+    """Make the optimizer look as it does after `steps` steps, with zeros for moments, so that `sharded_state` has views to fill."""
     parameters = list(_parameters(chunks))
-    for (name, _), owned in zip(parameters, _find_owned(optimizer, parameters), strict=True):
+    for owned in _find_owned(optimizer, parameters):
         if owned is None:
             continue
-        if "master" in loaded[name]:
-            owned.main.copy_(loaded[name]["master"].view(-1)[owned.start : owned.end].view_as(owned.main))
-        if steps == 0:
-            continue
         inner = owned.member.optimizer
-        state = {
-            kind: loaded[name][kind].view(-1)[owned.start : owned.end].to(owned.main.device).view_as(owned.main).clone() for kind in MOMENTS
-        }
+        if steps == 0:
+            inner.state.pop(owned.main, None)
+            continue
+        state: dict[str, Any] = {kind: torch.zeros_like(owned.main, dtype=torch.float32) for kind in MOMENTS}
         if isinstance(inner, torch.optim.AdamW):
             on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
             state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=owned.main.device if on_device else "cpu")

@@ -1,221 +1,186 @@
-"""Checkpoints that are whole or not there, and that load into any layout.
+"""Checkpoints that are whole or not there, and that load into any layout: python -m training.checkpoint ls|verify|show|convert PATH.
 
-A checkpoint is a folder `step_0000100` in Megatron-core's distributed format (weights, optimizer state, random number
-states), with `config.yaml`, `state.json` (step, model, layout) and, written last, `manifest.json` (every file with its size). It is
-written under a temporary name and renamed when complete, so a name without `.tmp` was complete once; the manifest tells
-whether it still is.
+A checkpoint is a folder `step_0000100` with a safetensors file per rank that wrote (weights, optimizer state, random number
+states: boxes of global tensors, in which layouts meet), `state.json` (step, model, layout), `config.yaml` and, written last,
+`manifest.json` (every file with its size and checksum). It is written under a temporary name and renamed when complete, so a
+name without `.tmp` was complete once; the manifest tells whether it still is. Nothing in it is ever unpickled.
+
+training/contents.py says what is in it, shards.py how tensors get there, saver.py when, manifest.py whether it is good.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
-import os
-import shutil
-import warnings
-from dataclasses import asdict, dataclass
+import argparse
+import sys
+import tempfile
+import time
+import weakref
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from configs.compose import to_yaml
-from configs.schema import Config, ConfigError
-from models.folder import architecture
-from optim import state as optimizer_state
-from training.manifest import FORMAT, MANIFEST, list_checkpoints, problem_with
+from configs.schema import ConfigError
+from models import convert
+from training import contents, export, headers, manifest
+from training.contents import Progress, check_same_model, load, load_weights, read_state
+from training.saver import Saved, SaveError, Saver
 from training.step import Model
 
-STATE = "state.json"
-CONFIG = "config.yaml"
+__all__ = ["Progress", "SaveError", "Saved", "check_same_model", "finish_pending", "load", "load_weights", "read_state", "save", "saver_of"]
+
+_savers: weakref.WeakKeyDictionary[Model, Saver] = weakref.WeakKeyDictionary()
 
 
-@dataclass
-class Progress:
-    """How far a run is: finished optimizer steps and the training samples they consumed."""
-
-    step: int = 0
-    consumed_samples: int = 0
-
-
-def check_same_model(config: Config, vocab_size: int, folder: Path) -> None:
-    """Raise ConfigError when the checkpoint is of another model than the config's, or in another precision."""
-    saved = read_state(folder)
-    theirs, ours = saved["architecture"], architecture(config, vocab_size)
-    for values in (theirs, ours):
-        if values["model"]["position_embedding"] == "rope":  # no weight depends on it
-            values["model"].pop("sequence_length", None)
-    pairs = [(f"{section}.{key}", theirs[section].get(key), value) for section in ours for key, value in ours[section].items()]
-    pairs.append(("training.precision", saved["precision"], config.training.precision))
-    for key, their_value, our_value in pairs:
-        if their_value != our_value:
-            raise ConfigError(
-                f"{key} ({our_value}) differs from the checkpoint {folder} ({their_value}), which is of another model. "
-                f"Try {key}={their_value}, another name or run_dir, or checkpoint.resume=never."
-            )
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself beside its tensors."""
-    return json.loads((folder / STATE).read_text())
+def saver_of(model: Model) -> Saver:
+    """What saves this model, one save at a time, in memory that it keeps. The first call is a collective one."""
+    if model not in _savers:
+        _savers[model] = Saver(model, model.config.parallel.timeout_seconds)
+    return _savers[model]
 
 
 def save(model: Model, progress: Progress, folder: Path, vocab_size: int) -> None:
-    """Write one checkpoint; a collective call. The folder appears, complete, when it returns.
+    """Write one checkpoint; a collective call. The folder is there, complete, read back and on disk, when it returns.
 
-    Raises OSError on every rank when any rank cannot write.
+    Raises SaveError on every rank when any rank cannot write.
     """
-    temporary = folder.with_name(folder.name + ".tmp")
-    with _raised_everywhere(f"checkpoint {folder} cannot be written"):
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-    with model.frozen_weights():
-        weights = sharded_weights(model.bare_chunks)
-        sharded: dict[str, Any] = {
-            "optimizer": optimizer_state.sharded_state(model.optimizer, model.chunks, weights, loading=False),
-            "random": _sharded_random_state(),
-        }
-        sharded.update(weights)
-        with _quiet_megatron():
-            dist_checkpointing.save(sharded, str(temporary))
-    with _raised_everywhere(f"checkpoint {folder} cannot be written"):
-        if dist.get_rank() == 0:
-            state = {
-                **asdict(progress),
-                "vocab_size": vocab_size,
-                "architecture": architecture(model.config, vocab_size),
-                "precision": model.config.training.precision,
-                "layout": _layout(model),
-                "optimizer_steps": optimizer_state.steps_taken(model.optimizer),
-                "loss_scaler": optimizer_state.scaler_state(model.optimizer),
-            }
-            (temporary / CONFIG).write_text(to_yaml(model.config))
-            _write(temporary / STATE, state)
-            files = {str(path.relative_to(temporary)): path.stat().st_size for path in sorted(temporary.rglob("*")) if path.is_file()}
-            _write(temporary / MANIFEST, {"format": FORMAT, "step": progress.step, "files": files})
-            shutil.rmtree(folder, ignore_errors=True)
-            temporary.rename(folder)
-            _sync_folder(folder.parent)
+    saver_of(model).start(model, progress, folder, vocab_size)
+    saver_of(model).finish()
 
 
-def load(model: Model, folder: Path) -> Progress:
-    """Load weights, optimizer and, in the layout that saved them, random number states. A collective call."""
-    state = read_state(folder)
-    weights = sharded_weights(model.bare_chunks)
-    sharded: dict[str, Any] = {"optimizer": optimizer_state.sharded_state(model.optimizer, model.chunks, weights, loading=True)}
-    sharded.update(weights)
-    same_layout = state["layout"] == _layout(model)
-    if same_layout:
-        sharded["random"] = _sharded_random_state()
-    loaded = _load_tensors(sharded, model.bare_chunks, folder)
-    optimizer_state.restore(model.optimizer, model.chunks, loaded["optimizer"], state["optimizer_steps"])
-    optimizer_state.restore_scaler(model.optimizer, state["loss_scaler"])
-    if same_layout:
-        _restore_random_state(loaded["random"])
-    return Progress(state["step"], state["consumed_samples"])
+def finish_pending(model: Model) -> Saved | None:
+    """Wait for the save under way, if any, and return it. A collective call. Raises SaveError on every rank."""
+    return saver_of(model).finish()
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    """Delete all but the newest `keep` good checkpoints (0 keeps all) and what unfinished saves left behind. Rank 0 calls it."""
-    for leftover in (run_dir / "checkpoints").glob("step_*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    if keep > 0:
-        good = [folder for folder in list_checkpoints(run_dir) if problem_with(folder) is None]
-        for folder in good[keep:]:
-            doomed = folder.with_name(folder.name + ".tmp")  # renamed first: a killed deletion leaves no broken checkpoint
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+# ---------------------------------------------------------------------------------------------------------------------
+# For people
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:
-    """Fill bare model chunks, in any layout, with a checkpoint's weights alone. A collective call."""
-    _load_tensors(sharded_weights(chunks), chunks, folder)
+def _folders(path: Path) -> list[Path]:
+    """The checkpoints that a path stands for, newest first: one, or all of a run. Raises ConfigError where there are none."""
+    found = manifest.list_checkpoints(path.parent if path.name == "checkpoints" else path)
+    if not found and path.is_dir() and ((path / manifest.MANIFEST).exists() or path.name.startswith("step_")):
+        found = [path]
+    if not found:
+        raise ConfigError(f"{path} holds no checkpoint. Give a run folder or one of its checkpoints/step_XXXXXXX.")
+    return found
 
 
-def sharded_weights(chunks: list[torch.nn.Module]) -> dict[str, Any]:
-    """The chunks' weights for dist_checkpointing: a key for each chunk, and inside, names by global layer, in which layouts meet."""
-    return {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+def show_list(path: Path) -> int:
+    """Print step, size, age and state of each checkpoint, with every byte read; 1 if one is not good."""
+    print(f"{'step':>9} {'size':>10} {'age':>8}  state")
+    bad = 0
+    for folder in reversed(_folders(path)):
+        problem = manifest.verify(folder)
+        bad += problem is not None
+        files = [file.stat() for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+        age = _age(time.time() - max(file.st_mtime for file in files)) if files else ""
+        step, size = folder.name.removeprefix("step_").lstrip("0"), _size(sum(file.st_size for file in files))
+        print(f"{step:>9} {size:>10} {age:>8}  {problem or 'good'}")
+    return int(bad > 0)
 
 
-def _load_tensors(sharded: dict[str, Any], chunks: list[torch.nn.Module], folder: Path) -> dict[str, Any]:
-    with _quiet_megatron():
-        loaded = dist_checkpointing.load(sharded, str(folder))
-    for i, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[f"model{i}"], strict=True)
-    return loaded
+def verify(path: Path) -> int:
+    """Print all that is wrong with each checkpoint, with every byte read; 1 if anything is."""
+    bad = 0
+    for folder in _folders(path):
+        found = manifest.problems(folder)
+        bad += bool(found)
+        for problem in found or ["good"]:
+            print(f"{folder}: {problem}")
+    return int(bad > 0)
 
 
-def _layout(model: Model) -> dict[str, Any]:
-    return {"world_size": model.topology.world_size, **asdict(model.config.parallel)}
+def show(path: Path) -> int:
+    """Print what the newest good checkpoint of a run, or a given one, holds. Raises ConfigError."""
+    folder = _good(path)
+    state, files = contents.read_state(folder), manifest.read(folder)
+    layout = {key: value for key, value in state["layout"].items() if value not in (None, False, 1)}
+    print(f"{folder}: step {state['step']}, {state['consumed_samples']} samples, {_size(sum(entry.size for entry in files.values()))}")
+    print(f"precision {state['precision']}, vocabulary {state['vocab_size']}, written by " + str(layout or "one process"))
+    for section, values in state["architecture"].items():
+        print(f"{section}: " + ", ".join(f"{key} {value}" for key, value in values.items()))
+    print(f"config: {folder / manifest.CONFIG}")
+    tensors: dict[str, list[headers.Entry]] = {}
+    for name in files:
+        if name.endswith(headers.SUFFIX):
+            for entry in headers.read(folder / name).values():
+                tensors.setdefault(entry.key, []).append(entry)
+    width = max(len(key) for key in tensors)
+    print(f"{'tensor':<{width}}  {'type':<7} {'parts':>5}  shape")
+    for key in sorted(tensors):
+        first = tensors[key][0]
+        print(f"{key:<{width}}  {first.dtype:<7} {len(tensors[key]):>5}  {' x '.join(map(str, first.global_shape))}")
+    return 0
 
 
-def _random_states() -> dict[str, torch.Tensor]:
-    states = {"host": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["device"] = torch.cuda.get_rng_state()
-    for name, tracked in tensor_parallel.get_cuda_rng_tracker().get_states().items():
-        states[f"tracker.{name}"] = tracked
-    return states
+def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
+    """Write the weights of the newest good checkpoint of a run, or of a given one, to a new folder. Raises ConfigError."""
+    folder, wanted = _good(path), None if dtype is None else getattr(torch, dtype)
+    if kind == "weights":
+        export.export(folder, target, wanted)
+        return 0
+    with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".convert-") as between:
+        export.export(folder, Path(between) / "weights", wanted)
+        convert.export_folder(Path(between) / "weights", target)
+    print(f"{folder} -> {target}")
+    return 0
 
 
-def _sharded_random_state() -> dict[str, ShardedTensor]:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return {
-        name: ShardedTensor.from_rank_offsets(f"random.{name}", value.cpu()[None].clone(), (0, rank, world_size))
-        for name, value in _random_states().items()
-    }
+def _good(path: Path) -> Path:
+    problems = {}
+    for folder in _folders(path):
+        problem = manifest.verify(folder)
+        if problem is None:
+            return folder
+        problems[folder] = problem
+    folder, problem = next(iter(problems.items()))
+    raise ConfigError(f"{folder} is no good checkpoint: {problem}.")
 
 
-def _restore_random_state(loaded: dict[str, torch.Tensor]) -> None:
-    states = {name: value[0].to(torch.uint8).cpu() for name, value in loaded.items()}
-    torch.set_rng_state(states["host"])
-    if "device" in states:
-        torch.cuda.set_rng_state(states["device"])
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    tracker.set_states({name.removeprefix("tracker."): value for name, value in states.items() if name.startswith("tracker.")})
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    with open(path, "w") as stream:
-        json.dump(content, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m training.checkpoint", description="Look at checkpoints of a run.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in {
+        "ls": "step, size, age of each checkpoint, and whether it is good",
+        "verify": "read every byte and say all that is wrong",
+        "show": "model, layout and tensors of a checkpoint",
+        "convert": "take the weights out, for checkpoint.weights=FOLDER or for Hugging Face",
+    }.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("path", type=Path, help="a run folder (its newest good checkpoint) or one of its checkpoints/step_XXXXXXX")
+        if name == "convert":
+            command.add_argument("target", type=Path, help="a new folder")
+            command.add_argument("--to", choices=["weights", "huggingface"], default="weights")
+            command.add_argument(
+                "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights; default: as the model has them"
+            )
+    options = parser.parse_args(arguments)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        if options.command == "convert":
+            return convert_to(options.path, options.target, options.to, options.dtype)
+        return {"ls": show_list, "verify": verify, "show": show}[options.command](options.path)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
-class _raised_everywhere(contextlib.AbstractContextManager[None]):
-    """What rank 0 raises inside, all ranks raise: nobody waits for a rank that gave up."""
-
-    def __init__(self, what: str):
-        self.what = what
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, OSError):
-            return
-        messages: list[str | None] = [None if error is None else f"{self.what}: {error}"]
-        dist.broadcast_object_list(messages, src=0)
-        if messages[0] is not None:
-            raise OSError(messages[0]) from error
-
-
-@contextlib.contextmanager
-def _quiet_megatron() -> Any:
-    # Deprecation notes of torch's and Megatron's internals, once per tensor; nothing a user can act on.
-    level = logging.getLogger("megatron").level
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    logging.getLogger("megatron").setLevel(level)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,35 +11,37 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
+
 from configs.compose import load
 from configs.schema import ConfigError, ParallelConfig
 from models.build import build_model
 from models.folder import save_logical_folder
 from parallel import topology
-from training import checkpoint, manifest
+from training import contents, manifest
 
 
-def export(source: Path, target: Path) -> None:
-    """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder. Raises ConfigError."""
+def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder, as `dtype` (None: as the
+    model has them). Raises ConfigError."""
     candidates = manifest.list_checkpoints(source) or [source]
-    good = [folder for folder in candidates if manifest.problem_with(folder) is None]
-    if not good:
-        raise ConfigError(
-            f"{source} holds no good checkpoint: {manifest.problem_with(candidates[0])}. Give a run folder or a step_XXXXXXX."
-        )
-    config = load(good[0] / checkpoint.CONFIG)
+    good = next((folder for folder in candidates if manifest.verify(folder) is None), None)
+    if good is None:
+        raise ConfigError(f"{source} holds no good checkpoint: {manifest.verify(candidates[0])}. Give a run folder or a step_XXXXXXX.")
+    config = load(good / manifest.CONFIG)
     config.parallel = ParallelConfig()
     config.training.device = "cpu"
-    vocab_size = checkpoint.read_state(good[0])["vocab_size"]
+    vocab_size = contents.read_state(good)["vocab_size"]
     topology.initialize(config)
     chunks = build_model(config, vocab_size)
-    checkpoint.load_weights(chunks, good[0])
+    contents.load_weights(chunks, good)
+    chunks = [chunk if dtype is None else chunk.to(dtype) for chunk in chunks]
     save_logical_folder(chunks, target, config, vocab_size)
     topology.destroy()
-    run_tokenizer = good[0].parent.parent / "tokenizer"
+    run_tokenizer = good.parent.parent / "tokenizer"
     if run_tokenizer.is_dir():
         shutil.copytree(run_tokenizer, target, dirs_exist_ok=True)
-    print(f"{good[0]} -> {target}")
+    print(f"{good} -> {target}")
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:

@@ -16,7 +16,7 @@ def check(config: Config) -> None:
     if config.data.tokenizer != "sentencepiece":  # else it is trained here, to a size that the config was checked with
         _check_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
     if config.checkpoint.resume not in ("auto", "never"):
-        manifest.find(config)
+        manifest.find(config, manifest.problem_with)  # its bytes are read once, by all ranks together
     weights = config.checkpoint.weights
     if weights is not None and not Path(weights, "config.yaml").is_file():
         raise ConfigError(f"checkpoint.weights ({weights}) must be a folder of `python -m models.convert import`: it has no config.yaml.")

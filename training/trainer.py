@@ -7,16 +7,15 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from configs.compose import to_yaml
 from configs.derived import is_moe, plans_moe
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from data.build import build_data
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer
 from parallel import topology as topology_module
-from training import checkpoint, manifest
+from training import checkpoint, events, resume
 from training.callbacks.checkpoints import Checkpoints
 from training.callbacks.evaluation import Evaluation
 from training.callbacks.expert_planning import ExpertPlanning
@@ -44,6 +43,7 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
             torch.use_deterministic_algorithms(True)
         self.config = config
+        self._claim: resume.Claim | None = None  # keeps other jobs out of the run's folder
         planning = ExpertPlanning() if plans_moe(config) else None
         self.callbacks: list[Callback] = [
             *([planning] if planning else []),
@@ -62,7 +62,11 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to `training.steps`, from the checkpoint that `checkpoint.resume` names or from the start."""
-        run = self._build()
+        try:
+            run = self._build()
+        except BaseException:
+            self._release()
+            raise
         try:
             if run.is_last_step:
                 run.say(f"{run.run_dir} is finished: {run.progress.step} steps are done. Raise training.steps to go on.")
@@ -80,6 +84,7 @@ class Trainer:
                 callback.close()
             run.loader.close()
             run.model.close()
+            self._release()
         topology_module.destroy()
 
     def train_step(self, run: Run) -> Metrics:
@@ -118,7 +123,8 @@ class Trainer:
         tokenizer = load_tokenizer(prepared.tokenizer_path)
         vocab_size = config.model.vocab_size or tokenizer.vocab_size
         topology = topology_module.initialize(config)
-        folder = self._find_checkpoint()
+        self._claim = resume.claim(Path(config.run_dir))
+        folder = resume.find(config)
         if folder is not None:
             checkpoint.check_same_model(config, vocab_size, folder)
         model = Model(config, topology, vocab_size)
@@ -126,7 +132,9 @@ class Trainer:
         if folder is not None:
             progress = checkpoint.load(model, folder)
             if topology.rank == 0:
-                print(f"resumed from {folder} at step {progress.step}", flush=True)
+                line = f"resumed from {folder} at step {progress.step}"
+                print(line, flush=True)
+                events.record(Path(config.run_dir), "resumed", line, step=progress.step)
         elif config.checkpoint.weights is not None:
             model.load_weights(Path(config.checkpoint.weights), vocab_size)
         loader, make_validation_loader = build_data(
@@ -138,21 +146,9 @@ class Trainer:
         self._describe(run)
         return run
 
-    def _find_checkpoint(self) -> Path | None:
-        """Rank 0 looks, every rank hears: a checkpoint that vanishes between two looks cannot split the job."""
-        answer: list[str | None] = [None, None]
-        if dist.get_rank() == 0:
-            try:
-                folder, passed_over = manifest.find(self.config)
-                for line in passed_over:
-                    print(line, flush=True)
-                answer[0] = None if folder is None else str(folder)
-            except ConfigError as error:
-                answer[1] = str(error)
-        dist.broadcast_object_list(answer, src=0)
-        if answer[1] is not None:
-            raise ConfigError(answer[1])
-        return None if answer[0] is None else Path(answer[0])
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
 
     def _describe(self, run: Run) -> None:
         if not run.is_main:

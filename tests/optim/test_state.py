@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from optim.state import boxes
 from tests import distributed
 from tests.training.helpers import make_config
 from tests.training.test_step import VOCAB_SIZE, batches_of, build, small
@@ -14,35 +15,41 @@ from tests.training.test_step import VOCAB_SIZE, batches_of, build, small
 MOE = ["moe.aux_loss_coeff=0", "moe.z_loss_coeff=0"]
 
 
-def states_of(model: Any, loading: bool = False) -> dict[str, dict[str, Any]]:
+Box = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]  # key, global shape, offset, data
+
+
+def states_of(model: Any) -> list[Box]:
+    """Copies of what this rank writes of the optimizer's state."""
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+
     from optim.state import sharded_state
 
     weights = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(model.bare_chunks)}
-    return sharded_state(model.optimizer, model.chunks, weights, loading=loading)
+    tensors = [tensor for tensor in sharded_state(model.optimizer, model.chunks, weights) if is_main_replica(tensor.replica_id)]
+    return [(tensor.key, tensor.global_shape, tensor.global_offset, tensor.data.clone()) for tensor in tensors]
 
 
-def tensors_of(sharded: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+def assemble(parts: list[Box]) -> dict[str, torch.Tensor]:
+    """The global tensors that the boxes of all ranks make up, each element once."""
+    whole: dict[str, torch.Tensor] = {}
+    for key, shape, offset, data in parts:
+        target = whole.setdefault(key, torch.full(shape, torch.nan))
+        data = data[(None,) * (len(shape) - data.dim())]
+        place = target[tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))]
+        assert place.isnan().all() and data.dtype == torch.float32, key
+        place.copy_(data)
+    assert not any(value.isnan().any() for value in whole.values())
+    return whole
 
-    result: dict[str, dict[str, torch.Tensor]] = {}
-    for name, kinds in sharded.items():
-        for kind, tensor in kinds.items():
-            assert tensor.key.startswith(f"optimizer.{kind}."), tensor.key
-            value = tensor.data
-            if isinstance(tensor, ShardedTensorFactory):  # a gated layer's two halves: built on demand
-                assert value is not None
-            result.setdefault(name, {})[kind] = value.clone()
-    return result
 
-
-def states_after_a_step(config: Any, rank_batches: bool) -> dict[str, dict[str, torch.Tensor]]:
+def states_after_a_step(config: Any, rank_batches: bool) -> list[Box]:
     """This rank's part of the state after one step on the same global batch."""
     model = build(config)
     batches = batches_of(config, 1)
     if rank_batches:
         batches = batches[model.topology.data_rank :: model.topology.data_size]
     model.train_step(batches, 1)
-    return tensors_of(states_of(model))
+    return states_of(model)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -51,40 +58,48 @@ def test_sharded_and_plain_hold_the_same(precision: str) -> None:
     plain = distributed.run(states_after_a_step, 1, small("gpt_moe_tiny", *common, "optimizer.distributed=false", micro=4), True)[0]
     shards = distributed.run(states_after_a_step, 2, small("gpt_moe_tiny", *common, micro=4), True)
     kinds = ("exp_avg", "exp_avg_sq") if precision == "fp32" else ("master", "exp_avg", "exp_avg_sq")
-    written: dict[tuple[str, str], torch.Tensor] = {}
-    for shard in shards:
-        for name, values in shard.items():
-            for kind, value in values.items():
-                assert (name, kind) not in written, "each parameter has one writer"
-                written[name, kind] = value
-    assert written.keys() == {(name, kind) for name in plain for kind in kinds}
-    assert len({frozenset(shard) for shard in shards}) == 2 and all(shards)  # the writing is shared out
+    assert all(shards)  # the writing is shared out
+    expected, written = assemble(plain), assemble([box for shard in shards for box in shard])
+    assert written.keys() == expected.keys() and {key.split(".")[1] for key in written} == set(kinds)
     tolerance = 1e-4 if precision == "fp32" else 2e-2
-    for (name, kind), value in written.items():
-        expected = plain[name][kind]
-        assert value.shape == expected.shape and value.dtype == torch.float32
-        assert float((value - expected).norm()) <= tolerance * float(expected.norm()) + 1e-12, (name, kind)
+    for key, value in written.items():
+        assert value.shape == expected[key].shape
+        assert float((value - expected[key]).norm()) <= tolerance * float(expected[key].norm()) + 1e-12, key
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 5), (4, 1, 1, 3)])
+def test_a_range_of_elements_is_a_few_boxes(shape: tuple[int, ...]) -> None:
+    count = int(torch.tensor(shape).prod()) if shape else 1
+    numbers = torch.arange(count).view(shape)
+    for start in range(count):
+        for end in range(start + 1, count + 1):
+            cut = list(boxes(shape, start, end))
+            assert len(cut) <= max(1, 2 * len(shape) - 1)
+            parts = [numbers[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].flatten() for box in cut]
+            assert torch.equal(torch.cat(parts), torch.arange(start, end))
 
 
 def save_and_restore(config: Any) -> dict[str, Any]:
     """Take two steps; or one, then carry the state over to a fresh model by hand, then the second."""
-    from optim.state import restore, steps_taken
+    from optim.state import allocate, sharded_state, steps_taken
 
     model = build(config)
     first = model.train_step(batches_of(config, 1), 1).loss
     counted = steps_taken(model.optimizer)
-    saved = tensors_of(states_of(model))
+    saved = states_of(model)
     weights = [chunk.state_dict() for chunk in model.bare_chunks]
     weights = [{name: value.clone() for name, value in state.items() if torch.is_tensor(value)} for state in weights]
     second = model.train_step(batches_of(config, 2), 2)
 
     fresh = type(model)(config, model.topology, VOCAB_SIZE)
     before = steps_taken(fresh.optimizer)
-    empty = states_of(fresh, loading=True)
-    assert {name: set(kinds) for name, kinds in empty.items()} == {name: set(kinds) for name, kinds in saved.items()}
     for chunk, state in zip(fresh.bare_chunks, weights, strict=True):
         chunk.load_state_dict(state, strict=False)
-    restore(fresh.optimizer, fresh.chunks, saved, counted)
+    allocate(fresh.optimizer, fresh.chunks, counted)
+    views = sharded_state(fresh.optimizer, fresh.chunks, {f"model{i}": c.sharded_state_dict() for i, c in enumerate(fresh.bare_chunks)})
+    for view, (key, _, offset, data) in zip(views, saved, strict=True):
+        assert (view.key, view.global_offset) == (key, offset)
+        view.data.copy_(data)
     again = fresh.train_step(batches_of(config, 2), 2)
     after = [
         float((a.float() - b.float()).abs().max()) for a, b in zip(model.chunks[0].parameters(), fresh.chunks[0].parameters(), strict=True)
@@ -103,22 +118,23 @@ def test_restored_state_steps_on_as_the_original(precision: str, sharded: str) -
     assert result["after"] == 0.0
 
 
-def fresh_state(config: Any) -> tuple[dict[str, dict[str, torch.Tensor]], int]:
-    from optim.state import restore, scaler_state, steps_taken
+def fresh_states(config: Any) -> tuple[list[Box], int, list[Box], int]:
+    """State and step count before the first step; and of a model that took one and is put back to before it."""
+    from optim.state import allocate, scaler_state, steps_taken
 
     model = build(config)
-    state = tensors_of(states_of(model))
-    restore(model.optimizer, model.chunks, state, 0)
     assert scaler_state(model.optimizer) is None
-    return state, steps_taken(model.optimizer)
+    before, steps = states_of(model), steps_taken(model.optimizer)
+    model.train_step(batches_of(config, 1), 1)
+    allocate(model.optimizer, model.chunks, 0)
+    return before, steps, states_of(model), steps_taken(model.optimizer)
 
 
-def test_before_the_first_step_moments_are_zero() -> None:
-    state, steps = distributed.run(fresh_state, 1, small("bert_tiny", "training.precision=bf16"))[0]
-    assert steps == 0
-    for name, kinds in state.items():
-        assert not kinds["exp_avg"].any() and not kinds["exp_avg_sq"].any(), name
-    assert any(kinds["master"].any() for kinds in state.values())
+def test_before_the_first_step_there_are_no_moments() -> None:
+    before, steps, after, steps_after = distributed.run(fresh_states, 1, small("bert_tiny", "training.precision=bf16", micro=4))[0]
+    assert steps == steps_after == 0
+    assert [box[0] for box in before] == [box[0] for box in after] and all(key.startswith("optimizer.master.") for key, *_ in before)
+    assert any(data.any() for *_, data in before)
 
 
 def test_rate_and_decay_reach_every_group() -> None:

@@ -106,7 +106,7 @@ def empty(folder: Path) -> None:
 
 
 def truncate(folder: Path) -> None:
-    shard = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    shard = next(folder.glob("*.safetensors"))
     with open(shard, "r+b") as stream:
         stream.truncate(shard.stat().st_size - 1)
 
@@ -116,19 +116,19 @@ def drop_manifest(folder: Path) -> None:
 
 
 def break_manifest(folder: Path) -> None:
-    (folder / manifest.MANIFEST).write_text('{"format": 1, "fil')
+    (folder / manifest.MANIFEST).write_text('{"format": 2, "fil')
 
 
 def drop_shard(folder: Path) -> None:
-    next(folder.glob("*.distcp")).unlink()
+    next(folder.glob("*.safetensors")).unlink()
 
 
 DAMAGES = {
     empty: f"it has no {manifest.MANIFEST}",
-    truncate: ".distcp has ",
+    truncate: ".safetensors has ",
     drop_manifest: f"it has no {manifest.MANIFEST}",
     break_manifest: f"its {manifest.MANIFEST} cannot be read",
-    drop_shard: ".distcp is missing",
+    drop_shard: ".safetensors is missing",
 }
 
 

@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
-from training import checkpoint, manifest
+from training import checkpoint, events, manifest
 from training.run import Callback, Metrics, Run
 
 
 class Checkpoints(Callback):
-    """Saves, says so, and prunes old ones after the new one is complete."""
+    """Begins saves, and announces each one once it is complete, on disk and read back."""
+
+    def __init__(self) -> None:
+        self._saver: checkpoint.Saver | None = None
+        self._saved_step: int | None = None
+
+    def on_start(self, run: Run) -> None:
+        self._saver = checkpoint.saver_of(run.model)
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         settings = run.config.checkpoint
         due = settings.interval > 0 and run.progress.step % settings.interval == 0
-        if not due and not (settings.at_end and run.is_last_step):
-            return
+        if due or (settings.at_end and run.is_last_step):
+            self._start(run)
+            if not settings.async_save:
+                self.finish_pending(run)
+        elif self._saver is not None:
+            self._announce(run, self._saver.poll())
+
+    def on_end(self, run: Run) -> None:
+        self.finish_pending(run)
+
+    def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+
+    def save_now(self, run: Run) -> None:
+        """Have a complete checkpoint of the step just taken when this returns. A collective call. Raises SaveError."""
+        if self._saved_step != run.progress.step:
+            self._start(run)
+        self.finish_pending(run)
+
+    def finish_pending(self, run: Run) -> None:
+        """Wait for the save under way, if any, and announce it. A collective call. Raises SaveError."""
+        self._announce(run, checkpoint.finish_pending(run.model))
+
+    def _start(self, run: Run) -> None:
+        settings = run.config.checkpoint
         folder = manifest.folder_of(run.run_dir, run.progress.step)
-        checkpoint.save(run.model, run.progress, folder, run.vocab_size)
-        run.say(f"checkpoint {folder}")
-        if run.is_main:
-            checkpoint.prune(run.run_dir, settings.keep)
+        saver = checkpoint.saver_of(run.model)
+        self._announce(run, saver.start(run.model, run.progress, folder, run.vocab_size, settings.keep, settings.keep_every))
+        self._saved_step = run.progress.step
+
+    def _announce(self, run: Run, saved: checkpoint.Saved | None) -> None:
+        if saved is None or not run.is_main:
+            return
+        run.say(f"checkpoint {saved.folder}")
+        events.record(
+            run.run_dir,
+            "checkpoint_saved",
+            f"step {saved.step} is saved",
+            step=saved.step,
+            folder=str(saved.folder),
+            bytes=saved.num_bytes,
+            seconds=saved.seconds,
+            pause_seconds=saved.pause_seconds,
+        )

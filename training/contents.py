@@ -1,0 +1,182 @@
+"""What a checkpoint holds, and how a model takes it back: weights, optimizer state, random number states, progress.
+
+Tensors lie in one file per rank that wrote (training/shards.py); the rest in `state.json` and, for people and for
+training/export.py, `config.yaml`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+
+from configs.schema import Config, ConfigError
+from models.folder import architecture
+from optim import state as optimizer_state
+from training.manifest import STATE
+from training.shards import Reader
+from training.step import Model
+
+
+@dataclass
+class Progress:
+    """How far a run is: finished optimizer steps and the training samples they consumed."""
+
+    step: int = 0
+    consumed_samples: int = 0
+
+
+def check_same_model(config: Config, vocab_size: int, folder: Path) -> None:
+    """Raise ConfigError when the checkpoint is of another model than the config's, or in another precision."""
+    saved = read_state(folder)
+    theirs, ours = saved["architecture"], architecture(config, vocab_size)
+    for values in (theirs, ours):
+        if values["model"]["position_embedding"] == "rope":  # no weight depends on it
+            values["model"].pop("sequence_length", None)
+    pairs = [(f"{section}.{key}", theirs[section].get(key), value) for section in ours for key, value in ours[section].items()]
+    pairs.append(("training.precision", saved["precision"], config.training.precision))
+    for key, their_value, our_value in pairs:
+        if their_value != our_value:
+            raise ConfigError(
+                f"{key} ({our_value}) differs from the checkpoint {folder} ({their_value}), which is of another model. "
+                f"Try {key}={their_value}, another name or run_dir, or checkpoint.resume=never."
+            )
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself beside its tensors. Raises ConfigError where it does not say it."""
+    try:
+        state = json.loads((folder / STATE).read_bytes())
+        missing = [key for key in _STATE_KEYS if key not in state]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"checkpoint {folder} cannot be read: {STATE}: {error}") from error
+    if missing:
+        raise ConfigError(f"checkpoint {folder} cannot be read: {STATE} does not say {missing[0]}.")
+    return state
+
+
+_STATE_KEYS = ("step", "consumed_samples", "vocab_size", "architecture", "precision", "layout", "optimizer_steps", "loss_scaler")
+
+
+def describe(model: Model, progress: Progress, vocab_size: int) -> dict[str, Any]:
+    """The content of state.json."""
+    return {
+        **asdict(progress),
+        "vocab_size": vocab_size,
+        "architecture": architecture(model.config, vocab_size),
+        "precision": model.config.training.precision,
+        "layout": _layout(model),
+        "optimizer_steps": optimizer_state.steps_taken(model.optimizer),
+        "loss_scaler": optimizer_state.scaler_state(model.optimizer),
+    }
+
+
+def tensors_to_save(model: Model) -> list[ShardedTensor]:
+    """What this rank writes of a model between two steps: views, but for the random number states."""
+    tensors = [*_model_tensors(model), *_random_tensors(_random_states())]
+    return [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
+
+
+def load(model: Model, folder: Path) -> Progress:
+    """Fill a model with a checkpoint: weights, optimizer and, in the layout that saved them, random number states.
+
+    A collective call; the model may have taken other steps since. Raises ConfigError on every rank if any cannot read its part.
+    """
+    problem, progress = None, Progress()
+    try:
+        progress = _load(model, folder)
+    except ConfigError as error:
+        problem = str(error)
+    raise_together(problem)
+    return progress
+
+
+def _load(model: Model, folder: Path) -> Progress:
+    state, reader = read_state(folder), Reader(folder)
+    optimizer_state.allocate(model.optimizer, model.chunks, state["optimizer_steps"])
+    with model.frozen_weights():  # a gather of old weights that is still due must not come after the new ones
+        for tensor in _model_tensors(model):
+            reader.fill(tensor)
+    optimizer_state.restore_scaler(model.optimizer, state["loss_scaler"])
+    if state["layout"] == _layout(model):
+        states = {name: torch.empty_like(value) for name, value in _random_states().items()}
+        for tensor in _random_tensors(states):
+            reader.fill(tensor)
+        _restore_random_states(states)
+    return Progress(state["step"], state["consumed_samples"])
+
+
+def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:
+    """Fill bare model chunks, in any layout, with a checkpoint's weights alone. Raises ConfigError."""
+    reader = Reader(folder)
+    for tensor in _weight_tensors(sharded_weights(chunks), chunks):
+        reader.fill(tensor)
+
+
+def sharded_weights(chunks: list[torch.nn.Module]) -> dict[str, Any]:
+    """Megatron's description of the chunks' weights: a key for each chunk, and inside, global tensors, in which layouts meet."""
+    return {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+
+
+def raise_together(problem: str | None) -> None:
+    """Raise ConfigError on every rank if any has a problem: nobody waits for a rank that gave up. A collective call."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    found = [f"{text} (rank {rank})" if len(problems) > 1 else text for rank, text in enumerate(problems) if text is not None]
+    if found:
+        raise ConfigError(found[0])
+
+
+def _model_tensors(model: Model) -> list[ShardedTensor]:
+    weights = sharded_weights(model.bare_chunks)
+    optimizer = optimizer_state.sharded_state(model.optimizer, model.chunks, weights)
+    return [*_weight_tensors(weights, model.bare_chunks), *optimizer]
+
+
+def _weight_tensors(weights: dict[str, Any], chunks: list[torch.nn.Module]) -> list[ShardedTensor]:
+    """The boxes of all weights, as views into the chunks' own parameters and buffers."""
+    sharded = [value for value in nested_values(load_preprocess(weights)[0]) if isinstance(value, ShardedTensor)]
+    # Everything else in there is TransformerEngine's FP8 state, which no precision of ours has.
+    own = {value.untyped_storage().data_ptr() for chunk in chunks for value in [*chunk.parameters(), *chunk.buffers()]}
+    assert all(tensor.data.untyped_storage().data_ptr() in own for tensor in sharded), "a checkpoint would fill a copy"
+    held = {tensor.data.data_ptr() for tensor in sharded}
+    missing = sorted(name for chunk in chunks for name, value in chunk.named_parameters() if value.data_ptr() not in held)
+    assert not missing, f"weights that a checkpoint would miss: {missing}"
+    return sharded
+
+
+def _layout(model: Model) -> dict[str, Any]:
+    return {"world_size": model.topology.world_size, **asdict(model.config.parallel)}
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    states = {"host": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["device"] = torch.cuda.get_rng_state()
+    for name, tracked in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+        states[f"tracker.{name}"] = tracked.cpu()
+    return states
+
+
+def _random_tensors(states: dict[str, torch.Tensor]) -> list[ShardedTensor]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return [
+        ShardedTensor.from_rank_offsets(f"random.{name}", value, (0, rank, world_size), prepend_axis_num=1)
+        for name, value in states.items()
+    ]
+
+
+def _restore_random_states(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["host"])
+    if "device" in states:
+        torch.cuda.set_rng_state(states["device"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.set_states({name.removeprefix("tracker."): value for name, value in states.items() if name.startswith("tracker.")})

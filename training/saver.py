@@ -1,0 +1,201 @@
+"""Saving beside the training: a snapshot between two steps, then a thread that writes while the next steps run.
+
+A save has two parts on every rank: `write`, in which each rank's thread writes and reads back its own file, and `commit`, in
+which rank 0's thread adds the small files, puts the manifest and the folder's name in place and deletes old checkpoints. The
+threads never communicate: `poll`, which every rank calls between two steps, asks over the CPU how far all are. Where any
+rank fails, all raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from configs.compose import to_yaml
+from configs.schema import ConfigError
+from training import contents, headers, manifest
+from training.contents import Progress
+from training.manifest import FileSum
+from training.shards import Cancelled, Snapshot
+from training.step import Model
+
+WRITE_TIMEOUT = 3600.0  # seconds that one rank's file, or the commit, may take before the run gives up
+CLOSE_TIMEOUT = 10.0  # seconds that a run which failed waits for its writer to notice
+NICENESS = 5  # of the writing threads: training goes first where cores are short
+RUNNING, DONE, FAILED = 0, 1, -1
+
+
+class SaveError(ConfigError):
+    """A checkpoint could not be written: what a user can mend, a full disk or a folder without permission."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete, on disk, read back and in place."""
+
+    folder: Path
+    step: int
+    num_bytes: int
+    seconds: float  # from the snapshot until `poll` saw it
+    pause_seconds: float  # of them the training stood still
+
+
+class Saver:
+    """Saves a model again and again, one save at a time. Every rank makes every call, but for `close`."""
+
+    def __init__(self, model: Model, timeout_seconds: float):
+        self._snapshot = Snapshot(pinned=model.topology.device.type == "cuda")
+        self._save: _Save | None = None
+        # The state of writers is asked for over the CPU, whatever training uses: no step waits for it on the device.
+        gloo = dist.get_backend() == "gloo"
+        self._group = None if gloo else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    @property
+    def pending(self) -> bool:
+        """Whether a save is under way; the same on every rank."""
+        return self._save is not None
+
+    def start(self, model: Model, progress: Progress, folder: Path, vocab_size: int, keep: int = 0, keep_every: int = 0) -> Saved | None:
+        """Take a snapshot, and begin to write it. Waits for an earlier save first, and returns that.
+
+        Once the checkpoint is in place, older ones are deleted as manifest.prune says. Raises SaveError for the earlier save.
+        """
+        earlier = self.finish()
+        begin = time.perf_counter()
+        with model.frozen_weights():
+            self._snapshot.take(contents.tensors_to_save(model))
+        state = contents.describe(model, progress, vocab_size)
+        small = {manifest.CONFIG: to_yaml(model.config), manifest.STATE: json.dumps(state, indent=1)}
+        self._save = _Save(folder, replace(progress).step, small, self._snapshot, keep, keep_every, begin)
+        return earlier
+
+    def poll(self) -> Saved | None:
+        """What has become complete since the last call, if anything. Costs a small all-reduce while a save is under way.
+
+        Raises SaveError on every rank where any rank failed; what was written of that checkpoint is deleted.
+        """
+        save = self._save
+        if save is None:
+            return None
+        state = torch.tensor(save.part.state)
+        dist.all_reduce(state, op=dist.ReduceOp.MIN, group=self._group)
+        if int(state) == RUNNING:
+            return None
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, save.part.result if int(state) == DONE else save.part.problem, group=self._group)
+        if int(state) == FAILED:
+            self._save = None
+            save.abandon()
+            problem = next(f"rank {rank}: {text}" for rank, text in enumerate(results) if text is not None)
+            raise SaveError(f"checkpoint {save.folder} cannot be written ({problem}). Earlier checkpoints are untouched.")
+        if not save.committing:
+            save.commit([entry for entry in results if entry is not None])
+            return None
+        self._save = None
+        return Saved(save.folder, save.step, results[0], time.perf_counter() - save.begin, save.pause)
+
+    def finish(self) -> Saved | None:
+        """Wait for the save under way, if any; what became complete. Raises SaveError."""
+        saved = None
+        while self._save is not None:
+            self._save.part.wait(WRITE_TIMEOUT)
+            saved = self.poll()
+        return saved
+
+    def close(self) -> None:
+        """Stop writing what this run can no longer complete. Asks no other rank: they may be gone."""
+        if self._save is not None:
+            self._save.cancelled.set()
+            self._save.part.wait(CLOSE_TIMEOUT)
+            self._save = None
+
+
+class _Save:
+    """One save: what is written where, and the part of it that is under way."""
+
+    def __init__(self, folder: Path, step: int, small: dict[str, str], snapshot: Snapshot, keep: int, keep_every: int, begin: float):
+        self.folder, self.step, self.begin = folder, step, begin
+        self.temporary = folder.with_name(folder.name + manifest.TEMPORARY)
+        self.cancelled = threading.Event()
+        self.committing = False
+        self._small, self._snapshot, self._keep, self._keep_every = small, snapshot, keep, keep_every
+        self.part = _Part(self._write)
+        self.pause = time.perf_counter() - begin
+
+    def _write(self) -> tuple[str, FileSum]:
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        name = f"rank_{dist.get_rank():05d}{headers.SUFFIX}"
+        return name, self._snapshot.write(self.temporary / name, self.cancelled)
+
+    def commit(self, files: list[tuple[str, FileSum]]) -> None:
+        """Let rank 0 complete the folder, whose files of all ranks these are."""
+        self.committing = True
+        self.part = _Part(lambda: self._commit(dict(files))) if dist.get_rank() == 0 else _Part(None)
+
+    def _commit(self, files: dict[str, FileSum]) -> int:
+        for name, text in self._small.items():
+            files[name] = manifest.write_text(self.temporary / name, text)
+        for path in self.temporary.iterdir():  # of a save that was killed on more ranks
+            if path.name not in files:
+                path.unlink()
+        entries = (entry for name in files if name.endswith(headers.SUFFIX) for entry in headers.read(self.temporary / name).values())
+        lacking = headers.incomplete(entries)
+        assert lacking is None, lacking
+        manifest.write(self.temporary, self.step, files)
+        manifest.sync_folder(self.temporary)
+        manifest.put_in_place(self.temporary, self.folder)
+        manifest.prune(self.folder, self._keep, self._keep_every)
+        return sum(entry.size for entry in files.values())
+
+    def abandon(self) -> None:
+        """Free the space of what was written: the disk may be full."""
+        self.cancelled.set()
+        self.part.wait(CLOSE_TIMEOUT)
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+class _Part:
+    """Work in a thread of its own; None is no work."""
+
+    def __init__(self, work: Callable[[], Any] | None):
+        self.state = DONE if work is None else RUNNING
+        self.result: Any = None
+        self.problem: str | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
+        if work is not None:
+            self._thread.start()
+
+    def _run(self) -> None:
+        assert self._work is not None
+        with contextlib.suppress(OSError, AttributeError):  # Linux alone has it per thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            self.result = self._work()
+            self.state = DONE
+        except Cancelled:
+            self.problem, self.state = "cancelled", FAILED
+        except OSError as error:
+            self.problem, self.state = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""), FAILED
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            self.problem, self.state = f"{type(error).__name__}: {error}", FAILED
+
+    def wait(self, seconds: float) -> None:
+        """Until the work is done, or has failed by taking longer."""
+        if self._work is not None:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                self.problem, self.state = f"not done within {seconds:g} s", FAILED
