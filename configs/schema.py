@@ -139,6 +139,12 @@ class TrainingConfig:
     eval_batches: int = 8  # global batches per evaluation
     deterministic: bool = False
     device: str = "auto"  # auto | cpu | cuda
+    time_limit_minutes: Optional[float] = None  # of wall time: then save and end with status 75, as on SIGTERM; null: none
+    nonfinite: str = "stop"  # stop | skip the batch | rollback to the last good checkpoint and skip it: for NaN or Inf in loss or gradients
+    spike_factor: Optional[float] = None  # a loss above so many times the median of the last 64 is a spike; null: none is
+    spike: str = "skip"  # stop | skip | rollback, for a spike
+    straggler_factor: Optional[float] = 1.5  # a rank so many times slower than the others of its stage is named; null: none is
+    elastic: bool = False  # started on a number of ranks that does not fit: use as many as do, the others stand by
 
 
 @dataclass

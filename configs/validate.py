@@ -49,6 +49,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "training.precision": ("fp32", "bf16", "fp16"),
     "training.recompute": ("none", "selective", "full"),
     "training.device": ("auto", "cpu", "cuda"),
+    "training.nonfinite": ("stop", "skip", "rollback"),
+    "training.spike": ("stop", "skip", "rollback"),
     "logging.wandb": ("auto", "online", "offline", "off"),
 }
 
@@ -90,10 +92,11 @@ RANGES: dict[str, tuple[float, float, bool, bool]] = {
         [
             *("model.rotary_base", "model.norm_epsilon", "moe.capacity_factor", "moe.routed_scaling_factor", "optimizer.epsilon"),
             "moe.memory_budget",
-            *("training.initial_loss_scale", "logging.peak_tflops"),
+            *("training.initial_loss_scale", "logging.peak_tflops", "training.time_limit_minutes"),
         ],
         (0, INF, False, True),
     ),
+    **dict.fromkeys(["training.spike_factor", "training.straggler_factor"], (1, INF, False, True)),
     **dict.fromkeys(["model.hidden_dropout", "model.attention_dropout", "data.short_sequence_probability"], (0, 1, True, False)),
     **dict.fromkeys(["optimizer.beta1", "optimizer.beta2"], (0, 1, True, False)),
     **dict.fromkeys(["data.validation_fraction", "data.mask_probability"], (0, 1, False, False)),
@@ -113,6 +116,15 @@ def validate(config: Config, world_size: int) -> None:
     if problem is not None:
         value = world_size if problem.key == WORLD_SIZE else get(config, problem.key)
         raise ConfigError(f"{problem.key} ({show(value)}) {problem.rule}. {_advice(config, world_size, problem)}".strip())
+
+
+def usable_world_size(config: Config, world_size: int) -> int:
+    """How many of the started processes take part: all, or with `training.elastic` the most that the configuration allows."""
+    if config.training.elastic:
+        for size in range(world_size, 0, -1):
+            if first_problem(config, size) is None:
+                return size
+    return world_size
 
 
 def first_problem(config: Config, world_size: int) -> Problem | None:

@@ -27,6 +27,7 @@ class Run:
     loader: Any
     make_validation_loader: Callable[[], Any]
     progress: Progress = field(default_factory=Progress)
+    stop_reason: str | None = None  # why the run shall end after this step, the same on every rank
     tokens_per_expert: Any = None  # [layers, experts] of the last step, on the host; None for a dense model
     result: StepResult | None = None  # of the last step
 
@@ -59,11 +60,23 @@ class Callback:
     `after_step` may add to the metrics of the step; later callbacks see what earlier ones added.
     """
 
+    def on_join(self, topology: Topology) -> None:
+        """Called once when the ranks of the job have met, before there is a model."""
+
     def on_start(self, run: Run) -> None:
         """Called once, before the first step of this process, after a resume."""
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         """Called after each optimizer step, in the order of the list in training/trainer.py."""
+
+    def on_rollback(self, run: Run) -> None:
+        """Called when the run has gone back to an older checkpoint: `run.progress` tells to which step."""
+
+    def on_stop(self, run: Run) -> None:
+        """Called once when the run ends early for `run.stop_reason`, in place of `on_end`."""
+
+    def on_error(self, error: BaseException) -> None:
+        """Called when this rank raised, before `close`. Other ranks may be gone: it must not communicate."""
 
     def on_end(self, run: Run) -> None:
         """Called once when all steps are done."""

@@ -7,6 +7,7 @@ and its DDP over data parallel ranks; `_loss` undoes both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,16 +28,20 @@ from configs.schema import Config
 from models.build import build_model, family_module
 from models.folder import load_logical_folder
 from moe.watch import RouterReport, RouterWatch
+from optim import update
 from optim.build import build_optimizer, set_learning_rate
 from parallel.topology import Topology
+from training.health import Refusal
 
 Batch = dict[str, torch.Tensor]
+_BROKEN = "gradients_not_finite"  # along with the losses: how many ranks found it so
 
 
 @dataclass
 class StepResult:
     """Numbers of one step over the global batch. `extra` holds further losses; `updated` is False for a skipped fp16 step;
-    `by_layer` lists numbers of each MoE layer; `along` is the sum over all ranks of what was in `Model.along`."""
+    `by_layer` lists numbers of each MoE layer; `along` is the sum over all ranks of what was in `Model.along`; `refusal` tells why
+    the judge let nothing be changed, if so."""
 
     loss: float
     grad_norm: float
@@ -46,6 +51,10 @@ class StepResult:
     tokens_per_expert: torch.Tensor | None = None  # [num_layers, num_experts]
     by_layer: dict[str, list[float]] = field(default_factory=dict)
     along: dict[str, torch.Tensor] = field(default_factory=dict)
+    refusal: Refusal | None = None
+
+
+Judge = Callable[[float, bool], Refusal | None]  # of a step's loss and of whether its gradients are finite
 
 
 class Model:
@@ -73,6 +82,7 @@ class Model:
             losses = [name for name, coefficient in coefficients.items() if coefficient > 0]
             self.watch = RouterWatch(self.bare_chunks, config.model.num_layers, config.moe.num_experts, losses, topology.device)
         self._extra_names = ["sentence_loss"] if config.model.sentence_head != "none" else []
+        self.finite_here = True  # this rank's part of the last step's loss
 
     def _connect(self) -> None:
         """Tell Megatron's schedule how to scale the loss and when to reduce gradients and gather weights."""
@@ -85,25 +95,46 @@ class Model:
         if derived.overlap_param_gather(self.config):
             settings.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in self.chunks])
 
-    def train_step(self, batches: Sequence[Batch], step: int) -> StepResult:
-        """Take optimizer step `step` (from 1) on this rank's micro-batches of the global batch."""
+    def train_step(self, batches: Sequence[Batch], step: int, judge: Judge | None = None) -> StepResult:
+        """Take optimizer step `step` (from 1) on this rank's micro-batches of the global batch, unless the judge refuses it.
+
+        The judge is asked before the optimizer is touched, and hears the same on every rank.
+        """
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         rate = set_learning_rate(self.optimizer, self.config, step)
         sums, count = self._run(batches, forward_only=False)
-        updated, grad_norm, _ = self.optimizer.step()
+        grad_norm = update.prepare(self.optimizer)
+        overflowed = grad_norm is None
         along = {name: value() for name, value in self.along.items()}
+        broken = not overflowed and not math.isfinite(grad_norm or 0.0)
+        along[_BROKEN] = torch.tensor([float(broken)], dtype=torch.float64, device=self.topology.device)
         flat = self._sum_over_ranks(sums, along, self.watch).cpu()
         loss, extra = self._losses(flat, count, len(batches))
-        result = StepResult(loss, float(grad_norm or 0.0), rate, bool(updated), extra)
+        result = StepResult(loss, grad_norm or 0.0, rate, False, extra)
         rest = flat[len(sums) :]
         for name, value in along.items():
             result.along[name], rest = rest[: value.numel()].view(value.shape), rest[value.numel() :]
         if self.watch is not None:
             self._report_routers(self.watch.split(rest), len(batches), result)
+        finite = not float(result.along.pop(_BROKEN))
+        result.refusal = judge(loss, finite) if judge is not None else None
+        if result.refusal is not None:
+            self.finite_here = bool(sums.isfinite().all())
+        elif grad_norm is not None:
+            result.updated = update.apply(self.optimizer, grad_norm)
         return result
+
+    def run_again(self, batches: Sequence[Batch]) -> None:
+        """Forward and backward passes of a refused step once more, for those who watch them; nothing is changed but gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(batches, forward_only=False)
+        if self.watch is not None:
+            self.watch.take()
 
     def _report_routers(self, report: RouterReport, num_micro_batches: int, result: StepResult) -> None:
         """Put the routers' numbers into the step's result: means per token or per micro-batch, and counts of the global batch."""

@@ -1,0 +1,72 @@
+"""Ends a run between two steps, with everything saved, on a signal or when its time is up: all ranks at the same step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from training import events, status
+from training.run import Callback, Metrics, Run
+from training.signals import ASKING, StopSignals
+
+TIME_LIMIT = "training.time_limit_minutes is reached"
+REASONS = [*(f"a {signum.name}" for signum in ASKING), TIME_LIMIT]
+
+
+class EarlyStop(Callback):
+    """Sets `run.stop_reason` once any rank has a reason; what each rank knows travels with the step's loss.
+
+    save_now: writes a checkpoint of the run as it is. signals: None where the process is not the run's own.
+    """
+
+    def __init__(self, save_now: Callable[[Run], None], signals: StopSignals | None = None):
+        self._save_now, self._signals = save_now, signals
+
+    def on_start(self, run: Run) -> None:
+        limit, now = run.config.training.time_limit_minutes, time.time()
+        # The limit is the launch's: ranks that torchrun started again have no more time than the first ones.
+        begin = float(status.of_this_launch(run.run_dir).get("started", now))
+        self._end = None if limit is None else time.monotonic() + 60.0 * limit - (now - begin)
+        run.model.along["early_stop"] = lambda: torch.tensor(self._votes(), dtype=torch.float64, device=run.topology.device)
+        if run.is_main:
+            status.write(run.run_dir, "running", run.progress.step, "running", steps=run.config.training.steps, started=begin)
+        if self._signals is not None:
+            self._signals.install()
+
+    def _votes(self) -> list[float]:
+        received = self._signals.received if self._signals is not None else []
+        return [float(signum in received) for signum in ASKING] + [float(self._end is not None and time.monotonic() >= self._end)]
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        assert run.result is not None
+        votes = run.result.along["early_stop"].tolist()
+        reasons = [reason for reason, count in zip(REASONS, votes) if count > 0]
+        run.stop_reason = " and ".join(reasons) or None
+
+    def on_stop(self, run: Run) -> None:
+        settings, step = run.config.checkpoint, run.progress.step
+        may_save = settings.interval > 0 or settings.at_end
+        if may_save:
+            self._save_now(run)
+            text = f"stopped early after step {step} of {run.config.training.steps}: {run.stop_reason}. Start it again to go on"
+        else:
+            text = (
+                f"stopped early after step {step} of {run.config.training.steps}: {run.stop_reason}. NOTHING WAS SAVED: "
+                "checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
+            )
+        if run.is_main:
+            events.record(run.run_dir, "stopped_early", text, step=step, saved=may_save)
+            status.write(run.run_dir, "stopped_early", step, text, steps=run.config.training.steps, saved=may_save)
+        run.say(text)
+
+    def on_end(self, run: Run) -> None:
+        if run.is_main:
+            text = f"all {run.progress.step} steps are done"
+            events.record(run.run_dir, "finished", text, step=run.progress.step)
+            status.write(run.run_dir, "finished", run.progress.step, text, steps=run.config.training.steps)
+
+    def close(self) -> None:
+        if self._signals is not None:
+            self._signals.restore(ignore=True)

@@ -1,0 +1,99 @@
+"""Ends the job soon and with the culprit's name when a rank dies, hangs or raises; see parallel/watchdog.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from configs.schema import Config
+from parallel import collective_log
+from parallel.topology import Topology
+from parallel.watchdog import Verdict, Watchdog
+from training import events, status
+from training.run import Callback, Metrics, Run
+
+FAILED = 1  # exit status
+GRACE = 5.0  # seconds that a rank has to close its files once the job is lost
+LOOK_AROUND = 4.0  # seconds beyond the watchdog's silence in which a verdict on another rank comes, if there is one
+
+
+class Guard(Callback):
+    """Watches the other ranks from when they have met to the end. Only for a process that is the run's own: it may be ended hard."""
+
+    def __init__(self, config: Config):
+        self._run_dir = Path(config.run_dir)
+        self._timeout = config.parallel.timeout_seconds
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._step = 0
+        self._watchdog: Watchdog | None = None
+        self.last_words: str | None = None
+
+    def on_join(self, topology: Topology) -> None:
+        self._rank = topology.rank
+        if topology.world_size > 1:
+            self._watchdog = Watchdog(self._timeout, topology.device, self._end)
+
+    def on_start(self, run: Run) -> None:
+        self._note(run.progress.step)
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        self._note(run.progress.step)
+
+    def _note(self, step: int) -> None:
+        self._step = step
+        if self._watchdog is not None:
+            self._watchdog.note_step(step)
+
+    def on_error(self, error: BaseException) -> None:
+        """This rank raised: by itself, or because another one is lost."""
+        reason = f"raised {type(error).__name__}: {' '.join(str(error).split())[:600]}"
+        verdict = None
+        if self._watchdog is not None:
+            if collective_log.raised(error):
+                verdict = self._watchdog.verdict_within(self._watchdog.silence + LOOK_AROUND)
+            if verdict is None:
+                self._watchdog.accuse_myself(reason)  # calls _end
+        else:
+            self._end(Verdict(self._rank, "this host", self._step, reason, "none"), written=True)
+
+    def is_victim(self) -> bool:
+        """Whether this rank raised only because another one was lost: its own traceback leads nowhere."""
+        verdict = self._watchdog.verdict_within(0) if self._watchdog is not None else None
+        return verdict is not None and verdict.rank != self._rank
+
+    def leave(self) -> None:
+        """The run ended as it should, after its last collective."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def _end(self, verdict: Verdict, written: bool) -> None:
+        """Say who it was, and see to it that this process ends. In the watchdog's thread, or in the main one."""
+        self.last_words = f"the job ends: {verdict}" if self._watchdog is not None else str(verdict)
+        threading.Thread(target=self._end_hard, daemon=True, name="end").start()
+        if written and self._run_dir.is_dir():
+            fields = {"step": verdict.step, "lost_rank": verdict.rank, "host": verdict.host, "collective": verdict.collective}
+            events.record(self._run_dir, "rank_lost", self.last_words, **fields)
+            status.write(self._run_dir, "failed", verdict.step, self.last_words, exit_status=FAILED)
+
+    def _end_hard(self) -> None:
+        time.sleep(GRACE)
+        self.say_last_words()
+        os._exit(FAILED)  # the main thread may be inside a collective for good
+
+    def say_last_words(self) -> None:
+        """The last line of this rank, also in torchrun's closing summary."""
+        words, self.last_words = self.last_words, None
+        if words is None:
+            return
+        several = os.environ.get("WORLD_SIZE", "1") != "1"
+        sys.stdout.flush()
+        sys.stderr.write(f"[rank {self._rank}] {words}\n" if several else f"{words}\n")
+        sys.stderr.flush()
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if error_file:
+            content = {"message": {"message": words, "extraInfo": {"py_callstack": words, "timestamp": str(int(time.time()))}}}
+            Path(error_file).write_text(json.dumps(content), encoding="utf-8")
