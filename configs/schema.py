@@ -22,7 +22,12 @@ class ModelConfig:
     ffn_hidden_size: Optional[int] = None  # null: 4 * hidden_size
     num_attention_heads: int = 4
     num_query_groups: Optional[int] = None  # null: num_attention_heads (multi-head attention)
-    head_dim: Optional[int] = None  # null: hidden_size / num_attention_heads
+    head_dim: Optional[int] = None  # null: hidden_size / num_attention_heads; latent attention: channels of a key that do not rotate
+    attention: str = "grouped"  # grouped (multi-head and grouped-query) | latent (MLA, DeepSeek-V2 and V3)
+    q_lora_rank: Optional[int] = None  # latent: width that queries are compressed to; null: not compressed
+    kv_lora_rank: int = 512  # latent: width that keys and values are compressed to
+    rotary_head_dim: int = 64  # latent: channels that rotate, one key for all heads
+    value_head_dim: int = 128  # latent: channels of a value
     sequence_length: int = 64
     vocab_size: Optional[int] = None  # null: the tokenizer's; storage is padded per layout, the maths is not
     tie_embeddings: bool = True
@@ -32,7 +37,8 @@ class ModelConfig:
     normalization: str = "rmsnorm"  # rmsnorm | layernorm
     norm_epsilon: float = 1e-5
     norm_position: str = "pre"  # pre | post (bert only: the original BERT)
-    qk_norm: bool = False  # RMSNorm or LayerNorm on each query and key head
+    qk_norm: bool = False  # RMSNorm or LayerNorm on queries and keys
+    qk_norm_over: str = "head"  # head: each by itself | all_heads: over their channels together (OLMoE; rmsnorm)
     activation: str = "swiglu"  # swiglu | gelu | gelu_tanh
     linear_bias: bool = False
     qkv_bias: bool = False  # implied by linear_bias
@@ -159,12 +165,19 @@ class CheckpointConfig:
 
 
 @dataclass
+class ProfileConfig:
+    steps: list[int] = field(default_factory=list)  # optimizer steps that are traced into run_dir/traces
+    ranks: Any = "all"  # that write traces: all, or a list
+
+
+@dataclass
 class LoggingConfig:
     progress: bool = True
     tensorboard: bool = True
     wandb: str = "auto"  # auto: online with an API key, else offline; or online | offline | off
     wandb_project: str = "mixtrain"
     peak_tflops: Optional[float] = None  # of one device in this precision; null: known GPUs only
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 @dataclass

@@ -34,6 +34,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.position_embedding": ("rope", "learned"),
     "model.normalization": ("rmsnorm", "layernorm"),
     "model.norm_position": ("pre", "post"),
+    "model.attention": ("grouped", "latent"),
+    "model.qk_norm_over": ("head", "all_heads"),
     "model.activation": ("swiglu", "gelu", "gelu_tanh"),
     "model.sentence_head": ("none", "next_sentence", "sentence_order"),
     "model.backend": ("auto", "portable", "transformer_engine"),
@@ -63,6 +65,18 @@ ONLY: dict[str, tuple[Any, str]] = {
     "optimizer.state_device": ("device", "optimizer state outside the device's memory"),
 }
 
+# What latent attention takes for granted.
+LATENT_NEEDS: dict[str, Any] = {
+    "model.family": "gpt",
+    "model.position_embedding": "rope",
+    "model.rotary_fraction": 1.0,
+    "model.normalization": "rmsnorm",
+    "model.num_query_groups": None,
+    "model.qk_norm": False,
+    "model.linear_bias": False,
+    "model.qkv_bias": False,
+}
+
 # key -> (lowest, highest, whether the lowest, whether the highest itself is allowed); null passes where the schema allows it.
 INF = math.inf
 RANGES: dict[str, tuple[float, float, bool, bool]] = {
@@ -70,6 +84,7 @@ RANGES: dict[str, tuple[float, float, bool, bool]] = {
         [
             *(f"model.{key}" for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")),
             *(f"model.{key}" for key in ("head_dim", "sequence_length", "vocab_size")),
+            *(f"model.{key}" for key in ("q_lora_rank", "kv_lora_rank", "rotary_head_dim", "value_head_dim")),
             *(f"moe.{key}" for key in ("num_experts", "top_k", "ffn_hidden_size", "shared_expert_ffn_hidden_size")),
             *(f"moe.{key}" for key in ("num_groups", "group_top_k", "placement.interval", "backward_pipeline_degree")),
             *(f"parallel.{key}" for key in ("tensor", "pipeline", "context", "expert", "expert_tensor", "timeout_seconds")),
@@ -292,6 +307,15 @@ def _loose_values(config: Config, world_size: int) -> Iterator[Problem]:
         rule = "must be stdlib, a path, or a list of paths or of {path: a path, weight: a number above 0}"
         yield Problem("data.corpus", rule, _set("data.corpus", ["stdlib"]))
 
+    profile, steps = config.logging.profile, config.training.steps
+    if any(not 1 <= step <= steps for step in profile.steps):
+        rule = f"must be numbers of steps from 1 to training.steps ({steps})"
+        yield Problem("logging.profile.steps", rule, _set("logging.profile.steps", [[min(10, steps)], []]))
+    listed = isinstance(profile.ranks, list) and all(type(rank) is int and 0 <= rank < world_size for rank in profile.ranks)
+    if profile.ranks != "all" and not (listed and profile.ranks):
+        rule = f"must be all, or a list of ranks from 0 to {world_size - 1}"
+        yield Problem("logging.profile.ranks", rule, _set("logging.profile.ranks", ["all"]))
+
     degree = config.moe.pipeline_degree
     if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
         yield Problem("moe.pipeline_degree", "must be an integer of at least 1, or auto", _set("moe.pipeline_degree", ["auto", 1]))
@@ -320,13 +344,25 @@ def _model(config: Config, world_size: int) -> Iterator[Problem]:
         yield from _must_divide(heads, ("model.hidden_size", model.hidden_size))
     if model.num_query_groups is not None:
         yield from _must_divide(("model.num_query_groups", model.num_query_groups), heads)
-    if model.position_embedding == "rope":
+    if model.position_embedding == "rope" and model.attention == "grouped":
         rotating = derived.head_dim(config) * model.rotary_fraction
         if rotating != int(rotating) or int(rotating) % 2:
             size = derived.head_dim(config)
             rule = f"of the {size} channels of a head must be an even number, because rotary positions turn pairs of channels"
             fixes = [*_set("model.rotary_fraction", [1.0, 0.5]), {"model.position_embedding": "learned"}]
             yield Problem("model.rotary_fraction", rule, fixes)
+    if model.attention == "latent":
+        for key, value in LATENT_NEEDS.items():
+            if get(config, key) != value:
+                rule = f"must be {show(value)} with model.attention=latent"
+                yield Problem(key, rule, [{key: value}, {"model.attention": "grouped"}])
+        if model.rotary_head_dim % 2:
+            rule = "must be even, because rotary positions turn pairs of channels"
+            yield Problem("model.rotary_head_dim", rule, _set("model.rotary_head_dim", [model.rotary_head_dim + 1, 64]))
+    if model.qk_norm_over == "all_heads" and not (model.qk_norm and model.normalization == "rmsnorm"):
+        rule = "needs model.qk_norm=true and model.normalization=rmsnorm"
+        wanted: Fix = {"model.qk_norm": True, "model.normalization": "rmsnorm"}
+        yield Problem("model.qk_norm_over", rule, [{"model.qk_norm_over": "head"}, wanted])
     if model.family == "bert" and model.sequence_length < MIN_BERT_SEQUENCE:
         rule = f"must be at least {MIN_BERT_SEQUENCE} for BERT, whose samples hold [CLS], two sentences and two [SEP]"
         yield Problem("model.sequence_length", rule, _set("model.sequence_length", [MIN_BERT_SEQUENCE, 64, 512]))
@@ -416,6 +452,13 @@ def _tensor(config: Config, world_size: int) -> Iterator[Problem]:
     tensor = ("parallel.tensor", parallel.tensor)
     yield from _must_divide(tensor, ("model.num_attention_heads", model.num_attention_heads))
     yield from _must_divide(tensor, ("model.num_query_groups", derived.num_query_groups(config)))
+    if model.attention == "latent":
+        width = model.kv_lora_rank + model.rotary_head_dim
+        if width % parallel.tensor:
+            rule = f"must divide model.kv_lora_rank + model.rotary_head_dim ({width})"
+            yield Problem("parallel.tensor", rule, _set("parallel.tensor", _divisors(width, parallel.tensor)))
+        if model.q_lora_rank is not None:
+            yield from _must_divide(tensor, ("model.q_lora_rank", model.q_lora_rank))
     if parallel.sequence and parallel.tensor == 1:
         fixes: list[Fix] = [{"parallel.sequence": False}, *_set("parallel.tensor", [2])]
         yield Problem("parallel.sequence", "needs parallel.tensor (1) above 1: it splits the sequence over tensor ranks", fixes)

@@ -7,17 +7,45 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import ConfigError
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron-core's multi-head latent attention with right gradients under tensor parallelism.
+
+    Megatron-core gathers the compressed keys and values from the tensor ranks; on the way back each rank keeps its part of the
+    gradient that it computed itself. For the rotary key, which the heads of all ranks use, that part must be summed over them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.config.tensor_model_parallel_size > 1:
+            self.linear_kv_down_proj.register_forward_hook(self._gather)
+
+    def _gather(self, _module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        full = gather_from_tensor_model_parallel_region(output[0])  # [s, b, latent + rotary]
+        if self.config.sequence_parallel:
+            # Megatron-core gathers the rotary key of such a part by itself, and that sums its gradients.
+            return scatter_to_sequence_parallel_region(full), output[1]
+        latent, rotary = full.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        return torch.cat([latent, copy_to_tensor_model_parallel_region(rotary)], dim=-1), output[1]
 
 
 class ScaledDotProductAttention(MegatronModule):
@@ -31,6 +59,8 @@ class ScaledDotProductAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
@@ -55,7 +85,7 @@ class ScaledDotProductAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """query `[s, b, n, d]`, key and value `[s, b, g, d]` -> `[s, b, n * d]`.
+        """query `[s, b, n, d]`, key and value `[s, b, g, d]` -> `[s, b, n * d]` (d of the value, where it has its own).
 
         Causal masking needs no tensor; for other mask types, attention_mask is bool `[b, 1, 1 or s, s]` with Megatron's
         True = masked.

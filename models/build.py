@@ -36,10 +36,11 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def build_model(config: Config, vocab_size: int) -> list[torch.nn.Module]:
+def build_model(config: Config, vocab_size: int, *, fill: bool = True) -> list[torch.nn.Module]:
     """This rank's model chunks (`parallel.virtual_pipeline` of them, or one), on its device, weights initialized, not wrapped.
 
-    `vocab_size` is the logical one; padding of the storage changes neither loss nor gradients. Raises ConfigError.
+    `vocab_size` is the logical one; padding of the storage changes neither loss nor gradients. Without `fill` the weights hold
+    anything: the caller loads them. Raises ConfigError.
     """
     family = family_module(config)
     device = choose_device(config)
@@ -71,7 +72,8 @@ def build_model(config: Config, vocab_size: int) -> list[torch.nn.Module]:
         if chunk.post_process:
             _mask_padding(chunk.output_layer, vocab_size)
     _mark_tensor_parallel(chunks)
-    initialize_weights(chunks, config)
+    if fill:
+        initialize_weights(chunks, config)
     return chunks
 
 

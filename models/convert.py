@@ -1,6 +1,6 @@
 """Convert folders: `python -m models.convert import HF_FOLDER OUT_FOLDER`, `python -m models.convert export IN_FOLDER HF_FOLDER`.
 
-import: config.json + *.safetensors of GPT-2, Llama, Mixtral, Qwen3-MoE or BERT -> config.yaml + logical weights.
+import: config.json + *.safetensors of GPT-2, Llama, Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or BERT -> config.yaml + logical weights.
 export: the reverse. Tokenizer files go along. Tensors are streamed: memory holds one part of a file at a time.
 """
 
@@ -32,22 +32,15 @@ CARRIED_FILES = (
 
 def import_folder(source: Path, target: Path) -> None:
     """Hugging Face folder -> folder of logical weights. Raises ConfigError."""
-    path = source / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"folder {source} must hold a config.json, as Hugging Face's save_pretrained writes it.")
-    try:
-        hf_config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}.") from error
-    family, overrides = huggingface.read_config(hf_config)
-    config = folders.config_from(overrides)
+    family, config = huggingface.open_config(source)
+    assert config.model.vocab_size is not None  # every family's config.json has one
     reader = folders.Reader(source)
     with folders.new_folder(target) as partial:
         writer = folders.Writer(partial)
         for name, tensor in huggingface.import_weights(family, config, reader.names(), reader.get):
             writer.add(name, tensor)
         writer.close()
-        folders.write_config(partial, folders.description(config, overrides["model"]["vocab_size"]))
+        folders.write_config(partial, folders.description(config, config.model.vocab_size))
         _carry(source, partial)
 
 

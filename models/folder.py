@@ -52,6 +52,10 @@ class Reader:
         """Names of all tensors."""
         return set(self._file_of)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of the tensor called `name`, without reading it."""
+        return self._file_of[name].get_slice(name)[:0].dtype
+
     def get(self, name: str) -> torch.Tensor:
         """The tensor called `name`, on the host. Raises ConfigError if there is none."""
         if name not in self._file_of:
@@ -194,6 +198,13 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     model["num_query_groups"] = derived.num_query_groups(config)
     model["head_dim"] = derived.head_dim(config)
     model["qkv_bias"] = model["qkv_bias"] or model["linear_bias"]
+    if model["attention"] == "grouped":
+        for key in _LATENT_ONLY:
+            del model[key]
+    else:
+        del model["num_query_groups"]
+    if not model["qk_norm"] or model["qk_norm_over"] == "head":
+        del model["qk_norm_over"]
     if model["position_embedding"] != "rope":
         del model["rotary_base"], model["rotary_fraction"]
     if model["family"] != "bert":
@@ -215,6 +226,7 @@ def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     return overrides
 
 
+_LATENT_ONLY = ("attention", "q_lora_rank", "kv_lora_rank", "rotary_head_dim", "value_head_dim")
 _NOT_ARCHITECTURE = {"hidden_dropout", "attention_dropout", "init_std", "backend"}
 _MOE_ARCHITECTURE = (
     "num_experts",

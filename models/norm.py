@@ -9,7 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed.nn.functional as dist_nn
+import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+LATENT_NORM_EPSILON = 1e-6
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -26,6 +31,35 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         mark_sequence_parallel(self, config)
+
+
+class AllHeadsRMSNorm(torch.nn.Module):
+    """RMSNorm over the channels of all heads together, `[s, b, heads of this rank, d]` (OLMoE, Muennighoff et al. 2024).
+
+    Every tensor rank keeps the weight of all heads and uses its part; Megatron-core sums the gradients as for any q_layernorm.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, num_heads: int = 1, **_: Any) -> None:
+        super().__init__()
+        self.num_channels, self.eps = num_heads * hidden_size, eps
+        self.weight = torch.nn.Parameter(torch.ones(self.num_channels, dtype=config.params_dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize `[s, b, heads of this rank, d]`."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        if group.size() == 1:
+            return F.rms_norm(x.flatten(-2), self.weight.shape, self.weight, self.eps).view_as(x)
+        squares = x.float().square().sum(dim=(-2, -1), keepdim=True)
+        squares = dist_nn.all_reduce(squares, group=group)  # its backward pass sums the ranks' gradients
+        scaled = x.float() * torch.rsqrt(squares / self.num_channels + self.eps)
+        return scaled.to(x.dtype) * self.weight.view(-1, x.size(-1)).chunk(group.size())[group.rank()]
+
+
+class LatentNorm(RMSNorm):
+    """RMSNorm of latent attention's compressed queries, keys and values: DeepSeek's code fixes its epsilon at 1e-6."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps=LATENT_NORM_EPSILON)
 
 
 def norm_class(config: TransformerConfig) -> type[torch.nn.Module]:

@@ -18,15 +18,16 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from configs import derived
-from configs.schema import Config, ConfigError
-from models.attention import ScaledDotProductAttention
-from models.norm import norm_class
+from configs.schema import Config, ConfigError, ModelConfig
+from models.attention import LatentAttention, ScaledDotProductAttention
+from models.norm import AllHeadsRMSNorm, LatentNorm, norm_class
 from moe.plan import Plan
 from moe.spec import moe_spec
 
@@ -100,7 +101,7 @@ def block_spec(config: Config, megatron: TransformerConfig, backend_name: str, v
     pattern = derived.moe_layer_pattern(config)[offset : offset + get_num_layers_to_build(megatron, vp_stage=vp_stage)]
     moe = _moe_spec(config, backend)
     return TransformerBlockSubmodules(
-        layer_specs=[_layer(backend, megatron, causal, post_norm, moe if is_moe else None) for is_moe in pattern],
+        layer_specs=[_layer(backend, megatron, config.model, causal, post_norm, moe if is_moe else None) for is_moe in pattern],
         # The last layer of a post-norm model has normalized its output already.
         layer_norm=None if post_norm else backend.norm,
     )
@@ -116,22 +117,16 @@ def _moe_spec(config: Config, backend: Backend) -> ModuleSpec:
     return moe_spec(linear, config.model.activation, plan, all_to_all)
 
 
-def _layer(backend: Backend, megatron: TransformerConfig, causal: bool, post_norm: bool, moe: ModuleSpec | None) -> ModuleSpec:
+def _layer(
+    backend: Backend, megatron: TransformerConfig, model: ModelConfig, causal: bool, post_norm: bool, moe: ModuleSpec | None
+) -> ModuleSpec:
     # `moe` takes the place of a dense feed-forward layer.
     # A backend that fuses a norm with the linear layer after it can do so before attention and before a dense
     # feed-forward layer of a pre-norm model; before MoE the router needs the norm's output too.
     fused_norm = backend.norm_column_linear if not post_norm else None
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=fused_norm or backend.column_linear,
-            core_attention=backend.attention,
-            linear_proj=backend.row_linear,
-            q_layernorm=backend.qk_norm if megatron.qk_layernorm else IdentityOp,
-            k_layernorm=backend.qk_norm if megatron.qk_layernorm else IdentityOp,
-        ),
-    )
+    latent = isinstance(megatron, MLATransformerConfig)
+    fused_input_norm = None if latent else fused_norm  # two layers of latent attention read the norm
+    attention = _latent_attention(backend) if latent else _attention(backend, megatron, model, causal, fused_norm)
     if moe is not None:
         feed_forward = moe
     else:
@@ -149,21 +144,59 @@ def _layer(backend: Backend, megatron: TransformerConfig, causal: bool, post_nor
         )
     else:
         submodules = TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if fused_norm else backend.norm,
+            input_layernorm=IdentityOp if fused_input_norm else backend.norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if fused_norm and moe is None else backend.norm,
             mlp=feed_forward,
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_fused_norm_keys(moe is not None) if not fused_norm else {},
+            sharded_state_dict_keys_map=_fused_norm_keys(not latent, moe is None) if not fused_norm else {},
         )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
-def _fused_norm_keys(is_moe: bool) -> dict[str, str]:
+def _attention(
+    backend: Backend, megatron: TransformerConfig, model: ModelConfig, causal: bool, norm_column_linear: type | None
+) -> ModuleSpec:
+    query_norm = key_norm = backend.qk_norm if megatron.qk_layernorm else IdentityOp
+    if megatron.qk_layernorm and model.qk_norm_over == "all_heads":
+        query_norm = ModuleSpec(module=AllHeadsRMSNorm, params={"num_heads": megatron.num_attention_heads})
+        key_norm = ModuleSpec(module=AllHeadsRMSNorm, params={"num_heads": megatron.num_query_groups})
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=norm_column_linear or backend.column_linear,
+            core_attention=backend.attention,
+            linear_proj=backend.row_linear,
+            q_layernorm=query_norm,
+            k_layernorm=key_norm,
+        ),
+    )
+
+
+def _latent_attention(backend: Backend) -> ModuleSpec:
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=backend.column_linear,
+            linear_q_down_proj=backend.column_linear,
+            linear_q_up_proj=backend.column_linear,
+            linear_kv_down_proj=backend.column_linear,
+            linear_kv_up_proj=backend.column_linear,
+            core_attention=backend.attention,
+            linear_proj=backend.row_linear,
+            q_layernorm=LatentNorm,
+            kv_layernorm=LatentNorm,
+        ),
+    )
+
+
+def _fused_norm_keys(before_attention: bool, before_feed_forward: bool) -> dict[str, str]:
     # Checkpoints name these norms as TransformerEngine does, so that a run can change its backend.
-    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    return keys if is_moe else {**keys, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} if before_attention else {}
+    return {**keys, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if before_feed_forward else keys
 
 
 def _backend(name: str, megatron: TransformerConfig) -> Backend:

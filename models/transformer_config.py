@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from configs import derived
 from configs.schema import Config
@@ -28,7 +28,8 @@ def transformer_config(config: Config) -> TransformerConfig:
     """Megatron's view of the model, its layout and its precision, for a config that passed configs/validate.py."""
     model, layout, training = config.model, config.parallel, config.training
     dtype = DTYPES[training.precision]
-    return TransformerConfig(
+    kind = MLATransformerConfig if model.attention == "latent" else TransformerConfig
+    return kind(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=derived.ffn_hidden_size(config),
@@ -37,6 +38,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         kv_channels=derived.head_dim(config),
         normalization=NORMALIZATIONS[model.normalization],
         layernorm_epsilon=model.norm_epsilon,
+        # Also says that gradients of q_layernorm and k_layernorm are summed over tensor ranks, whose heads differ.
         qk_layernorm=model.qk_norm,
         activation_func=ACTIVATIONS[model.activation],
         gated_linear_unit=model.activation == "swiglu",
@@ -77,8 +79,25 @@ def transformer_config(config: Config) -> TransformerConfig:
         persist_layer_norm=False,
         apply_rope_fusion=False,
         **_recompute(training.recompute),
+        **_latent(config),
         **_moe(config),
     )
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    model = config.model
+    if model.attention != "latent":
+        return {}
+    return {
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": derived.head_dim(config),
+        "qk_pos_emb_head_dim": model.rotary_head_dim,
+        "v_head_dim": model.value_head_dim,
+        "rope_type": "rope",
+        "rotary_base": model.rotary_base,
+        "rotary_scaling_factor": 1.0,  # else the scores would be scaled as for YaRN
+    }
 
 
 def _moe(config: Config) -> dict[str, Any]:

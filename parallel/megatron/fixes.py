@@ -10,7 +10,7 @@ import torch
 from megatron.core import utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import clip_grads
-from megatron.core.transformer import transformer_layer
+from megatron.core.transformer import multi_latent_attention, transformer_layer
 from megatron.core.transformer.moe import moe_utils
 
 NORM_BLOCK = 1024  # elements whose squares are added up in one go on a CPU
@@ -22,6 +22,7 @@ def apply() -> None:
     _write_checkpoints_in_this_process()
     _measure_gradients_exactly()
     _accept_subclasses_of_layers()
+    _let_latent_attention_do_without_te()
 
 
 def _define_te_general_gemm() -> None:
@@ -29,6 +30,13 @@ def _define_te_general_gemm() -> None:
     # device. None selects the plain torch product. Fixed upstream in 0.17.0.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _let_latent_attention_do_without_te() -> None:
+    # Without TransformerEngine the import of its layers still succeeds, with mocks in their place: the flag says that it is
+    # there, and building a latent attention layer raises TypeError.
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
 
 
 def _accept_subclasses_of_layers() -> None:

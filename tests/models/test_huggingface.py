@@ -34,6 +34,23 @@ LLAMA = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+DEEPSEEK = {
+    **LLAMA,
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 5,
+    "v_head_dim": 7,
+    "num_nextn_predict_layers": 0,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2LMHeadModel",
@@ -58,6 +75,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_normalized": (
         "Qwen3MoeForCausalLM",
         {**LLAMA, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    ),
+    "olmoe": ("OlmoeForCausalLM", {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", DEEPSEEK),
+    "deepseek_v3_plain_queries": (
+        "DeepseekV3ForCausalLM",
+        {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_routed_experts": 6, "tie_word_embeddings": True},
     ),
     "bert": (
         "BertForPreTraining",
@@ -105,6 +128,9 @@ def _oracle(name: str, batch: Batch) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases too
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     if "Bert" in class_name:
         output = model(input_ids=batch["tokens"], token_type_ids=batch["types"], attention_mask=batch["padding_mask"].long())
         logits = output["prediction_logits" if class_name == "BertForPreTraining" else "logits"]
@@ -144,6 +170,8 @@ def test_family_against_transformers(name: str, tmp_path: Path) -> None:
     gradients_as_weights = copy.deepcopy(model)
     for (_, parameter), (_, with_grad) in zip(gradients_as_weights.named_parameters(), model.named_parameters()):
         parameter.data = with_grad.grad
+    for buffer in gradients_as_weights.buffers():
+        buffer.zero_()
     gradients_as_weights.save_pretrained(tmp_path / "gradients")
     expected_gradients = _tensors(tmp_path / "gradients")
 
