@@ -1,13 +1,13 @@
 """One MoE layer's cost against other implementations and against the dense layer with the same activated FLOPs.
 
-`python -m benchmarks.moe_layer [--shapes 8:2:1024 32:4:256] [--dtypes fp32 bf16] [--rounds 7] [--peers ...] [--json]`
+`python -m benchmarks.moe_layer [--shapes 8:2:1024 32:4:256] [--dtypes fp32 bf16] [--rounds 7] [--peers ...] [--separate] [--json]`
 
 One rank and one thread; forward and backward of 4096 tokens, hidden 512, SwiGLU, router included. In every round all
-candidates take turns on the same new tokens, and CPU time counts, which other work on the machine disturbs least. Each
-candidate has a process of its own, as in training: in a common one, a candidate that frees large tensors gives the others'
-memory back to the system, and one that meets new sizes in each step (all peers in bf16) drives the others' compiled kernels
-out of oneDNN's cache. A candidate's number is the median of its rounds; its ratio is the median over the rounds of its time
-by the dense layer's in the same round. Skewed: the router's logits are offset by -4 e / (E - 1) for expert e.
+candidates take turns on the same new tokens, and CPU time counts, which other work on the machine disturbs least. All share
+one process. With `--separate` each has its own, which is kinder to those that allocate large tensors in every step, the dense layer
+first of all: alone, its allocator learns to keep them; beside others it gives them back to the system and pays for the page
+faults again. A candidate's number is the median of its rounds; its ratio is the median over the rounds of its time by the dense
+layer's in the same round. Skewed: the router's logits are offset by -4 e / (E - 1) for expert e.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -219,44 +220,54 @@ def available(name: str) -> bool:
     return package is None or importlib.util.find_spec(package) is not None
 
 
-def _serve(connection: Connection, name: str) -> None:
-    """A candidate's process: builds what it is told to, and answers each request for a step with its CPU seconds."""
+@dataclass(frozen=True)
+class Setting:
+    """What is measured: the layer's sizes, its precision, how the router chooses, and how many inputs to draw."""
+
+    experts: int
+    top_k: int
+    width: int
+    dtype: str
+    skewed: bool
+    rounds: int
+
+
+def _serve(connection: Connection) -> None:
+    """A process with candidates: builds (name, setting) when told to, and answers each name with a step's CPU seconds."""
     import torch
 
     torch.set_num_threads(1)
     _start_process_group()
-    step: Step | None = None
+    steps: dict[str, Step] = {}
     while (request := connection.recv()) is not None:
-        if request == "step":
-            assert step is not None
+        if isinstance(request, str):
             before = time.process_time()
-            step()
+            steps[request]()
             connection.send(time.process_time() - before)
             continue
-        (experts, top_k, width), dtype_name, skewed, rounds = request
-        step = None
+        name, setting = request
+        steps.pop(name, None)
         gc.enable()
         gc.collect()
-        dtype = getattr(torch, DTYPES[dtype_name])
+        dtype = getattr(torch, DTYPES[setting.dtype])
         torch.manual_seed(0)
-        *x, output_grad = (torch.randn(TOKENS, HIDDEN).to(dtype) for _ in range(rounds + WARM_UP + 1))
-        offsets = torch.linspace(0.0, -SKEW, experts) if skewed else torch.zeros(experts)
-        step = _build(name, experts, top_k, width, dtype, offsets, x, output_grad)
+        *x, output_grad = (torch.randn(TOKENS, HIDDEN).to(dtype) for _ in range(setting.rounds + WARM_UP + 1))
+        offsets = torch.linspace(0.0, -SKEW, setting.experts) if setting.skewed else torch.zeros(setting.experts)
+        steps[name] = _build(name, setting.experts, setting.top_k, setting.width, dtype, offsets, x, output_grad)
         for _ in range(WARM_UP):
-            step()  # allocates, and chooses kernels
+            steps[name]()  # allocates, and chooses kernels
         gc.collect()
         gc.disable()
         connection.send(0.0)
 
 
-class _Candidate:
-    """One implementation in a process of its own."""
+class _Process:
+    """A process that candidates live in."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self.name = name
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, name), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -268,7 +279,7 @@ class _Candidate:
                 return float(self._connection.recv())
         except EOFError:
             pass
-        raise RuntimeError(f"benchmark candidate {self.name} gave no answer to {request!r} within {TIMEOUT_SECONDS} s, or ended")
+        raise RuntimeError(f"a benchmark process gave no answer to {request!r} within {TIMEOUT_SECONDS} s, or ended")
 
     def close(self) -> None:
         """End the process."""
@@ -279,22 +290,22 @@ class _Candidate:
             self._process.kill()
 
 
-def measure(shape: str, dtype_name: str, skewed: bool, candidates: list[_Candidate], rounds: int) -> list[dict[str, Any]]:
+def measure(setting: Setting, processes: dict[str, _Process]) -> list[dict[str, Any]]:
     """One row per candidate: median CPU milliseconds of a step, and the median ratio to the dense layer's in the same round."""
-    experts, top_k, width = (int(part) for part in shape.split(":"))
-    seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
-    for candidate in candidates:
-        candidate.ask(((experts, top_k, width), dtype_name, skewed, rounds))
-    for i in range(rounds):
-        for candidate in candidates[i % len(candidates) :] + candidates[: i % len(candidates)]:
-            seconds[candidate.name].append(candidate.ask("step"))
+    names = list(processes)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        processes[name].ask((name, setting))
+    for i in range(setting.rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[name].append(processes[name].ask(name))
     return [
         {
-            "experts": experts,
-            "top_k": top_k,
-            "ffn": width,
-            "dtype": dtype_name,
-            "routing": "skewed" if skewed else "balanced",
+            "experts": setting.experts,
+            "top_k": setting.top_k,
+            "ffn": setting.width,
+            "dtype": setting.dtype,
+            "routing": "skewed" if setting.skewed else "balanced",
             "layer": name,
             "cpu_ms": statistics.median(times) * 1e3,
             "min_cpu_ms": min(times) * 1e3,
@@ -316,6 +327,7 @@ def main() -> int:
     parser.add_argument("--routings", nargs="+", default=["balanced", "skewed"], choices=["balanced", "skewed"])
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--separate", action="store_true", help="a process for each candidate")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     import torch
@@ -327,19 +339,30 @@ def main() -> int:
         print(f"not installed: {', '.join(missing)}")
     print(f"{'experts':>7} {'top':>3} {'ffn':>5} {'dtype':>5} {'routing':<9} {'layer':<19} {'CPU ms':>8} {'lowest':>8} {'/ dense':>8}")
     rows = []
-    candidates = [_Candidate(name) for name in names]
+    common = [] if arguments.separate else [_Process()]
+    processes = {name: common[0] if common else _Process() for name in names}
     try:
-        for shape in arguments.shapes:
-            for dtype_name in arguments.dtypes:
-                for routing in arguments.routings:
-                    for row in measure(shape, dtype_name, routing == "skewed", candidates, arguments.rounds):
-                        rows.append(row)
-                        print(_line(row), flush=True)
+        for shape, dtype, routing in itertools.product(arguments.shapes, arguments.dtypes, arguments.routings):
+            experts, top_k, width = (int(part) for part in shape.split(":"))
+            for row in measure(Setting(experts, top_k, width, dtype, routing == "skewed", arguments.rounds), processes):
+                rows.append(row)
+                print(_line(row), flush=True)
     finally:
-        for candidate in candidates:
-            candidate.close()
+        for process in common or processes.values():
+            process.close()
     if arguments.json:
-        print(json.dumps({"torch": torch.__version__, "tokens": TOKENS, "hidden": HIDDEN, "rounds": arguments.rounds, "rows": rows}))
+        print(
+            json.dumps(
+                {
+                    "torch": torch.__version__,
+                    "tokens": TOKENS,
+                    "hidden": HIDDEN,
+                    "rounds": arguments.rounds,
+                    "separate": arguments.separate,
+                    "rows": rows,
+                }
+            )
+        )
     return 0
 
 
