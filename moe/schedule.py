@@ -23,6 +23,7 @@ from moe.experts import Pairs, WeightGrads, Weights, WeightWork
 from moe.plan import AHEAD, DEPTH, MAX_IN_FLIGHT, STRATEGIES, Plan
 from moe.route import Chunk, Cuts
 from moe.workspace import WORKSPACE
+from parallel.trace import named, span
 
 SharedExpert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -113,8 +114,10 @@ class _Call:
         self, weights: Weights, source: torch.Tensor, rows: torch.Tensor, chunk: Chunk, values: torch.Tensor, hidden: torch.Tensor | None
     ) -> torch.Tensor:
         """A chunk's weighted sums [rows of the chunk, H]; `rows` are its pairs' rows of `source`."""
-        output = self.engine.forward(weights, source, experts.make_pairs(rows, chunk.counts, weights), hidden)
-        sums = route.add_up(output, chunk.sums, chunk.in_row_order(values))
+        with span("experts"):
+            output = self.engine.forward(weights, source, experts.make_pairs(rows, chunk.counts, weights), hidden)
+        with span("combine"):
+            sums = route.add_up(output, chunk.sums, chunk.in_row_order(values))
         WORKSPACE.give(output)
         return sums
 
@@ -131,12 +134,14 @@ class _Call:
         grads: WeightGrads | None,
     ) -> tuple[torch.Tensor, WeightWork | None]:
         """A chunk's gradient of its rows [rows, H]; fills its part of `weight_grad`. See experts.input_gradients for `grads`."""
-        pairs = experts.make_pairs(rows, chunk.counts, weights)
-        pair_grad, value_grad, work = self.engine.input_gradients(
-            weights, source, pairs, hidden, output_grad, chunk.rows, values.index_select(0, chunk.ids), grads
-        )
-        weight_grad[chunk.ids] = value_grad.to(weight_grad.dtype)
-        sums = route.add_up(pair_grad, chunk.sums)
+        with span("experts backward"):
+            pairs = experts.make_pairs(rows, chunk.counts, weights)
+            pair_grad, value_grad, work = self.engine.input_gradients(
+                weights, source, pairs, hidden, output_grad, chunk.rows, values.index_select(0, chunk.ids), grads
+            )
+        with span("combine"):
+            weight_grad[chunk.ids] = value_grad.to(weight_grad.dtype)
+            sums = route.add_up(pair_grad, chunk.sums)
         WORKSPACE.give(pair_grad, value_grad)
         return sums, work
 
@@ -168,6 +173,7 @@ def _rows_of_layer(chunk: Chunk) -> torch.Tensor:
     return chunk.rows + chunk.first_row if chunk.first_row else chunk.rows
 
 
+@named("dispatch")
 def _local_chunks(choice: route.Choice, degree: int, num_experts: int) -> list[Chunk]:
     first = route.boundaries(choice.num_tokens, degree)
     if choice.pairs_per_token is not None:
@@ -257,6 +263,7 @@ class _ParallelCall(_Call):
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
+    @named("dispatch")
     def _exchange_counts(self, num_local_experts: int) -> None:
         """Cut both sides' rows and pairs into chunks: one exchange of counts for all chunks and both passes, one wait of the host."""
         plan, size = self.plan, self.exchange.size
@@ -269,6 +276,7 @@ class _ParallelCall(_Call):
             self.backward_pass = _Pass(traffic, 2 * plan.degree, plan.backward_degree)
         self.row_tokens = self.sent.row_tokens(sum(self.forward_pass.sends.total_rows()))
 
+    @named("dispatch")
     def _start_pairs(self, pair_weights: torch.Tensor) -> Handle:
         """Send each pair's code and weight to its expert's rank: one message for all chunks."""
         weights = pair_weights.index_select(0, self.sent.pairs)
@@ -278,6 +286,7 @@ class _ParallelCall(_Call):
         flow = self.forward_pass.pair_flow
         return self._follow(start(self.exchange, message, message.new_empty(sum(flow.receive), 2), flow))
 
+    @named("dispatch")
     def _take_pairs(self, message: torch.Tensor, num_local_experts: int, dtype: torch.dtype) -> None:
         codes = message[:, 0].long()
         self.values = message[:, 1].contiguous().view(dtype)  # [Q]
@@ -290,6 +299,7 @@ class _ParallelCall(_Call):
 
     # -- one chunk's way ---------------------------------------------------------------------------------------------
 
+    @named("dispatch")
     def _send_rows(self, handle: Handle, values: torch.Tensor, cut: Cuts, chunk: int, receive: torch.Tensor, receive_cut: Cuts) -> None:
         """Gather a chunk's rows from `values` [T, H] and send them; this rank's own go straight into the receive buffer."""
         me, slices = self.exchange.rank, cut.slices(cut.rows, chunk)
@@ -302,6 +312,7 @@ class _ParallelCall(_Call):
         handle.send(rows, own=False)
         self._follow(handle, rows)
 
+    @named("combine")
     def _answer(self, sums: torch.Tensor, flow: Flow, values: torch.Tensor, cut: Cuts, chunk: int) -> Handle:
         """Send a computed chunk's sums home."""
         handle = self.exchange.expect(WORKSPACE.take((sum(cut.chunk_rows(chunk)), values.size(1)), values), flow)
@@ -336,7 +347,8 @@ class _ParallelCall(_Call):
         arrivals = _Arrivals(self.exchange, this, lambda i: self.rows.out(i), degree if self.rows.has_all else AHEAD)
         for i in range(min(DEPTH, degree)):
             self._send_rows(arrivals.handle(i), x, sends, i, arrivals.buffer(i), receives)
-        shared = self._shared_forward(x)
+        with span("shared expert"):
+            shared = self._shared_forward(x)
         self._take_pairs(pairs.wait(), num_local_experts, torch.promote_types(pair_weights.dtype, torch.float32))
         values = self.values.to(x.dtype)
         if self.keep:
@@ -398,7 +410,8 @@ class _ParallelCall(_Call):
             send(i)
         self.hidden.fetch(0)
         self.rows.fetch(0)
-        shared_grad = self._shared_backward(output_grad)
+        with span("shared expert backward"):
+            shared_grad = self._shared_backward(output_grad)
         for i, chunk in enumerate(self.backward_chunks):
             if i + DEPTH < degree:
                 send(i + DEPTH)
@@ -462,6 +475,7 @@ class _Arrivals:
     def buffer(self, i: int) -> torch.Tensor:
         return self._expected[i][1]
 
+    @named("dispatch wait")
     def wait(self, i: int) -> torch.Tensor:
         """Chunk i; its buffer is the caller's then."""
         self._expect(i + self._ahead)
@@ -481,6 +495,7 @@ class _Answers:
         """The answer of the next chunk."""
         self._handles.append(handle)
 
+    @named("combine")
     def add_up(self, result: _Rows, keep: int = 0) -> None:
         """Wait for all but the youngest `keep`, and add up each chunk's rows per token."""
         first, cut = route.boundaries(self._call.choice.num_tokens, self._cut.degree), self._cut
@@ -506,6 +521,7 @@ class _WeightQueue:
         """A chunk's work, its rows' gradients, and its rows if nobody else keeps them; both go back to the workspace after it."""
         self._works.append((work, grad, source))
 
+    @named("experts weight gradients")
     def run(self, keep: int) -> None:
         """Compute all but the youngest `keep`."""
         while len(self._works) > keep:

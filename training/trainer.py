@@ -23,6 +23,7 @@ from training.callbacks.gradient_parts import GradientParts
 from training.callbacks.memory_tiers import MemoryTiers
 from training.callbacks.metrics_file import MetricsFile
 from training.callbacks.moe_layers import MoELayers
+from training.callbacks.profile import Profile
 from training.callbacks.progress import Progress as ProgressLine
 from training.callbacks.samples import Samples
 from training.callbacks.step_times import StepTimes
@@ -58,6 +59,7 @@ class Trainer:
             WeightsAndBiases(),
             Checkpoints(),  # last: a checkpoint's step is already on record
             Samples(),
+            Profile(),  # last: a step's trace holds its callbacks
         ]
 
     def fit(self) -> None:

@@ -1,0 +1,118 @@
+"""Traces of chosen steps on chosen ranks, for Perfetto or chrome://tracing and for the timeline of the report."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.transformer.attention import Attention
+from megatron.core.utils import get_model_config
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from optim import update
+from parallel import trace
+from training.run import Callback, Metrics, Run
+from training.saver import Saver
+
+FOLDER = "traces"
+
+
+def trace_path(run_dir: Path, step: int, rank: int) -> Path:
+    """Where the trace of a step on a rank lies."""
+    return run_dir / FOLDER / f"step_{step:07d}_rank_{rank:05d}.json.gz"
+
+
+class Profile(Callback):
+    """Writes a file for each step of `logging.profile.steps` on each rank of `logging.profile.ranks`.
+
+    A trace reaches from the end of the callbacks of the step before to the end of this step's: data, forward, backward, update,
+    evaluation, checkpoint. The last callback of the list, therefore. Other steps, and other ranks, run as if it were not there.
+    """
+
+    def __init__(self) -> None:
+        self._profiler: Any = None
+        self._names: contextlib.ExitStack | None = None
+        self._done = 0  # the last step that was finished
+
+    def on_start(self, run: Run) -> None:
+        settings, first = run.config.logging.profile, run.progress.step + 1
+        chosen = {step for step in settings.steps if first <= step <= run.config.training.steps}
+        ranks = range(run.topology.world_size) if settings.ranks == "all" else settings.ranks
+        if not chosen or run.topology.rank not in ranks:
+            return
+        (run.run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+
+        def action(index: int) -> ProfilerAction:
+            step = first + index
+            if step in chosen:
+                return ProfilerAction.RECORD_AND_SAVE
+            # The step before is recorded too and thrown away: a profiler's first step pays for its start.
+            return ProfilerAction.WARMUP if step + 1 in chosen else ProfilerAction.NONE
+
+        def write(profiler: Any) -> None:
+            if self._done in chosen:  # not where an error cuts a step off
+                profiler.export_chrome_trace(str(trace_path(run.run_dir, self._done, run.topology.rank)))
+
+        activities = [ProfilerActivity.CPU]
+        if run.topology.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._chosen, self._last = chosen, max(chosen)
+        self._profiler = profile(activities=activities, schedule=action, on_trace_ready=write)
+        self._profiler.start()
+        self._name(run)
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        if self._profiler is None:
+            return
+        self._done = run.progress.step
+        self._profiler.step()
+        self._done = 0
+        if run.progress.step >= self._last:
+            self.close()
+        else:
+            self._name(run)
+
+    def _name(self, run: Run) -> None:
+        """Name what the next step does if it is traced, and nothing otherwise."""
+        if self._names is not None:
+            self._names.close()
+            self._names = None
+        if run.progress.step + 1 in self._chosen:
+            self._names = contextlib.ExitStack()
+            self._names.enter_context(trace.recording(*_foreign(run)))
+            for module in _attention(run):
+                module.forward = trace.with_backward("attention")(module.forward)
+                self._names.callback(delattr, module, "forward")
+
+    def close(self) -> None:
+        if self._names is not None:
+            self._names.close()
+            self._names = None
+        if self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+
+
+def _attention(run: Run) -> list[torch.nn.Module]:
+    return [module for chunk in run.model.bare_chunks for module in chunk.modules() if isinstance(module, Attention)]
+
+
+def _foreign(run: Run) -> list[tuple[Any, str, str]]:
+    """What else a step does, here and in Megatron-core, and its names."""
+    groups = [group for chunk in run.model.chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    return [
+        (run.loader, "next_step", "data"),
+        (schedules, "forward_step", "forward"),
+        (schedules, "backward_step", "backward"),
+        (p2p_communication.P2PCommunicator, "_communicate", "pipeline exchange"),
+        *((group, name, "gradient reduction") for group in groups for name in ("start_grad_sync", "finish_grad_sync")),
+        *((group, name, "parameter gather") for group in groups for name in ("start_param_sync", "finish_param_sync")),
+        (get_model_config(run.model.chunks[0]), "finalize_model_grads_func", "gradient reduction"),
+        (update, "prepare", "gradient norm"),
+        (update, "apply", "optimizer"),
+        (Saver, "start", "checkpoint"),
+        (Saver, "finish", "checkpoint"),
+    ]
