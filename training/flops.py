@@ -1,7 +1,13 @@
 """Floating-point operations of the model per token, counted from the shapes of its matrix products.
 
-Convention of model FLOPs utilisation (PaLM, appendix B): a multiply-add is 2 operations, backward costs twice the
-forward, recomputation does not count, and attention counts its full square for BERT and half of it for causal GPT.
+Two counts. The model's (`forward_flops_per_token`, `training_flops_per_token`) is the convention of model FLOPs utilisation (PaLM,
+appendix B): a multiply-add is 2 operations, backward costs twice the forward, recomputation and the vocabulary's padding do not
+count, and attention counts its full square for BERT and half of it for causal GPT. MFU everywhere is made of it.
+
+The machine's (`executed_flops_per_token`) is what PyTorch's FlopCounterMode counts over a step on all ranks: the full square, the
+fused attention's backward pass with its scores computed again (2.5 times the forward), whatever training.recompute and
+moe.memory_strategy compute again, the padding, and what every tensor rank computes alike. On a CPU in half precision, where moe/experts.py
+computes an expert's rows in blocks of a few sizes, half a step of these for each block. Both leave out look-ups, norms, softmax and sums.
 """
 
 from __future__ import annotations
@@ -9,27 +15,81 @@ from __future__ import annotations
 from configs import derived
 from configs.schema import Config
 
+BLOCK_ROWS, SHORT_BLOCK, SHORT_STEP, LONG_STEP = 1024, 128, 16, 32  # of moe/experts.py, which imports torch; a test compares
+
+
+def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
+    """Operations of the forward pass per token by kind; attention's scores with their full square."""
+    model, moe = config.model, config.moe
+    hidden, heads, groups, head_dim = (
+        model.hidden_size,
+        model.num_attention_heads,
+        derived.num_query_groups(config),
+        derived.head_dim(config),
+    )
+    matrices = 3 if model.activation == "swiglu" else 2
+    moe_layers = sum(derived.moe_layer_pattern(config))
+    result = {
+        "attention_projections": 2.0 * model.num_layers * hidden * head_dim * (2 * heads + 2 * groups),
+        "attention_scores": 4.0 * model.num_layers * heads * head_dim * model.sequence_length,
+        "feed_forward": 2.0 * (model.num_layers - moe_layers) * matrices * hidden * derived.ffn_hidden_size(config),
+        "logits": 2.0 * hidden * vocab_size,
+    }
+    if moe.num_experts is not None:
+        result["router"] = 2.0 * moe_layers * hidden * moe.num_experts
+        result["experts"] = 2.0 * moe_layers * matrices * hidden * moe.top_k * derived.expert_ffn_hidden_size(config)
+        result["shared_expert"] = 2.0 * moe_layers * matrices * hidden * (moe.shared_expert_ffn_hidden_size or 0)
+    if model.family == "bert":
+        result["head"] = 2.0 * hidden**2
+    return result
+
 
 def forward_flops_per_token(config: Config, vocab_size: int) -> float:
     """Operations of one forward pass divided by its tokens; embeddings look-ups, norms and softmax are left out."""
-    model = config.model
-    heads, groups, head_dim = model.num_attention_heads, derived.num_query_groups(config), derived.head_dim(config)
-    attention_weights = model.hidden_size * head_dim * (heads + 2 * groups) + heads * head_dim * model.hidden_size
-    pairs = model.sequence_length / 2 if model.family == "gpt" else model.sequence_length
-    attention = 2 * attention_weights + 2 * 2 * heads * head_dim * pairs
-    matrices = 3 if model.activation == "swiglu" else 2
-    dense = 2 * matrices * model.hidden_size * derived.ffn_hidden_size(config)
-    moe_layers = sum(derived.moe_layer_pattern(config))
-    moe = 0.0
-    if config.moe.num_experts is not None:
-        width = config.moe.top_k * derived.expert_ffn_hidden_size(config) + (config.moe.shared_expert_ffn_hidden_size or 0)
-        moe = 2 * matrices * model.hidden_size * width + 2 * model.hidden_size * config.moe.num_experts
-    head = 2 * model.hidden_size * vocab_size
-    if model.family == "bert":
-        head += 2 * model.hidden_size**2
-    return model.num_layers * attention + (model.num_layers - moe_layers) * dense + moe_layers * moe + head
+    operations = forward_operations(config, vocab_size)
+    if config.model.family == "gpt":
+        operations["attention_scores"] /= 2
+    return sum(operations.values())
 
 
 def training_flops_per_token(config: Config, vocab_size: int) -> float:
     """Forward and backward together: three times the forward."""
     return 3 * forward_flops_per_token(config, vocab_size)
+
+
+def executed_flops_per_token(config: Config, padded_vocab_size: int, device: str) -> float:
+    """Operations of forward and backward pass that all ranks together carry out, divided by the tokens."""
+    model, training = config.model, config.training
+    forward = forward_operations(config, padded_vocab_size)
+    copies = 1 if config.parallel.sequence else config.parallel.tensor  # ranks that compute the same where nothing is split
+    if "head" in forward:
+        pooler = forward["head"] / model.sequence_length + 4 * model.hidden_size / model.sequence_length
+        forward["head"] = copies * (forward["head"] + (pooler if model.sentence_head != "none" else 0.0))
+        if model.sentence_head != "none" and config.parallel.sequence:
+            forward["head"] += (config.parallel.tensor - 1) * pooler
+    times = dict.fromkeys(forward, 3.0)
+    fused = device == "cuda" or model.attention_dropout == 0
+    if fused:
+        times["attention_scores"] = 3.5
+    if device == "cpu" and training.precision == "bf16" and "router" in times:
+        times["router"] = 5.0  # its backward pass takes the gradient as a sum of two bf16 numbers
+    if training.recompute == "full":
+        times |= {name: count + 1 for name, count in times.items() if name not in ("logits", "head")}
+    elif training.recompute == "selective":
+        times["attention_scores"] += 1
+        times["feed_forward"] += 1
+    if device == "cpu" and training.precision != "fp32" and "experts" in forward:
+        forward["experts"] *= _padded_rows(config)
+    if "experts" in times and "recompute" in config.moe.memory_strategy:
+        times["experts"] += 2 / 3 if model.activation == "swiglu" else 1 / 2
+    return sum(count * times[name] for name, count in forward.items())
+
+
+def _padded_rows(config: Config) -> float:
+    """Rows that an even load computes in half precision on a CPU, over those that it has; see moe/experts.py's _length."""
+    moe, training = config.moe, config.training
+    tokens = training.micro_batch_size * config.model.sequence_length * derived.expert_tensor_size(config) / config.parallel.tensor
+    degree = derived.pipeline_degrees(config)[0] or 1
+    rows = tokens * moe.top_k * config.parallel.expert / (moe.num_experts or 1) / degree
+    block = rows / max(1, -(-rows // BLOCK_ROWS))
+    return (block + (SHORT_STEP if block <= SHORT_BLOCK else LONG_STEP) / 2) / block

@@ -1,0 +1,312 @@
+"""What `train.py plan=true` says against what a step takes: python -m benchmarks.plan_accuracy [--quick] [--json] [--markdown].
+
+Each case trains its preset for two steps on gloo ranks of this machine. In another step the bytes of every tensor that is made
+are counted until it is freed; weights, gradient buffers and optimizer state are known by their storages, what else stays between steps is
+"buffers", and activations are what the peak has on top of these. A third step runs under PyTorch's FLOP counter, which is taught the
+CPU's attention kernel and in-place products; its operations over all ranks are divided by the step's tokens. Shown is the plan over
+the measurement, of the rank whose total is the largest; memory is to be within 10%, operations within 1%.
+
+The routers of a fresh model spread tokens about evenly, as the plan assumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from benchmarks.tables import table
+from configs.schema import Config
+from tests import distributed
+from tests.training.helpers import make_config
+
+VOCAB_SIZE = 1000  # of the made-up tokens: not a multiple of what storage is padded to
+MEMORY_BOUND, FLOPS_BOUND = 0.10, 0.01
+TIMEOUT = 300.0
+KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
+SMALL = 64 * 1024  # bytes: kinds below this are not judged
+STORAGE_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset on some ranks. The name of the layout is for the table."""
+
+    preset: str
+    layout: str
+    ranks: int
+    overrides: tuple[str, ...] = ()
+
+
+def _case(preset: str, layout: str, ranks: int, *overrides: str) -> Case:
+    return Case(preset, layout, ranks, overrides)
+
+
+_TWO_LAYERS = ("model.num_layers=2", "training.micro_batch_size=2", "training.global_batch_size=4")
+CASES = [
+    _case("gpt_tiny", "single", 1, "training.micro_batch_size=2"),
+    _case("gpt_small", "TP2+SP, bf16", 2, *_TWO_LAYERS, "parallel.tensor=2", "parallel.sequence=true", "training.precision=bf16"),
+    _case("gpt2_124m", "DP2, selective", 2, *_TWO_LAYERS, "training.recompute=selective", "model.sequence_length=256"),
+    _case("bert_tiny", "TP2xPP2", 4, "parallel.tensor=2", "parallel.pipeline=2", "training.micro_batch_size=2"),
+    _case("bert_small", "DP2", 2, *_TWO_LAYERS),
+    _case("bert_moe_small", "DP2xEP2", 4, *_TWO_LAYERS, "parallel.expert=2", "training.global_batch_size=8"),
+    _case("gpt_moe_tiny", "PP2xVPP2", 2, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "training.micro_batch_size=1"),
+    _case(
+        "gpt_moe_tiny", "TP2+SPxEP2xETP2", 4, "parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2", "parallel.expert_tensor=2"
+    ),
+    _case(
+        "gpt_moe_small",
+        "EP2, 4 chunks, recompute",
+        2,
+        *_TWO_LAYERS,
+        "parallel.expert=2",
+        "moe.pipeline_degree=4",
+        "moe.memory_strategy=recompute",
+    ),
+    _case("quickstart", "single", 1, "training.global_batch_size=4"),
+    _case("quickstart", "PP4, full recompute", 4, "parallel.pipeline=4", "training.recompute=full", "training.global_batch_size=16"),
+    _case("gpt_tiny", "DP4, bf16, unsharded", 4, "training.precision=bf16", "optimizer.distributed=false", "training.micro_batch_size=2"),
+    _case(
+        "llama3_8b",
+        "narrow, TP2, untied",
+        2,
+        "model.num_layers=2",
+        "model.hidden_size=256",
+        "model.ffn_hidden_size=896",
+        "model.num_attention_heads=8",
+        "model.num_query_groups=2",
+        "model.head_dim=null",
+        "model.sequence_length=256",
+        "model.vocab_size=null",
+        "parallel.tensor=2",
+        "parallel.sequence=false",
+        "parallel.pipeline=1",
+        "training.precision=fp32",
+        "training.recompute=none",
+        "training.global_batch_size=2",
+    ),
+]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On the ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that come into being inside the block, and the most that were there at once.
+
+    torch.distributed's MemTracker does the same, but cannot enter Megatron-core's DDP, whose `buffers` is a list.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        # By identity: the storages that are there before the block, and those whose end will be noticed.
+        self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        for item in gc.get_objects():
+            if isinstance(item, torch.Tensor):
+                self._seen[item.untyped_storage()] = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage not in self._seen:
+                    self._seen[storage] = None
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._gone, storage.nbytes()).atexit = False
+        return result
+
+    def _gone(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+def make_batches(config: Config, data_size: int, data_rank: int) -> list[dict[str, torch.Tensor]]:
+    """This rank's micro-batches of random tokens."""
+    generator = torch.Generator().manual_seed(data_rank)
+    size, length = config.training.micro_batch_size, config.model.sequence_length
+    batches = []
+    for _ in range(config.training.global_batch_size // (size * data_size)):
+        batch = {name: torch.randint(0, VOCAB_SIZE, (size, length), generator=generator) for name in ("tokens", "labels")}
+        batch["loss_mask"] = torch.ones(size, length)
+        if config.model.family == "bert":
+            batch["types"] = torch.randint(0, 2, (size, length), generator=generator)
+            batch["padding_mask"] = torch.ones(size, length, dtype=torch.bool)
+            batch["sentence_label"] = torch.randint(0, 2, (size,), generator=generator)
+        batches.append(batch)
+    return batches
+
+
+def measure(config: Config) -> dict[str, Any]:
+    """Bytes by kind and operations of one training step of this rank."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from moe.workspace import WORKSPACE
+    from parallel import topology as topology_module
+    from training.step import Model
+
+    topology = topology_module.initialize(config)
+    model = Model(config, topology, VOCAB_SIZE)
+    batches = make_batches(config, topology.data_size, topology.data_rank)
+    model.train_step(batches, 1)
+    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+        model.train_step(batches, 2)
+    WORKSPACE.pooled = False
+    WORKSPACE._free.clear()  # a pool of host memory, which a GPU's allocator takes the place of
+    try:
+        gc.collect()
+        known = _storages_by_kind(model)
+        inputs = {tensor.untyped_storage()._cdata for batch in batches for tensor in batch.values()}
+        with LiveBytes() as live:
+            model.train_step(batches, 3)
+        bytes_of = {kind: sum(storages.values()) for kind, storages in known.items()}
+        in_kinds = inputs.union(*known.values())
+        others = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _own_tensors(model)}
+        bytes_of["buffers"] = sum(size for storage, size in others.items() if storage not in in_kinds)
+        bytes_of["activations"] = live.peak
+    finally:
+        WORKSPACE.pooled = True
+        model.close()
+    return {**bytes_of, "flops": counter.get_total_flops()}
+
+
+def _own_tensors(model: Any) -> list[torch.Tensor]:
+    """What stays between steps besides weights, gradients and optimizer: the gather buffer, tables of positions, small module buffers."""
+    from megatron.core import parallel_state
+
+    found = list(parallel_state.get_global_memory_buffer().buffer.values())
+    for chunk in model.bare_chunks:
+        rotary = getattr(chunk, "rotary_pos_emb", None)
+        if rotary is not None:
+            found.append(rotary(model.config.model.sequence_length))
+    return found
+
+
+def _storages_by_kind(model: Any) -> dict[str, dict[int, int]]:
+    from optim.build import members
+
+    def storages(tensors: Any) -> dict[int, int]:
+        return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+    weights = storages(p.data for chunk in model.bare_chunks for p in chunk.parameters())
+    gradients = storages(b.grad_data for chunk in model.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers])
+    state: list[torch.Tensor] = []
+    for member in members(model.optimizer):
+        if member.optimizer is not None:
+            for group in member.optimizer.param_groups:
+                state += group["params"]
+            for values in member.optimizer.state.values():
+                state += [value for value in values.values() if isinstance(value, torch.Tensor)]
+    optimizer = {key: size for key, size in storages(state).items() if key not in weights}
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+
+
+def _formulas() -> dict[Any, Any]:
+    """What PyTorch's counter does not know: the CPU's attention kernel, forward and backward, and products that add in place."""
+    aten = torch.ops.aten
+
+    def attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        batch, heads, length, channels = query
+        return 4 * batch * heads * length * key[2] * channels
+
+    def attention_backward(grad: Any, query: Any, key: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        batch, heads, length, channels = query
+        return 10 * batch * heads * length * key[2] * channels
+
+    def add_product(total: Any, left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return 2 * left[0] * left[1] * right[1]
+
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+        aten.addmm_: add_product,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Comparing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def compare(case: Case, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The plan beside the measurement; `ratios` is plan over measurement."""
+    from models.build import padded_vocab_size
+    from training.flops import executed_flops_per_token
+    from training.memory_plan import rank_memory
+
+    config = make_config([f"experiment={case.preset}", "training.device=cpu", *case.overrides, *overrides], case.ranks)
+    measured = distributed.run(measure, case.ranks, config, timeout=TIMEOUT)
+    plans = rank_memory(config, VOCAB_SIZE, case.ranks, "cpu")
+    rank = max(range(case.ranks), key=lambda rank: sum(measured[rank][kind] for kind in KINDS))
+    planned = {kind: getattr(plans[rank], kind) for kind in KINDS}
+    tokens = config.training.global_batch_size * config.model.sequence_length
+    flops = sum(result["flops"] for result in measured) / tokens
+    planned_flops = executed_flops_per_token(config, padded_vocab_size(VOCAB_SIZE, config.parallel.tensor), "cpu")
+    ratios = {kind: planned[kind] / measured[rank][kind] for kind in KINDS if max(planned[kind], measured[rank][kind]) >= SMALL}
+    total = sum(measured[rank][kind] for kind in KINDS)
+    worst = max(abs(ratio - 1) for ratio in [*ratios.values(), sum(planned.values()) / total])
+    return {
+        "preset": case.preset,
+        "layout": case.layout,
+        "ranks": case.ranks,
+        "rank": rank,
+        "planned": planned,
+        "measured": {kind: measured[rank][kind] for kind in KINDS},
+        "by_rank": [(plans[i].activations, measured[i]["activations"]) for i in range(case.ranks)],
+        "ratios": {**ratios, "total": sum(planned.values()) / total},
+        "flops": flops,
+        "flops_ratio": planned_flops / flops,
+        "passed": worst <= MEMORY_BOUND and abs(planned_flops / flops - 1) <= FLOPS_BOUND,
+    }
+
+
+def _row(result: dict[str, Any]) -> list[str]:
+    cells = [result["preset"], result["layout"], str(result["ranks"]), f"{sum(result['measured'].values()) / STORAGE_MIB:.1f}"]
+    cells += [f"{result['ratios'][kind]:.3f}" if kind in result["ratios"] else "" for kind in (*KINDS, "total")]
+    return [*cells, f"{result['flops_ratio']:.4f}", "" if result["passed"] else "TOO FAR"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the first three cases")
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases, from 0")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides for all cases")
+    arguments = parser.parse_args()
+    cases = CASES[:3] if arguments.quick else CASES
+    if arguments.cases is not None:
+        cases = [CASES[number] for number in arguments.cases]
+    headings = ["preset", "layout", "ranks", "MiB", *KINDS, "total", "FLOPs", ""]
+    results = []
+    try:
+        for case in cases:
+            results.append(compare(case, arguments.overrides))
+            print(f"{case.preset} {case.layout}: {'as planned' if results[-1]['passed'] else 'TOO FAR'}", file=sys.stderr, flush=True)
+    finally:
+        distributed.shutdown()
+    print(table(headings, [_row(result) for result in results], arguments.markdown))
+    passed = sum(result["passed"] for result in results)
+    print(f"{passed} of {len(results)} within 10% of memory by kind and 1% of the operations")
+    if arguments.json:
+        print(json.dumps({"cases": results}))
+    return 0 if passed == len(results) else 1
+
+
+if __name__ == "__main__":
+    from benchmarks import plan_accuracy  # under the name by which ranks find its functions
+
+    sys.exit(plan_accuracy.main())
