@@ -157,11 +157,11 @@ class TrainingConfig:
 class CheckpointConfig:
     interval: int = 0  # 0: only at the end
     keep: int = 3  # newest checkpoints that stay; 0: all
-    keep_every: int = 0  # checkpoints of every so many steps stay as well; 0: none
-    async_save: bool = True  # write while the next steps run; costs host memory for this rank's part of a checkpoint
     resume: str = "auto"  # auto | never | a path
     at_end: bool = True
     weights: Optional[str] = None  # a fresh run starts from this folder of `python -m models.convert import`
+    keep_every: int = 0  # checkpoints of every so many steps stay as well; 0: none
+    async_save: bool = True  # write while the next steps run; costs host memory for this rank's part of a checkpoint
 
 
 @dataclass
