@@ -35,6 +35,7 @@ import torch.distributed as dist
 import parallel  # noqa: F401  before Megatron-core, which warns of what is not installed
 from benchmarks import link, rounds
 from benchmarks.cluster import Cluster, ClusterError
+from benchmarks.tables import headline, line
 from configs.compose import compose
 from configs.schema import Config, ConfigError
 from configs.validate import validate
@@ -159,29 +160,16 @@ def _build_megatron(config: Config, vocab_size: int) -> list[torch.nn.Module]:
 
 
 def _megatron_layer(ours: Any) -> torch.nn.Module:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import SequentialMLP
-    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-    from megatron.core.transformer.spec_utils import ModuleSpec
+    from benchmarks.megatron_layer import fill_experts, megatron_layer
 
-    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    submodules = MoESubmodules(
-        experts=ModuleSpec(module=SequentialMLP, submodules=linear),
-        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
-    )
-    theirs = MoELayer(ours.config, submodules, ours.layer_number)
-    theirs.set_layer_number(ours.layer_number)
+    theirs = megatron_layer(ours.config, ours.layer_number)
     own = dict(ours.named_parameters())
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             parameter.data = parameter.data.to(ours.config.params_dtype)
             if not name.startswith("experts."):
                 parameter.copy_(own[name])
-        for i, expert in enumerate(theirs.experts.local_experts):
-            expert.linear_fc1.weight.copy_(own["experts.linear_fc1.weight"][i])
-            expert.linear_fc2.weight.copy_(own["experts.linear_fc2.weight"][i])
+    fill_experts(theirs, own["experts.linear_fc1.weight"], own["experts.linear_fc2.weight"])
     return theirs
 
 
@@ -261,12 +249,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _line(cells: Sequence[str], markdown: bool) -> str:
-    if markdown:
-        return "| " + " | ".join(cells) + " |"
-    return "  ".join(f"{cell:>{max(9, len(heading))}}" for cell, heading in zip(cells, HEADINGS, strict=True))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", default=["gpt_moe_small", "bert_moe_small"], help="experiments")
@@ -288,7 +270,7 @@ def main() -> int:
         f"medians of {arguments.rounds} steps in turns; speedups over Megatron-core's layer; loss and "
         "gradient's norm: our models' largest relative difference from it over all steps\n"
     )
-    print(_line(HEADINGS, arguments.markdown) + ("\n|" + " --- |" * len(HEADINGS) if arguments.markdown else ""), flush=True)
+    print(headline(HEADINGS, arguments.markdown), flush=True)
     found = []
     try:
         for preset in arguments.presets:
@@ -300,7 +282,7 @@ def main() -> int:
                         row = {"link_bits_per_second": link.measured_rate(cluster)}
                         row |= measure(cluster, config, prepared, arguments.rounds)
                     found.append(row)
-                    print(_line(_cells(row), arguments.markdown), flush=True)
+                    print(line(_cells(row), HEADINGS, arguments.markdown), flush=True)
     except (ValueError, RuntimeError, ClusterError) as error:
         print(f"end_to_end: {error}", file=sys.stderr)
         return 1

@@ -208,12 +208,9 @@ def start_megatron() -> None:
 
 def _megatron_layer(ours: _Layer) -> Any:
     """Megatron-core's MoELayer (alltoall dispatcher) with the same weights and routing."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import SequentialMLP
-    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from benchmarks.megatron_layer import fill_experts, megatron_layer
 
     start_megatron()
     case = ours.case
@@ -233,14 +230,9 @@ def _megatron_layer(ours: _Layer) -> Any:
         expert_model_parallel_size=ours.size,
         expert_tensor_parallel_size=1,
     )
-    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    layer = MoELayer(config, MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linear)))
-    layer.set_layer_number(1)
+    layer = megatron_layer(config)
     layer.router.forward = lambda *_, **__: (ours.probs, ours.routing_map)
-    with torch.no_grad():
-        for i, expert in enumerate(layer.experts.local_experts):
-            expert.linear_fc1.weight.copy_(ours.weights.fc1[i])
-            expert.linear_fc2.weight.copy_(ours.weights.fc2[i])
+    fill_experts(layer, ours.weights.fc1, ours.weights.fc2)
     if case.flops_per_second is not None:
         layer.experts = VirtualExperts(case.flops_per_second, layer.experts)
     return layer
@@ -248,6 +240,8 @@ def _megatron_layer(ours: _Layer) -> Any:
 
 def difference() -> float:
     """Largest difference of Megatron-core's output and gradients from ours (degree 1), by the largest value of each. Collective."""
+    from benchmarks.megatron_layer import expert_gradients
+
     layer = _layer
     assert layer is not None
     results = []
@@ -255,9 +249,7 @@ def difference() -> float:
         layer.clear()
         output = layer.forward(what)
         output.backward(layer.output_grad)
-        parameters = [layer.weights.fc1.grad, layer.weights.fc2.grad]
-        if parameters[0] is None:
-            linears = [(expert.linear_fc1, expert.linear_fc2) for expert in layer.megatron.experts.local_experts]
-            parameters = [torch.stack([linear.weight.grad for linear in side]) for side in zip(*linears)]
+        ours = what != MEGATRON
+        parameters = [layer.weights.fc1.grad, layer.weights.fc2.grad] if ours else expert_gradients(layer.megatron)
         results.append([output.detach(), layer.x.grad, layer.probs.grad, *parameters])
     return max(float((ours - theirs).abs().max() / ours.abs().max()) for ours, theirs in zip(*results))

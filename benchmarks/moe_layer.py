@@ -112,30 +112,21 @@ def _skew_megatron(layer: Any, offsets: Any) -> None:
 
 
 def _megatron(dispatcher: str, experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x: Any, output_grad: Any) -> Step:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import SequentialMLP
-    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
+    from benchmarks.megatron_layer import megatron_layer
 
-    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    submodules = MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linear))
-    layer = MoELayer(_megatron_config(experts, top_k, width, dtype, dispatcher), submodules)
-    layer.set_layer_number(1)
+    layer = megatron_layer(_megatron_config(experts, top_k, width, dtype, dispatcher))
     _skew_megatron(layer, offsets)
     return _stepper(layer, x, output_grad, lambda hidden: layer(hidden.view(TOKENS, 1, HIDDEN))[0].view(TOKENS, HIDDEN))
 
 
 def _mixtrain(experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x: Any, output_grad: Any) -> Step:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.spec_utils import build_module
 
+    from benchmarks.megatron_layer import LINEAR
     from moe.plan import Plan
     from moe.spec import moe_spec
 
-    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    layer = build_module(moe_spec(linear, "swiglu", Plan()), config=_megatron_config(experts, top_k, width, dtype, "alltoall"))
+    layer = build_module(moe_spec(LINEAR, "swiglu", Plan()), config=_megatron_config(experts, top_k, width, dtype, "alltoall"))
     layer.set_layer_number(1)
     _skew_megatron(layer, offsets)
     return _stepper(layer, x, output_grad, lambda hidden: layer(hidden.view(TOKENS, 1, HIDDEN))[0].view(TOKENS, HIDDEN))

@@ -29,6 +29,7 @@ from benchmarks import layer_step, link, rounds
 from benchmarks.accelerator import step_flops
 from benchmarks.cluster import UNCAPPED, Cluster, ClusterError, parse_rate
 from benchmarks.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case
+from benchmarks.tables import headline, line
 from moe.plan import Plan
 from moe.planner import Limits, best_plan
 
@@ -220,18 +221,6 @@ def _cells(row: dict[str, Any], part: str) -> list[str]:
 HEADINGS = ("ranks", "link", "layer", "comm/comp", "part", "comm ms", "turn ms", *COLUMNS, "ideal", "share")
 
 
-def lines(row: dict[str, Any], markdown: bool) -> list[str]:
-    """One line per part."""
-    texts = [_cells(row, part) for part in PARTS]
-    return [_line(cells, markdown) for cells in texts]
-
-
-def _line(cells: Sequence[str], markdown: bool) -> str:
-    if markdown:
-        return "| " + " | ".join(cells) + " |"
-    return " ".join(f"{cell:>{max(8, len(heading))}}" for cell, heading in zip(cells, HEADINGS))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=["virtual", "real"], default="virtual", help="virtual accelerator, or experts that compute")
@@ -256,11 +245,9 @@ def main() -> int:
 
     def report(what: Any) -> None:
         if isinstance(what, str):
-            print(f"\n{what}; {kind}\n" + _line(HEADINGS, arguments.markdown))
-            if arguments.markdown:
-                print("|" + " --- |" * len(HEADINGS))
+            print(f"\n{what}; {kind}\n" + headline(HEADINGS, arguments.markdown))
         else:
-            print("\n".join(lines(what, arguments.markdown)))
+            print("\n".join(line(_cells(what, part), HEADINGS, arguments.markdown) for part in PARTS))
         sys.stdout.flush()
 
     kind = "virtual accelerator" if arguments.mode == "virtual" else "real computation, one thread a rank"

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import build_module
 
+from benchmarks.megatron_layer import LINEAR, expert_gradients, fill_experts, megatron_layer
 from models.transformer_config import transformer_config
 from moe.layer import MixtrainMoELayer
 from moe.plan import Plan
@@ -36,28 +33,20 @@ def _against_megatron(overrides: list[dict[str, Any]], plan: Plan) -> float:
     topology = initialize(config)
     apply_patches("cpu")
     megatron = transformer_config(config)
-    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    submodules = MoESubmodules(
-        experts=ModuleSpec(module=SequentialMLP, submodules=linear),
-        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
-    )
-    theirs = MoELayer(megatron, submodules)
-    ours = build_module(moe_spec(linear, config.model.activation, plan), config=megatron)
+    theirs = megatron_layer(megatron)
+    ours = build_module(moe_spec(LINEAR, config.model.activation, plan), config=megatron)
     assert isinstance(ours, MixtrainMoELayer) and isinstance(ours, MoELayer)
-    for layer in (theirs, ours):
-        layer.set_layer_number(1)
+    ours.set_layer_number(1)
     with torch.no_grad():
-        torch.manual_seed(topology.rank if config.parallel.expert_tensor != 2 else 0)
-        for parameter in theirs.experts.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
         torch.manual_seed(7)
         for name, parameter in theirs.named_parameters():
             if not name.startswith("experts."):
                 torch.nn.init.normal_(parameter, std=0.3)
                 ours.get_parameter(name).copy_(parameter)
-        for i, expert in enumerate(theirs.experts.local_experts):
-            ours.experts.linear_fc1.weight[i] = expert.linear_fc1.weight
-            ours.experts.linear_fc2.weight[i] = expert.linear_fc2.weight
+        torch.manual_seed(topology.rank if config.parallel.expert_tensor != 2 else 0)
+        for weight in (ours.experts.linear_fc1.weight, ours.experts.linear_fc2.weight):
+            torch.nn.init.normal_(weight, std=0.3)
+    fill_experts(theirs, ours.experts.linear_fc1.weight, ours.experts.linear_fc2.weight)
     torch.manual_seed(100 + topology.rank)
     x, output_grad = torch.randn(2, 6, 2, 32)
     worst, results = 0.0, []
@@ -71,9 +60,8 @@ def _against_megatron(overrides: list[dict[str, Any]], plan: Plan) -> float:
     for name, parameter in theirs.named_parameters():
         if not name.startswith("experts."):
             pairs.append((parameter.grad, ours.get_parameter(name).grad))
-    for linear_name in ("linear_fc1", "linear_fc2"):
-        expected = torch.stack([getattr(expert, linear_name).weight.grad for expert in theirs.experts.local_experts])
-        pairs.append((expected, getattr(ours.experts, linear_name).weight.grad))
+    own = [ours.experts.linear_fc1.weight.grad, ours.experts.linear_fc2.weight.grad]
+    pairs.extend(zip(expert_gradients(theirs), own, strict=True))
     for expected, actual in pairs:
         worst = max(worst, relative_error(actual, expected))
     return worst
@@ -147,8 +135,7 @@ def _gates() -> float:
     initialize(config)
     apply_patches("cpu")
     megatron = transformer_config(config)
-    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    router = build_module(moe_spec(submodules, "swiglu", Plan()), config=megatron).router
+    router = build_module(moe_spec(LINEAR, "swiglu", Plan()), config=megatron).router
     torch.nn.init.normal_(router.weight)
     results = []
     for gating in (router.gating, super(type(router), router).gating):
