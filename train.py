@@ -5,13 +5,18 @@ The config is composed and checked before anything heavy is imported; `Trainer.f
 
 from __future__ import annotations
 
-from configs.compose import run
+from configs.compose import run, world_size
 from configs.schema import Config
+from configs.validate import planned_world_size
 from training import preflight
 
 
 def main(config: Config) -> int:
-    """Build the run of a checked config and train it; the exit status."""
+    """Build the run of a checked config and train it, or print its plan; the exit status."""
+    if config.plan:
+        from training import plan  # imports torch, seconds that a wrong config need not wait for
+
+        return plan.show(config, planned_world_size(config, world_size()))
     preflight.check(config)
     from training.trainer import Trainer  # imports torch and Megatron-core, seconds that a wrong config need not wait for
 

@@ -28,7 +28,7 @@ from yaml import YAMLError
 
 from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, one_line, parse
 from configs.schema import Config, ConfigError
-from configs.validate import usable_world_size, validate
+from configs.validate import planned_world_size, usable_world_size, validate
 
 EXIT_STATUS = 2  # of every run that a wrong configuration stops
 
@@ -146,7 +146,8 @@ def _checked_configs(args: argparse.Namespace) -> list[Config] | None:
     configs = []
     for line in lines:
         configs.append(compose(line, args.config_dir))
-        validate(configs[-1], usable_world_size(configs[-1], processes))
+        used = planned_world_size if configs[-1].plan else usable_world_size
+        validate(configs[-1], used(configs[-1], processes))
     run_dirs = [config.run_dir for config in configs]
     if len(set(run_dirs)) < len(run_dirs):
         swept = next(o.get_key_element() for o in map(parse, args.overrides) if o.is_sweep_override())

@@ -141,6 +141,8 @@ class TrainingConfig:
     precision: str = "fp32"  # fp32 | bf16 | fp16
     initial_loss_scale: float = 65536.0  # fp16
     recompute: str = "none"  # none | selective | full
+    memory_limit_gib: Optional[float] = None  # of a rank's tensors; what the plan says cannot fit is refused. null: the GPU's memory
+    dry_run: Optional[bool] = None  # run a made-up batch before the first step, to find out what does not fit; null: on a GPU
     eval_interval: int = 0  # 0: no evaluation
     eval_batches: int = 8  # global batches per evaluation
     deterministic: bool = False
@@ -192,6 +194,8 @@ class SampleConfig:
 class Config:
     name: str = "run"
     run_dir: str = "runs/${name}"
+    plan: Any = False  # true: print what the run needs, and do not run; json: the same for scripts
+    plan_world_size: Optional[int] = None  # number of ranks that plan is for; null: those started, or the fewest that fit the layout
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -19,6 +19,7 @@ from configs.schema import Config, ConfigError
 Fix = dict[str, Any]  # dotted key -> value; the key WORLD_SIZE stands for the number of processes
 WORLD_SIZE = "world_size"
 MAX_FIXES = 40  # tried for one problem, nearest first
+MAX_PLANNED_COPIES = 64  # of the model, tried for a plan that is told no number of ranks
 MIN_SENTENCEPIECE_VOCAB = 300  # 256 bytes, the special pieces and some room to learn
 MIN_BERT_SEQUENCE = 8  # [CLS] a [SEP] b [SEP] with something to mask
 
@@ -90,7 +91,7 @@ RANGES: dict[str, tuple[float, float, bool, bool]] = {
             *(f"parallel.{key}" for key in ("tensor", "pipeline", "context", "expert", "expert_tensor", "timeout_seconds")),
             *(f"data.{key}" for key in ("vocab_size", "num_workers", "prefetch", "timeout_seconds")),
             *(f"training.{key}" for key in ("steps", "global_batch_size", "micro_batch_size", "eval_batches")),
-            "optimizer.decay_steps",
+            *("optimizer.decay_steps", "plan_world_size"),
         ],
         (1, INF, True, True),
     ),
@@ -107,7 +108,7 @@ RANGES: dict[str, tuple[float, float, bool, bool]] = {
         [
             *("model.rotary_base", "model.norm_epsilon", "moe.capacity_factor", "moe.routed_scaling_factor", "optimizer.epsilon"),
             "moe.memory_budget",
-            *("training.initial_loss_scale", "logging.peak_tflops", "training.time_limit_minutes"),
+            *("training.initial_loss_scale", "training.memory_limit_gib", "logging.peak_tflops", "training.time_limit_minutes"),
         ],
         (0, INF, False, True),
     ),
@@ -140,6 +141,17 @@ def usable_world_size(config: Config, world_size: int) -> int:
             if first_problem(config, size) is None:
                 return size
     return world_size
+
+
+def planned_world_size(config: Config, started: int) -> int:
+    """How many processes a plan is for: `plan_world_size`, those started, or without a launcher the fewest that the config allows."""
+    if config.plan_world_size is not None:
+        return config.plan_world_size
+    if started > 1:
+        return started
+    fewest = math.lcm(max(1, derived.model_parallel_size(config)), max(1, derived.expert_model_parallel_size(config)))
+    sizes = range(fewest, fewest * MAX_PLANNED_COPIES + 1, fewest)
+    return next((size for size in sizes if first_problem(config, size) is None), fewest)
 
 
 def first_problem(config: Config, world_size: int) -> Problem | None:
@@ -319,6 +331,12 @@ def _loose_values(config: Config, world_size: int) -> Iterator[Problem]:
     degree = config.moe.pipeline_degree
     if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
         yield Problem("moe.pipeline_degree", "must be an integer of at least 1, or auto", _set("moe.pipeline_degree", ["auto", 1]))
+
+    if config.plan not in (False, True, "json") or isinstance(config.plan, (int, float)) and not isinstance(config.plan, bool):
+        yield Problem("plan", "must be true, false or json", _set("plan", [True]))
+    if config.plan_world_size is not None and config.plan is False:
+        rule = "is for plan=true: a run takes the processes that are started"
+        yield Problem("plan_world_size", rule, [{"plan": True}, {"plan_world_size": None}])
 
     layers, num_layers = config.moe.layers, config.model.num_layers
     if isinstance(layers, list):

@@ -1,0 +1,194 @@
+"""What a run will need, before it is launched: `python train.py plan=true`, or `plan=json` for scripts.
+
+Everything follows from the configuration; no rank, device or data is touched. `refuse_what_cannot_fit` holds a run to it before
+anything is allocated.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs import derived
+from configs.schema import Config, ConfigError
+from configs.validate import first_problem
+from data.tokenizer import load_tokenizer
+from models.build import padded_vocab_size
+from training import communication
+from training.flops import executed_flops_per_token, forward_flops_per_token, forward_operations, training_flops_per_token
+from training.layout import Place, layer_numbers, parameters, parts, places
+from training.memory_plan import KINDS, RankMemory, rank_memory
+from training.prediction import Prediction, predict_step
+
+PLAN_FILE = "plan.json"
+GIB = 2**30
+TOLERANCE = 0.1  # of the plan's memory: a device is given up on only where this much less would not fit either
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run's plan on `world_size` ranks of `device` ("cpu" or "cuda"). Memory in bytes, communication in bytes of one rank and step."""
+
+    config: Config
+    world_size: int
+    vocab_size: int
+    device: str
+    total_parameters: int
+    active_parameters: int
+    memory: list[RankMemory]
+    communication: list[dict[str, int]]  # by stage
+    prediction: Prediction | None
+
+    @property
+    def worst(self) -> RankMemory:
+        """The rank that needs most."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        config, padded = self.config, padded_vocab_size(self.vocab_size, self.config.parallel.tensor)
+        return {
+            "name": config.name,
+            "world_size": self.world_size,
+            "device": self.device,
+            "vocab_size": self.vocab_size,
+            "parameters": {"total": self.total_parameters, "active": self.active_parameters},
+            "flops_per_token": training_flops_per_token(config, self.vocab_size),
+            "flops": {
+                "forward_per_token": forward_flops_per_token(config, self.vocab_size),
+                "training_per_token": training_flops_per_token(config, self.vocab_size),
+                "executed_per_token": executed_flops_per_token(config, padded, self.device),
+                "forward_operations": forward_operations(config, self.vocab_size),
+            },
+            "micro_batches": derived.num_micro_batches(config, self.world_size),
+            "memory_per_rank": [{**asdict(rank), "total": rank.total} for rank in self.memory],
+            "worst_rank": self.worst.rank,
+            "layout": [
+                {**asdict(place), "layers": _layers(config, place.stage), "experts": _experts(config, place)}
+                for place in places(config, self.world_size)
+            ],
+            "communication_per_step": self.communication,
+            "prediction": None if self.prediction is None else asdict(self.prediction),
+        }
+
+
+def make_plan(config: Config, world_size: int, vocab_size: int, device: str | None = None) -> RunPlan:
+    """The plan of a checked config. `device`: by default where it would train if it were started here."""
+    device = device or device_type(config)
+    padded = padded_vocab_size(vocab_size, config.parallel.tensor)
+    every = [p for of_stage in parts(config) for part in of_stage for p in parameters(config, part, vocab_size, padded)]
+    sent = communication.bytes_per_step(config, vocab_size, padded, world_size, device)
+    reduced = max(stage["gradient_reduction"] + stage["parameter_gather"] for stage in sent)
+    return RunPlan(
+        config,
+        world_size,
+        vocab_size,
+        device,
+        sum(parameter.total for parameter in every),
+        sum(parameter.active for parameter in every),
+        rank_memory(config, vocab_size, world_size, device),
+        sent,
+        predict_step(config, padded, world_size, device, reduced),
+    )
+
+
+def device_type(config: Config) -> str:
+    """`training.device`, or what this machine has."""
+    if config.training.device != "auto":
+        return config.training.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def expected_vocab_size(config: Config) -> int:
+    """The vocabulary without a corpus: the model's, the tokenizer's, or what a tokenizer will be trained to."""
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    return config.data.vocab_size if config.data.tokenizer == "sentencepiece" else load_tokenizer(config.data.tokenizer).vocab_size
+
+
+def show(config: Config, world_size: int) -> int:
+    """Print the plan that `plan=true` or `plan=json` asks for; the exit status. Raises ConfigError where it does not fit the limit."""
+    from training.plan_text import text
+
+    plan = make_plan(config, world_size, expected_vocab_size(config))
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(plan.as_dict()) if config.plan == "json" else text(plan), flush=True)
+    if config.training.memory_limit_gib is not None:
+        refuse_what_cannot_fit(plan)
+    return 0
+
+
+def write(plan: RunPlan, run_dir: Path) -> None:
+    """Leave the plan beside the run's metrics, for those who compare."""
+    (run_dir / PLAN_FILE).write_text(json.dumps(plan.as_dict()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What fits
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def refuse_what_cannot_fit(plan: RunPlan, device_bytes: int | None = None) -> None:
+    """Raise ConfigError if a rank needs more than `training.memory_limit_gib`, or clearly more than its device has."""
+    limit_gib = plan.config.training.memory_limit_gib
+    if limit_gib is not None:
+        limit, needed = limit_gib * GIB, float(plan.worst.total)
+    elif device_bytes is not None:
+        limit, needed = float(device_bytes), plan.worst.total * (1 - TOLERANCE)
+    else:
+        return
+    if needed > limit:
+        raise ConfigError(out_of_memory(plan, limit))
+
+
+def out_of_memory(plan: RunPlan, limit: float) -> str:
+    """One line: what is asked for, what is there, and what would fit."""
+    worst, config = plan.worst, plan.config
+    kinds = ", ".join(f"{kind} {_size(getattr(worst, kind))}" for kind in KINDS if getattr(worst, kind))
+    what = "training.memory_limit_gib" if config.training.memory_limit_gib is not None else "the device's memory"
+    fix = what_fits(plan, limit)
+    advice = f"Try {fix}." if fix else "No smaller micro-batch nor recomputation fits: give parallel.tensor, pipeline or expert more ranks."
+    return (
+        f"training.micro_batch_size ({config.training.micro_batch_size}) needs {_size(worst.total)} on rank {worst.rank} ({kinds}), "
+        f"but {what} is {_size(limit)}. {advice}"
+    )
+
+
+def what_fits(plan: RunPlan, limit: float) -> str | None:
+    """Overrides with which every rank stays under `limit` bytes: the largest micro-batch, or recomputation, or both."""
+    config, size = plan.config, plan.config.training.micro_batch_size
+    smaller = [number for number in range(size, 0, -1) if size % number == 0 or config.training.global_batch_size % number == 0]
+    kinds = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}[config.training.recompute]
+    for recompute in kinds:
+        for number in smaller:
+            changed = copy.deepcopy(config)
+            changed.training.micro_batch_size, changed.training.recompute = number, recompute
+            if (number, recompute) == (size, config.training.recompute) or first_problem(changed, plan.world_size) is not None:
+                continue
+            most = max(rank.total for rank in rank_memory(changed, plan.vocab_size, plan.world_size, plan.device))
+            if most <= limit:
+                fix = [f"training.micro_batch_size={number}"] if number != size else []
+                fix += [f"training.recompute={recompute}"] if recompute != config.training.recompute else []
+                return f"{' '.join(fix)} ({_size(most)})"
+    return None
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _layers(config: Config, stage: int) -> list[int]:
+    return [number for chunk in layer_numbers(config)[stage] for number in chunk]
+
+
+def _experts(config: Config, place: Place) -> list[int]:
+    if config.moe.num_experts is None:
+        return []
+    local = config.moe.num_experts // config.parallel.expert
+    return list(range(place.expert * local, (place.expert + 1) * local))
