@@ -53,12 +53,8 @@ composed=$(.venv/bin/python train.py --cfg job --package moe "$@")
 experts=$(sed -n 's/^ *num_experts: *\([0-9][0-9]*\) *$/\1/p' <<<"$composed")
 expert_parallel=$(greatest_common_divisor "${experts:-1}" "$ranks")
 
-cores=$(env -u OMP_NUM_THREADS nproc)
-threads=$((cores / ranks))
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-
 # A step takes eight sequences, dealt out evenly, or one for each of more ranks than that.
 samples=$(((8 + ranks - 1) / ranks))
 
-exec .venv/bin/torchrun --standalone --nproc-per-node "$ranks" train.py "parallel.expert=$expert_parallel" \
+exec bash launch/torchrun.sh --ranks-per-node "$ranks" -- "parallel.expert=$expert_parallel" \
     "training.micro_batch_size=$samples" "training.global_batch_size=$((samples * ranks))" "$@"

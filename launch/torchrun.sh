@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Start train.py on all ranks of this node, alone or as one of several nodes.
 set -euo pipefail
+trap '' USR1 USR2 # the warnings of a scheduler; launch/agent.py takes them once it runs
 
 usage() {
     cat <<'TEXT'
@@ -10,13 +11,21 @@ Starts train.py with torchrun on this node; the same command on every node, with
 Arguments after the options are config overrides. Needs launch/setup.sh to have run.
 
   --ranks-per-node N   ranks on each node (default: its GPUs, or 1 without one)
-  --num-nodes N        nodes in the job (default: 1)
-  --node-rank R        0 on the node that --master-addr names, another number below --num-nodes on each other node (default: 0)
+  --num-nodes N        nodes in the job (default: 1); with MIN:MAX it starts with what comes within half a minute of the MINth
+                       node, and begins again when a node goes or comes (goes with training.elastic=true)
+  --node-rank R        0 on the node that --master-addr names, another number below --num-nodes on each other (default: 0)
   --master-addr HOST   where node 0 is reached by the others (needed with several nodes)
   --master-port PORT   a free TCP port there (default: 29500)
   --job-id NAME        the same on all nodes, different from other jobs (default: mixtrain)
   --max-restarts N     how often all ranks are started again after one fails; they resume from the newest checkpoint (default: 0)
-  --log-dir FOLDER     write the output of every rank to files there; rank 0 of the node is shown as well (default: show all, no files)
+  --min-ranks N        on one node, when the restarts are used up: go on with fewer ranks, the most that the layout allows,
+                       but at least N (default: end instead)
+  --log-dir FOLDER     write the output of every rank to files there, rank_00000.out, rank_00000.err and so on; rank 0 of the
+                       node is shown as well (default: show all, no files)
+
+Exit status: 0 when all steps are done; 75 when the run stopped early on purpose, with everything saved: the same command goes
+on; anything else is a failure. SIGTERM, Ctrl-C, SIGUSR1 and SIGUSR2 make the ranks finish their step, save and stop; a second
+Ctrl-C ends them at once.
 
 Example, on the second of two nodes:
   bash launch/torchrun.sh --num-nodes 2 --node-rank 1 --master-addr node-a experiment=gpt_moe_small parallel.expert=8
@@ -35,6 +44,7 @@ master_port=29500
 ranks_per_node=
 job_id=mixtrain
 max_restarts=0
+min_ranks=
 log_dir=
 
 while [[ $# -gt 0 ]]; do
@@ -48,7 +58,7 @@ while [[ $# -gt 0 ]]; do
             shift
             break
             ;;
-        --num-nodes | --node-rank | --master-addr | --master-port | --ranks-per-node | --job-id | --max-restarts | --log-dir)
+        --num-nodes | --node-rank | --master-addr | --master-port | --ranks-per-node | --job-id | --max-restarts | --min-ranks | --log-dir)
             [[ $# -ge 2 && -n $2 ]] || die "$option needs a value; see --help"
             value=$2
             shift 2
@@ -57,7 +67,10 @@ while [[ $# -gt 0 ]]; do
         *) break ;;
     esac
     case $option in
-        --num-nodes | --node-rank | --master-port | --ranks-per-node | --max-restarts)
+        --num-nodes)
+            [[ $value =~ ^(0|[1-9][0-9]*)(:[1-9][0-9]*)?$ ]] || die "$option=$value is neither a number nor a range such as 2:4; try $option 1"
+            ;;
+        --node-rank | --master-port | --ranks-per-node | --max-restarts | --min-ranks)
             [[ $value =~ ^(0|[1-9][0-9]*)$ ]] || die "$option=$value is not a whole number; try $option 1"
             ;;
     esac
@@ -69,28 +82,45 @@ while [[ $# -gt 0 ]]; do
         --ranks-per-node) ranks_per_node=$value ;;
         --job-id) job_id=$value ;;
         --max-restarts) max_restarts=$value ;;
+        --min-ranks) min_ranks=$value ;;
         --log-dir) log_dir=$(realpath -m "$value") ;;
     esac
 done
 
-((num_nodes > 0)) || die "--num-nodes=$num_nodes must be at least 1"
-((node_rank < num_nodes)) || die "--node-rank=$node_rank must be below --num-nodes=$num_nodes; try --node-rank $((num_nodes - 1))"
-((num_nodes == 1)) || [[ -n $master_addr ]] || die "--num-nodes=$num_nodes needs --master-addr, the host name of node 0"
+least_nodes=${num_nodes%:*}
+max_nodes=${num_nodes#*:}
+((least_nodes <= max_nodes)) || die "--num-nodes=$num_nodes must rise; try --num-nodes $max_nodes:$least_nodes"
+((least_nodes > 0)) || die "--num-nodes=$num_nodes must be at least 1"
+((node_rank < max_nodes)) || die "--node-rank=$node_rank must be below --num-nodes=$num_nodes; try --node-rank $((max_nodes - 1))"
+((max_nodes == 1)) || [[ -n $master_addr ]] || die "--num-nodes=$num_nodes needs --master-addr, the host name of node 0"
+((max_nodes == 1)) || [[ -z $min_ranks ]] || die "--min-ranks=$min_ranks goes with one node only; leave it out"
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[[ -x .venv/bin/torchrun ]] || die "there is no .venv in $PWD; run bash launch/setup.sh there first"
+[[ -x .venv/bin/python ]] || die "there is no .venv in $PWD; run bash launch/setup.sh there first"
+
+# Prints how many GPUs a process started here may use.
+count_gpus() {
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]' || true
+    elif command -v nvidia-smi >/dev/null; then
+        # A driver that answers with an error lists no GPU.
+        { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true
+    else
+        echo 0
+    fi
+}
 
 if [[ -z $ranks_per_node ]]; then
-    ranks_per_node=1
-    if command -v nvidia-smi >/dev/null; then
-        gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
-        ranks_per_node=$((gpus > 0 ? gpus : 1))
-    fi
+    gpus=$(count_gpus)
+    ranks_per_node=$((gpus > 0 ? gpus : 1))
 fi
 ((ranks_per_node > 0)) || die "--ranks-per-node=$ranks_per_node must be at least 1"
+if [[ -n $min_ranks ]] && ((min_ranks < 1 || min_ranks > ranks_per_node)); then
+    die "--min-ranks=$min_ranks must be between 1 and --ranks-per-node=$ranks_per_node; try --min-ranks 1"
+fi
 
 arguments=(--nproc-per-node "$ranks_per_node" --max-restarts "$max_restarts")
-if ((num_nodes == 1)); then
+if ((max_nodes == 1)); then
     arguments+=(--standalone)
 else
     # The c10d rendezvous lets all nodes restart together. It numbers the nodes itself; ours only says who hosts it.
@@ -100,10 +130,11 @@ else
 fi
 if [[ -n $log_dir ]]; then
     mkdir -p "$log_dir"
-    arguments+=(--log-dir "$log_dir" --redirects 3 --tee 0:3)
+    arguments+=(--log-dir "$log_dir")
 fi
+[[ -z $min_ranks ]] || arguments+=(--min-ranks "$min_ranks")
 
 cores=$(env -u OMP_NUM_THREADS nproc)
 threads=$((cores / ranks_per_node))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-exec .venv/bin/torchrun "${arguments[@]}" train.py "$@"
+exec .venv/bin/python -m launch.agent "${arguments[@]}" -- "$@"

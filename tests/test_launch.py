@@ -14,12 +14,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"])
-TOOLS = "bash cat cut dirname env flock grep head mkdir mv nproc realpath rm sed sha256sum sleep sort touch tr cp basename".split()
+TOOLS = (
+    "bash cat cut dirname env flock grep head mkdir mv nproc realpath rm sed sha256sum sleep sort touch tr cp basename date ls tail".split()
+)
 
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
@@ -34,14 +37,13 @@ case "$*" in
         while [[ -e "$SANDBOX/pip-waits" ]]; do sleep 0.05; done
         [[ ! -e "$SANDBOX/pip-fails" ]] || { echo "ERROR: no such package" >&2; exit 1; } ;;
     "train.py --cfg job --package moe"*) cat "$SANDBOX/moe.yaml" ;;
+    "-m launch.agent "*) printf '%s\\n' "OMP_NUM_THREADS=$OMP_NUM_THREADS" "${@:3}" >>"$SANDBOX/agent"
+        exit "$(cat "$SANDBOX/agent-status")" ;;
+    "-m launch.job "*) echo "${*:3}" >>"$SANDBOX/job"; cat "$SANDBOX/described" ;;
     *) echo "stand-in python: what is $*?" >&2; exit 99 ;;
 esac
 """
 SHIM = "#!/usr/bin/env bash\necho 'command not found' >&2\nexit 127\n"
-TORCHRUN = """#!/usr/bin/env bash
-printf '%s\\n' "OMP_NUM_THREADS=$OMP_NUM_THREADS" "$@" >>"$SANDBOX/torchrun"
-exit "$(cat "$SANDBOX/torchrun-status")"
-"""
 
 
 class Sandbox:
@@ -100,20 +102,18 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 @pytest.fixture
 def installed(sandbox: Sandbox) -> Sandbox:
-    """A sandbox whose set-up has run, with a stand-in for torchrun that notes its arguments."""
+    """A sandbox whose set-up has run; its stand-in for Python notes how the agent is called."""
     assert sandbox.run("setup.sh").returncode == 0
-    torchrun = sandbox.repo / ".venv" / "bin" / "torchrun"
-    torchrun.write_text(TORCHRUN)
-    torchrun.chmod(0o755)
-    (sandbox.root / "torchrun-status").write_text("0")
+    (sandbox.root / "agent-status").write_text("0")
+    (sandbox.root / "described").write_text("runs/some name\n")
     (sandbox.root / "moe.yaml").write_text("# @package moe\nnum_experts: 8\ntop_k: 2\nplacement:\n  policy: static\n")
     sandbox.put("nproc", "#!/usr/bin/env bash\necho 6\n")
     sandbox.log()
     return sandbox
 
 
-def torchrun_arguments(box: Sandbox) -> list[str]:
-    return (box.root / "torchrun").read_text().splitlines()
+def agent_arguments(box: Sandbox) -> list[str]:
+    return (box.root / "agent").read_text().splitlines()
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -315,12 +315,14 @@ def test_quickstart_command_line(
     samples = -(-8 // ranks)
     result = installed.run("quickstart.sh", "training.steps=5", "name=a b", **env)
     assert (result.returncode, result.stderr) == (0, "")
-    assert torchrun_arguments(installed) == [
+    assert agent_arguments(installed) == [
         f"OMP_NUM_THREADS={threads}",
-        "--standalone",
         "--nproc-per-node",
         str(ranks),
-        "train.py",
+        "--max-restarts",
+        "0",
+        "--standalone",
+        "--",
         f"parallel.expert={expert_parallel}",
         f"training.micro_batch_size={samples}",
         f"training.global_batch_size={samples * ranks}",
@@ -330,7 +332,7 @@ def test_quickstart_command_line(
 
 
 def test_quickstart_ends_with_the_status_of_the_run(installed: Sandbox) -> None:
-    (installed.root / "torchrun-status").write_text("7")
+    (installed.root / "agent-status").write_text("7")
     assert installed.run("quickstart.sh").returncode == 7
 
 
@@ -346,38 +348,47 @@ def test_quickstart_reads_the_real_config() -> None:
 # --- torchrun.sh and slurm.sbatch ------------------------------------------------------------------------------------
 
 
-def parsed_by_torchrun(arguments: list[str]) -> dict[str, object]:
+def parsed(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options as torchrun reads them, and the overrides."""
     from torch.distributed.run import parse_args
 
-    return vars(parse_args(arguments))
+    place = arguments.index("--")
+    return vars(parse_args([*arguments[:place], "train.py"])), arguments[place + 1 :]
 
 
 def test_torchrun_on_one_node(installed: Sandbox) -> None:
     result = installed.run("torchrun.sh", "--ranks-per-node", "4", "--max-restarts", "2", "model=gpt_tiny", "parallel.tensor=2")
     assert result.returncode == 0, result.stderr
-    threads, *arguments = torchrun_arguments(installed)
-    options = parsed_by_torchrun(arguments)
+    threads, *arguments = agent_arguments(installed)
+    options, overrides = parsed(arguments)
     assert threads == "OMP_NUM_THREADS=1"
     assert options["standalone"] and options["nproc_per_node"] == "4" and options["max_restarts"] == 2
-    assert options["training_script"] == "train.py"
-    assert options["training_script_args"] == ["model=gpt_tiny", "parallel.tensor=2"]
+    assert overrides == ["model=gpt_tiny", "parallel.tensor=2"]
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [(None, "8"), ("0,3,5", "3"), ("", "1")])
+def test_torchrun_counts_the_gpus_that_it_may_use(installed: Sandbox, visible: str | None, ranks: str) -> None:
+    installed.put("nvidia-smi", NVIDIA_SMI)
+    assert installed.run("torchrun.sh", **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})).returncode == 0
+    assert parsed(agent_arguments(installed)[1:])[0]["nproc_per_node"] == ranks
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
-def test_torchrun_on_several_nodes(installed: Sandbox, node_rank: int) -> None:
+@pytest.mark.parametrize("num_nodes", ["2", "1:2"])
+def test_torchrun_on_several_nodes(installed: Sandbox, num_nodes: str, node_rank: int) -> None:
     installed.put("nvidia-smi", NVIDIA_SMI)
     result = installed.run(
         "torchrun.sh",
-        *("--num-nodes", "2", "--node-rank", str(node_rank), "--master-addr", "node-a", "--master-port", "1234"),
+        *("--num-nodes", num_nodes, "--node-rank", str(node_rank), "--master-addr", "node-a", "--master-port", "1234"),
         *("--job-id", "j1", "--log-dir", "logs", "--", "training.steps=5"),
     )
     assert result.returncode == 0, result.stderr
-    options = parsed_by_torchrun(torchrun_arguments(installed)[1:])
-    assert (options["nnodes"], options["nproc_per_node"]) == ("2", "8")
+    options, overrides = parsed(agent_arguments(installed)[1:])
+    assert (options["nnodes"], options["nproc_per_node"]) == (num_nodes, "8")
     assert (options["rdzv_backend"], options["rdzv_endpoint"], options["rdzv_id"]) == ("c10d", "node-a:1234", "j1")
     assert str(options["rdzv_conf"]).startswith(f"is_host={1 - node_rank},")
     assert options["log_dir"] == str(installed.root / "logs")
-    assert options["training_script_args"] == ["training.steps=5"]
+    assert overrides == ["training.steps=5"]
 
 
 @pytest.mark.parametrize(
@@ -385,7 +396,10 @@ def test_torchrun_on_several_nodes(installed: Sandbox, node_rank: int) -> None:
     [
         (["--num-nodes", "2"], "--num-nodes=2 needs --master-addr"),
         (["--num-nodes", "2", "--node-rank", "2", "--master-addr", "a"], "--node-rank=2 must be below --num-nodes=2; try --node-rank 1"),
-        (["--num-nodes", "two"], "--num-nodes=two is not a whole number"),
+        (["--num-nodes", "two"], "--num-nodes=two is neither a number nor a range such as 2:4"),
+        (["--num-nodes", "4:2"], "--num-nodes=4:2 must rise; try --num-nodes 2:4"),
+        (["--num-nodes", "2", "--master-addr", "a", "--min-ranks", "1"], "--min-ranks=1 goes with one node only"),
+        (["--ranks-per-node", "4", "--min-ranks", "5"], "--min-ranks=5 must be between 1 and --ranks-per-node=4"),
         (["--num-nodes", "0"], "--num-nodes=0 must be at least 1"),
         (["--ranks-per-node", "0"], "--ranks-per-node=0 must be at least 1"),
         (["--max-restarts"], "--max-restarts needs a value"),
@@ -396,7 +410,7 @@ def test_torchrun_refuses_wrong_options(installed: Sandbox, arguments: list[str]
     result = installed.run("torchrun.sh", *arguments)
     assert result.returncode == 2
     assert result.stderr.startswith(f"torchrun.sh: {message}") and result.stderr.count("\n") == 1
-    assert not (installed.root / "torchrun").exists()
+    assert not (installed.root / "agent").exists()
 
 
 def test_torchrun_without_a_set_up_names_it(sandbox: Sandbox) -> None:
@@ -416,30 +430,42 @@ def slurm_variables(box: Sandbox) -> dict[str, str]:
 
 
 SCONTROL = """#!/usr/bin/env bash
-case "$1 $2" in
-    "show hostnames") printf 'node-a\\nnode-b\\n' ;;
+case "$*" in
+    "show hostnames"*) printf 'node-a\\nnode-b\\n' ;;
+    "--oneliner show node node-a") echo "NodeName=node-a Arch=x86_64 NodeAddr=10.0.0.1 NodeHostName=node-a" ;;
     *) echo "scontrol $*" >>"$SANDBOX/log" ;;
 esac
 """
+SRUN = '#!/usr/bin/env bash\nwhile [[ $1 == -* ]]; do shift; done\nfor SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done\n'
 
 
-def test_slurm_job_starts_torchrun_on_every_node(installed: Sandbox) -> None:
+@pytest.mark.parametrize("array", [False, True])
+def test_slurm_job_starts_torchrun_on_every_node(installed: Sandbox, array: bool) -> None:
     installed.put("scontrol", SCONTROL)
-    installed.put(
-        "srun", '#!/usr/bin/env bash\nwhile [[ $1 == -* ]]; do shift; done\nfor SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done\n'
-    )
-    result = installed.run("slurm.sbatch", "model=gpt_tiny", "name=a b", **slurm_variables(installed))
+    installed.put("srun", SRUN)
+    variables = slurm_variables(installed) | {"SLURM_GPUS_ON_NODE": "4"}
+    if array:
+        variables |= {"SLURM_ARRAY_JOB_ID": "61230", "SLURM_ARRAY_TASK_ID": "3"}
+        (installed.root / "described").write_text("runs/a b_3\nname='a b_3'\n")
+    result = installed.run("slurm.sbatch", "--max-restarts", "2", "--", "model=gpt_tiny", "name=a b", **variables)
     assert (result.returncode, result.stderr) == (0, "")
-    lines = torchrun_arguments(installed)
-    second = lines.index("OMP_NUM_THREADS=6", 1)
+    assert (installed.root / "job").read_text() == f"--world-size 8 {'--array-task 3 ' * array}-- model=gpt_tiny name=a b\n"
+    lines = agent_arguments(installed)
+    second = lines.index("OMP_NUM_THREADS=1", 1)
+    job, run_dir = ("61230_3", "runs/a b_3") if array else ("61234", "runs/some name")
     for node, arguments in enumerate((lines[1:second], lines[second + 1 :])):
-        options = parsed_by_torchrun(arguments)
-        assert options["nnodes"] == "2"
-        assert options["rdzv_endpoint"] == f"node-a:{10000 + 61234 % 20000}"
-        assert options["rdzv_id"] == "slurm-61234-1"
+        options, overrides = parsed(arguments)
+        assert (options["nnodes"], options["nproc_per_node"], options["max_restarts"]) == ("2", "4", 2)
+        assert options["rdzv_endpoint"] == f"10.0.0.1:{10000 + 61234 % 20000}"
+        assert options["rdzv_id"] == f"slurm-{job}-1"
         assert str(options["rdzv_conf"]).startswith(f"is_host={1 - node},")
-        assert options["log_dir"] == str(installed.repo / f"runs/slurm/61234/attempt_1/node_{node}")
-        assert options["training_script_args"] == ["model=gpt_tiny", "name=a b"]
+        assert options["log_dir"] == str(installed.repo / run_dir / f"logs/{job}/attempt_1")
+        assert overrides == ["model=gpt_tiny", "name=a b", *(["name='a b_3'"] if array else [])]
+
+
+def test_slurm_job_refuses_an_option_of_sbatch_after_the_script(installed: Sandbox) -> None:
+    result = installed.run("slurm.sbatch", "--time", "1:00", **slurm_variables(installed))
+    assert result.returncode == 2 and "unknown option --time: options of sbatch go before the script" in result.stderr
 
 
 def test_slurm_job_ends_with_the_status_of_the_run(installed: Sandbox) -> None:
@@ -449,12 +475,36 @@ def test_slurm_job_ends_with_the_status_of_the_run(installed: Sandbox) -> None:
     assert installed.log() == []
 
 
-def test_slurm_job_is_queued_again_before_its_time_limit(installed: Sandbox) -> None:
+WARNED_SRUN = """#!/usr/bin/env bash
+trap 'mkdir -p "runs/some name/checkpoints/step_0000012"; exit {status}' USR1
+echo up >>$SANDBOX/log
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize(("status", "end"), [(75, ["scontrol requeue 61234"]), (1, ["scontrol requeue 61234"]), (0, []), (2, [])])
+def test_slurm_job_that_was_warned_is_queued_again_if_there_is_more_to_do(installed: Sandbox, status: int, end: list[str]) -> None:
     installed.put("scontrol", SCONTROL)
-    srun = "#!/usr/bin/env bash\ntrap 'echo ended >>$SANDBOX/log; exit 1' TERM\necho up >>$SANDBOX/log\nwhile true; do sleep 0.05; done\n"
+    installed.put("squeue", "#!/usr/bin/env bash\necho N/A\n")
+    installed.put("srun", WARNED_SRUN.replace("{status}", str(status)))
+    process = installed.start("slurm.sbatch", **slurm_variables(installed))
+    wait_until(lambda: (installed.root / "log").exists(), "srun")
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == status, out + err
+    assert installed.log() == ["up", *end]
+    assert not end or f"stopped early (status {status}) with step 12 saved" in out
+
+
+def test_slurm_job_whose_ranks_do_not_stop_is_queued_again_in_time(installed: Sandbox) -> None:
+    """Twenty seconds before the time limit what still runs is ended; here that moment has passed."""
+    installed.put("scontrol", SCONTROL)
+    installed.put("squeue", f"#!/usr/bin/env bash\necho {time.strftime('%Y-%m-%dT%H:%M:%S')}\n")
+    srun = WARNED_SRUN.replace("USR1", "TERM").replace("{status}", "143").replace("echo up", "trap '' USR1; echo up")
     installed.put("srun", srun)
     process = installed.start("slurm.sbatch", **slurm_variables(installed))
     wait_until(lambda: (installed.root / "log").exists(), "srun")
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=30)
-    assert installed.log() == ["up", "ended", "scontrol requeue 61234"]
+    out, err = process.communicate(timeout=30)
+    assert "the ranks did not stop in time" in out, out + err
+    assert installed.log() == ["up", "scontrol requeue 61234"]

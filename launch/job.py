@@ -1,0 +1,86 @@
+"""What a scheduler's script must know of a run before it starts one: whether its config is possible, and where it writes.
+
+    python -m launch.job --world-size N [--array-task T] -- KEY=VALUE...
+
+prints the folder of the run, then one line for each override to add; a wrong configuration ends in one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from configs.compose import EXIT_STATUS, compose
+from configs.schema import Config, ConfigError
+from configs.validate import usable_world_size, validate
+
+ARRAY_TASK = "SLURM_ARRAY_TASK_ID"  # what a user's own overrides can refer to: name='a_${oc.env:SLURM_ARRAY_TASK_ID}'
+
+
+class Job(NamedTuple):
+    config: Config
+    overrides: list[str]  # to add to the user's
+
+
+def compose_for(overrides: Sequence[str], world_size: int) -> Config:
+    """Compose and check a command line for that many ranks. Raises ConfigError."""
+    config = compose(list(overrides))
+    validate(config, usable_world_size(config, world_size))
+    return config
+
+
+def make_job(overrides: Sequence[str], world_size: int, array_task: int | None = None) -> Job:
+    """Compose a job, and give the tasks of a job array names of their own where the overrides do not: name=NAME_T.
+
+    Raises:
+        ConfigError: for an impossible configuration.
+    """
+    if array_task is None:
+        return Job(compose_for(overrides, world_size), [])
+    for keys in ((), ("name",), ("name", "run_dir")):  # run_dir follows the name unless it was set
+        job, next_job = (_make_task(overrides, world_size, task, keys) for task in (array_task, array_task + 1))
+        if job.config.run_dir != next_job.config.run_dir:
+            break
+    return job
+
+
+def _make_task(overrides: Sequence[str], world_size: int, array_task: int, keys: Sequence[str]) -> Job:
+    """The job of one task of an array, with the number added to the values of `keys`."""
+    before = os.environ.get(ARRAY_TASK)
+    os.environ[ARRAY_TASK] = str(array_task)
+    try:
+        config = compose_for(overrides, world_size)
+        added = [f"{key}={_quote(f'{getattr(config, key)}_{array_task}')}" for key in keys]
+        return Job(compose_for([*overrides, *added], world_size), added)
+    finally:
+        del os.environ[ARRAY_TASK]
+        if before is not None:
+            os.environ[ARRAY_TASK] = before
+
+
+def _quote(text: str) -> str:
+    """A value that Hydra reads back as this text."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what the scheduler's script asks for; the exit status."""
+    parser = argparse.ArgumentParser(prog="launch.job", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--array-task", type=int)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args(arguments)
+    try:
+        job = make_job(options.overrides, options.world_size, options.array_task)
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return EXIT_STATUS
+    print(job.config.run_dir, *job.overrides, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

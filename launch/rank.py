@@ -1,0 +1,45 @@
+"""What launch/agent.py starts as each rank: train.py, whose early stop on purpose torchrun must not take for a failure."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+STOPPED_EARLY = 75  # train.py's exit status after a stop on purpose with everything saved: start it again to go on
+HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # signals that the agent gives to its ranks
+
+
+def main(mark: str, log_dir: str) -> None:
+    """Run train.py with the rest of the command line; on an early stop touch `mark` and end with 0."""
+    # Slurm signals every process of a job. A rank that cannot answer yet lets it pass: the agent tells it again when it can. So what
+    # is pending since the agent blocked it is forgotten here, and warnings stay ignored until training handles them.
+    defaults = {signum: signal.signal(signum, signal.SIG_IGN) for signum in HANDED_ON}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, defaults[signum])
+    if log_dir:
+        for stream, suffix in ((1, "out"), (2, "err")):
+            _link(Path(log_dir) / f"rank_{int(os.environ['RANK']):05}.{suffix}", os.readlink(f"/proc/self/fd/{stream}"))
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as end:
+        if end.code != STOPPED_EARLY:
+            raise
+        Path(mark).touch()
+
+
+def _link(path: Path, target: str) -> None:
+    """Make `path` lead to `target`, also where it led to an earlier attempt's."""
+    new = path.with_name(f".{path.name}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(os.path.relpath(target, path.parent))
+    new.replace(path)
+
+
+if __name__ == "__main__":
+    _, mark, log_dir, *overrides = sys.argv
+    sys.argv = ["train.py", *overrides]
+    main(mark, log_dir)
