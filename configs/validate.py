@@ -91,7 +91,7 @@ RANGES: dict[str, tuple[float, float, bool, bool]] = {
             *(f"parallel.{key}" for key in ("tensor", "pipeline", "context", "expert", "expert_tensor", "timeout_seconds")),
             *(f"data.{key}" for key in ("vocab_size", "num_workers", "prefetch", "timeout_seconds")),
             *(f"training.{key}" for key in ("steps", "global_batch_size", "micro_batch_size", "eval_batches")),
-            *("optimizer.decay_steps", "plan_world_size"),
+            "optimizer.decay_steps",
         ],
         (1, INF, True, True),
     ),
@@ -334,6 +334,8 @@ def _loose_values(config: Config, world_size: int) -> Iterator[Problem]:
 
     if config.plan not in (False, True, "json") or isinstance(config.plan, (int, float)) and not isinstance(config.plan, bool):
         yield Problem("plan", "must be true, false or json", _set("plan", [True]))
+    if config.plan_world_size is not None and config.plan_world_size < 1:
+        yield Problem("plan_world_size", "must be at least 1, or null", _set("plan_world_size", [1, None]))
     if config.plan_world_size is not None and config.plan is False:
         rule = "is for plan=true: a run takes the processes that are started"
         yield Problem("plan_world_size", rule, [{"plan": True}, {"plan_world_size": None}])
