@@ -146,7 +146,7 @@ def usable_world_size(config: Config, world_size: int) -> int:
 def planned_world_size(config: Config, started: int) -> int:
     """How many processes a plan is for: `plan_world_size`, those started, or without a launcher the fewest that the config allows."""
     if config.plan_world_size is not None:
-        return config.plan_world_size
+        return max(1, config.plan_world_size)  # what is less, a rule refuses
     if started > 1:
         return started
     fewest = math.lcm(max(1, derived.model_parallel_size(config)), max(1, derived.expert_model_parallel_size(config)))
