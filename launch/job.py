@@ -54,7 +54,7 @@ def _make_task(overrides: Sequence[str], world_size: int, array_task: int, keys:
     try:
         config = compose_for(overrides, world_size)
         added = [f"{key}={_quote(f'{getattr(config, key)}_{array_task}')}" for key in keys]
-        return Job(compose_for([*overrides, *added], world_size), added)
+        return Job(compose_for([*overrides, *added], world_size) if added else config, added)
     finally:
         del os.environ[ARRAY_TASK]
         if before is not None:

@@ -96,21 +96,21 @@ def test_rank_that_dies_is_started_again(launch: Launch) -> None:
     assert [launch.log(rank) for rank in (0, 1)] == [f"rank {rank} of 2, attempt 1\n" for rank in (0, 1)]
 
 
-def test_without_restarts_left_it_names_the_rank_or_goes_on_with_fewer(launch: Launch) -> None:
-    options = ["--ranks-per-node", "4", "--log-dir", "logs"]
+def test_without_restarts_left_it_names_the_rank_and_goes_on_with_fewer(launch: Launch) -> None:
     overrides = ["experiment=gpt_tiny", "name=fails_on_four", "training.global_batch_size=8", "training.micro_batch_size=4"]
-    process = launch.start(*options, "--", *overrides)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 7, out + err
-    assert err.splitlines()[-1].startswith("launch: rank 2 on ") and err.splitlines()[-1].endswith(
-        "failed first, with exit status 7: see its output"
-    )
-
-    process = launch.start(*options, "--min-ranks", "1", "--", *overrides)  # 3 ranks do not divide the batch
+    process = launch.start("--ranks-per-node", "4", "--min-ranks", "1", "--log-dir", "logs", "--", *overrides)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, out + err
-    assert "launch: going on with 2 ranks in place of 4" in err
+    named, went_on = [line for line in err.splitlines() if line.startswith("launch: ")]
+    assert named.startswith("launch: rank 2 on ") and named.endswith(" failed first, with exit status 7: see its output")
+    assert went_on == "launch: going on with 2 ranks in place of 4"  # 3 do not divide the batch
     assert [launch.log(rank) for rank in (0, 1)] == [f"rank {rank} of 2, attempt 0\n" for rank in (0, 1)]
+
+
+def test_status_of_a_failure_is_the_first_failed_ranks(launch: Launch) -> None:
+    process = launch.start("--ranks-per-node", "4", "--", "name=fails_on_four")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 7 and "failed first, with exit status 7" in err.splitlines()[-1], out + err
 
 
 def test_second_interrupt_ends_ranks_that_do_not_stop(launch: Launch) -> None:
