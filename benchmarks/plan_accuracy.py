@@ -134,33 +134,19 @@ class LiveBytes(TorchDispatchMode):
         self.now -= num_bytes
 
 
-def make_batches(config: Config, data_size: int, data_rank: int) -> list[dict[str, torch.Tensor]]:
-    """This rank's micro-batches of random tokens."""
-    generator = torch.Generator().manual_seed(data_rank)
-    size, length = config.training.micro_batch_size, config.model.sequence_length
-    batches = []
-    for _ in range(config.training.global_batch_size // (size * data_size)):
-        batch = {name: torch.randint(0, VOCAB_SIZE, (size, length), generator=generator) for name in ("tokens", "labels")}
-        batch["loss_mask"] = torch.ones(size, length)
-        if config.model.family == "bert":
-            batch["types"] = torch.randint(0, 2, (size, length), generator=generator)
-            batch["padding_mask"] = torch.ones(size, length, dtype=torch.bool)
-            batch["sentence_label"] = torch.randint(0, 2, (size,), generator=generator)
-        batches.append(batch)
-    return batches
-
-
 def measure(config: Config) -> dict[str, Any]:
     """Bytes by kind and operations of one training step of this rank."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from moe.workspace import WORKSPACE
     from parallel import topology as topology_module
+    from training.dry_run import made_up_batches
     from training.step import Model
 
     topology = topology_module.initialize(config)
     model = Model(config, topology, VOCAB_SIZE)
-    batches = make_batches(config, topology.data_size, topology.data_rank)
+    count = config.training.global_batch_size // (config.training.micro_batch_size * topology.data_size)
+    batches = made_up_batches(config, count, VOCAB_SIZE, seed=topology.data_rank)
     model.train_step(batches, 1)
     with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
         model.train_step(batches, 2)

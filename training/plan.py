@@ -50,6 +50,11 @@ class RunPlan:
         """The rank that needs most."""
         return max(self.memory, key=lambda rank: rank.total)
 
+    @property
+    def micro_batches(self) -> int:
+        """Of one rank in a step."""
+        return derived.num_micro_batches(self.config, self.world_size)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         config, padded = self.config, padded_vocab_size(self.vocab_size, self.config.parallel.tensor)
@@ -66,7 +71,7 @@ class RunPlan:
                 "executed_per_token": executed_flops_per_token(config, padded, self.device),
                 "forward_operations": forward_operations(config, self.vocab_size),
             },
-            "micro_batches": derived.num_micro_batches(config, self.world_size),
+            "micro_batches": self.micro_batches,
             "memory_per_rank": [{**asdict(rank), "total": rank.total} for rank in self.memory],
             "worst_rank": self.worst.rank,
             "layout": [
@@ -134,13 +139,13 @@ def write(plan: RunPlan, run_dir: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def refuse_what_cannot_fit(plan: RunPlan, device_bytes: int | None = None) -> None:
-    """Raise ConfigError if a rank needs more than `training.memory_limit_gib`, or clearly more than its device has."""
+def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) -> None:
+    """Raise ConfigError if a rank needs more than `training.memory_limit_gib`, or clearly more than its GPU has."""
     limit_gib = plan.config.training.memory_limit_gib
     if limit_gib is not None:
         limit, needed = limit_gib * GIB, float(plan.worst.total)
-    elif device_bytes is not None:
-        limit, needed = float(device_bytes), plan.worst.total * (1 - TOLERANCE)
+    elif device is not None and device.type == "cuda":
+        limit, needed = float(torch.cuda.get_device_properties(device).total_memory), plan.worst.total * (1 - TOLERANCE)
     else:
         return
     if needed > limit:

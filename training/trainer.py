@@ -15,7 +15,7 @@ from data.build import build_data
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer
 from parallel import topology as topology_module
-from training import checkpoint, events, resume
+from training import checkpoint, dry_run, events, plan, resume
 from training.callbacks.checkpoints import Checkpoints
 from training.callbacks.evaluation import Evaluation
 from training.callbacks.expert_planning import ExpertPlanning
@@ -129,6 +129,8 @@ class Trainer:
         folder = resume.find(config)
         if folder is not None:
             checkpoint.check_same_model(config, vocab_size, folder)
+        self._plan = plan.make_plan(config, topology.world_size, vocab_size, topology.device.type)
+        plan.refuse_what_cannot_fit(self._plan, topology.device)
         model = Model(config, topology, vocab_size)
         progress = checkpoint.Progress()
         if folder is not None:
@@ -146,6 +148,8 @@ class Trainer:
         self._peak_flops = peak_flops(config, topology.device)
         run = Run(config, topology, model, vocab_size, tokenizer, loader, make_validation_loader, progress)
         self._describe(run)
+        if dry_run.wanted(config, topology.device):
+            dry_run.first_batch(model, self._plan)
         return run
 
     def _release(self) -> None:
@@ -157,6 +161,7 @@ class Trainer:
             return
         run.run_dir.mkdir(parents=True, exist_ok=True)
         (run.run_dir / "config.yaml").write_text(to_yaml(self.config))
+        plan.write(self._plan, run.run_dir)
         copy_tokenizer(Path(run.tokenizer.path), run.run_dir / "tokenizer")
         layout = self.config.parallel
         sizes = {

@@ -1,0 +1,102 @@
+"""A made-up batch before the first step: what does not fit in memory is found out in seconds, and with what would fit.
+
+Weights, optimizer, random numbers and routers are afterwards as they were, so a run is the same with it and without.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core import tensor_parallel
+
+from configs.schema import Config, ConfigError
+from optim.build import members
+from training.plan import RunPlan, out_of_memory
+from training.step import Batch, Model
+
+
+def wanted(config: Config, device: torch.device) -> bool:
+    """`training.dry_run`, by default on a GPU."""
+    return device.type == "cuda" if config.training.dry_run is None else config.training.dry_run
+
+
+def first_batch(model: Model, plan: RunPlan) -> None:
+    """Forward and backward passes of as many micro-batches as are in flight at once, beside room for the optimizer's state.
+
+    A collective call. Raises ConfigError with what would fit where memory runs out.
+    """
+    config, device = model.config, model.topology.device
+    pipeline = config.parallel.pipeline
+    count = min(plan.micro_batches, 2 * pipeline if pipeline > 1 else 1)
+    try:
+        with _left_as_it_was(model):
+            room = torch.empty(_missing_state(model, plan), dtype=torch.uint8, device=device)
+            model.run_again(made_up_batches(config, count, plan.vocab_size))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            del room
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise ConfigError(out_of_memory(plan, _there_is(device, plan))) from None
+
+
+def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0) -> list[Batch]:
+    """Micro-batches of random tokens, on the host."""
+    generator = torch.Generator().manual_seed(seed)
+    size, length = config.training.micro_batch_size, config.model.sequence_length
+    batches = []
+    for _ in range(count):
+        batch = {name: torch.randint(0, vocab_size, (size, length), generator=generator) for name in ("tokens", "labels")}
+        batch["loss_mask"] = torch.ones(size, length)
+        if config.model.family == "bert":
+            batch["types"] = torch.randint(0, 2, (size, length), generator=generator)
+            batch["padding_mask"] = torch.ones(size, length, dtype=torch.bool)
+            batch["sentence_label"] = torch.randint(0, 2, (size,), generator=generator)
+        batches.append(batch)
+    return batches
+
+
+@contextmanager
+def _left_as_it_was(model: Model) -> Iterator[None]:
+    device = model.topology.device
+    buffers = [(buffer, buffer.clone()) for chunk in model.bare_chunks for buffer in chunk.buffers()]  # routers' biases and counts
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    states, host = {name: state.clone() for name, state in tracker.get_states().items()}, torch.get_rng_state()
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for chunk in model.chunks:
+            chunk.zero_grad_buffer()
+        tracker.set_states(states)
+        torch.set_rng_state(host)
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device, device)
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def _missing_state(model: Model, plan: RunPlan) -> int:
+    """Bytes of optimizer state that the first step will make."""
+    there = 0
+    for member in members(model.optimizer):
+        if member.optimizer is not None:
+            if member.optimizer.state:
+                return 0
+            if model.config.training.precision != "fp32":
+                there += sum(p.numel() * p.element_size() for group in member.optimizer.param_groups for p in group["params"])
+    return max(0, plan.memory[model.topology.rank].optimizer - there)
+
+
+def _there_is(device: torch.device, plan: RunPlan) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(plan.worst.total)  # a host does not say how much a process may take
