@@ -153,7 +153,7 @@ class Model:
     def evaluate(self, steps: Iterator[Sequence[Batch]]) -> tuple[float, dict[str, float]]:
         """Mean loss per predicted token over the given global batches, and means of the extra losses."""
         total, tokens, batches = torch.zeros(1 + len(self._extra_names), dtype=torch.float64, device=self.topology.device), 0.0, 0
-        with self.frozen_weights():
+        with self.frozen_weights(), torch.no_grad():  # Megatron's schedule would build the graph all the same
             for micro_batches in steps:
                 sums, count = self._run(micro_batches, forward_only=True)
                 total += sums

@@ -111,6 +111,14 @@ def test_plans_of_the_planner_beside_what_was_measured(data: list[str], tmp_path
         assert last["measured_backward_seconds"][i] == (measured[-1]["backward"] if measured else None)
 
 
+def test_evaluation_leaves_no_trace_in_the_next_step(data: list[str], tmp_path: Path, single: Lines) -> None:
+    lines = train_on_ranks([*SIZES, *data, "training.eval_interval=1", "training.eval_batches=2", f"run_dir={tmp_path}"])
+    for line, expected in zip(lines, single, strict=True):
+        assert line["validation_loss"] > 0
+        assert line["tokens_per_expert"] == expected["tokens_per_expert"]
+        assert line["moe_layers"]["router_entropy"] == expected["moe_layers"]["router_entropy"]
+
+
 def test_dropped_tokens_are_those_that_capacity_refuses(data: list[str], tmp_path: Path) -> None:
     (line, *_) = train_on_ranks([*SIZES, *data, "moe.capacity_factor=0.5", f"run_dir={tmp_path}"])
     for counts, dropped in zip(line["tokens_per_expert"]["counts"], line["moe_layers"]["dropped_tokens"], strict=True):

@@ -46,7 +46,7 @@ class Profile(Callback):
         (run.run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
 
         def action(index: int) -> ProfilerAction:
-            step = first + index
+            step = run.progress.step + 1  # not the profiler's own count: a run may go back to a checkpoint
             if step in chosen:
                 return ProfilerAction.RECORD_AND_SAVE
             # The step before is recorded too and thrown away: a profiler's first step pays for its start.
