@@ -22,7 +22,7 @@ import torch
 from configs.schema import ConfigError
 from models import convert
 from training import contents, export, headers, manifest
-from training.contents import Progress, check_same_model, load, load_weights, read_state
+from training.contents import Progress, check_same_model, load_weights, read_state
 from training.saver import Saved, SaveError, Saver
 from training.step import Model
 
@@ -45,6 +45,15 @@ def save(model: Model, progress: Progress, folder: Path, vocab_size: int) -> Non
     """
     saver_of(model).start(model, progress, folder, vocab_size)
     saver_of(model).finish()
+
+
+def load(model: Model, folder: Path) -> Progress:
+    """Fill a model with a checkpoint: weights, optimizer and, in the layout that saved them, random number states.
+
+    A collective call; the model may have taken other steps since. Raises ConfigError on every rank if any cannot read its part.
+    """
+    saver_of(model).last_step = None
+    return contents.load(model, folder)
 
 
 def finish_pending(model: Model) -> Saved | None:

@@ -86,10 +86,7 @@ def tensors_to_save(model: Model) -> list[ShardedTensor]:
 
 
 def load(model: Model, folder: Path) -> Progress:
-    """Fill a model with a checkpoint: weights, optimizer and, in the layout that saved them, random number states.
-
-    A collective call; the model may have taken other steps since. Raises ConfigError on every rank if any cannot read its part.
-    """
+    """See training.checkpoint.load."""
     problem, progress = None, Progress()
     try:
         progress = _load(model, folder)

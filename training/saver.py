@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from training.step import Model
 
 WRITE_TIMEOUT = 3600.0  # seconds that one rank's file, or the commit, may take before the run gives up
 CLOSE_TIMEOUT = 10.0  # seconds that a run which failed waits for its writer to notice
+VISIBLE_TIMEOUT = 90.0  # seconds until rank 0 sees what another host wrote; NFS caches names for up to 60
 NICENESS = 5  # of the writing threads: training goes first where cores are short
 RUNNING, DONE, FAILED = 0, 1, -1
 
@@ -50,6 +51,7 @@ class Saved:
     num_bytes: int
     seconds: float  # from the snapshot until `poll` saw it
     pause_seconds: float  # of them the training stood still
+    complaint: str | None  # why older checkpoints could not be deleted
 
 
 class Saver:
@@ -57,7 +59,9 @@ class Saver:
 
     def __init__(self, model: Model, timeout_seconds: float):
         self._snapshot = Snapshot(pinned=model.topology.device.type == "cuda")
+        self.last_step: int | None = None  # the step that was saved last, unless the model was loaded since
         self._save: _Save | None = None
+        self._config = to_yaml(model.config)  # now, because it takes longer than a snapshot
         # The state of writers is asked for over the CPU, whatever training uses: no step waits for it on the device.
         gloo = dist.get_backend() == "gloo"
         self._group = None if gloo else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -77,8 +81,9 @@ class Saver:
         with model.frozen_weights():
             self._snapshot.take(contents.tensors_to_save(model))
         state = contents.describe(model, progress, vocab_size)
-        small = {manifest.CONFIG: to_yaml(model.config), manifest.STATE: json.dumps(state, indent=1)}
-        self._save = _Save(folder, replace(progress).step, small, self._snapshot, keep, keep_every, begin)
+        small = {manifest.CONFIG: self._config, manifest.STATE: json.dumps(state, indent=1)}
+        self._save = _Save(folder, progress.step, small, self._snapshot, keep, keep_every, begin)
+        self.last_step = progress.step
         return earlier
 
     def poll(self) -> Saved | None:
@@ -104,7 +109,8 @@ class Saver:
             save.commit([entry for entry in results if entry is not None])
             return None
         self._save = None
-        return Saved(save.folder, save.step, results[0], time.perf_counter() - save.begin, save.pause)
+        num_bytes, complaint = results[0]
+        return Saved(save.folder, save.step, num_bytes, time.perf_counter() - save.begin, save.pause, complaint)
 
     def finish(self) -> Saved | None:
         """Wait for the save under way, if any; what became complete. Raises SaveError."""
@@ -144,7 +150,9 @@ class _Save:
         self.committing = True
         self.part = _Part(lambda: self._commit(dict(files))) if dist.get_rank() == 0 else _Part(None)
 
-    def _commit(self, files: dict[str, FileSum]) -> int:
+    def _commit(self, files: dict[str, FileSum]) -> tuple[int, str | None]:
+        for name in files:
+            _wait_for(self.temporary / name)
         for name, text in self._small.items():
             files[name] = manifest.write_text(self.temporary / name, text)
         for path in self.temporary.iterdir():  # of a save that was killed on more ranks
@@ -156,8 +164,12 @@ class _Save:
         manifest.write(self.temporary, self.step, files)
         manifest.sync_folder(self.temporary)
         manifest.put_in_place(self.temporary, self.folder)
-        manifest.prune(self.folder, self._keep, self._keep_every)
-        return sum(entry.size for entry in files.values())
+        complaint = None
+        try:
+            manifest.prune(self.folder, self._keep, self._keep_every)
+        except OSError as error:  # the new one is there all the same
+            complaint = f"checkpoints older than {self.folder} cannot be deleted: {error}"
+        return sum(entry.size for entry in files.values()), complaint
 
     def abandon(self) -> None:
         """Free the space of what was written: the disk may be full."""
@@ -165,6 +177,15 @@ class _Save:
         self.part.wait(CLOSE_TIMEOUT)
         if dist.get_rank() == 0:
             shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def _wait_for(path: Path) -> None:
+    """Until a file that another host has written is seen here: network file systems take their time. Raises OSError."""
+    deadline = time.monotonic() + VISIBLE_TIMEOUT
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise OSError(f"rank 0 does not see {path}: run_dir must be in a file system that all nodes share")
+        time.sleep(0.2)
 
 
 class _Part:

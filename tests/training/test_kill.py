@@ -1,43 +1,78 @@
-"""SIGKILL of all ranks, also while a checkpoint is written; then the same command gives the run that was never killed.
+"""SIGKILL at random moments, also while a checkpoint is written; then the same command gives the run that was never killed.
 
-A few kills here; benchmarks/kill_resume.py does more.
+A few kills here; benchmarks/kill_test.py does more.
 """
 
 from __future__ import annotations
 
-import random
+import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from benchmarks.kill_resume import Kill, command, differences, read_steps, run_once
+from benchmarks.kill_test import differences
+from tests.test_rooms import ROOT
+from tests.training.helpers import train_on_ranks
 from training import manifest
 
-TRIES = 5  # a checkpoint of a tiny model is written in a moment: a kill may come too late for it
+LIMIT = 120.0  # seconds that one command may take
+
+
+@pytest.mark.timeout(240)
+def test_forked_runs(data: list[str]) -> None:
+    arguments = ["--kills=4", "--seed=3", "--steps=9", "--layouts=ep2", "--json", *data]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kill_test", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("seed 3: 4 kills over ep2")
+    result = json.loads(lines[-1])
+    assert result["kills"] == sum(result["during"].values()) == 4 and result["differences"] == []
+
+
+def kill_family(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL a command and all its descendants (torchrun's ranks are sessions of their own), and wait until they are gone."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        member.kill()
+    process.wait(timeout=30)
+    psutil.wait_procs(family, timeout=30)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, ["parallel.expert=2"])], ids=["one process", "torchrun EP2"])
-def test_killed_run_ends_as_if_it_never_was(
-    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, layout: list[str]
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    rng = random.Random(ranks)
-    overrides = ["experiment=gpt_moe_tiny", "model.hidden_dropout=0.1", "training.steps=10", "checkpoint.interval=2", *layout, *data]
-    whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
-    run_once(command(ranks, [*overrides, f"run_dir={whole}"]), whole, tmp_path / "whole.log")
-    line = command(ranks, [*overrides, f"run_dir={disturbed}"])
-    log = tmp_path / "disturbed.log"
-
-    for _ in range(TRIES):
-        start = run_once(line, disturbed, log, Kill("writing", 0.0))
-        assert start.killed and start.steps_on_record >= 2
-        if start.left_unfinished:
-            break
-    assert start.left_unfinished
-    assert run_once(line, disturbed, log, Kill("record", rng.uniform(0.0, 0.2))).killed
-    last = run_once(line, disturbed, log)
-    assert not last.killed and not last.left_unfinished
-    assert [step["step"] for step in read_steps(whole)] == list(range(1, 11))
-    assert differences(read_steps(disturbed), read_steps(whole)) == []
-    assert [manifest.problem_with(folder) for folder in manifest.list_checkpoints(disturbed)] == [None] * 3
+def test_torchrun_killed_while_it_saves(data: list[str], tmp_path: Path) -> None:
+    overrides = [
+        "experiment=gpt_moe_tiny",
+        "model.hidden_dropout=0.1",
+        "checkpoint.interval=2",
+        "training.steps=10",
+        "parallel.expert=2",
+        *data,
+    ]
+    train_on_ranks([*overrides, f"run_dir={tmp_path / 'whole'}"], 2)
+    run_dir, log = tmp_path / "killed", tmp_path / "log"
+    quiet = ["logging=quiet", "sample.prompts=[]", "training.eval_interval=0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "train.py", *quiet, *overrides, f"run_dir={run_dir}"]
+    with open(log, "wb") as stream:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        deadline = time.monotonic() + LIMIT
+        # The second checkpoint begins: the first one is announced.
+        while process.poll() is None and time.monotonic() < deadline and not manifest.folder_of(run_dir, 4).with_suffix(".tmp").exists():
+            time.sleep(0.001)
+        assert process.poll() is None, log.read_text()
+        kill_family(process)
+        announced = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("checkpoint ")]
+        assert announced and all(manifest.verify(Path(folder)) is None for folder in announced)
+        subprocess.run(
+            command, cwd=ROOT, stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=LIMIT, check=True
+        )
+    assert "resumed from" in log.read_text()
+    assert differences(run_dir, tmp_path / "whole") == []
+    assert [manifest.verify(folder) for folder in manifest.list_checkpoints(run_dir)] == [None] * 3

@@ -11,7 +11,6 @@ class Checkpoints(Callback):
 
     def __init__(self) -> None:
         self._saver: checkpoint.Saver | None = None
-        self._saved_step: int | None = None
 
     def on_start(self, run: Run) -> None:
         self._saver = checkpoint.saver_of(run.model)
@@ -19,8 +18,8 @@ class Checkpoints(Callback):
     def after_step(self, run: Run, metrics: Metrics) -> None:
         settings = run.config.checkpoint
         due = settings.interval > 0 and run.progress.step % settings.interval == 0
-        if due or (settings.at_end and run.is_last_step):
-            self._start(run)
+        if (due or (settings.at_end and run.is_last_step)) and checkpoint.saver_of(run.model).last_step != run.progress.step:
+            self.start(run)
             if not settings.async_save:
                 self.finish_pending(run)
         elif self._saver is not None:
@@ -35,25 +34,27 @@ class Checkpoints(Callback):
 
     def save_now(self, run: Run) -> None:
         """Have a complete checkpoint of the step just taken when this returns. A collective call. Raises SaveError."""
-        if self._saved_step != run.progress.step:
-            self._start(run)
+        if checkpoint.saver_of(run.model).last_step != run.progress.step:
+            self.start(run)
         self.finish_pending(run)
 
     def finish_pending(self, run: Run) -> None:
         """Wait for the save under way, if any, and announce it. A collective call. Raises SaveError."""
         self._announce(run, checkpoint.finish_pending(run.model))
 
-    def _start(self, run: Run) -> None:
+    def start(self, run: Run) -> None:
+        """Begin to save the step just taken, after waiting for an earlier save. A collective call. Raises SaveError."""
+        self.finish_pending(run)
         settings = run.config.checkpoint
         folder = manifest.folder_of(run.run_dir, run.progress.step)
-        saver = checkpoint.saver_of(run.model)
-        self._announce(run, saver.start(run.model, run.progress, folder, run.vocab_size, settings.keep, settings.keep_every))
-        self._saved_step = run.progress.step
+        checkpoint.saver_of(run.model).start(run.model, run.progress, folder, run.vocab_size, settings.keep, settings.keep_every)
 
     def _announce(self, run: Run, saved: checkpoint.Saved | None) -> None:
         if saved is None or not run.is_main:
             return
         run.say(f"checkpoint {saved.folder}")
+        if saved.complaint is not None:
+            run.say(saved.complaint)
         events.record(
             run.run_dir,
             "checkpoint_saved",
