@@ -23,11 +23,6 @@ CONSTANTS = {
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
 MODULES = (
-    "dist_checkpointing.exchange_utils",
-    "dist_checkpointing.strategies.async_utils",
-    "dist_checkpointing.strategies.filesystem_async",
-    "dist_checkpointing.strategies.fully_parallel",
-    "dist_checkpointing.strategies.state_dict_saver",
     "distributed.distributed_data_parallel",
     "distributed.param_and_grad_buffer",
     "models.common.embeddings.rotary_pos_embedding",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import queue
 from typing import Any
 
 import torch
 from megatron.core import utils
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import multi_latent_attention, transformer_layer
 from megatron.core.transformer.moe import moe_utils
@@ -19,7 +17,6 @@ NORM_BLOCK = 1024  # elements whose squares are added up in one go on a CPU
 def apply() -> None:
     """Apply all mends. Called once, by parallel.megatron.apply_patches."""
     _define_te_general_gemm()
-    _write_checkpoints_in_this_process()
     _measure_gradients_exactly()
     _accept_subclasses_of_layers()
     _let_latent_attention_do_without_te()
@@ -43,31 +40,6 @@ def _accept_subclasses_of_layers() -> None:
     # A transformer layer knows Megatron's feed-forward classes by identity; for a subclass, which works as well, it warns
     # once per layer and lets it find its process groups by itself.
     logging.getLogger(transformer_layer.__name__).addFilter(lambda record: "Unknown MLP type" not in record.getMessage())
-
-
-def _write_checkpoints_in_this_process() -> None:
-    # Upstream starts a manager process with the "spawn" method (it imports the main module again, several seconds a
-    # job) and forks one writer per file, which is unsafe in a process that holds gloo or NCCL threads. A save of ours
-    # writes one or two files per rank: the bytes go out from the calling thread instead.
-    def write(transforms: Any, use_msc: bool, rank: int, write_buckets: list[Any], results: queue.Queue[Any]) -> None:
-        written: dict[int, Any] | Exception = {}
-        for i, bucket in enumerate(write_buckets):
-            local_results: queue.Queue[Any] = queue.Queue()
-            count: queue.Queue[int] = queue.Queue()
-            count.put(i)
-            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-                transforms, i, bucket, local_results, count, use_fsync=True, use_msc=use_msc
-            )
-            index, result = local_results.get(timeout=60)
-            if isinstance(result, Exception):
-                written = result
-                break
-            assert isinstance(written, dict)
-            written[index] = result
-        results.put(written)
-
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
-    filesystem_async._get_write_results_queue = queue.Queue
 
 
 def _measure_gradients_exactly() -> None:
