@@ -12,7 +12,7 @@ d channels of a head, L tokens that the cache can hold, V vocabulary, k experts 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeAlias
@@ -347,20 +347,29 @@ class _Experts:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         probs, chosen = self.route(hidden)
-        output = torch.zeros_like(hidden)
         if len(hidden) == 1:
+            output = torch.zeros_like(hidden)
             for expert, weight in zip(chosen[0].tolist(), probs[0].tolist(), strict=True):
                 if expert in self.experts:
                     output.add_(self.experts[expert](hidden), alpha=weight)
         else:
-            for expert, pairs in _pairs_by_expert(chosen, self.moe.num_experts or 0):
-                if expert in self.experts:
-                    tokens = pairs // chosen.size(1)
-                    weighted = self.experts[expert](hidden[tokens]) * probs.view(-1)[pairs, None].to(hidden.dtype)
-                    output.index_add_(0, tokens, weighted)
+            output = self._all_tokens(hidden, probs.to(hidden.dtype), chosen)
         if self.group is not None:
             dist.all_reduce(output, group=self.group)
         return output if self.shared is None else output + self.shared(hidden)
+
+    def _all_tokens(self, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)  # pairs of a token and an expert, by expert
+        counts = torch.bincount(flat, minlength=self.moe.num_experts or 0).tolist()
+        rows = hidden[order // chosen.size(1)].split(counts)
+        outputs = [
+            self.experts[expert](part) if expert in self.experts else torch.zeros_like(part)
+            for expert, part in enumerate(rows)
+            if len(part)
+        ]
+        by_token = torch.cat(outputs)[order.argsort()].view(*chosen.shape, -1)
+        return torch.bmm(probs[:, None], by_token).squeeze(1)
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights (fp32) and numbers of each token's experts `[T, k]`: Megatron-core's topk_routing_with_score_function."""
@@ -388,16 +397,6 @@ def _limit_to_groups(scores: torch.Tensor, num_groups: int, group_top_k: int, to
     best = by_group.topk(top_k // group_top_k, dim=2).values.sum(dim=2).topk(group_top_k, dim=1).indices
     excluded = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, False)
     return by_group.masked_fill(excluded[..., None], float("-inf")).view_as(scores)
-
-
-def _pairs_by_expert(chosen: torch.Tensor, num_experts: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(expert, places in the flat `[T, k]` list where it was chosen), for each expert that was."""
-    flat = chosen.reshape(-1)
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=num_experts).tolist()
-    for expert, pairs in enumerate(order.split(counts)):
-        if len(pairs):
-            yield expert, pairs
 
 
 class _Rotary:

@@ -1,52 +1,269 @@
-"""Continue a text with the model of a run, in whatever layout it trains in."""
+"""Continue texts: `python -m training.generate --checkpoint MODEL --prompt TEXT [--max-tokens 64] [--temperature 0.8 --top-p 0.95]`.
+
+MODEL is a run folder (its newest good checkpoint), one of its checkpoints/step_XXXXXXX, a folder of `python -m training.export`, or a
+Hugging Face folder. Prompts come from --prompt, --prompts-file (one a line) or standard input. Temperature 0 takes the likeliest token
+each time. A prompt's continuation does not depend on the other prompts of its batch. Also under torchrun, in any layout:
+`torchrun --nproc-per-node 2 -m training.generate ... parallel.tensor=2`.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
+from configs.schema import ConfigError
+from models.decoder import Cache, Decoder
+from training.open_model import OpenModel, add_model_arguments, open_from, run_command
 from training.run import Run
 
 
-def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float, top_p: float = 1.0) -> str:
-    """The text that the model adds to `prompt`, `num_tokens` long; temperature 0 takes the likeliest token each time.
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 leave all tokens in."""
 
-    Each token costs one forward pass over the model's whole sequence length, which fits every layout and needs no cache.
-    A collective call; every rank returns the same text.
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 1234
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The tokens that follow a prompt, without the one that ended it; `stopped` tells whether there was one."""
+
+    tokens: list[int]
+    stopped: bool
+
+
+@torch.inference_mode()
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    sampling: Sampling = Sampling(),
+    *,
+    stop: Collection[int] = (),
+    batch_size: int = 8,
+    use_cache: bool = True,
+) -> list[Completion]:
+    """Continue each prompt (token ids, at least one) until a token of `stop` or `max_tokens` tokens. A collective call.
+
+    A prompt draws from a generator of its own, so its continuation does not depend on its batch. Raises ConfigError for a prompt
+    without tokens, a token outside the vocabulary, or a text longer than learned positions allow.
     """
-    length = run.config.model.sequence_length
-    ids = run.tokenizer.encode(prompt)
-    generator = torch.Generator().manual_seed(run.config.training.seed)
-    start = len(ids)
-    for _ in range(num_tokens):
-        window = ids[-length:] or [run.tokenizer.eod]
-        tokens = torch.full((1, length), run.tokenizer.eod, dtype=torch.long)
-        tokens[0, : len(window)] = torch.tensor(window)
-        logits = run.model.forward({"tokens": tokens})
-        ids.append(_choose(run, logits, len(window) - 1, temperature, top_p, generator))
-    return run.tokenizer.decode(ids[start:])
+    _check(decoder, prompts, max_tokens)
+    completions: dict[int, Completion] = {}
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # rows of a batch are filled up to the longest
+    for begin in range(0, len(by_length), batch_size):
+        rows = by_length[begin : begin + batch_size]
+        found = _continue_batch(decoder, [list(prompts[i]) for i in rows], max_tokens, sampling, frozenset(stop), use_cache)
+        completions.update(zip(rows, found, strict=True))
+    return [completions[i] for i in range(len(prompts))]
 
 
-def _choose(run: Run, logits: torch.Tensor | None, position: int, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """Pick a token on the last stage and tell it to every rank."""
-    topology = run.topology
-    token = torch.zeros(1, dtype=torch.long, device=topology.device)
-    if logits is not None:
-        row = logits[0, position]
-        if topology.tensor_size > 1:
-            parts = [torch.empty_like(row) for _ in range(topology.tensor_size)]
-            dist.all_gather(parts, row.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-            row = torch.cat(parts)
-        row = row[: run.vocab_size].cpu()
-        token[0] = int(row.argmax()) if temperature == 0 else _sample(row / temperature, top_p, generator)
-    dist.broadcast(token, src=topology.world_size - 1)  # the last rank is on the last pipeline stage in every layout
-    return int(token)
+def _continue_batch(
+    decoder: Decoder, prompts: list[list[int]], max_tokens: int, sampling: Sampling, stop: frozenset[int], use_cache: bool
+) -> list[Completion]:
+    cache = Cache(max(map(len, prompts)) + max_tokens) if use_cache else None
+    generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
+    texts, ended = [list(prompt) for prompt in prompts], [False] * len(prompts)
+    logits = decoder.prefill(_padded(texts), [len(text) for text in texts], cache)
+    for count in range(1, max_tokens + 1):
+        tokens = _choose(logits, sampling, generators)
+        chosen = tokens.tolist()
+        for row, token in enumerate(chosen):
+            ended[row] = ended[row] or token in stop
+            if not ended[row]:
+                texts[row].append(token)
+        if all(ended) or count == max_tokens:
+            break
+        if cache is not None:
+            logits = decoder.decode(tokens, cache)
+        else:
+            logits = decoder.prefill(_padded(texts), [len(text) for text in texts], None)
+    return [Completion(text[len(prompt) :], end) for text, prompt, end in zip(texts, prompts, ended, strict=True)]
 
 
-def _sample(scores: torch.Tensor, top_p: float, generator: torch.Generator) -> int:
-    """Draw from the smallest set of tokens whose probabilities reach `top_p` (nucleus sampling, Holtzman et al. 2020)."""
-    probabilities, order = scores.softmax(dim=0).sort(descending=True)
+def _padded(texts: list[list[int]]) -> torch.Tensor:
+    """int64 [rows, longest]; what follows a text is never attended to."""
+    longest = max(map(len, texts))
+    return torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+
+
+def _choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:
+    """A token for each row of logits [rows, vocabulary], the same on every rank."""
+    if sampling.temperature == 0:
+        tokens = logits.argmax(dim=1)
+    else:
+        drawn = [_sample(row, sampling, generator) for row, generator in zip(logits.cpu(), generators, strict=True)]
+        tokens = torch.tensor(drawn, device=logits.device)
+    if dist.get_world_size() > 1:
+        dist.broadcast(tokens, src=0)  # ranks that computed the same logits may differ in the last bit
+    return tokens
+
+
+def _sample(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw from the `top_k` likeliest tokens, of those from the smallest set whose probabilities reach `top_p` (nucleus sampling,
+    Holtzman et al. 2020)."""
+    probabilities, order = (scores / sampling.temperature).softmax(dim=0).sort(descending=True, stable=True)
+    if sampling.top_k > 0:
+        probabilities = probabilities[: sampling.top_k] / probabilities[: sampling.top_k].sum()
     before = probabilities.cumsum(dim=0) - probabilities
-    probabilities = torch.where(before < top_p, probabilities, 0.0)
+    probabilities = torch.where(before < sampling.top_p, probabilities, 0.0)
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise ConfigError(f"prompt {i + 1} has no tokens: it must have at least one.")
+        wrong = [token for token in prompt if not 0 <= token < decoder.vocab_size]
+        if wrong:
+            raise ConfigError(f"prompt {i + 1} has the token {wrong[0]}: the model's vocabulary ends at {decoder.vocab_size - 1}.")
+        room = None if decoder.max_length is None else decoder.max_length - len(prompt)
+        if room is not None and max_tokens > room:
+            advice = f"Try --max-tokens {room}." if room > 0 else f"Give a prompt of less than {decoder.max_length} tokens."
+            raise ConfigError(
+                f"prompt {i + 1} ({len(prompt)} tokens) and --max-tokens ({max_tokens}) do not fit the model's {decoder.max_length} "
+                f"learned positions. {advice}"
+            )
+
+
+def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float, top_p: float = 1.0) -> str:
+    """The text that the model of a run in training adds to `prompt`: `num_tokens` tokens, or as many as learned positions hold.
+
+    Temperature 0 takes the likeliest token each time. A collective call, in any layout; every rank returns the same text.
+    """
+    ids = run.tokenizer.encode(prompt) or [run.tokenizer.eod]
+    with run.model.frozen_weights():
+        decoder = Decoder(run.model.bare_chunks, run.config, run.vocab_size)
+        if decoder.max_length is not None:
+            ids = ids[-max(1, decoder.max_length - num_tokens) :]
+            num_tokens = min(num_tokens, decoder.max_length - len(ids))
+        if num_tokens == 0:
+            return ""
+        sampling = Sampling(temperature, top_p=top_p, seed=run.config.training.seed)
+        return run.tokenizer.decode(generate(decoder, [ids], num_tokens, sampling)[0].tokens)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _number(kind: Callable[[str], float], low: float, high: float = float("inf")) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {low}" + (f" and at most {high}" if high < float("inf") else ""))
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m training.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_arguments(parser)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", help="a text to continue; may be given several times")
+    source.add_argument("--prompts-file", type=Path, help="a text file with one prompt a line")
+    parser.add_argument("--max-tokens", type=_number(int, 1), default=64, help="new tokens of each prompt at most (64)")
+    parser.add_argument("--temperature", type=_number(float, 0), default=0.0, help="0 (default): the likeliest token each time")
+    parser.add_argument("--top-k", type=_number(int, 0), default=0, help="draw from the K likeliest tokens; 0 (default): all")
+    parser.add_argument("--top-p", type=_number(float, 0, 1), default=1.0, help="draw from the likeliest tokens with this probability (1)")
+    parser.add_argument("--seed", type=_number(int, 0), default=1234, help="of the draws of each prompt (1234)")
+    parser.add_argument("--batch", type=_number(int, 1), default=8, help="prompts that are continued together (8)")
+    parser.add_argument("--ignore-end", action="store_true", help="go on after an end-of-text token")
+    parser.add_argument("--ids", action="store_true", help="prompts are token ids with spaces between, and so are the continuations")
+    parser.add_argument("--no-cache", action="store_true", help="compute every token from the whole text again (slow; for comparison)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    return parser
+
+
+def _read_prompts(options: argparse.Namespace) -> list[str]:
+    if options.prompt is not None:
+        return list(options.prompt)
+    if options.prompts_file is None:
+        lines = sys.stdin.read().splitlines()
+    else:
+        try:
+            lines = options.prompts_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompts-file ({options.prompts_file}) cannot be read as text: {error}.") from error
+    if not lines:
+        raise ConfigError("there is no prompt. Give --prompt TEXT, --prompts-file FILE, or lines on standard input.")
+    return lines
+
+
+def _same_prompts_everywhere(options: argparse.Namespace) -> list[str]:
+    """Only rank 0 has torchrun's standard input; what it read or what is wrong with it, every rank hears."""
+    answer: list[list[str] | str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = _read_prompts(options)
+        except ConfigError as error:
+            answer[0] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], str):
+        raise ConfigError(answer[0])
+    return answer[0] or []
+
+
+def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int]]:
+    if not as_ids:
+        tokenizer = model.needed_tokenizer("Give prompts as token ids with --ids.")
+        return [tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts]
+    try:
+        return [[int(word) for word in prompt.split()] for prompt in prompts]
+    except ValueError as error:
+        raise ConfigError(f"a prompt under --ids must be integers with spaces between: {error}.") from error
+
+
+def _main(options: argparse.Namespace) -> None:
+    with open_from(options) as model:
+        decoder = model.decoder()
+        prompts = _same_prompts_everywhere(options)
+        ids = _encode(prompts, model, options.ids)
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+        stop = set() if options.ignore_end else model.end_tokens
+        begin = time.perf_counter()
+        completions = generate(
+            decoder, ids, options.max_tokens, sampling, stop=stop, batch_size=options.batch, use_cache=not options.no_cache
+        )
+        seconds = time.perf_counter() - begin
+        if dist.get_rank() != 0:
+            return
+        for prompt, prompt_ids, completion in zip(prompts, ids, completions, strict=True):
+            if options.ids:
+                text = " ".join(map(str, completion.tokens))
+            else:
+                text = model.needed_tokenizer("").decode(completion.tokens)
+            if options.json:
+                line = {"prompt": prompt, "text": text, "prompt_tokens": prompt_ids, "tokens": completion.tokens}
+                print(json.dumps({**line, "stopped": completion.stopped}), flush=True)
+            elif len(prompts) > 1:
+                print(f"--- prompt\n{prompt}\n--- continuation\n{text}", flush=True)
+            else:
+                print(text, flush=True)
+        made = sum(len(completion.tokens) for completion in completions)
+        print(f"{made} tokens in {seconds:.2f} s, {made / seconds:.0f} tokens/s", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return run_command(_main, _arguments(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,9 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core import parallel_state
 
+from models.decoder import Cache, Decoder
 from tests import distributed
+from tests.tolerances import ORACLE_LOGITS
 from tests.training.helpers import make_config
+from training.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = {
@@ -32,12 +37,32 @@ def test_a_preset_runs_to_its_end(model: str, data: list[str], tmp_path: Path) -
     assert "below the unigram entropy" in done.stdout
 
 
+def _compare_with_training(run: Run) -> None:
+    """The decoder's probabilities against those of the training model's own forward pass, in this layout."""
+    tokens = torch.randint(0, run.vocab_size, (2, run.config.model.sequence_length), generator=torch.Generator().manual_seed(0))
+    logits = run.model.forward({"tokens": tokens})
+    with torch.inference_mode(), run.model.frozen_weights():
+        decoder = Decoder(run.model.bare_chunks, run.config, run.vocab_size)
+        log_probs, greedy = decoder.score(tokens)
+        cache = Cache(len(tokens[0]))
+        last = decoder.prefill(tokens[:, :-1], [tokens.size(1) - 1] * 2, cache)
+    if logits is not None:
+        parts = [torch.empty_like(logits) for _ in range(run.topology.tensor_size)]
+        torch.distributed.all_gather(parts, logits, group=parallel_state.get_tensor_model_parallel_group())
+        full = torch.cat(parts, dim=2)[..., : run.vocab_size]
+        expected = full[:, :-1].log_softmax(dim=2).gather(2, tokens[:, 1:, None]).squeeze(2)
+        assert (log_probs - expected).abs().max() < ORACLE_LOGITS
+        assert torch.equal(greedy, full[:, :-1].argmax(dim=2) == tokens[:, 1:])
+        assert (last - full[:, -2]).abs().max() < ORACLE_LOGITS * full.abs().max()
+
+
 def _continuation(overrides: list[str], ranks: int) -> str:
     from training.generate import continue_text
     from training.trainer import Trainer
 
     run = Trainer(make_config(overrides, ranks))._build()
     try:
+        _compare_with_training(run)
         return continue_text(run, "def run(self", 12, temperature=0.0) + "|" + continue_text(run, "", 6, temperature=1.0, top_p=0.9)
     finally:
         run.loader.close()

@@ -1,0 +1,221 @@
+"""Open a trained model for use, from whatever it lies in: a run, a checkpoint, a folder of logical weights or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from configs.compose import EXIT_STATUS, compose, load, world_size
+from configs.schema import Config, ConfigError, ParallelConfig
+from configs.validate import validate
+from data.tokenizer import Tokenizer, load_tokenizer
+from models import folder as folders
+from models import huggingface
+from models.build import build_model
+from models.decoder import Decoder
+from models.weights import load_logical
+from parallel import topology
+from training import contents, manifest
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass
+class OpenModel:
+    """Model chunks of this rank with their weights, in evaluation mode. `source` is the folder that they came from."""
+
+    config: Config
+    vocab_size: int
+    chunks: list[torch.nn.Module]
+    tokenizer: Tokenizer | None
+    end_tokens: set[int]
+    source: Path
+
+    def decoder(self) -> Decoder:
+        """The model as a text generator. Raises ConfigError for one that is none."""
+        return Decoder(self.chunks, self.config, self.vocab_size)
+
+    def needed_tokenizer(self, advice: str) -> Tokenizer:
+        """The tokenizer. Raises ConfigError, ending in `advice`, where none lies beside the model."""
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.source} comes without a tokenizer (tokenizer.json, or one .model file). {advice}")
+        return self.tokenizer
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a folder holds, before anything heavy is loaded."""
+
+    folder: Path
+    config: Config
+    vocab_size: int
+    tokenizer: Path
+    load: Callable[[list[torch.nn.Module]], None]
+
+
+@contextlib.contextmanager
+def open_model(
+    path: Path, overrides: list[str] | None = None, *, precision: str | None = None, device: str = "auto", tokenizer: Path | None = None
+) -> Iterator[OpenModel]:
+    """Load a model in the layout of `overrides` (`parallel.tensor=2`, ...; one rank holds all of it by default) and leave the job after.
+
+    `precision` is the stored one by default. A collective call under torchrun. Raises ConfigError.
+    """
+    source = _find(path)
+    config = source.config
+    config.parallel = _layout(overrides or [])
+    _check_layout(config)
+    config.training.device = device
+    config.model.backend = "portable"  # only the weights are used
+    config.model.hidden_dropout = config.model.attention_dropout = 0.0
+    if precision is not None:
+        config.training.precision = precision
+    words, end_tokens = _tokenizer(tokenizer or source.tokenizer, source.folder, required=tokenizer is not None)
+    if words is not None and words.vocab_size > source.vocab_size:
+        raise ConfigError(f"the tokenizer {words.path} has {words.vocab_size} tokens, but the model of {path} only {source.vocab_size}.")
+    joined = dist.is_initialized()
+    topology.initialize(config)
+    try:
+        chunks = build_model(config, source.vocab_size, fill=False)
+        source.load(chunks)
+        for chunk in chunks:
+            chunk.eval()
+        yield OpenModel(config, source.vocab_size, chunks, words, end_tokens, source.folder)
+    finally:
+        if joined:  # a group that was there before stays
+            parallel_state.destroy_model_parallel()
+        else:
+            topology.destroy()
+
+
+def _find(path: Path) -> _Source:
+    if (path / "config.json").is_file():
+        return _huggingface(path)
+    if (path / manifest.STATE).is_file() or (path / "checkpoints").is_dir():
+        return _checkpoint(path)
+    if (path / "config.yaml").is_file():
+        return _logical(path)
+    raise ConfigError(
+        f"--checkpoint ({path}) is no model: it must be a run folder, one of its checkpoints/step_XXXXXXX, a folder of "
+        "`python -m training.export` or `python -m models.convert`, or a Hugging Face folder with config.json."
+    )
+
+
+def _checkpoint(path: Path) -> _Source:
+    candidates = manifest.list_checkpoints(path) or [path]
+    good = [folder for folder in candidates if manifest.problem_with(folder) is None]
+    if not good:
+        raise ConfigError(f"{path} holds no good checkpoint: {manifest.problem_with(candidates[0])}.")
+    newest = good[0]
+    config = load(newest / manifest.CONFIG)
+    vocab_size = contents.read_state(newest)["vocab_size"]
+    return _Source(newest, config, vocab_size, newest.parent.parent / "tokenizer", lambda chunks: contents.load_weights(chunks, newest))
+
+
+def _logical(path: Path) -> _Source:
+    config = folders.config_from(folders.read_config(path))
+    vocab_size = config.model.vocab_size
+    if vocab_size is None:
+        raise ConfigError(f"{path / 'config.yaml'} must say model.vocab_size.")
+    config.training.precision = _stored_precision(folders.Reader(path))
+    return _Source(path, config, vocab_size, path, lambda chunks: folders.load_logical_folder(chunks, path, config, vocab_size))
+
+
+def _huggingface(path: Path) -> _Source:
+    family, config = huggingface.open_config(path)
+    reader = folders.Reader(path)
+    get = huggingface.logical_reader(family, config, reader.names(), reader.get)
+
+    def fill(chunks: list[torch.nn.Module]) -> None:
+        try:
+            load_logical(chunks, get)
+        except ValueError as error:
+            raise ConfigError(f"weights in {path} do not fit its config.json: {error}.") from error
+
+    assert config.model.vocab_size is not None
+    config.training.precision = _stored_precision(reader)
+    return _Source(path, config, config.model.vocab_size, path, fill)
+
+
+def _stored_precision(reader: folders.Reader) -> str:
+    """That of most tensors: a router's bias may be kept in more."""
+    dtypes = [reader.dtype(name) for name in sorted(reader.names())]
+    dtype = max(set(dtypes), key=dtypes.count)
+    if dtype not in PRECISIONS:
+        raise ConfigError(f"weights in {reader.folder} are of type {dtype}, which must be one of {', '.join(PRECISIONS.values())}.")
+    return PRECISIONS[dtype]
+
+
+def _layout(overrides: list[str]) -> ParallelConfig:
+    for text in overrides:
+        if not text.startswith("parallel."):
+            raise ConfigError(f"{text} is no key of the layout. Try parallel.tensor=2, with torchrun --nproc-per-node 2.")
+    layout = compose(overrides).parallel
+    layout.sequence = False  # generation does not split the sequence
+    return layout
+
+
+def _check_layout(config: Config) -> None:
+    """Refuse a layout that the model cannot be split into, by the rules of training; what only training asks for is granted."""
+    asked = copy.deepcopy(config)
+    ranks, layout = world_size(), asked.parallel
+    layout.sequence = layout.tensor > 1
+    asked.model.sequence_length = 8 * layout.tensor * asked.model.sequence_length
+    asked.data.tokenizer = "given"
+    asked.training.micro_batch_size, asked.training.global_batch_size = 1, ranks * layout.pipeline
+    asked.moe.pipeline_degree = 1
+    validate(asked, ranks)
+
+
+def _tokenizer(path: Path, folder: Path, required: bool) -> tuple[Tokenizer | None, set[int]]:
+    """The tokenizer, and the tokens that end a text: its own, and those that Hugging Face's config files name."""
+    has_one = path.is_file() or (path / "tokenizer.json").is_file() or len(list(path.glob("*.model"))) == 1
+    words = load_tokenizer(path) if required or has_one else None
+    ends = set() if words is None else {words.eod}
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            named = json.loads((folder / name).read_text()).get("eos_token_id")
+            ends.update(named if isinstance(named, list) else [] if named is None else [named])
+    return words, ends
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the command lines of generate, evaluate and fill_mask have in common
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `open_from` reads."""
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="MODEL", help="run, checkpoint, exported or Hugging Face folder")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer folder or file; default: the one beside the model")
+    parser.add_argument("--precision", choices=sorted(PRECISIONS.values()), help="of the weights; default: as stored")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("layout", nargs="*", metavar="parallel.KEY=VALUE", help="under torchrun: how the model is split over the ranks")
+
+
+def open_from(options: argparse.Namespace) -> contextlib.AbstractContextManager[OpenModel]:
+    """`open_model` with the command line's arguments."""
+    return open_model(options.checkpoint, options.layout, precision=options.precision, device=options.device, tokenizer=options.tokenizer)
+
+
+def run_command(body: Callable[[argparse.Namespace], Any], parser: argparse.ArgumentParser, arguments: list[str] | None) -> int:
+    """Parse, run, and turn a ConfigError into one line and an exit status."""
+    options = parser.parse_args(arguments)
+    try:
+        world_size()
+        body(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_STATUS
+    return 0
