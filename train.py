@@ -1,6 +1,6 @@
 """Train a model: `python train.py [key=value ...]`, or the same under torchrun on many ranks.
 
-The config is composed and checked before anything heavy is imported; `Trainer.fit` does the rest.
+The config is composed and checked before anything heavy is imported; training/job.py and `Trainer.fit` do the rest.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from configs.compose import run, world_size
 from configs.schema import Config
 from configs.validate import planned_world_size
-from training import preflight
+from training import job, preflight
 
 
 def main(config: Config) -> int:
@@ -18,10 +18,7 @@ def main(config: Config) -> int:
 
         return plan.show(config, planned_world_size(config, world_size()))
     preflight.check(config)
-    from training.trainer import Trainer  # imports torch and Megatron-core, seconds that a wrong config need not wait for
-
-    Trainer(config).fit()
-    return 0
+    return job.run(config)
 
 
 if __name__ == "__main__":

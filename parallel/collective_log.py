@@ -7,6 +7,7 @@ is wrapped, and the wait for one; it costs about a microsecond a call. Installed
 from __future__ import annotations
 
 import functools
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,15 @@ _STARTERS = (
 )
 
 
+_RECORD = struct.Struct("<4q")  # step, collectives started, place in _STARTERS, ranks in the group
+BOX_BYTES = _RECORD.size
+
+
 class CollectiveLog:
-    """What is known of this process's collectives. `waiting_since` is None unless the host waits for one just now."""
+    """What is known of this process's collectives. `waiting_since` is None unless the host waits for one just now.
+
+    `box` is memory shared with other processes, BOX_BYTES long: who reads it knows the last collective of a process that was killed.
+    """
 
     def __init__(self) -> None:
         self.name = "none"
@@ -32,11 +40,33 @@ class CollectiveLog:
         self.waited = 0.0  # seconds, in all; on CUDA the device waits, not the host, so it stays near 0
         self.waiting_since: float | None = None  # time.monotonic()
         self.error: BaseException | None = None  # the last one that a collective raised
+        self.step = 0  # finished ones
+        self.place = 0  # of the last collective in _STARTERS
+        self.box: Any = None
+
+    def note_step(self, step: int) -> None:
+        """So many steps are done."""
+        self.step = step
+        self.write_box()
+
+    def write_box(self) -> None:
+        if self.box is not None:
+            _RECORD.pack_into(self.box, 0, self.step, self.count, self.place, self.group_size)
 
     @property
     def last(self) -> str:
         """The last collective started, in words."""
-        return self.name if self.group_size == 0 else f"{self.name} of {self.group_size} ranks"
+        return _in_words(self.name, self.group_size)
+
+
+def read_box(box: Any) -> tuple[int, str]:
+    """Finished steps and last collective of the process that owns the box."""
+    step, count, place, group_size = _RECORD.unpack_from(box)
+    return step, _in_words(_STARTERS[place].strip("_"), group_size) if count else "none"
+
+
+def _in_words(name: str, group_size: int) -> str:
+    return name if group_size == 0 else f"{name} of {group_size} ranks"
 
 
 log = CollectiveLog()
@@ -48,10 +78,10 @@ def install() -> CollectiveLog:
     global _installed
     if not _installed:
         _installed = True
-        for name in _STARTERS:
+        for place, name in enumerate(_STARTERS):
             starter = getattr(dist.ProcessGroup, name, None)
             if starter is not None:
-                setattr(dist.ProcessGroup, name, _noting_start(name.strip("_"), starter))
+                setattr(dist.ProcessGroup, name, _noting_start(place, starter))
         dist.Work.wait = _noting_wait(dist.Work.wait)  # type: ignore[method-assign]
     return log
 
@@ -65,11 +95,14 @@ def raised(error: BaseException | None) -> bool:
     return False
 
 
-def _noting_start(name: str, starter: Callable[..., Any]) -> Callable[..., Any]:
+def _noting_start(place: int, starter: Callable[..., Any]) -> Callable[..., Any]:
+    name = _STARTERS[place].strip("_")
+
     @functools.wraps(starter)
     def start(group: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Any:
-        log.name, log.group_size = name, group.size()
+        log.name, log.place, log.group_size = name, place, group.size()
         log.count += 1
+        log.write_box()
         try:
             return starter(group, *arguments, **keywords)
         except BaseException as error:

@@ -17,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from configs.derived import expert_tensor_size, model_parallel_size
 from configs.schema import Config, ConfigError
+from parallel import meeting
 from parallel.megatron import apply_patches
 
 
@@ -78,7 +79,10 @@ def initialize(config: Config) -> Topology:
         timeout = timedelta(seconds=layout.timeout_seconds)
         backend = "nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = meeting.fresh_store(rank, world_size, timeout) if meeting.launcher_holds_store() else None
+            place = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
+            dist.init_process_group(backend, timeout=timeout, **place)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     if device.type == "cuda":

@@ -11,10 +11,12 @@ every rank finds it. What then happens is the caller's: `on_verdict` runs in the
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -28,7 +30,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from parallel import collective_log
+from parallel import collective_log, meeting
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERVAL = 1.0  # seconds between two looks
@@ -47,6 +49,7 @@ class Verdict:
     step: int  # finished steps
     reason: str  # reads on from "rank 3 on node-a "
     collective: str  # the last one that it started
+    witness: int  # the rank that says so
 
     def __str__(self) -> str:
         after = f"after step {self.step}" if self.step else "before the first step"
@@ -61,6 +64,7 @@ class _Place:
     machine: str
     pid: int
     started: float  # of the process: a number may be given to another one
+    box: str  # a file that the ranks of its machine share, see collective_log
 
 
 @dataclass(frozen=True)
@@ -96,22 +100,23 @@ class Watchdog:
         self._step, self._calls_before, self._calls_per_step = 0, 0, 0
         self._last_call = (0, time.monotonic())
         self._verdict: Verdict | None = None
+        self._ending = threading.Lock()
         self._decided, self._closed = threading.Event(), threading.Event()
-        place = _Place(socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time())
+        box_path = _make_box()
+        place = _Place(socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), box_path)
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, place)
         self._places: list[_Place] = found
         ring = {(self.rank + 1 + i) % self.world_size for i in range(NEIGHBOURS)}
         self._local = {rank for rank in range(self.world_size) if self._places[rank].machine == place.machine} - {self.rank}
         self._watched = sorted((ring | self._local) - {self.rank})
+        self._boxes = {rank: _open_box(self._places[rank].box) for rank in self._local}
+        self._log.box = _open_box(box_path)
         self._beats: dict[int, tuple[_Beat, float]] = {}  # the last beat of each, and when it was new
         self._last_round = time.monotonic()
         self._store, self._store_host = _open_store()
-        names = [self._key("beat", rank) for rank in range(self.world_size)] + [self._key("verdict")]
-        if self.rank == 0:
-            for name in names:  # an earlier attempt's
-                self._store.delete_key(name)
         dist.barrier()
+        os.unlink(box_path)  # all who read it hold it open
         self._number = 0
         self._threads = [threading.Thread(target=target, daemon=True, name="watchdog") for target in (self._watch, self._watch_the_store)]
         for thread in self._threads:
@@ -120,11 +125,12 @@ class Watchdog:
     def note_step(self, step: int) -> None:
         """Say how many steps are done."""
         self._step = step
+        self._log.note_step(step)
         self._calls_per_step, self._calls_before = self._log.count - self._calls_before, self._log.count
 
     def accuse_myself(self, reason: str) -> Verdict:
         """End the job because of this rank. The verdict that counts, which another rank may have written before."""
-        mine = Verdict(self.rank, self._places[self.rank].host, self._step, reason, self._log.last)
+        mine = self._about_myself(reason)
         try:
             return self._decide(mine)
         except Exception:  # the store is gone, and with it the job
@@ -147,7 +153,7 @@ class Watchdog:
                     return  # the store went first
 
     def _key(self, *parts: Any) -> str:
-        return "/".join(map(str, ("watchdog", *parts)))
+        return "/".join(map(str, parts))
 
     def _watch(self) -> None:
         while not self._closed.wait(INTERVAL if self._number else 0.0):
@@ -214,8 +220,16 @@ class Watchdog:
         return None
 
     def _verdict_on(self, rank: int, reason: str) -> Verdict:
-        beat = self._beats[rank][0]
-        return Verdict(rank, self._places[rank].host, beat.step, reason, beat.collective)
+        if rank in self._local:
+            step, collective = collective_log.read_box(self._boxes[rank])
+        elif rank == self.rank:
+            return self._about_myself(reason)
+        else:
+            step, collective = self._beats[rank][0].step, self._beats[rank][0].collective
+        return Verdict(rank, self._places[rank].host, step, reason, collective, self.rank)
+
+    def _about_myself(self, reason: str) -> Verdict:
+        return Verdict(self.rank, self._places[self.rank].host, self._step, reason, self._log.last, self.rank)
 
     def _who_holds_up(self, now: float) -> Verdict | None:
         """The rank that a collective of this one waits for: it is in none, or behind the others."""
@@ -263,15 +277,16 @@ class Watchdog:
         return counts
 
     def _end(self, verdict: Verdict, written: bool) -> None:
-        if self._decided.is_set():
-            return
-        self._verdict = verdict
+        with self._ending:
+            if self._verdict is not None:
+                return
+            self._verdict = verdict
         place = self._places[verdict.rank]
         if verdict.rank in self._local and _state(place) is not None and "raised" not in verdict.reason:
             # A stopped process answers no other signal, and torchrun would wait half a minute for its answer.
             os.kill(place.pid, signal.SIGKILL)
+        self._on_verdict(verdict, written)  # before the main thread hears of it and may end the process
         self._decided.set()
-        self._on_verdict(verdict, written)
 
     def _watch_the_store(self) -> None:
         """A store that does not answer blocks the other thread for good."""
@@ -285,22 +300,33 @@ class Watchdog:
     def _lost_store(self, reason: str) -> Verdict:
         if self._store_host is not None:  # the launcher holds it
             lost = f"lost the launcher at {self._store_host}: it {reason}"
-            return Verdict(self.rank, self._places[self.rank].host, self._step, lost, self._log.last)
-        beat = self._beats[0][0] if 0 in self._beats else _Beat(0, 0, 0, 0.0, 0.0, False, "", "none")
-        return Verdict(0, self._places[0].host, beat.step, f"holds the job's store, which {reason}", beat.collective)
+            return self._about_myself(lost)
+        self._beats.setdefault(0, (_Beat(0, 0, 0, 0.0, 0.0, False, "", "none"), 0.0))
+        return self._verdict_on(0, f"holds the job's store, which {reason}")
 
 
 def _open_store() -> tuple[dist.Store, str | None]:
     """A connection of its own to the job's store, and the launcher's address if the launcher holds it, else rank 0 does."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    address = f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "this process"
-    own = store.clone()
+    default = dist.distributed_c10d._get_default_store()
+    own = default.clone()
     own.set_timeout(timedelta(seconds=STORE_ROOM))
-    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{dist.get_world_size()}"
-    held_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.PrefixStore(f"mixtrain/{attempt}", own), address if held_by_launcher else None
+    while isinstance(default, dist.PrefixStore):
+        default = default.underlying_store
+    address = f"{default.host}:{default.port}" if isinstance(default, dist.TCPStore) else "this process"
+    return dist.PrefixStore("watchdog", own), address if meeting.launcher_holds_store() else None
+
+
+def _make_box() -> str:
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    descriptor, path = tempfile.mkstemp(prefix="mixtrain-", dir=folder)
+    os.write(descriptor, bytes(collective_log.BOX_BYTES))
+    os.close(descriptor)
+    return path
+
+
+def _open_box(path: str) -> mmap.mmap:
+    with open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), collective_log.BOX_BYTES)
 
 
 def _machine() -> str:

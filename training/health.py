@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from configs.schema import Config
+from configs.schema import Config, ConfigError
 
 SKIPPED = "skipped_samples.json"
 WINDOW = 64  # steps whose median loss a spike is measured against
@@ -100,10 +100,15 @@ class SkippedSamples:
         self._path, self._skips = run_dir / SKIPPED, list(skips)
 
     @classmethod
-    def load(cls, run_dir: Path) -> SkippedSamples:
-        """What is on record; rank 0 reads, all hear. A collective call. Raises ValueError for a file that cannot be read."""
+    def load(cls, run_dir: Path, *, afresh: bool) -> SkippedSamples:
+        """What is on record; rank 0 reads, all hear. `afresh` takes an earlier run's away. A collective call.
+
+        Raises ConfigError for a file that cannot be read.
+        """
         answer: list[str | None] = [None, None]
         path = run_dir / SKIPPED
+        if dist.get_rank() == 0 and afresh:
+            path.unlink(missing_ok=True)
         if dist.get_rank() == 0 and path.exists():
             try:
                 text = path.read_text()
@@ -113,7 +118,7 @@ class SkippedSamples:
                 answer[1] = f"{path} cannot be read ({error}). Mend it, or delete it to use all samples again."
         dist.broadcast_object_list(answer, src=0)
         if answer[1] is not None:
-            raise ValueError(answer[1])
+            raise ConfigError(answer[1])
         return cls(run_dir, [Skip(**skip) for skip in json.loads(answer[0])] if answer[0] else [])
 
     def next_position(self, position: int, count: int) -> int:

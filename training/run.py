@@ -10,6 +10,7 @@ from typing import Any
 from configs.schema import Config
 from parallel.topology import Topology
 from training.checkpoint import Progress
+from training.health import SkippedSamples
 from training.step import Model, StepResult
 
 Metrics = dict[str, Any]
@@ -27,6 +28,8 @@ class Run:
     loader: Any
     make_validation_loader: Callable[[], Any]
     progress: Progress = field(default_factory=Progress)
+    skipped: SkippedSamples = field(default_factory=lambda: SkippedSamples(Path()))
+    make_loader: Callable[[int], Any] | None = None  # the training loader after so many consumed samples
     stop_reason: str | None = None  # why the run shall end after this step, the same on every rank
     tokens_per_expert: Any = None  # [layers, experts] of the last step, on the host; None for a dense model
     result: StepResult | None = None  # of the last step
@@ -47,6 +50,15 @@ class Run:
     @property
     def tokens_per_step(self) -> int:
         return self.config.training.global_batch_size * self.config.model.sequence_length
+
+    def seek(self) -> None:
+        """Bring the loader to the next samples that may be used."""
+        position = self.skipped.next_position(self.progress.consumed_samples, self.config.training.global_batch_size)
+        self.progress.consumed_samples = position
+        if self.loader.consumed_samples != position:
+            assert self.make_loader is not None
+            self.loader.close()
+            self.loader = self.make_loader(position)
 
     def say(self, line: str) -> None:
         """Print a line once per job."""

@@ -1,6 +1,7 @@
 """Ranks that a smaller layout leaves over: they wait, without a device, until the others have ended, and end alike.
 
 They must not end before: a torchrun whose ranks have all ended closes the rendezvous, and the others could not be started again.
+Without torchrun, whose process holds the job's store, there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from datetime import timedelta
 from typing import Any
 
 from configs.schema import Config
+from parallel import meeting
 
 POLL = 1.0  # seconds
-SETTLE = 10.0  # seconds in which rank 0 takes away what an earlier attempt has left
+SETTLE = 3.0  # seconds in which rank 0 takes away what an earlier attempt has left
 
 
 def wait_for_end(config: Config) -> int:
     """Wait for the ranks in use; the exit status that they end with, 1 when the launcher is lost."""
+    if not meeting.launcher_holds_store():
+        return 0
     try:
         store, key = _store(config), _key()
         time.sleep(SETTLE)
@@ -30,12 +34,14 @@ def wait_for_end(config: Config) -> int:
 
 def clear(config: Config) -> None:
     """Take away what an earlier attempt has left. Rank 0 calls it before the ranks in use meet."""
-    _store(config).delete_key(_key())
+    if meeting.launcher_holds_store():
+        _store(config).delete_key(_key())
 
 
 def release(config: Config, exit_status: int) -> None:
     """Let the waiting ranks end. Rank 0 calls it last."""
-    _store(config).set(_key(), str(exit_status))
+    if meeting.launcher_holds_store():
+        _store(config).set(_key(), str(exit_status))
 
 
 def _store(config: Config) -> Any:
@@ -46,4 +52,4 @@ def _store(config: Config) -> Any:
 
 
 def _key() -> str:
-    return f"mixtrain/standby/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return f"standby/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"

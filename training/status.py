@@ -17,7 +17,7 @@ def write(run_dir: Path, state: str, step: int, text: str, **fields: Any) -> Non
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
     content = {"state": state, "step": step, "text": text, "time": time.time(), "launch": launch, **fields}
     temporary = run_dir / f"{STATUS}.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(content, indent=1) + "\\n")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(temporary, run_dir / STATUS)
 
 

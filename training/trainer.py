@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from configs.compose import to_yaml
 from configs.derived import is_moe, plans_moe
@@ -15,11 +17,13 @@ from data.build import build_data
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer
 from parallel import topology as topology_module
-from training import checkpoint, dry_run, events, plan, resume
+from training import checkpoint, dry_run, events, plan, recovery, resume, status
 from training.callbacks.checkpoints import Checkpoints
+from training.callbacks.early_stop import EarlyStop
 from training.callbacks.evaluation import Evaluation
 from training.callbacks.expert_planning import ExpertPlanning
 from training.callbacks.gradient_parts import GradientParts
+from training.callbacks.guard import Guard
 from training.callbacks.memory_tiers import MemoryTiers
 from training.callbacks.metrics_file import MetricsFile
 from training.callbacks.moe_layers import MoELayers
@@ -27,24 +31,31 @@ from training.callbacks.profile import Profile
 from training.callbacks.progress import Progress as ProgressLine
 from training.callbacks.samples import Samples
 from training.callbacks.step_times import StepTimes
+from training.callbacks.stragglers import Stragglers
 from training.callbacks.tensorboard import TensorBoard
 from training.callbacks.weights_and_biases import WeightsAndBiases
 from training.export import copy_tokenizer
 from training.flops import training_flops_per_token
+from training.health import Health, SkippedSamples
 from training.metrics import expert_load, peak_flops, peak_memory_bytes
 from training.run import Callback, Metrics, Run
+from training.signals import StopSignals
 from training.step import Model
 
 
 class Trainer:
-    """Builds a run from its config, resumes it if there is something to resume, and takes its steps."""
+    """Builds a run from its config, resumes it if there is something to resume, and takes its steps.
 
-    def __init__(self, config: Config):
+    guard, signals: of a process that is this run's alone; they may end it, and take its signals.
+    """
+
+    def __init__(self, config: Config, guard: Guard | None = None, signals: StopSignals | None = None):
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
             torch.use_deterministic_algorithms(True)
         self.config = config
         self._claim: resume.Claim | None = None  # keeps other jobs out of the run's folder
+        self._health, self._checkpoints = Health(config), Checkpoints()
         planning = ExpertPlanning() if plans_moe(config) else None
         self.callbacks: list[Callback] = [
             *([planning] if planning else []),
@@ -57,43 +68,72 @@ class Trainer:
             ProgressLine(),
             TensorBoard(),
             WeightsAndBiases(),
-            Checkpoints(),  # last: a checkpoint's step is already on record
+            Stragglers(),
+            self._checkpoints,  # a checkpoint's step is already on record
             Samples(),
+            EarlyStop(self._checkpoints.save_now, signals),
+            *([guard] if guard else []),
             Profile(),  # last: a step's trace holds its callbacks
         ]
 
-    def fit(self) -> None:
-        """Train to `training.steps`, from the checkpoint that `checkpoint.resume` names or from the start."""
+    def fit(self) -> bool:
+        """Train to `training.steps`, from the checkpoint that `checkpoint.resume` names or from the start.
+
+        Returns whether all steps are done; else the run stopped early, and goes on when it is started again.
+        """
+        run: Run | None = None
         try:
             run = self._build()
-        except BaseException:
-            self._release()
-            raise
-        try:
             if run.is_last_step:
-                run.say(f"{run.run_dir} is finished: {run.progress.step} steps are done. Raise training.steps to go on.")
-                return
+                text = f"{run.run_dir} is finished: {run.progress.step} steps are done. Raise training.steps to go on."
+                run.say(text)
+                if run.is_main:
+                    status.write(run.run_dir, "finished", run.progress.step, text)
+            else:
+                self._take_steps(run)
+        except BaseException as error:
             for callback in self.callbacks:
-                callback.on_start(run)
-            while not run.is_last_step:
-                metrics = self.train_step(run)
-                for callback in self.callbacks:
-                    callback.after_step(run, metrics)
-            for callback in self.callbacks:
-                callback.on_end(run)
+                callback.on_error(error)
+            raise
         finally:
             for callback in self.callbacks:
                 callback.close()
-            run.loader.close()
-            run.model.close()
+            if run is not None:
+                run.loader.close()
+                run.model.close()
             self._release()
+        if run.topology.world_size > 1:
+            dist.barrier()  # rank 0 may hold the store that others still talk to
         topology_module.destroy()
+        return run.is_last_step
 
-    def train_step(self, run: Run) -> Metrics:
-        """One optimizer step: this rank's micro-batches, forward and backward, update, and the step's metrics."""
+    def _take_steps(self, run: Run) -> None:
+        for callback in self.callbacks:
+            callback.on_start(run)
+        while not run.is_last_step and run.stop_reason is None:
+            metrics = self.train_step(run)
+            if metrics is not None:
+                for callback in self.callbacks:
+                    callback.after_step(run, metrics)
+        for callback in self.callbacks:
+            if run.is_last_step:
+                callback.on_end(run)
+            else:
+                callback.on_stop(run)
+
+    def train_step(self, run: Run) -> Metrics | None:
+        """One optimizer step: this rank's micro-batches, forward and backward, update, and the step's metrics.
+
+        None where the step was refused: its batch is passed over, or the run has gone back to a checkpoint.
+        """
+        run.seek()
         start, waited = time.perf_counter(), run.loader.wait_seconds
         batches = run.loader.next_step()
-        result = run.model.train_step(batches, run.progress.step + 1)
+        result = run.model.train_step(batches, run.progress.step + 1, self._health.judge)
+        if result.refusal is not None:
+            recovery.handle(run, self._health, batches, result, self._checkpoints, self._rolled_back)
+            return None
+        self._health.taken(result.loss, run.progress.step + 1)
         run.progress.step += 1
         run.progress.consumed_samples += self.config.training.global_batch_size
         seconds = time.perf_counter() - start
@@ -117,6 +157,10 @@ class Trainer:
             metrics["tokens_per_expert"] = expert_load(result.tokens_per_expert)
         return metrics
 
+    def _rolled_back(self, run: Run) -> None:
+        for callback in self.callbacks:
+            callback.on_rollback(run)
+
     def _build(self) -> Run:
         config = self.config
         is_main = int(os.environ.get("RANK", "0")) == 0
@@ -125,6 +169,8 @@ class Trainer:
         tokenizer = load_tokenizer(prepared.tokenizer_path)
         vocab_size = config.model.vocab_size or tokenizer.vocab_size
         topology = topology_module.initialize(config)
+        for callback in self.callbacks:
+            callback.on_join(topology)
         self._claim = resume.claim(Path(config.run_dir))
         folder = resume.find(config)
         if folder is not None:
@@ -141,12 +187,16 @@ class Trainer:
                 events.record(Path(config.run_dir), "resumed", line, step=progress.step)
         elif config.checkpoint.weights is not None:
             model.load_weights(Path(config.checkpoint.weights), vocab_size)
-        loader, make_validation_loader = build_data(
-            config, prepared, rank=topology.data_rank, world_size=topology.data_size, consumed_samples=progress.consumed_samples
-        )
+        skipped = SkippedSamples.load(Path(config.run_dir), afresh=config.checkpoint.resume == "never")
+
+        def data(consumed: int) -> Any:
+            return build_data(config, prepared, rank=topology.data_rank, world_size=topology.data_size, consumed_samples=consumed)
+
+        loader, make_validation_loader = data(progress.consumed_samples)
         self._flops_per_token = training_flops_per_token(config, vocab_size)
         self._peak_flops = peak_flops(config, topology.device)
-        run = Run(config, topology, model, vocab_size, tokenizer, loader, make_validation_loader, progress)
+        run = Run(config, topology, model, vocab_size, tokenizer, loader, make_validation_loader, progress, skipped=skipped)
+        run.make_loader = lambda consumed: data(consumed)[0]
         self._describe(run)
         if dry_run.wanted(config, topology.device):
             dry_run.first_batch(model, self._plan)

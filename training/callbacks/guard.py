@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from parallel import collective_log
 from parallel.topology import Topology
 from parallel.watchdog import Verdict, Watchdog
 from training import events, status
+from training.health import UnhealthyRun
 from training.run import Callback, Metrics, Run
 
 FAILED = 1  # exit status
@@ -31,6 +33,7 @@ class Guard(Callback):
         self._step = 0
         self._watchdog: Watchdog | None = None
         self.last_words: str | None = None
+        self._failed = False
 
     def on_join(self, topology: Topology) -> None:
         self._rank = topology.rank
@@ -50,6 +53,14 @@ class Guard(Callback):
 
     def on_error(self, error: BaseException) -> None:
         """This rank raised: by itself, or because another one is lost."""
+        self._failed = True
+        if isinstance(error, UnhealthyRun):  # on all ranks, and by agreement
+            self.last_words = str(error)
+            if self._rank == 0:
+                status.write(self._run_dir, "failed", self._step, str(error), exit_status=FAILED)
+            if self._watchdog is not None:
+                self._watchdog.close()
+            return
         reason = f"raised {type(error).__name__}: {' '.join(str(error).split())[:600]}"
         verdict = None
         if self._watchdog is not None:
@@ -58,16 +69,15 @@ class Guard(Callback):
             if verdict is None:
                 self._watchdog.accuse_myself(reason)  # calls _end
         else:
-            self._end(Verdict(self._rank, "this host", self._step, reason, "none"), written=True)
+            self._end(Verdict(self._rank, socket.gethostname(), self._step, reason, "none", self._rank), written=True)
 
     def is_victim(self) -> bool:
         """Whether this rank raised only because another one was lost: its own traceback leads nowhere."""
         verdict = self._watchdog.verdict_within(0) if self._watchdog is not None else None
         return verdict is not None and verdict.rank != self._rank
 
-    def leave(self) -> None:
-        """The run ended as it should, after its last collective."""
-        if self._watchdog is not None:
+    def close(self) -> None:
+        if self._watchdog is not None and not self._failed:
             self._watchdog.close()
 
     def _end(self, verdict: Verdict, written: bool) -> None:

@@ -38,6 +38,10 @@ class MetricsFile(Callback):
             self._stream.write(json.dumps(metrics) + "\n")
             self._stream.flush()
 
+    def on_rollback(self, run: Run) -> None:
+        self.close()
+        self.on_start(run)
+
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()

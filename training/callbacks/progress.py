@@ -43,6 +43,11 @@ class Progress(Callback):
             eta = timedelta(seconds=round((steps - metrics["step"]) * sum(self._seconds) / len(self._seconds)))
             print(f"step {metrics['step']}/{steps} | " + " | ".join(self._parts(metrics)) + f" | eta {eta}", flush=True)
 
+    def on_rollback(self, run: Run) -> None:
+        if self._bar is not None:
+            self._bar.n = run.progress.step
+            self._bar.refresh()
+
     def _parts(self, metrics: Metrics) -> list[str]:
         parts = [f"loss {metrics['loss']:.4f}", f"grad {metrics['grad_norm']:.3f}", f"lr {metrics['learning_rate']:.2e}"]
         if "validation_loss" in metrics:

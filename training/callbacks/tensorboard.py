@@ -35,6 +35,10 @@ class TensorBoard(Callback):
                 self._texts[name] = text
                 self._writer.add_text(name, text, metrics["step"])
 
+    def on_rollback(self, run: Run) -> None:
+        self.close()
+        self.on_start(run)
+
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()

@@ -1,0 +1,43 @@
+"""train.py with a fault at one step on one rank: `python -m tests.training.faulty FAULT:RANK:STEP key=value ...`.
+
+FAULT: raise | hang | kill | stop (SIGSTOP), or a signal's name, as from outside. It happens in the first attempt only, inside the
+training step, when all ranks are under way.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    kind, rank, step = sys.argv[1].split(":")
+    sys.argv = ["train.py", *sys.argv[2:]]
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and int(os.environ["RANK"]) == int(rank):
+        from training.step import Model
+
+        train_step = Model.train_step
+
+        def faulty(self: Model, batches: Any, number: int, *arguments: Any) -> Any:
+            if number == int(step):
+                _do(kind)
+            return train_step(self, batches, number, *arguments)
+
+        Model.train_step = faulty  # type: ignore[method-assign]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+def _do(kind: str) -> None:
+    if kind == "raise":
+        raise ZeroDivisionError("planted here")
+    if kind == "hang":
+        time.sleep(600)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(kind) or signal.Signals[kind])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""One process of a job: the training, with what happens around it when it is stopped from outside or fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from configs.compose import world_size
+from configs.schema import Config, ConfigError
+from configs.validate import usable_world_size
+from training import events, status
+from training.status import STOPPED_EARLY
+
+
+def run(config: Config) -> int:
+    """Train the run of a checked config; the exit status: 0 done, 75 stopped early with everything saved.
+
+    A failure ends the process from here, with status 1 and the culprit's name in the last line. Raises ConfigError.
+    """
+    run_dir = Path(config.run_dir)
+    if status.of_this_launch(run_dir).get("state") == "stopped_early":
+        return STOPPED_EARLY  # torchrun takes that for a failure, and has started the ranks again
+    from training import standby  # imports torch, as the rest does: seconds that a wrong config need not wait for
+
+    rank, started = int(os.environ.get("RANK", "0")), world_size()
+    used = usable_world_size(config, started)
+    if used < started:
+        if rank >= used:
+            return standby.wait_for_end(config)
+        text = f"training.elastic: {started} ranks were started, and {used} of them fit the layout and the batch; the others stand by"
+        if rank == 0:
+            print(text, flush=True)
+            events.record(run_dir, "fewer_ranks", text, used=used, started=started)
+            standby.clear(config)
+        os.environ["WORLD_SIZE"] = str(used)
+
+    from training.callbacks.guard import Guard
+    from training.health import UnhealthyRun
+    from training.signals import StopSignals
+    from training.trainer import Trainer
+
+    guard = Guard(config)
+    try:
+        finished = Trainer(config, guard=guard, signals=StopSignals()).fit()
+    except ConfigError:
+        raise  # a line and a status of its own
+    except BaseException as error:
+        if not guard.is_victim() and not isinstance(error, (UnhealthyRun, KeyboardInterrupt)):
+            traceback.print_exception(error)
+        guard.say_last_words()
+        sys.stdout.flush()
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)  # what is left of a lost job's groups may block a clean exit
+    exit_status = 0 if finished else STOPPED_EARLY
+    if used < started and rank == 0:
+        standby.release(config, exit_status)
+    return exit_status
