@@ -105,9 +105,11 @@ def _load(model: Model, folder: Path) -> Progress:
     optimizer_state.restore_scaler(model.optimizer, state["loss_scaler"])
     if state["layout"] == _layout(model):
         states = {name: torch.empty_like(value) for name, value in _random_states().items()}
-        for tensor in _random_tensors(states):
-            reader.fill(tensor)
-        _restore_random_states(states)
+        tensors = _random_tensors(states)
+        if all(tensor.key in reader for tensor in tensors):  # else another kind of device saved it
+            for tensor in tensors:
+                reader.fill(tensor)
+            _restore_random_states(states)
     return Progress(state["step"], state["consumed_samples"])
 
 

@@ -95,7 +95,7 @@ def find(config: Config) -> Path | None:
             for line in passed_over:
                 print(line, flush=True)
                 events.record(Path(config.run_dir), "checkpoint_passed_over", line)
-        except ConfigError as error:
+        except (OSError, ValueError) as error:  # ConfigError, or a file that went away meanwhile
             problem = str(error)
         _broadcast(None)  # no more to check
     else:

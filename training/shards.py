@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,6 @@ class Reader:
                     self._boxes.setdefault(entry.key, []).append((path, name, entry))
         except (OSError, ValueError) as error:
             raise ConfigError(f"checkpoint {folder} cannot be read: {error}") from error
-
-    def entries(self) -> Iterable[headers.Entry]:
-        """All boxes of all files."""
-        return (entry for boxes in self._boxes.values() for _, _, entry in boxes)
 
     def __contains__(self, key: str) -> bool:
         return key in self._boxes
