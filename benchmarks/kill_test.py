@@ -52,7 +52,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 KINDS = {"any": 0.25, "save": 0.35, "load": 0.2, "evaluate": 0.2}  # shares of the kills
 PHASES = ("any", "save", "load", "evaluate")  # what a rank says that it does, by index
-LONGEST_DELAY = {"any": 2.0, "save": 0.04, "load": 0.03, "evaluate": 0.02}  # seconds after the phase began
+LONGEST_DELAY = {"any": 2.0, "save": 0.03, "load": 0.015, "evaluate": 0.015}  # seconds after the phase began
 MAX_COUNT = 6  # times that a phase is let pass at most
 SURVIVORS = 0.5  # seconds at most that the other ranks outlive one that was killed
 POLL = 0.0005  # seconds
