@@ -175,9 +175,10 @@ def _own_tensors(model: Any) -> list[torch.Tensor]:
 
     found = list(parallel_state.get_global_memory_buffer().buffer.values())
     for chunk in model.bare_chunks:
-        rotary = getattr(chunk, "rotary_pos_emb", None)
-        if rotary is not None:
-            found.append(rotary(model.config.model.sequence_length))
+        for module in chunk.modules():
+            rotary = getattr(module, "rotary_pos_emb", None)
+            if rotary is not None:
+                found.append(rotary(model.config.model.sequence_length, packed_seq=False))
     return found
 
 

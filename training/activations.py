@@ -16,6 +16,7 @@ from moe import footprint
 from moe.experts import SPARE_ROWS
 from moe.load import Shape
 from moe.plan import STRATEGIES, Load, Plan
+from training.flops import has_fused_attention
 from training.tape import Function, Profile, Tape, Tensor, recomputed
 
 ELEMENT_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -41,6 +42,7 @@ class Activations:
     def __init__(self, config: Config, vocab_size: int, device: str, plan: Plan | None = None) -> None:
         model, parallel = config.model, config.parallel
         self.config, self.on_gpu = config, device == "cuda"
+        self.fused_attention = has_fused_attention(config, device)
         self.tensor, self.sequence = parallel.tensor, parallel.sequence
         self.element = ELEMENT_SIZES[config.training.precision]
         self.samples, self.length = config.training.micro_batch_size, model.sequence_length
@@ -132,9 +134,11 @@ class Activations:
         return loss
 
     def _layer(self, is_moe: bool) -> Function:
+        attention = self._latent_attention if self.config.model.attention == "latent" else self._attention
+
         def pre_norm(tape: Tape, state: Tensor) -> Tensor:
             normed = self._norm(tape, state)
-            attended = self._attention(tape, normed)
+            attended = attention(tape, normed)
             tape.drop(normed)
             middle = self._add(tape, attended, state)
             tape.drop(attended)
@@ -145,7 +149,7 @@ class Activations:
             return result
 
         def post_norm(tape: Tape, state: Tensor) -> Tensor:
-            attended = self._attention(tape, state)
+            attended = attention(tape, state)
             added = self._add(tape, attended, state)
             middle = self._norm(tape, added)
             tape.drop(attended, added)
@@ -178,53 +182,106 @@ class Activations:
         if 1 < self.groups < self.heads:
             query = then(query, tape.apply(query_size, [query]))  # the heads of a group do not lie apart alike
         if model.qk_norm:
-            query = then(query, self._norm(tape, query, self.tokens * self.heads, self.head_dim))
-            key = then(key, self._norm(tape, key, self.tokens * self.groups, self.head_dim))
+            query = then(query, self._norm_heads(tape, query, self.heads))
+            key = then(key, self._norm_heads(tape, key, self.groups))
         if model.position_embedding == "rope":
             query, key = then(query, self._rotate(tape, query)), then(key, self._rotate(tape, key))
-        if self.config.training.recompute == "selective":
-            context = recomputed(tape, self._attend, query, key, value)
-        else:
-            context = self._attend(tape, query, key, value)
+        context = self._attended(tape, query, key, value)
         output = self._row(tape, context, self.heads * self.head_dim)
         tape.drop(context, *held)
         return output
 
-    def _rotate(self, tape: Tape, tensor: Tensor) -> Tensor:
-        channels = int(self.head_dim * self.config.model.rotary_fraction)
+    def _attended(self, tape: Tape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.config.training.recompute == "selective":
+            return recomputed(tape, self._attend, query, key, value)
+        return self._attend(tape, query, key, value)
+
+    def _latent_attention(self, tape: Tape, x: Tensor) -> Tensor:
+        """Queries, and keys and values, each through a narrow layer; one rotating key for all heads."""
+        model, own, token = self.config.model, self.own_tokens * self.element, self.tokens * self.element
+        rotating, value_dim, rank = model.rotary_head_dim, model.value_head_dim, model.kv_lora_rank
+
+        def narrow(width: int) -> Tensor:
+            part = self._column(tape, x, width // self.tensor)
+            if self.tensor == 1:
+                return part
+            whole = tape.apply(token * width, [part])
+            tape.drop(part)
+            if not self.sequence:
+                return whole
+            mine = tape.apply(own * width, [whole])
+            tape.drop(whole)
+            return mine
+
+        query_rank = model.q_lora_rank
+        low_query = x if query_rank is None else narrow(query_rank)
+        low = narrow(rank + rotating)
+        low_keys, turning = tape.split(low, own * rank, own * rotating)
+        held = [low]
+        if self.sequence:
+            turning = tape.apply(token * rotating, [turning])
+            held.append(turning)
+        if query_rank is not None:
+            held.append(low_query)
+            low_query = self._norm(tape, low_query, self.own_tokens, query_rank)
+            held.append(low_query)
+        low_keys = self._norm(tape, low_keys, self.own_tokens, rank)
+        held.append(low_keys)
+        head = self.heads * token
+        queries = self._column(tape, low_query, self.heads * (self.head_dim + rotating), width=query_rank or self.hidden)
+        both = self._column(tape, low_keys, self.heads * (self.head_dim + value_dim), width=rank)
+        plain, turned = tape.split(queries, head * self.head_dim, head * rotating)
+        plain_keys, values = tape.split(both, head * self.head_dim, head * value_dim)
+        turned, turning = self._rotate(tape, turned, rotating), self._rotate(tape, turning, rotating)
+        query = tape.apply(head * (self.head_dim + rotating), passes=[plain, turned])
+        key = tape.apply(query.bytes, [turning], passes=[plain_keys])
+        value = tape.apply(values.bytes, passes=[values])
+        tape.drop(queries, both, turned, turning)
+        context = self._attended(tape, query, key, value)
+        output = self._row(tape, context, self.heads * value_dim)
+        tape.drop(context, query, key, value, *held)
+        return output
+
+    def _rotate(self, tape: Tape, tensor: Tensor, channels: int | None = None) -> Tensor:
+        channels = channels or int(self.head_dim * self.config.model.rotary_fraction)
         tables = 2 * self.length * channels * self.element
         return tape.apply(tensor.bytes, [tensor], extra=tables, during=2 * tensor.bytes, work=int(ROPE_WORK * tensor.bytes))
 
     def _attend(self, tape: Tape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.on_gpu or self.config.model.attention_dropout == 0:
+        if self.fused_attention:
             sums = self.tokens * self.heads * FP32
-            return tape.apply(query.bytes, [query, key, value], keeps=[query, key, value], extra=sums, keeps_output=True)
-        # torch's kernel for CPUs has no dropout: the scores are made, one by one, in fp32.
+            return tape.apply(
+                value.bytes * query.bytes // key.bytes, [query, key, value], keeps=[query, key, value], extra=sums, keeps_output=True
+            )
+        # The scores are made, one by one, in fp32.
         scores_size = self.samples * self.heads * self.length**2 * FP32
-        size, held = query.bytes * FP32 // self.element, []
+        held: list[Tensor] = []
 
-        def wide(tensor: Tensor, result: int) -> Tensor:
-            if tensor.bytes != result:
-                held.append(tape.apply(result, [tensor]))
+        def wide(tensor: Tensor) -> Tensor:
+            if self.element < FP32:
+                held.append(tape.apply(tensor.bytes * FP32 // self.element, [tensor]))
                 return held[-1]
             return tensor
 
         if self.groups < self.heads:  # keys and values are repeated for each query head
             held += [tape.apply(query.bytes, [key]), tape.apply(query.bytes, [value])]
             key, value = held
-        query, key, value = (wide(tensor, size) for tensor in (query, key, value))
-        scaled = [tape.apply(size, [query]), tape.apply(size, [key])]
+        query, key, value = wide(query), wide(key), wide(value)
+        scaled = [tape.apply(query.bytes, [query]), tape.apply(key.bytes, [key])]
         scores = tape.apply(scores_size, scaled, keeps=scaled)
         tape.drop(*scaled)
         scores = self._replace(tape, scores, scores_size)  # the mask is added
         weights = tape.apply(scores_size, [scores], keeps_output=True)
         tape.drop(scores)
-        left = tape.apply(scores_size, [weights], extra=scores_size)
+        left = tape.hold(weights)
+        if self.config.model.attention_dropout > 0:
+            tape.drop(left)
+            left = tape.apply(scores_size, [weights], extra=scores_size)
         copy = scores_size // 2 if self.element < FP32 else 0
-        context = tape.apply(size, [left, value], keeps=[left, value], during=copy)
+        context = tape.apply(value.bytes, [left, value], keeps=[left, value], during=copy)
         tape.drop(weights, left, *held)
         if self.element < FP32:
-            narrow = tape.apply(self.tokens * self.heads * self.head_dim * self.element, [context])
+            narrow = tape.apply(context.bytes * self.element // FP32, [context])
             tape.drop(context)
             context = narrow
         return self._replace(tape, context, context.bytes)
@@ -297,10 +354,11 @@ class Activations:
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 
-    def _column(self, tape: Tape, x: Tensor, features: int, bias: bool = False, waits: bool = False) -> Tensor:
-        """A linear layer whose outputs are split over the tensor ranks: [own tokens, H] -> [T, features]."""
-        output, weight = self.tokens * features * self.element, features * self.row
-        work = self.whole + self.state + weight if self.sequence else None
+    def _column(self, tape: Tape, x: Tensor, features: int, bias: bool = False, waits: bool = False, width: int | None = None) -> Tensor:
+        """A linear layer whose outputs are split over the tensor ranks: [own tokens, H or `width`] -> [T, features]."""
+        row = (width or self.hidden) * self.element
+        output, weight = self.tokens * features * self.element, features * row
+        work = (self.tokens + self.own_tokens) * row + weight if self.sequence else None
         return tape.apply(output, [x], keeps=[x], during=output if bias else 0, work=work, weight=weight, weight_waits=waits)
 
     def _row(self, tape: Tape, x: Tensor, features: int) -> Tensor:
@@ -321,6 +379,14 @@ class Activations:
         if self.element == FP32:
             return tape.apply(output, [x], keeps=[x], extra=wide + rows * FP32, work=3 * wide)
         return tape.apply(output, [x], extra=2 * wide + rows * FP32, during=wide, work=4 * wide - output)
+
+    def _norm_heads(self, tape: Tape, x: Tensor, heads: int) -> Tensor:
+        if self.config.model.qk_norm_over == "head":
+            return self._norm(tape, x, self.tokens * heads, self.head_dim)
+        together = tape.apply(x.bytes, [x])  # the heads lie apart, between those of the others
+        output = self._norm(tape, together, self.tokens, heads * self.head_dim)
+        tape.drop(together)
+        return output
 
     def _add(self, tape: Tape, x: Tensor, residual: Tensor, biased: bool = True) -> Tensor:
         """Bias, dropout and residual sum. The caller still holds `x`."""

@@ -18,20 +18,35 @@ from configs.schema import Config
 BLOCK_ROWS, SHORT_BLOCK, SHORT_STEP, LONG_STEP = 1024, 128, 16, 32  # of moe/experts.py, which imports torch; a test compares
 
 
+def has_fused_attention(config: Config, device: str) -> bool:
+    """Whether torch has one kernel for the attention; on a CPU there is none with dropout or with values of another width than keys."""
+    model = config.model
+    same_width = model.attention == "grouped" or derived.head_dim(config) + model.rotary_head_dim == model.value_head_dim
+    return device == "cuda" or (model.attention_dropout == 0 and same_width)
+
+
+def attention_weights(config: Config) -> int:
+    """Numbers in the matrices of one layer's attention."""
+    model, head_dim = config.model, derived.head_dim(config)
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    if model.attention == "grouped":
+        return hidden * head_dim * (2 * heads + 2 * derived.num_query_groups(config))
+    query, rank = head_dim + model.rotary_head_dim, model.q_lora_rank
+    queries = hidden * heads * query if rank is None else rank * (hidden + heads * query)
+    keys_and_values = hidden * (model.kv_lora_rank + model.rotary_head_dim) + model.kv_lora_rank * heads * (head_dim + model.value_head_dim)
+    return queries + keys_and_values + heads * model.value_head_dim * hidden
+
+
 def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
     """Operations of the forward pass per token by kind; attention's scores with their full square."""
     model, moe = config.model, config.moe
-    hidden, heads, groups, head_dim = (
-        model.hidden_size,
-        model.num_attention_heads,
-        derived.num_query_groups(config),
-        derived.head_dim(config),
-    )
+    hidden, head_dim = model.hidden_size, derived.head_dim(config)
+    channels = 2 * head_dim if model.attention == "grouped" else head_dim + model.rotary_head_dim + model.value_head_dim
     matrices = 3 if model.activation == "swiglu" else 2
     moe_layers = sum(derived.moe_layer_pattern(config))
     result = {
-        "attention_projections": 2.0 * model.num_layers * hidden * head_dim * (2 * heads + 2 * groups),
-        "attention_scores": 4.0 * model.num_layers * heads * head_dim * model.sequence_length,
+        "attention_projections": 2.0 * model.num_layers * attention_weights(config),
+        "attention_scores": 2.0 * model.num_layers * model.num_attention_heads * channels * model.sequence_length,
         "feed_forward": 2.0 * (model.num_layers - moe_layers) * matrices * hidden * derived.ffn_hidden_size(config),
         "logits": 2.0 * hidden * vocab_size,
     }
@@ -68,8 +83,7 @@ def executed_flops_per_token(config: Config, padded_vocab_size: int, device: str
         if model.sentence_head != "none" and config.parallel.sequence:
             forward["head"] += (config.parallel.tensor - 1) * pooler
     times = dict.fromkeys(forward, 3.0)
-    fused = device == "cuda" or model.attention_dropout == 0
-    if fused:
+    if has_fused_attention(config, device):
         times["attention_scores"] = 3.5
     if device == "cpu" and training.precision == "bf16" and "router" in times:
         times["router"] = 5.0  # its backward pass takes the gradient as a sum of two bf16 numbers

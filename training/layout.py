@@ -120,38 +120,26 @@ def _norm(config: Config, name: str, width: int) -> Iterator[Parameter]:
 
 def _layer(config: Config, is_moe: bool) -> Iterator[Parameter]:
     model, tensor = config.model, config.parallel.tensor
-    hidden, head = model.hidden_size, derived.head_dim(config)
-    heads, groups = model.num_attention_heads, derived.num_query_groups(config)
+    hidden = model.hidden_size
     matrices = 2 if model.activation == "swiglu" else 1
 
-    def whole(name: str, total: int, split: int = 1) -> Parameter:
-        return Parameter(name, total // split, total, active=total)
-
     def feed_forward(name: str, width: int, bias: bool) -> Iterator[Parameter]:
-        yield whole(f"{name}.fc1", matrices * width * hidden, tensor)
+        yield _whole(f"{name}.fc1", matrices * width * hidden, tensor)
         if bias:
-            yield whole(f"{name}.fc1.bias", matrices * width, tensor)
-        yield whole(f"{name}.fc2", hidden * width, tensor)
+            yield _whole(f"{name}.fc1.bias", matrices * width, tensor)
+        yield _whole(f"{name}.fc2", hidden * width, tensor)
         if bias:
-            yield whole(f"{name}.fc2.bias", hidden)
+            yield _whole(f"{name}.fc2.bias", hidden)
 
     yield from _norm(config, "norm", hidden)
-    yield whole("attention.proj", heads * head * hidden, tensor)
-    if model.linear_bias:
-        yield whole("attention.proj.bias", hidden)
-    yield whole("attention.qkv", (heads + 2 * groups) * head * hidden, tensor)
-    if model.linear_bias or model.qkv_bias:
-        yield whole("attention.qkv.bias", (heads + 2 * groups) * head, tensor)
-    if model.qk_norm:
-        yield from _norm(config, "attention.q_norm", head)
-        yield from _norm(config, "attention.k_norm", head)
+    yield from _attention(config)
     yield from _norm(config, "feed_forward.norm", hidden)
     if not is_moe:
         yield from feed_forward("feed_forward", derived.ffn_hidden_size(config), model.linear_bias)
         return
     moe, split = config.moe, derived.expert_tensor_size(config)
     num_experts, width = moe.num_experts or 0, derived.expert_ffn_hidden_size(config)
-    yield whole("router", num_experts * hidden)
+    yield _whole("router", num_experts * hidden)
 
     def experts(name: str, size: int, split: int) -> Parameter:
         # Without expert parallelism Megatron-core reduces experts' gradients with all others.
@@ -165,3 +153,35 @@ def _layer(config: Config, is_moe: bool) -> Iterator[Parameter]:
         yield experts("experts.fc2.bias", hidden, 1)
     if moe.shared_expert_ffn_hidden_size is not None:
         yield from feed_forward("shared_expert", moe.shared_expert_ffn_hidden_size, False)
+
+
+def _whole(name: str, total: int, split: int = 1) -> Parameter:
+    return Parameter(name, total // split, total, active=total)
+
+
+def _attention(config: Config) -> Iterator[Parameter]:
+    model, tensor = config.model, config.parallel.tensor
+    hidden, head = model.hidden_size, derived.head_dim(config)
+    heads, groups = model.num_attention_heads, derived.num_query_groups(config)
+    if model.attention == "latent":
+        rotating, value, query_rank, rank = model.rotary_head_dim, model.value_head_dim, model.q_lora_rank, model.kv_lora_rank
+        yield _whole("attention.proj", heads * value * hidden, tensor)
+        if query_rank is not None:
+            yield _whole("attention.q_down", query_rank * hidden, tensor)
+        yield _whole("attention.q_up", heads * (head + rotating) * (query_rank or hidden), tensor)
+        yield _whole("attention.kv_down", (rank + rotating) * hidden, tensor)
+        yield _whole("attention.kv_up", heads * (head + value) * rank, tensor)
+        if query_rank is not None:
+            yield _whole("attention.q_norm", query_rank)
+        yield _whole("attention.kv_norm", rank)
+        return
+    yield _whole("attention.proj", heads * head * hidden, tensor)
+    if model.linear_bias:
+        yield _whole("attention.proj.bias", hidden)
+    yield _whole("attention.qkv", (heads + 2 * groups) * head * hidden, tensor)
+    if model.linear_bias or model.qkv_bias:
+        yield _whole("attention.qkv.bias", (heads + 2 * groups) * head, tensor)
+    if model.qk_norm:
+        over_all = model.qk_norm_over == "all_heads"
+        yield from _norm(config, "attention.q_norm", head * (heads if over_all else 1))
+        yield from _norm(config, "attention.k_norm", head * (groups if over_all else 1))

@@ -25,6 +25,7 @@ from training.layout import Parameter, parameters, parts, places
 ALIGNMENT = 64  # numbers: Megatron-core's _ParamAndGradBuffer starts parameters at multiples
 BUCKET_MULTIPLE = 128
 BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000  # numbers: its default
+ROTARY_TABLES = 32  # that Megatron-core's cache holds
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 
@@ -131,11 +132,7 @@ def rank_memory(config: Config, vocab_size: int, world_size: int, device: str, p
         max(activations_of_stage(config, activations, world_size, stage), _after_backward(config, static[stage], device))
         for stage in range(stages)
     ]
-    chunks = config.parallel.virtual_pipeline or 1
-    comm = activations.whole if config.parallel.sequence else 0
-    if config.model.position_embedding == "rope":
-        rotating = int(derived.head_dim(config) * config.model.rotary_fraction)
-        comm += chunks * config.model.sequence_length * rotating * FP32
+    staying = [_staying(config, activations, stage) for stage in range(stages)]
     distributed = config.optimizer.distributed
 
     @cache
@@ -147,7 +144,23 @@ def rank_memory(config: Config, vocab_size: int, world_size: int, device: str, p
     for place in places(config, world_size):
         numbers = sum(buffer.size for kind in static[place.stage].values() for buffer in kind)
         state = optimizer(place.stage, "dense", place.data) + optimizer(place.stage, "expert", place.expert_data)
-        result.append(RankMemory(place.rank, place.stage, numbers * element, numbers * FP32, state, most[place.stage], comm))
+        result.append(
+            RankMemory(place.rank, place.stage, numbers * element, numbers * FP32, state, most[place.stage], staying[place.stage])
+        )
+    return result
+
+
+def _staying(config: Config, activations: Activations, stage: int) -> int:
+    """The buffer that sequence parallelism gathers into, and the tables of rotary positions: one for each model chunk, with latent
+    attention one for each layer, as far as they are remembered."""
+    model, of_stage = config.model, parts(config)[stage]
+    latent = model.attention == "latent"
+    # What goes into the widest layer that is split by its outputs.
+    result = activations.whole if config.parallel.sequence else 0
+    if model.position_embedding == "rope":
+        channels = model.rotary_head_dim if latent else int(derived.head_dim(config) * model.rotary_fraction)
+        tables = sum(len(part.layers) for part in of_stage) if latent else len(of_stage)
+        result += min(tables, ROTARY_TABLES) * model.sequence_length * channels * FP32
     return result
 
 
