@@ -115,7 +115,7 @@ def _hand_on_signals() -> None:
             signum = signal.Signals(information.si_signo)
             asks_to_end = signum in (signal.SIGTERM, signal.SIGINT)
             if asks_to_end and (not ranks or (signum == signal.SIGINT and signum in received)):
-                _say(f"ended by {signum.name}{' for the second time' if ranks else ' before any rank started'}")
+                _say(f"ended by {signum.name}{' for the second time' if ranks else ' while no rank was running'}")
                 for rank in ranks:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(rank.pid, signal.SIGKILL)  # torchrun makes each rank the leader of a session
