@@ -5,8 +5,8 @@
 launch/torchrun.sh calls it. torchrun alone ends with 1 whatever happened, starts ranks again that stopped on purpose, dies of the
 signals that Slurm warns with, and kills its ranks 30 seconds after SIGTERM, however long a checkpoint takes. Here
 
-* SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are handed to every rank as soon as it can answer them, also to ranks that start later; the
-  ranks then finish their step, save and end (how long they may take is for whoever sent the signal);
+* SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, as a SIGTERM, SIGHUP are handed to every rank as soon as it can answer them, also to
+  ranks that start later; they then finish their step, save and end (how long that may take is for whoever sent the signal);
 * the status is 0 when all steps are done, 75 when the ranks stopped early on purpose, else that of the first rank that failed, and
   the last line says which one that was;
 * a rank's output under --log-dir is also found by its number: rank_00003.out and .err are links to it;
@@ -39,8 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run the ranks to their end; the exit status."""
     # Blocked before any thread or rank exists: only the thread below takes them, and a rank that is just starting keeps them
     # pending instead of dying of them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
-    threading.Thread(target=_hand_on_signals, daemon=True).start()
+    taken = _signals_to_take()
+    signal.pthread_sigmask(signal.SIG_BLOCK, taken)
+    threading.Thread(target=_hand_on_signals, args=(taken,), daemon=True).start()
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=int, required=True)
@@ -77,8 +78,7 @@ def _run(options: list[str], log_dir: Path | None, overrides: list[str]) -> int:
         mark = Path(folder) / "stopped-early"
         rank = ["--module", "launch.rank", str(mark), str(log_dir or "")]
         try:
-            # Hang-ups stay torchrun's: nobody is there to wait for a checkpoint.
-            run(parse_args([*options, "--signals-to-handle", "SIGHUP,SIGQUIT", *rank, *overrides]))
+            run(parse_args([*options, "--signals-to-handle", "SIGQUIT", *rank, *overrides]))
         except ChildFailedError as error:
             number, failure = error.get_first_failure()
             message = failure.message if failure.error_file != "<N/A>" or failure.exitcode < 0 else "see its output"
@@ -104,15 +104,23 @@ def _fewer_ranks(overrides: list[str], ranks: int, least: int) -> int | None:
     return None
 
 
-def _hand_on_signals() -> None:
+def _signals_to_take() -> list[signal.Signals]:
+    """All but those that the caller wants ignored, as nohup does; launch/torchrun.sh itself ignores the warnings until now."""
+    warnings = (signal.SIGUSR1, signal.SIGUSR2)
+    return [signum for signum in (*HANDED_ON, signal.SIGHUP) if signum in warnings or signal.getsignal(signum) != signal.SIG_IGN]
+
+
+def _hand_on_signals(taken: list[signal.Signals]) -> None:
     """Take each signal that arrives and give it to the ranks, from now to the end of this process."""
     received: list[signal.Signals] = []
     told: set[tuple[signal.Signals, psutil.Process]] = set()
     while True:
-        information = signal.sigtimedwait(HANDED_ON, POLL)
+        information = signal.sigtimedwait(taken, POLL)
         ranks = psutil.Process().children()
         if information is not None:
             signum = signal.Signals(information.si_signo)
+            if signum == signal.SIGHUP:  # the terminal is gone; ranks know no such signal
+                signum = signal.SIGTERM
             asks_to_end = signum in (signal.SIGTERM, signal.SIGINT)
             if asks_to_end and (not ranks or (signum == signal.SIGINT and signum in received)):
                 _say(f"ended by {signum.name}{' for the second time' if ranks else ' while no rank was running'}")

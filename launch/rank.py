@@ -17,7 +17,7 @@ def main(mark: str, log_dir: str) -> None:
     # Slurm signals every process of a job. A rank that cannot answer yet lets it pass: the agent tells it again when it can. So what
     # is pending since the agent blocked it is forgotten here, and warnings stay ignored until training handles them.
     defaults = {signum: signal.signal(signum, signal.SIG_IGN) for signum in HANDED_ON}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, defaults[signum])
     if log_dir:

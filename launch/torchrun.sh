@@ -24,8 +24,8 @@ Arguments after the options are config overrides. Needs launch/setup.sh to have 
                        node is shown as well (default: show all, no files)
 
 Exit status: 0 when all steps are done; 75 when the run stopped early on purpose, with everything saved: the same command goes
-on; anything else is a failure. SIGTERM, Ctrl-C, SIGUSR1 and SIGUSR2 make the ranks finish their step, save and stop; a second
-Ctrl-C ends them at once.
+on; anything else is a failure, that of the rank that failed first. SIGTERM, SIGHUP, Ctrl-C, SIGUSR1 and SIGUSR2 make the ranks
+finish their step, save and stop; a second Ctrl-C ends them at once.
 
 Example, on the second of two nodes:
   bash launch/torchrun.sh --num-nodes 2 --node-rank 1 --master-addr node-a experiment=gpt_moe_small parallel.expert=8

@@ -54,7 +54,8 @@ class Launch:
         (folder / "train.py").write_text(TRAIN)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = ["bash", str(self.folder / "launch" / "torchrun.sh"), *arguments]
+        # Whatever started the tests may have had signals ignored, as a shell does for what it runs in the background.
+        command = ["env", "--default-signal", "bash", str(self.folder / "launch" / "torchrun.sh"), *arguments]
         env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         return subprocess.Popen(
             command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
