@@ -76,7 +76,7 @@ class _Beat:
     calls: int  # collectives started
     share: float  # of the calls that the step before took
     stalled: float  # seconds without a new call
-    waits: bool  # inside a collective, as far as the host knows
+    waits: bool  # inside a collective
     where: str
     collective: str
     left: bool = False
@@ -93,7 +93,7 @@ class Watchdog:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.silence = min(timeout / 2, MAX_SILENCE)
         self._stall = timeout * STALL_SHARE
-        self._host_waits = device.type == "cpu"  # else the device waits, and the host does not know
+        self._device = device
         self._on_verdict = on_verdict
         self._log = collective_log.install()
         self._main = threading.main_thread().ident
@@ -189,9 +189,8 @@ class Watchdog:
             if guilty is not None:
                 self._decide(guilty)
                 return
-        stalled_here = beat.stalled > self._stall and (beat.waits or not self._host_waits) and self.world_size > 1
-        if stalled_here and (culprit := self._who_holds_up(now)) is not None:
-            self._decide(culprit)
+        if beat.waits and beat.stalled > self._stall:
+            self._decide(self._who_holds_up(now))
 
     def _look_at(self, rank: int, now: float) -> None:
         if not self._store.check([self._key("beat", rank)]):
@@ -231,14 +230,14 @@ class Watchdog:
     def _about_myself(self, reason: str) -> Verdict:
         return Verdict(self.rank, self._places[self.rank].host, self._step, reason, self._log.last, self.rank)
 
-    def _who_holds_up(self, now: float) -> Verdict | None:
+    def _who_holds_up(self, now: float) -> Verdict:
         """The rank that a collective of this one waits for: it is in none, or behind the others."""
         for rank in range(self.world_size):
             if rank != self.rank:
                 self._look_at(rank, now)
         self._beats[self.rank] = (self._beat(), now)
         stalled = {rank: beat for rank, (beat, _) in self._beats.items() if beat.stalled > self._stall / 2 and not beat.left}
-        outside = [rank for rank, beat in stalled.items() if not beat.waits] if self._host_waits else []
+        outside = [rank for rank, beat in stalled.items() if not beat.waits]
         culprit = min(outside or stalled, key=lambda rank: (stalled[rank].step, stalled[rank].share))
         beat = stalled[culprit]
         state = "hangs outside any collective" if outside else "is behind the others in a collective that does not end"
@@ -249,16 +248,23 @@ class Watchdog:
         if calls != self._last_call[0]:
             self._last_call = calls, now
         done = (calls - self._calls_before) / max(1, self._calls_per_step)
+        stalled = now - self._last_call[1]
         return _Beat(
             number=self._number,
             step=self._step,
             calls=calls,
             share=done,
-            stalled=now - self._last_call[1],
-            waits=self._log.waiting_since is not None,
+            stalled=stalled,
+            waits=self._waits(stalled),
             where=self._where(),
             collective=self._log.last,
         )
+
+    def _waits(self, stalled: float) -> bool:
+        """Whether this rank is inside a collective. With NCCL the device waits, and work that does not end is all that is seen of it."""
+        if self._log.waiting_since is not None or self._device.type == "cpu":
+            return self._log.waiting_since is not None
+        return stalled > self._stall / 4 and not torch.cuda.default_stream(self._device).query()
 
     def _where(self) -> str:
         """The innermost line of this project that the main thread is at."""

@@ -76,7 +76,6 @@ def picked(lines: Lines) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("ranks", "rank", "layout", "where", "value", "says"),
     [
-        (1, 0, ["experiment=gpt_tiny"], "decoder.layers.2.mlp", float("nan"), "first layer 3 of 4 (mlp) on rank 0"),
         (2, 1, ["experiment=gpt_tiny"], "decoder.layers.1.self_attention", float("inf"), "first layer 2 of 4 (self_attention) on rank 1"),
         (2, 1, ["experiment=gpt_tiny", "parallel.pipeline=2"], "decoder.layers.1.mlp", float("nan"), "first layer 4 of 4 (mlp) on rank 1"),
         (2, 0, ["experiment=gpt_moe_tiny", "parallel.expert=2"], "decoder.layers.0.mlp:gradient", float("inf"), "in the backward pass"),

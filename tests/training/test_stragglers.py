@@ -1,0 +1,60 @@
+"""A rank that is slower than the others is named, one that only has other work is not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema import Config
+from tests import distributed
+from tests.training.helpers import make_config
+from training import events
+from training.callbacks.stragglers import WINDOW, find_slow
+
+
+@pytest.mark.parametrize(
+    ("seconds", "stages", "slow"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], [0, 0, 0, 0], []),
+        ([1.0, 1.7, 1.0, 1.1], [0, 0, 0, 0], [1]),
+        ([1.0, 1.4, 1.0, 1.1], [0, 0, 0, 0], []),
+        ([1.0, 1.0, 3.0, 3.1], [0, 0, 1, 1], []),  # the other stage has other layers
+        ([1.0, 1.0, 3.0, 5.0], [0, 0, 1, 1], [3]),
+        ([1.0, 2.0], [0, 1], []),  # nobody to compare with
+        ([0.0001, 0.0003], [0, 0], []),  # too little to matter
+    ],
+)
+def test_find_slow(seconds: list[float], stages: list[int], slow: list[int]) -> None:
+    assert list(find_slow(seconds, stages, 1.5)) == slow
+
+
+def train_slowly(config: Config, slow_rank: int, pause: float) -> None:
+    import torch.distributed as dist
+
+    from training.step import Model
+    from training.trainer import Trainer
+
+    trainer = Trainer(config)
+    run = Model._run
+
+    def slowed(self: Model, *arguments: Any, **keywords: Any) -> Any:
+        if dist.get_rank() == slow_rank:
+            time.sleep(pause)
+        return run(self, *arguments, **keywords)
+
+    Model._run = slowed  # type: ignore[method-assign]
+    try:
+        trainer.fit()
+    finally:
+        Model._run = run  # type: ignore[method-assign]
+
+
+def test_slow_rank_is_named(data: list[str], tmp_path: Path) -> None:
+    sizes = [f"training.steps={WINDOW}", "training.micro_batch_size=2", "checkpoint=off", "training.straggler_factor=1.5"]
+    config = make_config(["experiment=gpt_tiny", *data, *sizes, f"run_dir={tmp_path}"], 2)
+    distributed.run(train_slowly, 2, config, 1, 0.1, timeout=60)
+    (event,) = [event for event in events.read(tmp_path) if event["kind"] == "straggler"]
+    assert event["slow_rank"] == 1 and event["step"] == WINDOW and "is slow" in event["text"]
