@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -30,13 +31,13 @@ CARRIED_FILES = (
 )
 
 
-def import_folder(source: Path, target: Path) -> None:
-    """Hugging Face folder -> folder of logical weights. Raises ConfigError."""
+def import_folder(source: Path, target: Path, part_bytes: int = folders.PART_BYTES) -> None:
+    """Hugging Face folder -> folder of logical weights, in files of at most `part_bytes`. Raises ConfigError."""
     family, config = huggingface.open_config(source)
     assert config.model.vocab_size is not None  # every family's config.json has one
     reader = folders.Reader(source)
     with folders.new_folder(target) as partial:
-        writer = folders.Writer(partial)
+        writer = folders.Writer(partial, part_bytes)
         for name, tensor in huggingface.import_weights(family, config, reader.names(), reader.get):
             writer.add(name, tensor)
         writer.close()
@@ -44,13 +45,14 @@ def import_folder(source: Path, target: Path) -> None:
         _carry(source, partial)
 
 
-def export_folder(source: Path, target: Path) -> None:
-    """Folder of logical weights -> Hugging Face folder. Raises ConfigError if no family has such a model."""
+def export_folder(source: Path, target: Path, part_bytes: int = folders.PART_BYTES) -> None:
+    """Folder of logical weights -> Hugging Face folder, in files of at most `part_bytes`. Raises ConfigError if no family has such a
+    model."""
     config = folders.config_from(folders.read_config(source))
     family, hf_config = huggingface.write_config(config)
     reader = folders.Reader(source)
     with folders.new_folder(target) as partial:
-        writer = folders.Writer(partial)
+        writer = folders.Writer(partial, part_bytes)
         dtype = "float32"
         for name, tensor in huggingface.export_weights(family, config, reader.get):
             writer.add(name, tensor)
@@ -66,15 +68,24 @@ def _carry(source: Path, target: Path) -> None:
             shutil.copy2(source / name, target / name)
 
 
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B", text)
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no size. Try 5GB or 500MB.")
+    return max(1, int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " ")))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m models.convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("direction", choices=["import", "export"])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
+    parser.add_argument("--max-shard-size", type=_size, default=folders.PART_BYTES, metavar="2GB", help="of a file; also bounds the memory")
     options = parser.parse_args(arguments)
     try:
-        (import_folder if options.direction == "import" else export_folder)(options.source, options.target)
+        convert = import_folder if options.direction == "import" else export_folder
+        convert(options.source, options.target, options.max_shard_size)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -125,8 +125,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
     partial.replace(folder)
 
 
-def save_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, config: Config, vocab_size: int) -> None:
-    """Write the logical weights of all ranks' `chunks` and their config.yaml to a new folder; every rank calls it, rank 0 writes."""
+def save_logical_folder(
+    chunks: Sequence[torch.nn.Module], folder: str | Path, config: Config, vocab_size: int, dtype: torch.dtype | None = None
+) -> None:
+    """Write the logical weights of all ranks' `chunks` and their config.yaml to a new folder, as `dtype` (None: as they are); every
+    rank calls it, rank 0 writes."""
     if dist.get_rank() != 0:
         for _ in gather_logical(chunks):
             pass
@@ -135,7 +138,7 @@ def save_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, c
     with new_folder(Path(folder)) as partial:
         writer = Writer(partial)
         for name, tensor in gather_logical(chunks):
-            writer.add(name, tensor)
+            writer.add(name, tensor if dtype is None else tensor.to(dtype))
         writer.close()
         write_config(partial, description(config, vocab_size))
     dist.barrier()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -33,15 +34,28 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None
     config.training.device = "cpu"
     vocab_size = contents.read_state(good)["vocab_size"]
     topology.initialize(config)
-    chunks = build_model(config, vocab_size)
-    contents.load_weights(chunks, good)
-    chunks = [chunk if dtype is None else chunk.to(dtype) for chunk in chunks]
-    save_logical_folder(chunks, target, config, vocab_size)
-    topology.destroy()
+    try:
+        chunks = build_model(config, vocab_size, fill=False)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".export-") as folder:
+            _keep_on_disk(chunks, Path(folder))
+            contents.load_weights(chunks, good)
+            save_logical_folder(chunks, target, config, vocab_size, dtype)
+    finally:
+        topology.destroy()
     run_tokenizer = good.parent.parent / "tokenizer"
     if run_tokenizer.is_dir():
         shutil.copytree(run_tokenizer, target, dirs_exist_ok=True)
     print(f"{good} -> {target}")
+
+
+def _keep_on_disk(chunks: list[torch.nn.Module], folder: Path) -> None:
+    """Put the weights into files of `folder` instead of memory, so that a model may be larger than that. Nothing has been written to
+    the memory that they had so far, so it never existed."""
+    for i, parameter in enumerate(parameter for chunk in chunks for parameter in chunk.parameters()):
+        path = folder / str(i)
+        stored = torch.from_file(str(path), shared=True, size=parameter.numel(), dtype=parameter.dtype)
+        parameter.data = stored.view(parameter.shape)
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:

@@ -37,7 +37,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that follow a prompt, without the one that ended it; `stopped` tells whether there was one."""
+    """The tokens that follow a prompt, without an end token; `stopped` tells whether the text ended before the limit."""
 
     tokens: list[int]
     stopped: bool
@@ -51,10 +51,12 @@ def generate(
     sampling: Sampling = Sampling(),
     *,
     stop: Collection[int] = (),
+    is_done: Callable[[list[int]], bool] | None = None,
     batch_size: int = 8,
     use_cache: bool = True,
 ) -> list[Completion]:
-    """Continue each prompt (token ids, at least one) until a token of `stop` or `max_tokens` tokens. A collective call.
+    """Continue each prompt (token ids, at least one) until a token of `stop`, or until `is_done` says so of the new tokens, or
+    `max_tokens` tokens. A collective call.
 
     A prompt draws from a generator of its own, so its continuation does not depend on its batch. Raises ConfigError for a prompt
     without tokens, a token outside the vocabulary, or a text longer than learned positions allow.
@@ -64,13 +66,20 @@ def generate(
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # rows of a batch are filled up to the longest
     for begin in range(0, len(by_length), batch_size):
         rows = by_length[begin : begin + batch_size]
-        found = _continue_batch(decoder, [list(prompts[i]) for i in rows], max_tokens, sampling, frozenset(stop), use_cache)
+        texts = [list(prompts[i]) for i in rows]
+        found = _continue_batch(decoder, texts, max_tokens, sampling, frozenset(stop), is_done, use_cache)
         completions.update(zip(rows, found, strict=True))
     return [completions[i] for i in range(len(prompts))]
 
 
 def _continue_batch(
-    decoder: Decoder, prompts: list[list[int]], max_tokens: int, sampling: Sampling, stop: frozenset[int], use_cache: bool
+    decoder: Decoder,
+    prompts: list[list[int]],
+    max_tokens: int,
+    sampling: Sampling,
+    stop: frozenset[int],
+    is_done: Callable[[list[int]], bool] | None,
+    use_cache: bool,
 ) -> list[Completion]:
     cache = Cache(max(map(len, prompts)) + max_tokens) if use_cache else None
     generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
@@ -83,6 +92,7 @@ def _continue_batch(
             ended[row] = ended[row] or token in stop
             if not ended[row]:
                 texts[row].append(token)
+                ended[row] = is_done is not None and is_done(texts[row][len(prompts[row]) :])
         if all(ended) or count == max_tokens:
             break
         if cache is not None:
