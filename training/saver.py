@@ -76,6 +76,8 @@ class Saver:
 
         Once the checkpoint is in place, older ones are deleted as manifest.prune says. Raises SaveError for the earlier save.
         """
+        named = folder.name.removeprefix("step_")
+        assert not named.isdigit() or int(named) == progress.step, f"{folder} is no name for step {progress.step}"
         earlier = self.finish()
         begin = time.perf_counter()
         with model.frozen_weights():
