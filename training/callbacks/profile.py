@@ -105,6 +105,7 @@ def _foreign(run: Run) -> list[tuple[Any, str, str]]:
     groups = [group for chunk in run.model.chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     return [
         (run.loader, "next_step", "data"),
+        (run.model, "evaluate", "evaluation"),
         (schedules, "forward_step", "forward"),
         (schedules, "backward_step", "backward"),
         (p2p_communication.P2PCommunicator, "_communicate", "pipeline exchange"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from training.background import Background
 from training.metrics import expert_counts, scalars, texts
 from training.run import Callback, Metrics, Run
 
@@ -13,6 +14,7 @@ class TensorBoard(Callback):
 
     def __init__(self) -> None:
         self._writer: Any = None
+        self._soon: Background | None = None
         self._texts: dict[str, str] = {}
 
     def on_start(self, run: Run) -> None:
@@ -20,10 +22,13 @@ class TensorBoard(Callback):
             from torch.utils.tensorboard import SummaryWriter  # imports for a second; only where it is used
 
             self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.progress.step + 1)
+            self._soon = Background()
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
-        if self._writer is None:
-            return
+        if self._soon is not None:
+            self._soon(self._log, dict(metrics))  # a copy: later callbacks may add to it
+
+    def _log(self, metrics: Metrics) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         # One record for the whole step: a record for each number costs ten times as much.
@@ -40,8 +45,12 @@ class TensorBoard(Callback):
         self.on_start(run)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            if self._soon is not None:
+                self._soon.close()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
 
 
 def _histogram(name: str, counts: list[int]) -> Any:

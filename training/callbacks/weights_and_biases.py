@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import asdict
 from typing import Any
 
+from training.background import Background
 from training.metrics import expert_counts, scalars, texts
 from training.run import Callback, Metrics, Run
 
@@ -15,6 +16,7 @@ class WeightsAndBiases(Callback):
 
     def __init__(self) -> None:
         self._run: Any = None
+        self._soon: Background | None = None
 
     def on_start(self, run: Run) -> None:
         mode = run.config.logging.wandb
@@ -34,10 +36,13 @@ class WeightsAndBiases(Callback):
             resume="allow" if mode == "online" else None,
             settings=wandb.Settings(silent=True),
         )
+        self._soon = Background()
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
-        if self._run is None:
-            return
+        if self._soon is not None:
+            self._soon(self._log, dict(metrics))  # a copy: later callbacks may add to it
+
+    def _log(self, metrics: Metrics) -> None:
         import wandb
 
         # A histogram with a bar per expert; wandb takes at most 512.
@@ -49,5 +54,9 @@ class WeightsAndBiases(Callback):
         self._run.log({**scalars(metrics), **texts(metrics), **bars}, step=metrics["step"])
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        try:
+            if self._soon is not None:
+                self._soon.close()
+        finally:
+            if self._run is not None:
+                self._run.finish()

@@ -1,0 +1,251 @@
+"""The report of a run: its numbers are the run's, missing parts are said, nothing is loaded, and a browser draws it without complaint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.browser import Browser, chromium
+from benchmarks.observability_cost import made_up_run
+from tests.training.helpers import read_metrics
+from training import events
+from training.metrics import scalars
+from training.report import page, sources, timeline
+from training.report.__main__ import main
+
+SECTIONS = {"loss", "speed", "experts", "plans", "timeline", "memory", "events"}
+
+
+class Page(HTMLParser):
+    """What a browser would find in the text: the embedded numbers, the sections' text, and whatever it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.text: dict[str, str] = {}
+        self.charts: set[str] = set()
+        self.scripts = 0
+        self._section, self._in_data, self._data = "", False, ""
+        self.feed(text)
+        self.data: dict[str, Any] = json.loads(self._data)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        named = dict(attributes)
+        self.loads += [
+            str(named[name]) for name in ("src", "href", "srcset", "action", "data") if not str(named.get(name, "#")).startswith("#")
+        ]
+        if tag == "section":
+            self._section = str(named["id"])
+        if named.get("class") == "chart":
+            self.charts.add(str(named["id"]))
+        self.scripts += tag == "script"
+        self._in_data = named.get("id") == "report-data"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_data = False
+        if tag == "section":
+            self._section = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._in_data:
+            self._data += data
+        elif self._section:
+            self.text[self._section] = self.text.get(self._section, "") + data
+
+
+def make(run_dir: Path) -> Page:
+    return Page(page.write(run_dir).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    made_up_run(folder, steps=60, layers=3, experts=8, ranks=4, spans=200)
+    return folder
+
+
+def test_every_section_has_its_numbers(run_dir: Path) -> None:
+    found, lines = make(run_dir), read_metrics(run_dir)
+    assert set(found.text) == SECTIONS and found.data["missing"] == {}
+    assert found.data["steps"] == [line["step"] for line in lines]
+    curves = found.data["curves"]
+    keys = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "data_wait_seconds", "mfu", "aux_loss", "z_loss")
+    assert set(keys) <= set(curves)
+    for key, curve in curves.items():
+        if not key.startswith("moe_"):
+            assert curve == [scalars(line).get(key) for line in lines], key
+    assert {f"grad_norm_by_part/{part}" for part in lines[0]["grad_norm_by_part"]} <= set(curves)
+    assert {"validation_loss", "memory/host", "memory/disk", "step_seconds_percentiles/p99"} <= set(curves)
+    drawn = {series["key"] for charts in found.data["charts"].values() for chart in charts for series in chart["series"]}
+    assert set(keys) <= drawn
+
+
+def test_expert_loads_are_the_runs(run_dir: Path) -> None:
+    found, lines = make(run_dir).data, read_metrics(run_dir)
+    layers = found["layers"]
+    assert layers["layers"] == [0, 1, 2] and layers["windows"] == [[step, step] for step in range(1, 61)]
+    busiest = next(picture for picture in layers["pictures"] if picture["key"] == "max_over_mean")
+    for line, column in zip(lines, busiest["columns"], strict=True):
+        assert column == pytest.approx(line["tokens_per_expert"]["max_over_mean"], rel=1e-4)
+    for line, window in zip(lines, found["experts"]["percent"], strict=True):
+        counts = line["tokens_per_expert"]["counts"]
+        assert window == [[round(100 * tokens * 8 / sum(layer)) for tokens in layer] for layer in counts]
+
+
+def test_many_layers_and_experts_are_averaged_over_steps(tmp_path: Path) -> None:
+    made_up_run(tmp_path / "run", steps=50, layers=40, experts=128, ranks=1, spans=0)
+    found, lines = make(tmp_path / "run").data, read_metrics(tmp_path / "run")
+    windows, percent = found["experts"]["windows"], found["experts"]["percent"]
+    assert sum(len(layer) for window in percent for layer in window) <= page.MAX_CELLS and len(windows) < 50
+    # Together they are all steps, each once.
+    assert [step for first, last in windows for step in range(first, last + 1)] == list(range(1, 51))
+    (first, last), layer, expert = windows[1], 7, 100
+    counts = [line["tokens_per_expert"]["counts"][layer] for line in lines[first - 1 : last]]
+    share = 100 * 128 * sum(row[expert] for row in counts) / sum(sum(row) for row in counts)
+    assert percent[1][layer][expert] == round(share)
+
+
+def test_long_runs_keep_their_spikes() -> None:
+    lines = [{"step": step, "loss": 3.0 + (step == 4321) * 7, "step_seconds": 0.1 + (step == 777)} for step in range(1, 20_001)]
+    kept = page.thin(lines)
+    assert len(kept) <= page.MAX_STEPS and {1, 777, 4321, 20_000} <= {line["step"] for line in kept}
+    assert [line["step"] for line in kept] == sorted(line["step"] for line in kept)
+    assert page.thin(lines[:2000]) == lines[:2000]
+
+
+def test_timeline_shows_every_rank(run_dir: Path) -> None:
+    (step,) = make(run_dir).data["timeline"]
+    assert step["step"] == 30 and step["ranks"] == [0, 1, 2, 3] and step["left_out"] == 0
+    lanes = {(span[0], timeline.NAMES[span[1]]) for span in step["spans"]}
+    for rank in range(4):
+        expected = [(0, "forward"), (0, "pipeline exchange"), (0, "optimizer"), (1, "experts"), (1, "dispatch"), (2, "message")]
+        assert {(3 * rank + lane, name) for lane, name in expected} <= lanes
+    for summary in step["summary"]:
+        assert 0 < summary["waiting"] < summary["working"] < step["microseconds"]
+        assert 0 < summary["hidden"] < summary["messages"]
+    # Rank 1 began 100 us after rank 0: clocks are common, not each rank's own.
+    assert min(span[2] for span in step["spans"] if span[0] // 3 == 1) == pytest.approx(100, abs=1)
+
+
+def test_times_on_the_device_count_where_there_are_some(tmp_path: Path) -> None:
+    import gzip
+
+    def event(category: str, name: str, start: float, length: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length}
+
+    host, device = event("user_annotation", "experts", 10, 1), event("gpu_user_annotation", "experts", 50, 20)
+    nccl = [event("kernel", "ncclDevKernel_SendRecv(x)", start, 10) for start in (60, 65)]
+    path = tmp_path / "step_0000005_rank_00000.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": [host, device, *nccl]}).encode()))
+    experts, message = timeline.NAMES.index("experts"), timeline.NAMES.index("message")
+    assert timeline.read_trace(path) == [(1, experts, 50, 70), (2, message, 60, 75)]
+
+
+def test_memory_stands_beside_the_plan(run_dir: Path) -> None:
+    found, lines = make(run_dir), read_metrics(run_dir)
+    peaks = [line["memory"]["device_peak_by_rank"] for line in lines if "device_peak_by_rank" in line["memory"]][-1]
+    plan = json.loads((run_dir / "plan.json").read_text())["memory_per_rank"]
+    assert [row["peak"] for row in found.data["memory"]["ranks"]] == peaks
+    assert [row["plan"]["total"] for row in found.data["memory"]["ranks"]] == [rank["total"] for rank in plan]
+    assert f"{peaks[2] / 2**30:.3f}" in found.text["memory"]
+
+
+def test_events_and_names_are_text_not_markup(run_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    events.record(copy, "loss_spike", "<script>alert('x')</script> & </script>", step=7)
+    (copy / "config.yaml").write_text("name: '<img src=https://example.com/x.png>'\n")
+    found = make(copy)
+    assert found.loads == ["data:,"] and found.scripts == 3
+    assert "<script>alert('x')</script> & </script>" in found.text["events"]
+    assert found.data["events"][-1] | {"time": ""} == {
+        "time": "",
+        "rank": 0,
+        "kind": "loss_spike",
+        "text": "<script>alert('x')</script> & </script>",
+        "step": 7,
+    }
+    assert found.data["title"] == "<img src=https://example.com/x.png>"
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: nothing yet\nmoe: {num_experts: null}\n")
+    empty = make(tmp_path)
+    assert set(empty.data["missing"]) == SECTIONS
+    assert "No steps yet" in empty.text["loss"] and "dense" in empty.text["experts"] and "No traces" in empty.text["timeline"]
+    made_up_run(tmp_path / "dense", steps=5, layers=0, experts=8, ranks=1, spans=0)
+    for name in ("plan.json", "events.jsonl"):
+        (tmp_path / "dense" / name).unlink()
+    dense = make(tmp_path / "dense")
+    assert set(dense.data["missing"]) == {"experts", "plans", "timeline", "events"}
+    assert "No plan.json" in dense.text["memory"] and "dense" in dense.text["plans"]
+
+
+def test_broken_files_are_noted_and_left_out(run_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 61, "loss": float("nan"), "grad_norm": float("inf")}) + '\n{"step": 62, "lo')
+    (copy / "plan.json").write_text("[]")
+    trace = next((copy / "traces").iterdir())
+    trace.write_bytes(trace.read_bytes()[:200])
+    found = make(copy)
+    assert found.data["steps"][-1] == 61 and found.data["curves"]["loss"][-1] is None
+    notes = " ".join(found.data["notes"])
+    assert "metrics.jsonl: 1 of 62 lines" in notes and "plan.json cannot be read" in notes and f"{trace.name} cannot be read" in notes
+
+
+def test_wrong_folders_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path / "nowhere", tmp_path):
+        assert main([str(folder)]) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(sources.NotARun, match=r"metrics\.jsonl"):
+        page.write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_line(run_dir: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "training.report", str(run_dir), "--output", str(tmp_path / "page.html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith(str(tmp_path / "page.html")) and (tmp_path / "page.html").stat().st_size < 5_000_000
+
+
+@pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine")
+def test_a_browser_draws_it(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.yaml").write_text("name: empty\n")
+    path, empty = page.write(run_dir, tmp_path / "page.html"), page.write(tmp_path / "empty")
+    charts = Page(path.read_text(encoding="utf-8")).charts
+    background = "getComputedStyle(document.body).backgroundColor"
+    with Browser() as browser:
+        seen = set()
+        for width in (1440, 390):
+            for dark in (False, True):
+                browser.look(width=width, dark=dark)
+                opened = browser.open(path)
+                assert opened.complaints == [] and opened.requests == [path.resolve().as_uri()]
+                assert browser.run("document.documentElement.dataset.ready") == "true"
+                assert browser.run("document.documentElement.scrollWidth") <= width
+                seen.add(browser.run(background))
+                # Every place for a chart has a canvas on which something was painted.
+                painted = """[...document.querySelectorAll(".chart")].filter(place => {
+                    const canvas = place.querySelector("canvas");
+                    return canvas && canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(byte => byte > 0);
+                }).map(place => place.id)"""
+                assert set(browser.run(painted)) == charts
+        assert len(seen) == 2
+        choose = "const choice = document.getElementById('expert-layer'); choice.value = '2'; choice.dispatchEvent(new Event('change'));"
+        label = "echarts.getInstanceByDom(document.getElementById('experts-chart')).getOption().series[0].data[3][2]"
+        percent = Page(path.read_text(encoding="utf-8")).data["experts"]["percent"]
+        browser.open(path)
+        assert browser.run(label) == percent[0][0][3]
+        browser.run(choose)
+        assert browser.run(label) == percent[0][2][3]
+        assert browser.open(empty).complaints == []

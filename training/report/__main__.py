@@ -1,0 +1,27 @@
+"""`python -m training.report RUN_DIR [--output FILE]`: writes RUN_DIR/report.html, a page that opens without a network."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from training.report import page, sources
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m training.report", description="One HTML page that shows a run, without a network.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that the run writes to")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where the page goes; default RUN_DIR/report.html")
+    options = parser.parse_args(arguments)
+    try:
+        path = page.write(options.run_dir, options.output)
+    except (sources.NotARun, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What a run left in its folder, read with patience: files may be missing, cut off by a kill, or of a run that is still going."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from training import events
+
+Line = dict[str, Any]
+
+
+class NotARun(ValueError):
+    """The folder holds nothing that a run writes."""
+
+
+@dataclass
+class Source:
+    """A run's files. `notes` says in a line each what was there and could not be read."""
+
+    run_dir: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: list[Line] = field(default_factory=list)  # by step, each step once
+    events: list[Line] = field(default_factory=list)
+    plans: list[Line] = field(default_factory=list)
+    memory_plan: list[Line] = field(default_factory=list)  # by rank
+    plan_device: str | None = None
+    checkpoints: list[str] = field(default_factory=list)  # names of those on disk
+    notes: list[str] = field(default_factory=list)
+
+
+def read(run_dir: Path) -> Source:
+    """Everything but the traces. Raises NotARun."""
+    if not run_dir.is_dir():
+        raise NotARun(f"{run_dir} is not a folder. Give the run_dir of a run, such as runs/quickstart.")
+    if not any((run_dir / name).exists() for name in ("metrics.jsonl", "config.yaml")):
+        raise NotARun(
+            f"{run_dir} holds no run: it has neither metrics.jsonl nor config.yaml. Give the run_dir of a run, such as runs/quickstart."
+        )
+    source = Source(run_dir)
+    source.config = _config(source)
+    by_step = {line["step"]: line for line in _lines(source, "metrics.jsonl") if isinstance(line.get("step"), int)}
+    source.metrics = [by_step[step] for step in sorted(by_step)]
+    source.events = [event for event in events.read(run_dir) if isinstance(event, dict)]
+    for path in sorted(run_dir.glob("plans*.jsonl")):
+        source.plans += _lines(source, path.name)
+    source.memory_plan = _memory_plan(source)
+    source.checkpoints = sorted(path.name for path in run_dir.glob("checkpoints/step_*") if path.is_dir())
+    return source
+
+
+def _config(source: Source) -> dict[str, Any]:
+    path = source.run_dir / "config.yaml"
+    if not path.exists():
+        source.notes.append("config.yaml is missing: what was trained is not known.")
+        return {}
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        config = None
+    if not isinstance(config, dict):
+        source.notes.append("config.yaml cannot be read: what was trained is not known.")
+        return {}
+    return config
+
+
+def _lines(source: Source, name: str) -> list[Line]:
+    path = source.run_dir / name
+    lines, broken = [], 0
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    line = None
+                if isinstance(line, dict):
+                    lines.append(line)
+                else:
+                    broken += bool(text.strip())
+    if broken:
+        source.notes.append(f"{name}: {broken} of {broken + len(lines)} lines cannot be read and are left out.")
+    return lines
+
+
+def _memory_plan(source: Source) -> list[Line]:
+    path = source.run_dir / "plan.json"
+    if not path.exists():
+        return []
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        ranks = plan["memory_per_rank"]
+        source.plan_device = plan.get("device")
+        return sorted(({**rank, "rank": int(rank["rank"]), "total": float(rank["total"])} for rank in ranks), key=lambda rank: rank["rank"])
+    except (ValueError, KeyError, TypeError):
+        source.notes.append("plan.json cannot be read: memory is shown without the plan.")
+        return []
+
+
+def finite(value: Any) -> float | None:
+    """A number that JSON can hold, else None."""
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
