@@ -1,10 +1,10 @@
 """What `train.py plan=true` says against what a step takes: python -m benchmarks.plan_accuracy [--quick] [--json] [--markdown].
 
-Each case trains its preset for two steps on gloo ranks of this machine. In another step the bytes of every tensor that is made
-are counted until it is freed; weights, gradient buffers and optimizer state are known by their storages, what else stays between steps is
-"buffers", and activations are what the peak has on top of these. A third step runs under PyTorch's FLOP counter, which is taught the
-CPU's attention kernel and in-place products; its operations over all ranks are divided by the step's tokens. Shown is the plan over
-the measurement, of the rank whose total is the largest; memory is to be within 10%, operations within 1%.
+Each case takes three steps of its preset on gloo ranks of this machine. The second runs under PyTorch's FLOP counter, which is taught
+the CPU's attention kernel and in-place products; its operations over all ranks are divided by the step's tokens. In the third the
+bytes of every tensor that is made are counted until it is freed. Weights, gradient buffers and optimizer state are known by their
+storages, the gather buffer and tables of positions are "buffers", and activations are what the peak has on top of all that stays.
+Shown is the plan over the measurement, of the rank whose total is the largest; memory is to be within 10%, operations within 1%.
 
 The routers of a fresh model spread tokens about evenly, as the plan assumes.
 """

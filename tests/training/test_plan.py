@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.plan_accuracy import CASES, SMALL, Case, compare
 from configs.schema import ConfigError
@@ -33,11 +36,13 @@ MEMORY, FLOPS = 0.10, 0.01  # bounds of the plan's error
 # Against what is there
 # ---------------------------------------------------------------------------------------------------------------------
 
+LATENT = [f"model.{key}" for key in ("attention=latent", "head_dim=16", "rotary_head_dim=8", "value_head_dim=16", "kv_lora_rank=32")]
 MEASURED = [
     CASES[0],
     Case("bert_moe_tiny", "", 4, ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "model.sequence_length=256")),
     Case("gpt_moe_tiny", "", 4, ("parallel.pipeline=2", "parallel.expert=2", "training.precision=bf16", "model.sequence_length=128")),
     Case("gpt_tiny", "", 2, ("optimizer.distributed=false", "training.recompute=full", "model.tie_embeddings=false", "model.qk_norm=true")),
+    Case("gpt_tiny", "", 2, ("parallel.tensor=2", *LATENT)),
     Case("bert_tiny", "", 1, ("training.recompute=selective", "model.attention_dropout=0.1", "model.hidden_dropout=0.1")),
 ]
 
@@ -119,6 +124,74 @@ def test_rounded_blocks_are_those_of_the_experts() -> None:
     for count in range(1, flops.BLOCK_ROWS + 1):
         step = flops.SHORT_STEP if count <= flops.SHORT_BLOCK else flops.LONG_STEP
         assert experts._length(count, torch.bfloat16) == -(-count // step) * step
+
+
+class _Collectives(TorchDispatchMode):
+    """Bytes that this rank sends in the collectives of torch.distributed that are called, by ring algorithms."""
+
+    TIMES = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1, "reduce_scatter_tensor_coalesced_": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = str(function).removesuffix(".default").partition(".")
+        if namespace == "c10d" and name in (*self.TIMES, "send"):
+            leaves = tree_leaves(args)
+            most = max(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+            (ranks,) = (dist.ProcessGroup.unbox(leaf).size() for leaf in leaves if isinstance(leaf, torch.ScriptObject) and _is_group(leaf))
+            self.sent += most if name == "send" else self.TIMES[name] * (ranks - 1) / ranks * most
+        return function(*args, **(kwargs or {}))
+
+
+def _is_group(leaf: Any) -> bool:
+    return "ProcessGroup" in str(leaf._type())
+
+
+def _sent(config: Any) -> float:
+    from parallel import topology
+    from training.dry_run import made_up_batches
+    from training.step import Model
+
+    model = Model(config, topology.initialize(config), 1000)
+    count = config.training.global_batch_size // (config.training.micro_batch_size * model.topology.data_size)
+    batches = made_up_batches(config, count, 1000, seed=model.topology.data_rank)
+    model.train_step(batches, 1)
+    with _Collectives() as collectives:
+        model.train_step(batches, 2)
+    model.close()
+    return collectives.sent
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("gpt_tiny", ["parallel.tensor=2"]),
+        ("gpt_tiny", ["parallel.tensor=2", "parallel.sequence=true", "training.recompute=full"]),
+        ("gpt_moe_tiny", ["parallel.expert=2", "moe.top_k=4"]),  # all experts: so all are equally busy
+        ("bert_tiny", ["parallel.pipeline=2", "training.precision=bf16"]),
+    ],
+)
+def test_communication_is_what_collectives_move(model: str, layout: list[str]) -> None:
+    config = make_config([f"experiment={model}", "training.device=cpu", *layout], 2)
+    plan = make_plan(config, 2, 1000)
+    for stage, sent in enumerate(distributed.run(_sent, 2, config)):
+        planned = plan.communication[stage if config.parallel.pipeline > 1 else 0]
+        assert sum(planned.values()) == pytest.approx(sent, rel=0.02)  # norms, counts and losses beside
+
+
+def test_step_time_is_predicted_from_measured_costs(data: list[str], tmp_path: Path) -> None:
+    overrides = ["experiment=gpt_moe_tiny", *data, "moe.pipeline_degree=auto", "training.steps=1", "checkpoint=off", "training.device=cpu"]
+    config = make_config([*overrides, f"data.cache_dir={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"])
+    assert make_plan(config, 1, 384).prediction is None
+    distributed.run(train, 1, config)
+    prediction = make_plan(config, 1, 384).prediction
+    assert prediction is not None and prediction.bubble == 0.0 and "thread" in prediction.measured_on
+    assert prediction.step_seconds == pytest.approx(prediction.moe_seconds + prediction.other_seconds + prediction.reduction_seconds)
+    assert prediction.moe_seconds > 0 and prediction.other_seconds > 0
+    wider = make_config([*overrides, f"data.cache_dir={tmp_path / 'cache'}", "moe.ffn_hidden_size=256"])
+    assert make_plan(wider, 1, 384).prediction is None  # other layers than those that were measured
 
 
 # ---------------------------------------------------------------------------------------------------------------------
