@@ -158,7 +158,7 @@ def out_of_memory(plan: RunPlan, limit: float) -> str:
     kinds = ", ".join(f"{kind} {_size(getattr(worst, kind))}" for kind in KINDS if getattr(worst, kind))
     what = "training.memory_limit_gib" if config.training.memory_limit_gib is not None else "the device's memory"
     fix = what_fits(plan, limit)
-    advice = f"Try {fix}." if fix else "No smaller micro-batch nor recomputation fits: give parallel.tensor, pipeline or expert more ranks."
+    advice = f"Try {fix}." if fix else f"No smaller micro-batch nor recomputation fits: {_more_ranks(plan, limit)}."
     return (
         f"training.micro_batch_size ({config.training.micro_batch_size}) needs {_size(worst.total)} on rank {worst.rank} ({kinds}), "
         f"but {what} is {_size(limit)}. {advice}"
@@ -182,6 +182,17 @@ def what_fits(plan: RunPlan, limit: float) -> str | None:
                 fix += [f"training.recompute={recompute}"] if recompute != config.training.recompute else []
                 return f"{' '.join(fix)} ({_size(most)})"
     return None
+
+
+def _more_ranks(plan: RunPlan, limit: float) -> str:
+    """What else would help: more data parallel ranks share the optimizer's state, those of a layout the model."""
+    for factor in (2, 4, 8, 16, 32, 64):
+        ranks, config = factor * plan.world_size, plan.config
+        if config.optimizer.distributed and first_problem(config, ranks) is None:
+            most = max(rank.total for rank in rank_memory(config, plan.vocab_size, ranks, plan.device))
+            if most <= limit:
+                return f"{ranks} ranks would, with {_size(most)} each"
+    return "give parallel.tensor, pipeline or expert more ranks"
 
 
 def _size(num_bytes: float) -> str:
