@@ -129,24 +129,21 @@
     });
   }
 
-  function layerPictures() {
-    if (!data.layers) return;
+  function layerPicture(i) {
     const { layers, windows, pictures } = data.layers;
-    pictures.forEach((picture, p) => {
-      const cells = [];
-      let low = Infinity, high = -Infinity;
-      picture.columns.forEach((column, x) => column.forEach((value, y) => {
-        if (value === null) return;
-        cells.push([x, y, value]);
-        low = Math.min(low, value);
-        high = Math.max(high, value);
-      }));
-      if (picture.key === "max_over_mean") low = 1;
-      if (picture.key === "dropped_share") [low, high] = [0, Math.max(high, 1)];
-      heat("layers-" + p, windows.map((w) => w[0]), layers, cells, {
-        min: low, max: high > low ? high : low + 1e-9 + Math.abs(low) * 1e-6, xName: "step", yName: "layer",
-        say: (x, y, value) => `layer ${layers[y]}, step ${span(windows[x])}<br><b>${exact(value)}</b>`,
-      });
+    const picture = pictures[i], cells = [];
+    let low = Infinity, high = -Infinity;
+    picture.columns.forEach((column, x) => column.forEach((value, y) => {
+      if (value === null) return;
+      cells.push([x, y, value]);
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }));
+    if (picture.key === "max_over_mean") low = 1;
+    if (picture.key === "dropped_share") [low, high] = [0, Math.max(high, 1)];
+    heat("layers-" + i, windows.map((w) => w[0]), layers, cells, {
+      min: low, max: high > low ? high : low + 1e-9 + Math.abs(low) * 1e-6, xName: "step", yName: "layer",
+      say: (x, y, value) => `layer ${layers[y]}, step ${span(windows[x])}<br><b>${exact(value)}</b>`,
     });
   }
 
@@ -257,17 +254,38 @@
 
   // -- everything -----------------------------------------------------------------------------------------------------
 
+  // [place, what draws there], in the page's order.
+  function tasks() {
+    const list = [];
+    for (const [section, group] of Object.entries(data.charts)) {
+      group.forEach((chart, i) => chart.series.length && list.push([section + "-" + i, () => lines(section + "-" + i, chart)]));
+    }
+    if (data.layers) data.layers.pictures.forEach((_, i) => list.push(["layers-" + i, () => layerPicture(i)]));
+    list.push(["experts-chart", experts]);
+    if (data.plans.chart.series.length) list.push(["plans-chart", () => lines("plans-chart", data.plans.chart)]);
+    list.push(["timeline-chart", timeline]);
+    if (data.memory.chart.series.length) list.push(["memory-0", () => lines("memory-0", data.memory.chart)]);
+    list.push(["memory-ranks", memoryRanks], ["events-chart", eventsChart]);
+    return list.filter(([id]) => document.getElementById(id));
+  }
+  // What is in sight at once, the rest in slices, so that a page of many charts is there in no time.
+  let queue = [];
   function drawAll() {
-    for (const [section, list] of Object.entries(data.charts)) list.forEach((chart, i) => chart.series.length && lines(section + "-" + i, chart));
-    layerPictures();
-    experts();
-    if (data.plans.chart.series.length) lines("plans-chart", data.plans.chart);
-    timeline();
-    if (data.memory.chart.series.length) lines("memory-0", data.memory.chart);
-    memoryRanks();
-    eventsChart();
+    const inSight = ([id]) => document.getElementById(id).getBoundingClientRect().top < window.innerHeight;
+    const list = tasks();
+    const now = list.filter(inSight);
+    queue = list.filter((task) => !now.includes(task));
+    now.forEach(([, task]) => task());
+    setTimeout(drawMore, 0);
+  }
+  function drawMore(all) {
+    const start = performance.now();
+    while (queue.length && (all === true || performance.now() - start < 20)) queue.shift()[1]();
+    if (queue.length) setTimeout(drawMore, 0);
+    else document.documentElement.dataset.ready = "true";
   }
   drawAll();
+  window.addEventListener("beforeprint", () => drawMore(true));
   document.getElementById("expert-layer")?.addEventListener("change", experts);
   document.getElementById("timeline-step")?.addEventListener("change", timeline);
   dark.addEventListener("change", drawAll);
@@ -276,5 +294,4 @@
     cancelAnimationFrame(waiting);
     waiting = requestAnimationFrame(() => charts.forEach((chart) => chart.resize()));
   });
-  document.documentElement.dataset.ready = "true";
 })();

@@ -19,7 +19,7 @@ MAX_STEPS = 2000  # points of a curve
 MAX_WINDOWS = 100  # columns of a picture of all layers
 MAX_CELLS = 130_000  # numbers of the picture of each expert of each layer
 MAX_EVENTS = 400  # rows of the table
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 # Sections in order, and their charts: (title, unit, logarithmic, [(key in metrics.jsonl, name)]). A key that ends in / stands
 # for all keys that begin so.
@@ -403,7 +403,7 @@ def _section(name: str, data: dict[str, Any]) -> str:
         plans = data["plans"]
         heads = ["Layer", "Chunks forward", "Backward", "Memory strategy", "All-to-all", "Forward predicted, ms", "Measured"]
         heads += ["Backward predicted, ms", "Measured", "Buffers, MiB", "Decisions"]
-        rows = [[*row[:-2], None if row[-2] is None else row[-2] / 2**20, row[-1]] for row in plans["rows"]]
+        rows = [[*row[:-2], None if row[-2] is None else row[-2] / MIB, row[-1]] for row in plans["rows"]]
         return _place("plans-chart", plans["chart"]) + _table(heads, rows)
     if name == "timeline":
         options = "".join(f'<option value="{i}">{step["step"]}</option>' for i, step in enumerate(data["timeline"]))
@@ -416,12 +416,14 @@ def _section(name: str, data: dict[str, Any]) -> str:
     if name == "memory":
         memory = data["memory"]
         note = f'<p class="missing">{html.escape(memory["missing"])}</p>' if memory["missing"] else ""
-        heads = ["Rank", "Measured peak, GiB", "Planned, GiB", *(f"{kind}" for kind in memory["kinds"])]
+        largest = max((row["peak"] or row["plan"]["total"] for row in memory["ranks"]), default=0)
+        size, unit = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+        heads = ["Rank", f"Measured peak, {unit}", f"Planned, {unit}", *memory["kinds"]]
         rows = []
         for row in memory["ranks"]:
             plan = row["plan"] or {}
             numbers = [row["peak"], plan.get("total"), *(plan.get(kind) for kind in memory["kinds"])]
-            rows.append([row["rank"], *(None if number is None else number / GIB for number in numbers)])
+            rows.append([row["rank"], *(None if number is None else number / size for number in numbers)])
         return note + _grid([_place("memory-0", memory["chart"]), _figure("memory-ranks", "Peak by rank")]) + _table(heads, rows)
     kept = data["checkpoints"]
     line = f"On disk now: {', '.join(kept)}." if kept else "No checkpoints on disk."
