@@ -14,9 +14,9 @@ from training import job, preflight
 def main(config: Config) -> int:
     """Build the run of a checked config and train it, or print its plan; the exit status."""
     if config.plan:
-        from training import plan  # imports torch, seconds that a wrong config need not wait for
+        from training import plan_text  # imports torch, seconds that a wrong config need not wait for
 
-        return plan.show(config, planned_world_size(config, world_size()))
+        return plan_text.show(config, planned_world_size(config, world_size()))
     preflight.check(config)
     return job.run(config)
 

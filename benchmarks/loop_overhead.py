@@ -3,7 +3,7 @@
 `python -m benchmarks.loop_overhead [--ranks 2] [--rounds 16] [--steps 3] [--json] [key=value ...]`
 
 Both sides train the same model on the same data in the same processes, in alternating rounds of `--steps` steps. Ours is
-what `Trainer.fit` does in a step, with the metrics file on; the bare side calls Megatron-core directly on batches that lie
+what `Trainer.fit` does in a step, with all callbacks of a run (W&B is off); the bare side calls Megatron-core directly on batches that lie
 ready in memory. Printed: the median over rounds of the ratio of their times, and the share of a step spent waiting for data.
 """
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from configs.compose import compose
 from configs.schema import Config
 from configs.validate import validate
-from training.callbacks.metrics_file import MetricsFile
+from training.callbacks.guard import Guard
 from training.run import Run
 from training.trainer import Trainer
 
@@ -102,10 +102,10 @@ def bare_step(config: Config, vocab_size: int, steps: Iterator[list[dict[str, to
 
 def measure(config: Config, rounds: int, steps: int) -> dict[str, float]:
     """Alternate both loops; median ratio and data wait over all rounds. Every rank of the job calls it."""
-    trainer = Trainer(config)
+    trainer = Trainer(config, guard=Guard(config))
     run: Run = trainer._build()
-    writer = MetricsFile()
-    writer.on_start(run)
+    for callback in trainer.callbacks:
+        callback.on_start(run)
     # Fresh data for each step of both: on a batch learned by heart, gradients turn denormal and CPUs slow down.
     ready = [run.loader.next_step() for _ in range((rounds + 1) * steps)]
     bare = bare_step(config, run.vocab_size, iter(ready))
@@ -113,7 +113,9 @@ def measure(config: Config, rounds: int, steps: int) -> dict[str, float]:
 
     def ours() -> None:
         metrics = trainer.train_step(run)
-        writer.after_step(run, metrics)
+        assert metrics is not None, "a step was refused"
+        for callback in trainer.callbacks:
+            callback.after_step(run, metrics)
         waits.append(metrics["data_wait_seconds"] / metrics["step_seconds"])
 
     def timed(step: Callable[[], None]) -> float:
@@ -131,7 +133,8 @@ def measure(config: Config, rounds: int, steps: int) -> dict[str, float]:
     for i in range(rounds):
         for name, step in (("ours", ours), ("bare", bare)) if i % 2 == 0 else (("bare", bare), ("ours", ours)):
             times[name].append(timed(step))
-    writer.close()
+    for callback in trainer.callbacks:
+        callback.close()
     run.loader.close()
     ratios = [a / b for a, b in zip(times["ours"], times["bare"], strict=True)]
     return {
@@ -159,7 +162,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         sizes = ["model=gpt_small", "model.num_layers=4", "model.hidden_size=256", "model.ffn_hidden_size=704", "model.sequence_length=256"]
         defaults = [*sizes, "training.global_batch_size=8", "training.micro_batch_size=2", "training.steps=100000"]
-        quiet = [f"run_dir={folder}", "checkpoint.resume=never", "logging.progress=false", "training.eval_interval=0"]
+        quiet = [
+            f"run_dir={folder}",
+            "checkpoint.resume=never",
+            "logging.progress=false",
+            "training.eval_interval=0",
+            "logging.wandb=off",
+            "checkpoint=off",
+        ]
         config = compose([*defaults, *quiet, *arguments.overrides])
         validate(config, arguments.ranks)
         result = measure(config, arguments.rounds, arguments.steps)

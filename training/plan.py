@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,18 +114,6 @@ def expected_vocab_size(config: Config) -> int:
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     return config.data.vocab_size if config.data.tokenizer == "sentencepiece" else load_tokenizer(config.data.tokenizer).vocab_size
-
-
-def show(config: Config, world_size: int) -> int:
-    """Print the plan that `plan=true` or `plan=json` asks for; the exit status. Raises ConfigError where it does not fit the limit."""
-    from training.plan_text import text
-
-    plan = make_plan(config, world_size, expected_vocab_size(config))
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(plan.as_dict()) if config.plan == "json" else text(plan), flush=True)
-    if config.training.memory_limit_gib is not None:
-        refuse_what_cannot_fit(plan)
-    return 0
 
 
 def write(plan: RunPlan, run_dir: Path) -> None:

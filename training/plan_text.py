@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 
 from configs import derived
@@ -11,9 +13,19 @@ from training.communication import KINDS as SENT_KINDS
 from training.flops import executed_flops_per_token, forward_flops_per_token, training_flops_per_token
 from training.layout import layer_numbers, parts, places
 from training.memory_plan import KINDS
-from training.plan import RunPlan
+from training.plan import RunPlan, expected_vocab_size, make_plan, refuse_what_cannot_fit
 
 MOST_GROUPS = 8  # expert groups or data ranks of a stage that are drawn one by one
+
+
+def show(config: Config, world_size: int) -> int:
+    """Print the plan that `plan=true` or `plan=json` asks for; the exit status. Raises ConfigError where it does not fit the limit."""
+    plan = make_plan(config, world_size, expected_vocab_size(config))
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(plan.as_dict()) if config.plan == "json" else text(plan), flush=True)
+    if config.training.memory_limit_gib is not None:
+        refuse_what_cannot_fit(plan)
+    return 0
 
 
 def text(plan: RunPlan) -> str:
