@@ -184,7 +184,7 @@
     };
     draw("timeline-chart", {
       legend: { data: used.map((n) => NAMES[n]), type: narrow() ? "scroll" : "plain" },
-      grid: { left: 8, right: 14, top: narrow() ? 34 : 76, bottom: 64, containLabel: true },
+      grid: { left: 8, right: 34, top: narrow() ? 34 : 60, bottom: 64, containLabel: true },
       tooltip: { formatter: (point) => `${escaped(NAMES[point.data.name])}, ${lanes[point.data.value[0] - point.data.value[0] % 3]}<br>`
         + `<b>${micro(point.data.value[2] - point.data.value[1])}</b> from ${micro(point.data.value[1])}` },
       xAxis: axis({ type: "value", min: 0, max: step.microseconds, axisLabel: { color: look().muted, formatter: micro, hideOverlap: true } }),
