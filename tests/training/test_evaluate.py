@@ -62,7 +62,7 @@ def _log_probs(model: Any, tokens: list[int]) -> torch.Tensor:
     ("num_tokens", "length", "stride"), [(2, 8, 4), (8, 8, 4), (9, 8, 4), (31, 8, 3), (30, 8, 7), (1, 8, 4), (5, 2, 1)]
 )
 def test_windows_predict_each_token_once(num_tokens: int, length: int, stride: int) -> None:
-    counted = []
+    counted: list[int] = []
     for begin, end, first in windows(num_tokens, length, stride):
         assert 0 <= begin < first < end <= num_tokens and end - begin <= length
         assert first == 1 or first - begin >= length - stride
@@ -172,7 +172,7 @@ def test_tasks_of_the_harness(tmp_path: Path) -> None:
         made = model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)[0, len(context) :].tolist()
         text = words.decode([token for token in made if token < 5 + len(WORDS)])
         lines.append({"question": question, "choices": choices, "answer": answer, "expected": text})
-    lines[0]["expected"] += "!"  # a wrong answer
+    lines[0]["expected"] = "!"  # a wrong answer
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "tasks").mkdir()
     for name, task in {"choices": CHOICE_TASK, "texts": PERPLEXITY_TASK, "answers": ANSWER_TASK}.items():
