@@ -20,9 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kill_resume import ROOT, differences, kill_all, read_steps
+import psutil
+
+from benchmarks.kill_test import differences
 from training import events
 
+ROOT = Path(__file__).resolve().parent.parent
 FAULTS = ("kill", "stop", "raise", "hang")
 LAYOUTS = {
     "DP3": (3, ["experiment=gpt_tiny", "training.global_batch_size=6"]),
@@ -54,7 +57,10 @@ def train(ranks: int, fault: str, overrides: list[str], log: Path) -> tuple[int,
             pass
         finally:
             ended = time.time()
-            kill_all(process)
+            if process.poll() is None:
+                for member in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    member.kill()
+                process.wait(30)
     return process.returncode, ended
 
 
@@ -79,7 +85,7 @@ def drill(fault: str, layout: str, rng: random.Random, timeout: int, folder: Pat
         "seconds": ended - begin,
         "named": named,
         "collective": lost[0]["collective"] if lost else "",
-        "resumed": again == 0 and not differences(read_steps(run_dir), read_steps(whole)),
+        "resumed": again == 0 and not differences(run_dir, whole),
         "held": status == 1 and ended - begin < timeout + BEYOND,
     }
 
