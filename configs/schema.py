@@ -133,6 +133,12 @@ class OptimizerConfig:
 
 
 @dataclass
+class ProfileConfig:
+    steps: list[int] = field(default_factory=list)  # optimizer steps that are traced into run_dir/traces
+    ranks: Any = "all"  # that write traces: all, or a list
+
+
+@dataclass
 class TrainingConfig:
     steps: int = 20
     global_batch_size: int = 8  # samples per optimizer step
@@ -143,6 +149,7 @@ class TrainingConfig:
     recompute: str = "none"  # none | selective | full
     memory_limit_gib: Optional[float] = None  # of a rank's tensors; what the plan says cannot fit is refused. null: the GPU's memory
     dry_run: Optional[bool] = None  # run a made-up batch before the first step, to find out what does not fit; null: on a GPU
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     eval_interval: int = 0  # 0: no evaluation
     eval_batches: int = 8  # global batches per evaluation
     deterministic: bool = False
@@ -167,19 +174,12 @@ class CheckpointConfig:
 
 
 @dataclass
-class ProfileConfig:
-    steps: list[int] = field(default_factory=list)  # optimizer steps that are traced into run_dir/traces
-    ranks: Any = "all"  # that write traces: all, or a list
-
-
-@dataclass
 class LoggingConfig:
     progress: bool = True
     tensorboard: bool = True
     wandb: str = "auto"  # auto: online with an API key, else offline; or online | offline | off
     wandb_project: str = "mixtrain"
     peak_tflops: Optional[float] = None  # of one device in this precision; null: known GPUs only
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 @dataclass

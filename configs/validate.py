@@ -319,14 +319,14 @@ def _loose_values(config: Config, world_size: int) -> Iterator[Problem]:
         rule = "must be stdlib, a path, or a list of paths or of {path: a path, weight: a number above 0}"
         yield Problem("data.corpus", rule, _set("data.corpus", ["stdlib"]))
 
-    profile, steps = config.logging.profile, config.training.steps
+    profile, steps = config.training.profile, config.training.steps
     if any(not 1 <= step <= steps for step in profile.steps):
         rule = f"must be numbers of steps from 1 to training.steps ({steps})"
-        yield Problem("logging.profile.steps", rule, _set("logging.profile.steps", [[min(10, steps)], []]))
+        yield Problem("training.profile.steps", rule, _set("training.profile.steps", [[min(10, steps)], []]))
     listed = isinstance(profile.ranks, list) and all(type(rank) is int and 0 <= rank < world_size for rank in profile.ranks)
     if profile.ranks != "all" and not (listed and profile.ranks):
         rule = f"must be all, or a list of ranks from 0 to {world_size - 1}"
-        yield Problem("logging.profile.ranks", rule, _set("logging.profile.ranks", ["all"]))
+        yield Problem("training.profile.ranks", rule, _set("training.profile.ranks", ["all"]))
 
     degree = config.moe.pipeline_degree
     if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):

@@ -27,7 +27,7 @@ def main() -> None:
                 _do(kind)
             return train_step(self, batches, number, *arguments)
 
-        Model.train_step = faulty  # type: ignore[method-assign]
+        Model.train_step = faulty  # type: ignore[method-assign, assignment]
     runpy.run_path("train.py", run_name="__main__")
 
 

@@ -59,7 +59,7 @@ def train_and_look(config: Config) -> tuple[list[str], list[bool]]:
 
 
 def test_chosen_steps_on_chosen_ranks(data: list[str], tmp_path: Path) -> None:
-    layout = ["parallel.pipeline=2", "parallel.expert=2", "logging.profile.steps=[2,3]", "logging.profile.ranks=[0,3]"]
+    layout = ["parallel.pipeline=2", "parallel.expert=2", "training.profile.steps=[2,3]", "training.profile.ranks=[0,3]"]
     answers = distributed.run(train_and_look, 4, make_config([*SIZES, *data, *layout, f"run_dir={tmp_path}"], 4))
     written = sorted(path.name for path in (tmp_path / "traces").iterdir())
     assert written == [f"step_000000{step}_rank_0000{rank}.json.gz" for step in (2, 3) for rank in (0, 3)]
@@ -74,7 +74,7 @@ def test_chosen_steps_on_chosen_ranks(data: list[str], tmp_path: Path) -> None:
 
 def test_tracing_changes_no_number(data: list[str], tmp_path: Path) -> None:
     plain = train_on_ranks([*SIZES, *data, f"run_dir={tmp_path / 'plain'}"])
-    traced = train_on_ranks([*SIZES, *data, f"run_dir={tmp_path / 'traced'}", "logging.profile.steps=[1,3]"])
+    traced = train_on_ranks([*SIZES, *data, f"run_dir={tmp_path / 'traced'}", "training.profile.steps=[1,3]"])
     assert [(line["loss"], line["grad_norm"]) for line in traced] == [(line["loss"], line["grad_norm"]) for line in plain]
     assert len(read_metrics(tmp_path / "traced")) == 4
     assert EVERYWHERE <= names_in(tmp_path / "traced" / "traces" / "step_0000001_rank_00000.json.gz")
@@ -83,7 +83,7 @@ def test_tracing_changes_no_number(data: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_layers_are_named_too(data: list[str], tmp_path: Path, recompute: str) -> None:
-    extra = [f"training.recompute={recompute}", "training.steps=1", "logging.profile.steps=[1]", "checkpoint=off"]
+    extra = [f"training.recompute={recompute}", "training.steps=1", "training.profile.steps=[1]", "checkpoint=off"]
     train_on_ranks([*SIZES, *data, *extra, f"run_dir={tmp_path}"])
     assert EVERYWHERE <= names_in(tmp_path / "traces" / "step_0000001_rank_00000.json.gz")
 
@@ -91,11 +91,11 @@ def test_recomputed_layers_are_named_too(data: list[str], tmp_path: Path, recomp
 @pytest.mark.parametrize(
     ("override", "field"),
     [
-        ("logging.profile.steps=[0]", "logging.profile.steps"),
-        ("logging.profile.steps=[5]", "logging.profile.steps"),
-        ("logging.profile.ranks=[1]", "logging.profile.ranks"),
-        ("logging.profile.ranks=some", "logging.profile.ranks"),
-        ("logging.profile.ranks=[]", "logging.profile.ranks"),
+        ("training.profile.steps=[0]", "training.profile.steps"),
+        ("training.profile.steps=[5]", "training.profile.steps"),
+        ("training.profile.ranks=[1]", "training.profile.ranks"),
+        ("training.profile.ranks=some", "training.profile.ranks"),
+        ("training.profile.ranks=[]", "training.profile.ranks"),
     ],
 )
 def test_wrong_choices_are_refused(override: str, field: str) -> None:

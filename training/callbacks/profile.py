@@ -26,7 +26,7 @@ def trace_path(run_dir: Path, step: int, rank: int) -> Path:
 
 
 class Profile(Callback):
-    """Writes a file for each step of `logging.profile.steps` on each rank of `logging.profile.ranks`.
+    """Writes a file for each step of `training.profile.steps` on each rank of `training.profile.ranks`.
 
     A trace reaches from the end of the callbacks of the step before to the end of this step's: data, forward, backward, update,
     evaluation, checkpoint. The last callback of the list, therefore. Other steps, and other ranks, run as if it were not there.
@@ -38,7 +38,7 @@ class Profile(Callback):
         self._done = 0  # the last step that was finished
 
     def on_start(self, run: Run) -> None:
-        settings, first = run.config.logging.profile, run.progress.step + 1
+        settings, first = run.config.training.profile, run.progress.step + 1
         chosen = {step for step in settings.steps if first <= step <= run.config.training.steps}
         ranks = range(run.topology.world_size) if settings.ranks == "all" else settings.ranks
         if not chosen or run.topology.rank not in ranks:

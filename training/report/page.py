@@ -126,7 +126,7 @@ def collect(source: Source) -> dict[str, Any]:
         missing["plans"] = "No plans: the model is dense." if data["experts"] is None else "No plans of MoE layers in metrics.jsonl."
     data["timeline"] = timeline.read_steps(source.run_dir, notes)
     if not data["timeline"]:
-        missing["timeline"] = "No traces. Train with logging.profile.steps=[100] to see how the ranks spend step 100."
+        missing["timeline"] = "No traces. Train with training.profile.steps=[100] to see how the ranks spend step 100."
     data["memory"] = _memory(source, flat, data["curves"])
     if not kept:
         missing["memory"] = "No steps yet: nothing was measured."

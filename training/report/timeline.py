@@ -1,4 +1,4 @@
-"""One step across ranks, from the traces that `logging.profile` writes: phases, parts of layers, and messages on their way."""
+"""One step across ranks, from the traces that `training.profile` writes: phases, parts of layers, and messages on their way."""
 
 from __future__ import annotations
 
