@@ -77,6 +77,10 @@ def drill(fault: str, layout: str, rng: random.Random, timeout: int, folder: Pat
     lost = [event for event in events.read(run_dir) if event["kind"] == "rank_lost"]
     named = len(lost) == 1 and lost[0]["lost_rank"] == rank and lost[0]["step"] == step - 1
     again, _ = train(ranks, "none:-1:0", [*overrides, f"run_dir={run_dir}"], folder / f"{fault}-{layout}-again.log")
+    found = differences(run_dir, whole)
+    if again != 0 or found:  # what a temporary folder would take along
+        tail = (folder / f"{fault}-{layout}-again.log").read_text(errors="replace")[-2000:]
+        print(f"the second start ended with {again}; {found[:2]}; its log ends:\n{tail}")
     return {
         "fault": fault,
         "layout": layout,
@@ -85,7 +89,7 @@ def drill(fault: str, layout: str, rng: random.Random, timeout: int, folder: Pat
         "seconds": ended - begin,
         "named": named,
         "collective": lost[0]["collective"] if lost else "",
-        "resumed": again == 0 and not differences(run_dir, whole),
+        "resumed": again == 0 and not found,
         "held": status == 1 and ended - begin < timeout + BEYOND,
     }
 
