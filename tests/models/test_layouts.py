@@ -20,6 +20,17 @@ GPT_MOE: Overrides = {
     "model": {"qk_norm": True},
     "moe": {"num_experts": 4, "ffn_hidden_size": 48, "layers": [1, 0, 1, 1], "shared_expert_ffn_hidden_size": 16},
 }
+LATENT: Overrides = {
+    "model": {
+        "num_query_groups": None,
+        "attention": "latent",
+        "head_dim": 6,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 8,
+        "rotary_head_dim": 4,
+        "value_head_dim": 7,
+    }
+}
 BERT: Overrides = {
     "model": {
         "family": "bert",
@@ -39,6 +50,8 @@ MODELS: dict[str, list[Overrides]] = {
     "bert_pre_norm": [BERT, {"model": {"norm_position": "pre", "position_embedding": "rope", "rotary_base": 500.0}}],
     "bert_moe": [BERT_MOE],
     "bert_moe_without_bias": [BERT_MOE, {"model": {"linear_bias": False}}],
+    "gpt_latent": [LATENT],
+    "gpt_norm_of_all_heads": [{"model": {"qk_norm": True, "qk_norm_over": "all_heads"}}],
     "gpt_one_query_group": [{"model": {"num_query_groups": 1, "qkv_bias": True}}],
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -72,6 +85,9 @@ CASES = [
     ("bert_moe_without_bias", "tp2"),
     ("bert_moe_without_bias", "tp2_ep2_etp2"),
     ("gpt_one_query_group", "tp2"),
+    ("gpt_latent", "tp2_without_sp"),
+    ("gpt_latent", "pp2_vpp2"),
+    ("gpt_norm_of_all_heads", "tp2_without_sp"),
 ]
 _single: dict[str, dict[str, Any]] = {}
 
