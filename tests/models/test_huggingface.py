@@ -71,7 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size": VOCAB_SIZE,
             "n_embd": 20,
             "n_inner": 36,
-            "n_layer": 3,
+            "n_layer": 2,
             "n_head": 2,
             "n_positions": 12,
             "activation_function": "gelu",
