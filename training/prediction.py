@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import derived
-from configs.schema import Config
+from configs.schema import Config, ConfigError
 from moe.plan import STRATEGIES
 from moe.planner import LayerCosts, Limits, best_plan, predict
 from parallel import costs
@@ -68,7 +68,10 @@ def measured_costs(config: Config, device: str) -> tuple[LayerCosts, str] | None
 def predict_step(
     config: Config, padded_vocab_size: int, world_size: int, device: str, reduced: int, live_calls: int = 1
 ) -> Prediction | None:
-    """What a step should take; None without measured costs. `reduced` are the bytes that a rank sends to reduce gradients."""
+    """What a step should take; None without measured costs. `reduced` are the bytes that a rank sends to reduce gradients.
+
+    Raises ConfigError if no plan of the MoE layers fits their memory budget.
+    """
     found = measured_costs(config, device)
     if found is None:
         return None
@@ -85,7 +88,10 @@ def predict_step(
             memory_budget=None if moe.memory_budget is None else int(moe.memory_budget * 2**20),
             live_calls=live_calls,
         )
-        call = best_plan(layer, load, chosen).prediction
+        try:
+            call = best_plan(layer, load, chosen).prediction
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     else:
         call = predict(layer, load, moe_plan(config))
     micro_batches, stages = derived.num_micro_batches(config, world_size), config.parallel.pipeline

@@ -31,7 +31,6 @@ from moe.planner import (
 )
 from parallel.costs import NOTHING, Curve, Line
 
-NUM_CASES, NUM_BUDGETS = 10_000, 1_500
 MARGIN, NO_SLACK = 0.01, 0.05  # what the planner documents
 DEPTH = 2  # what the schedule documents
 Case = tuple[LayerCosts, Load]
@@ -321,18 +320,22 @@ def score(plan: Plan, forward: Any, backward: Any) -> Any:
     return forward * (1 + MARGIN * (plan.degree > 1)) + backward * (1 + MARGIN * (plan.backward_degree > 1) + no_slack)
 
 
-def test_solver_equals_brute_force_over_all_plans() -> None:
-    rng = random.Random(0)
-    cases = [random_case(rng) for _ in range(NUM_CASES)]
-    budgets = [random_budget(load, rng) if i < NUM_BUDGETS else None for i, (_, load) in enumerate(cases)]
-    best: np.ndarray = np.full(NUM_CASES, np.inf)
+def check_solver(num_cases: int, num_budgets: int, seed: int) -> tuple[set[Plan], int]:
+    """Fail unless the solver's plan is the best of all in each of `num_cases` random cases; the first `num_budgets` have budgets.
+
+    Returns the plans that were the best of some case, and in how many nothing fitted and the solver said so.
+    """
+    rng = random.Random(seed)
+    cases = [random_case(rng) for _ in range(num_cases)]
+    budgets = [random_budget(load, rng) if i < num_budgets else None for i, (_, load) in enumerate(cases)]
+    best: np.ndarray = np.full(num_cases, np.inf)
     allowed_tokens = np.array([max(load.tokens, 1) for _, load in cases])
     limit: np.ndarray = np.array([np.inf if budget is None else budget for budget in budgets])
-    memory = _Memory([load for _, load in cases[:NUM_BUDGETS]])
+    memory = _Memory([load for _, load in cases[:num_budgets]])
     passes: dict[Plan, tuple[np.ndarray, np.ndarray]] = {}
     for plan, forward, backward in reference_scores(cases):
         total = score(plan, forward, backward)
-        fits = (np.pad(memory.bytes(plan), (0, NUM_CASES - NUM_BUDGETS)) <= limit) & (
+        fits = (np.pad(memory.bytes(plan), (0, num_cases - num_budgets)) <= limit) & (
             allowed_tokens >= max(plan.degree, plan.backward_degree)
         )
         best = np.where(fits, np.minimum(best, total), best)
@@ -354,11 +357,16 @@ def test_solver_equals_brute_force_over_all_plans() -> None:
         assert score(plan, one, other) == pytest.approx(best[i], rel=1e-9, abs=1e-15), (costs, load, limits, plan)
         assert prediction.memory == memory_bytes(load, plan) <= limit[i]
         seen.add(plan)
+    return seen, refused
+
+
+def test_solver_equals_brute_force_over_all_plans() -> None:
+    seen, refused = check_solver(4_000, 1_000, seed=0)  # 10,000: python -m benchmarks.solver_check
     # The cases are worth something: many different plans are the best of some.
     assert {plan.degree for plan in seen} == {plan.backward_degree for plan in seen} == set(DEGREES)
     assert {plan.memory_strategy for plan in seen} == set(STRATEGIES)
     assert {plan.weight_lag for plan in seen} >= {0, 1, 2, 7}
-    assert 0 < refused < NUM_BUDGETS // 4
+    assert 0 < refused < 1_000 // 4
 
 
 class _Memory:
