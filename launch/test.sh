@@ -29,8 +29,7 @@ check() {
 check "ruff check" .venv/bin/ruff check
 check "ruff format" .venv/bin/ruff format --check
 check "mypy" .venv/bin/mypy
-# Two files at a time: many tests wait for processes to start, and most use one core.
-check "pytest" .venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"
+check "pytest" .venv/bin/python -m pytest "$@"
 
 if [[ ${#failed[@]} -gt 0 ]]; then
     printf 'test: FAILED after %d s:' "$SECONDS"

@@ -285,7 +285,7 @@ def test_test_script_runs_everything_and_fails_if_anything_does(installed: Sandb
         "ruff check",
         "ruff format --check",
         "mypy ",
-        "pytest --numprocesses 2 --dist loadfile -k some name",
+        "pytest -k some name",
     ]
     if failing is not None:
         assert re.search(rf"FAILED.*\[{failing}", result.stdout.splitlines()[-1])
