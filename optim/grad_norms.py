@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from optim.build import members
+from parallel.norms import tensor_norms
 
 # A part and what its parameters' names hold; the first that matches counts. Everything else is "other".
 PARTS = (
@@ -73,7 +74,7 @@ class GradNorms:
                 squares[group] = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
             held = [main for main in member.get_parameters() if _counts(main, member)]
             if held:
-                norms = torch.stack(torch._foreach_norm([main.grad for main in held])).to(torch.float64)
+                norms = tensor_norms([main.grad for main in held])
                 squares[group].index_add_(0, self._index([parts[id(main)] for main in held]), norms * norms)
         for group, sums in squares.items():
             dist.all_reduce(sums, group=group)

@@ -11,7 +11,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import multi_latent_attention, transformer_layer
 from megatron.core.transformer.moe import moe_utils
 
-NORM_BLOCK = 1024  # elements whose squares are added up in one go on a CPU
+from parallel.norms import tensor_norms
 
 
 def apply() -> None:
@@ -43,23 +43,11 @@ def _accept_subclasses_of_layers() -> None:
 
 
 def _measure_gradients_exactly() -> None:
-    # What upstream falls back to without TransformerEngine and apex waits for the device once per tensor, and torch's
-    # norm on the CPU adds up squares one after the other: 1e-4 off at 4 million elements, so that the same gradients
-    # have another norm in another layout.
+    # What upstream falls back to without TransformerEngine and apex waits for the device once per tensor, and is not exact
+    # on the CPU.
     def norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *args: Any) -> tuple[Any, None]:
         assert not per_tensor
-        tensors = tensor_lists[0]
-        norms = (
-            torch.cat([_block_norms(t) for t in tensors]) if tensors[0].device.type == "cpu" else torch.stack(torch._foreach_norm(tensors))
-        )
-        return torch.linalg.vector_norm(norms, dtype=torch.float64).float().view(1), None
+        return torch.linalg.vector_norm(tensor_norms(tensor_lists[0])).float().view(1), None
 
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = norm
-
-
-def _block_norms(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1).float()
-    whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
-    blocks = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_BLOCK), dim=1)
-    return torch.cat([blocks, torch.linalg.vector_norm(flat[whole:]).view(1)])
