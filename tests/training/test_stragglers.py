@@ -13,6 +13,7 @@ from tests import distributed
 from tests.training.helpers import make_config
 from training import events
 from training.callbacks.stragglers import WINDOW, find_slow
+from training.run import Callback, Metrics, Run
 
 
 @pytest.mark.parametrize(
@@ -31,18 +32,27 @@ def test_find_slow(seconds: list[float], stages: list[int], slow: list[int]) -> 
     assert list(find_slow(seconds, stages, 1.5)) == slow
 
 
-def train_slowly(config: Config, slow_rank: int, pause: float) -> None:
+def train_slowly(config: Config, slow_rank: int) -> None:
+    """Train while `slow_rank` pauses in every step, for four times what the others need: so it is slow on a busy machine too."""
     import torch.distributed as dist
 
     from training.step import Model
     from training.trainer import Trainer
 
+    own_seconds = [0.01] * dist.get_world_size()
+
+    class Watch(Callback):
+        def after_step(self, run: Run, metrics: Metrics) -> None:
+            assert run.result is not None
+            own_seconds[:] = run.result.along["own_seconds"].tolist()
+
     trainer = Trainer(config)
+    trainer.callbacks.append(Watch())
     run = Model._run
 
     def slowed(self: Model, *arguments: Any, **keywords: Any) -> Any:
         if dist.get_rank() == slow_rank:
-            time.sleep(pause)
+            time.sleep(4 * max(seconds for rank, seconds in enumerate(own_seconds) if rank != slow_rank))
         return run(self, *arguments, **keywords)
 
     Model._run = slowed  # type: ignore[method-assign]
@@ -55,6 +65,6 @@ def train_slowly(config: Config, slow_rank: int, pause: float) -> None:
 def test_slow_rank_is_named(data: list[str], tmp_path: Path) -> None:
     sizes = [f"training.steps={WINDOW}", "training.micro_batch_size=2", "checkpoint=off", "training.straggler_factor=1.5"]
     config = make_config(["experiment=gpt_tiny", *data, *sizes, f"run_dir={tmp_path}"], 2)
-    distributed.run(train_slowly, 2, config, 1, 0.1, timeout=60)
+    distributed.run(train_slowly, 2, config, 1, timeout=120)
     (event,) = [event for event in events.read(tmp_path) if event["kind"] == "straggler"]
     assert event["slow_rank"] == 1 and event["step"] == WINDOW and "is slow" in event["text"]
