@@ -66,21 +66,11 @@ def finish_pending(model: Model) -> Saved | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _folders(path: Path) -> list[Path]:
-    """The checkpoints that a path stands for, newest first: one, or all of a run. Raises ConfigError where there are none."""
-    found = manifest.list_checkpoints(path.parent if path.name == "checkpoints" else path)
-    if not found and path.is_dir() and ((path / manifest.MANIFEST).exists() or path.name.startswith("step_")):
-        found = [path]
-    if not found:
-        raise ConfigError(f"{path} holds no checkpoint. Give a run folder or one of its checkpoints/step_XXXXXXX.")
-    return found
-
-
 def show_list(path: Path) -> int:
     """Print step, size, age and state of each checkpoint, with every byte read; 1 if one is not good."""
     print(f"{'step':>9} {'size':>10} {'age':>8}  state")
     bad = 0
-    for folder in reversed(_folders(path)):
+    for folder in reversed(manifest.checkpoints_at(path)):
         problem = manifest.verify(folder)
         bad += problem is not None
         files = [file.stat() for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
@@ -93,7 +83,7 @@ def show_list(path: Path) -> int:
 def verify(path: Path) -> int:
     """Print all that is wrong with each checkpoint, with every byte read; 1 if anything is."""
     bad = 0
-    for folder in _folders(path):
+    for folder in manifest.checkpoints_at(path):
         found = manifest.problems(folder)
         bad += bool(found)
         for problem in found or ["good"]:
@@ -103,7 +93,7 @@ def verify(path: Path) -> int:
 
 def show(path: Path) -> int:
     """Print what the newest good checkpoint of a run, or a given one, holds. Raises ConfigError."""
-    folder = _good(path)
+    folder = manifest.good_checkpoint_at(path)
     state, files = contents.read_state(folder), manifest.read(folder)
     layout = {key: value for key, value in state["layout"].items() if value not in (None, False, 1)}
     print(f"{folder}: step {state['step']}, {state['consumed_samples']} samples, {_size(sum(entry.size for entry in files.values()))}")
@@ -126,7 +116,7 @@ def show(path: Path) -> int:
 
 def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
     """Write the weights of the newest good checkpoint of a run, or of a given one, to a new folder. Raises ConfigError."""
-    folder, wanted = _good(path), None if dtype is None else getattr(torch, dtype)
+    folder, wanted = manifest.good_checkpoint_at(path), None if dtype is None else getattr(torch, dtype)
     if kind == "weights":
         export.export(folder, target, wanted)
         return 0
@@ -135,17 +125,6 @@ def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
         convert.export_folder(Path(between) / "weights", target)
     print(f"{folder} -> {target}")
     return 0
-
-
-def _good(path: Path) -> Path:
-    problems = {}
-    for folder in _folders(path):
-        problem = manifest.verify(folder)
-        if problem is None:
-            return folder
-        problems[folder] = problem
-    folder, problem = next(iter(problems.items()))
-    raise ConfigError(f"{folder} is no good checkpoint: {problem}.")
 
 
 def _size(num_bytes: float) -> str:

@@ -25,10 +25,7 @@ from training import contents, manifest
 def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder, as `dtype` (None: as the
     model has them). Raises ConfigError."""
-    candidates = manifest.list_checkpoints(source) or [source]
-    good = next((folder for folder in candidates if manifest.verify(folder) is None), None)
-    if good is None:
-        raise ConfigError(f"{source} holds no good checkpoint: {manifest.verify(candidates[0])}. Give a run folder or a step_XXXXXXX.")
+    good = manifest.good_checkpoint_at(source)
     config = load(good / manifest.CONFIG)
     config.parallel = ParallelConfig()
     config.training.device = "cpu"

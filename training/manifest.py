@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -191,6 +192,29 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoints that a path stands for, newest first, good or not: all of a run, or one. Raises ConfigError where there are none."""
+    found = list_checkpoints(path.parent if path.name == "checkpoints" else path)
+    if not found and path.is_dir() and ((path / MANIFEST).exists() or path.name.startswith("step_")):
+        found = [path]
+    if not found:
+        raise ConfigError(f"{path} holds no checkpoint. Give a run folder or one of its checkpoints/step_XXXXXXX.")
+    return found
+
+
+def good_checkpoint_at(path: Path) -> Path:
+    """The newest checkpoint of a run, or the given one, with every byte checked; says on standard error what it passed over.
+
+    Raises ConfigError where there is none.
+    """
+    good, passed_over = _newest_good(checkpoints_at(path), verify)
+    if good is None:
+        raise ConfigError(f"{path} holds no good checkpoint: {'; '.join(passed_over)}.")
+    for line in passed_over:
+        print(line, file=sys.stderr)
+    return good
+
+
 def find(config: Config, check: Check = verify) -> tuple[Path | None, list[str]]:
     """The checkpoint to resume from, by `checkpoint.resume`, and a line for each one passed over.
 
@@ -200,10 +224,10 @@ def find(config: Config, check: Check = verify) -> tuple[Path | None, list[str]]
     if resume == "never":
         return None, []
     if resume == "auto":
-        return newest_good(Path(config.run_dir), check)
+        return _newest_good(list_checkpoints(Path(config.run_dir)), check)
     folder = Path(resume)
     if not (folder / MANIFEST).exists() and (folder / "checkpoints").is_dir():  # a run folder stands for its newest
-        good, passed_over = newest_good(folder, check)
+        good, passed_over = _newest_good(list_checkpoints(folder), check)
         if good is not None:
             return good, passed_over
     problem = check(folder)
@@ -215,10 +239,10 @@ def find(config: Config, check: Check = verify) -> tuple[Path | None, list[str]]
     return folder, []
 
 
-def newest_good(run_dir: Path, check: Check = verify) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint of a run that `check` finds nothing wrong with, and a line for each newer one."""
+def _newest_good(folders: list[Path], check: Check) -> tuple[Path | None, list[str]]:
+    """The first folder that `check` finds nothing wrong with, and a line for each before it."""
     passed_over: list[str] = []
-    for folder in list_checkpoints(run_dir):
+    for folder in folders:
         problem = check(folder)
         if problem is None:
             return folder, passed_over

@@ -102,7 +102,7 @@ def open_model(
 def _find(path: Path) -> _Source:
     if (path / "config.json").is_file():
         return _huggingface(path)
-    if (path / manifest.STATE).is_file() or (path / "checkpoints").is_dir():
+    if any((path / name).exists() for name in (manifest.MANIFEST, manifest.STATE, "checkpoints")):
         return _checkpoint(path)
     if (path / "config.yaml").is_file():
         return _logical(path)
@@ -113,11 +113,7 @@ def _find(path: Path) -> _Source:
 
 
 def _checkpoint(path: Path) -> _Source:
-    candidates = manifest.list_checkpoints(path) or [path]
-    good = [folder for folder in candidates if manifest.problem_with(folder) is None]
-    if not good:
-        raise ConfigError(f"{path} holds no good checkpoint: {manifest.problem_with(candidates[0])}.")
-    newest = good[0]
+    newest = manifest.good_checkpoint_at(path)
     config = load(newest / manifest.CONFIG)
     vocab_size = contents.read_state(newest)["vocab_size"]
     return _Source(newest, config, vocab_size, newest.parent.parent / "tokenizer", lambda chunks: contents.load_weights(chunks, newest))

@@ -18,10 +18,12 @@ import torch
 
 from configs.schema import Config, ConfigError
 from tests import distributed
+from tests.distributed import RankError
 from tests.test_rooms import ROOT, own_modules
 from tests.tolerances import FP32_LOSS
 from tests.training.helpers import largest_difference, train_on_ranks
 from training import events, manifest
+from training.open_model import open_model
 
 RUN = ["experiment=gpt_moe_tiny", "model.hidden_size=32", "model.num_layers=2", "checkpoint.interval=2", "parallel.expert=2"]
 DAMAGES = 120
@@ -106,6 +108,26 @@ def test_every_damage_is_found_and_passed_over(run_dir: Path, tmp_path: Path) ->
         config.checkpoint.resume = str(damaged)
         with pytest.raises(ConfigError, match="is no checkpoint"):
             manifest.find(config)
+        with pytest.raises(ConfigError, match="holds no good checkpoint"):
+            manifest.good_checkpoint_at(damaged)
+
+
+def open_here(folder: Path) -> str:
+    """The name of the checkpoint that a model is opened from."""
+    with open_model(folder) as model:
+        return model.source.name
+
+
+def test_a_model_is_never_opened_from_damage(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    flip_a_bit(manifest.folder_of(copy, 5) / FILES[1], copy, random.Random(0))
+    assert distributed.run(open_here, 1, copy) == ["step_0000004"]
+    assert f"passed over {manifest.folder_of(copy, 5)}: its file {FILES[1]} was changed" in capsys.readouterr().out
+    with pytest.raises(RankError, match="holds no good checkpoint: .*rank_00001.safetensors was changed"):
+        distributed.run(open_here, 1, manifest.folder_of(copy, 5))
+    (manifest.folder_of(copy, 5) / manifest.STATE).unlink()
+    with pytest.raises(RankError, match="holds no good checkpoint: .*state.json is missing"):
+        distributed.run(open_here, 1, manifest.folder_of(copy, 5))
 
 
 def test_folders_that_took_each_others_names(run_dir: Path, tmp_path: Path) -> None:
