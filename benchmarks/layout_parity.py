@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from configs.exit_status import WRONG_CONFIG
 from configs.schema import ConfigError
 from tests import distributed
 from tests.tolerances import BF16_LOSS, FP32_GRAD_NORM, FP32_LOSS
@@ -156,7 +157,7 @@ def main() -> int:
         rows = compare(arguments.models, arguments.layouts, overrides, _show)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
-        return 2
+        return WRONG_CONFIG
     finally:
         distributed.shutdown()
     broken = [f"{row.model} {row.layout}" for row in rows if not row.passed]

@@ -26,11 +26,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from configs import exit_status
 from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, one_line, parse
 from configs.schema import Config, ConfigError
 from configs.validate import planned_world_size, usable_world_size, validate
-
-EXIT_STATUS = 2  # of every run that a wrong configuration stops
 
 ConfigStore.instance().store(name="schema", node=Config)
 # For presets, so that warm-up and final rate follow an override of the steps or of the peak rate.
@@ -115,7 +114,7 @@ def run(main: Callable[[Config], int]) -> NoReturn:
             status = status or main(config)
     except ConfigError as error:
         _report(str(error))
-        sys.exit(EXIT_STATUS)
+        sys.exit(exit_status.WRONG_CONFIG)
     sys.exit(status)
 
 

@@ -28,9 +28,10 @@ from pathlib import Path
 
 import psutil
 
+from configs.exit_status import STOPPED_EARLY
 from configs.schema import ConfigError
 from launch.job import compose_for
-from launch.rank import HANDED_ON, STOPPED_EARLY
+from launch.rank import HANDED_ON
 
 POLL = 0.2  # seconds between two looks for ranks that have not been told
 

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from configs.compose import EXIT_STATUS, compose
+from configs.compose import compose
+from configs.exit_status import WRONG_CONFIG
 from configs.schema import Config, ConfigError
 from configs.validate import usable_world_size, validate
 
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         job = make_job(options.overrides, options.world_size, options.array_task)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
-        return EXIT_STATUS
+        return WRONG_CONFIG
     print(job.config.run_dir, *job.overrides, sep="\n")
     return 0
 

@@ -16,18 +16,6 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 
-# Prints how many GPUs a process started here may use.
-count_gpus() {
-    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]' || true
-    elif command -v nvidia-smi >/dev/null; then
-        # A driver that answers with an error lists no GPU.
-        { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true
-    else
-        echo 0
-    fi
-}
-
 # The largest number of ranks that divides both.
 greatest_common_divisor() {
     local a=$1 b=$2 rest
@@ -39,7 +27,7 @@ greatest_common_divisor() {
     echo "$a"
 }
 
-gpus=$(count_gpus)
+gpus=$(bash launch/count_gpus.sh)
 if ((gpus > 0)); then
     ranks=$gpus
     echo "quickstart: $ranks GPU(s)"

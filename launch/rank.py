@@ -8,7 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
-STOPPED_EARLY = 75  # train.py's exit status after a stop on purpose with everything saved: start it again to go on
+from configs.exit_status import STOPPED_EARLY
+
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # signals that the agent gives to its ranks
 
 

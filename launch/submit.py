@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from configs.compose import EXIT_STATUS
+from configs.exit_status import WRONG_CONFIG
 from configs.schema import ConfigError
 from launch.job import ARRAY_TASK, make_job
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
         request = prepare([*(option for option in before if option != "--dry-run"), *arguments[len(before) :]])
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
-        return EXIT_STATUS
+        return WRONG_CONFIG
     ranks = " to ".join(map(str, sorted({request.world_sizes[0], request.world_sizes[-1]})))
     print(f"submit: {ranks} ranks; run {' to '.join(request.run_dirs)}", flush=True)
     print(shlex.join(request.line), flush=True)

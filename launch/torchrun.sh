@@ -98,20 +98,8 @@ max_nodes=${num_nodes#*:}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ -x .venv/bin/python ]] || die "there is no .venv in $PWD; run bash launch/setup.sh there first"
 
-# Prints how many GPUs a process started here may use.
-count_gpus() {
-    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]' || true
-    elif command -v nvidia-smi >/dev/null; then
-        # A driver that answers with an error lists no GPU.
-        { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true
-    else
-        echo 0
-    fi
-}
-
 if [[ -z $ranks_per_node ]]; then
-    gpus=$(count_gpus)
+    gpus=$(bash launch/count_gpus.sh)
     ranks_per_node=$((gpus > 0 ? gpus : 1))
 fi
 ((ranks_per_node > 0)) || die "--ranks-per-node=$ranks_per_node must be at least 1"

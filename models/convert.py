@@ -13,6 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from configs.exit_status import WRONG_CONFIG
 from configs.schema import ConfigError
 from models import folder as folders
 from models import huggingface
@@ -88,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         convert(options.source, options.target, options.max_shard_size)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return WRONG_CONFIG
     print(f"wrote {options.target}")
     return 0
 

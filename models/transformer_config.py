@@ -10,9 +10,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from configs import derived
 from configs.schema import Config
+from parallel.dtypes import DTYPES
 from parallel.topology import choose_device
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 

@@ -13,6 +13,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from configs import derived
 from configs.schema import Config
 from optim.schedule import learning_rate
+from parallel.dtypes import DTYPES
 
 
 def build_optimizer(config: Config, chunks: list[torch.nn.Module]) -> MegatronOptimizer:
@@ -31,7 +32,7 @@ def build_optimizer(config: Config, chunks: list[torch.nn.Module]) -> MegatronOp
             bf16=precision == "bf16",
             fp16=precision == "fp16",
             initial_loss_scale=config.training.initial_loss_scale,
-            params_dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
+            params_dtype=DTYPES[precision],
             use_distributed_optimizer=settings.distributed,
             overlap_param_gather=derived.overlap_param_gather(config),
         ),

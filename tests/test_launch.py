@@ -55,7 +55,7 @@ class Sandbox:
         self.bin = root / "bin"
         self.bin.mkdir()
         (self.repo / "launch").mkdir(parents=True)
-        for name in ("setup.sh", "quickstart.sh", "torchrun.sh", "slurm.sbatch", "test.sh", "constraints.txt"):
+        for name in ("setup.sh", "quickstart.sh", "torchrun.sh", "count_gpus.sh", "slurm.sbatch", "test.sh", "constraints.txt"):
             shutil.copy(ROOT / "launch" / name, self.repo / "launch")
         shutil.copy(ROOT / "pyproject.toml", self.repo)
         for tool in TOOLS:

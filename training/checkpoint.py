@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from configs.exit_status import WRONG_CONFIG
 from configs.schema import ConfigError
 from models import convert
 from training import contents, export, headers, manifest
@@ -167,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
         return {"ls": show_list, "verify": verify, "show": show}[options.command](options.path)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return WRONG_CONFIG
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from configs.compose import load
+from configs.exit_status import WRONG_CONFIG
 from configs.schema import ConfigError, ParallelConfig
 from models.build import build_model
 from models.folder import save_logical_folder
@@ -71,7 +72,7 @@ def main() -> int:
         export(arguments.source, arguments.target)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
-        return 2
+        return WRONG_CONFIG
     return 0
 
 

@@ -88,10 +88,6 @@ class Health:
     def gave_up(self) -> bool:
         return self._refused_in_a_row > MOST_IN_A_ROW
 
-    def went_back(self) -> None:
-        """The losses seen since the checkpoint are no measure any more."""
-        self._losses.clear()
-
 
 class SkippedSamples:
     """The samples that no step may use, as `run_dir` has them on record. All ranks hold the same."""

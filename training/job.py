@@ -8,10 +8,10 @@ import traceback
 from pathlib import Path
 
 from configs.compose import world_size
+from configs.exit_status import STOPPED_EARLY
 from configs.schema import Config, ConfigError
 from configs.validate import usable_world_size
 from training import events, status
-from training.status import STOPPED_EARLY
 
 
 def run(config: Config) -> int:

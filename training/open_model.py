@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from configs.compose import EXIT_STATUS, compose, load, world_size
+from configs.compose import compose, load, world_size
+from configs.exit_status import WRONG_CONFIG
 from configs.schema import Config, ConfigError, ParallelConfig
 from configs.validate import validate
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -26,9 +27,10 @@ from models.build import build_model
 from models.decoder import Decoder
 from models.weights import load_logical
 from parallel import topology
+from parallel.dtypes import DTYPES
 from training import contents, manifest
 
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass
@@ -213,5 +215,5 @@ def run_command(body: Callable[[argparse.Namespace], Any], parser: argparse.Argu
         body(options)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_STATUS
+        return WRONG_CONFIG
     return 0

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 STATUS = "status.json"
-STOPPED_EARLY = 75  # exit status of a run that stopped on purpose with everything saved: start it again to go on (EX_TEMPFAIL)
 
 
 def write(run_dir: Path, state: str, step: int, text: str, **fields: Any) -> None:

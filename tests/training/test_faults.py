@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from configs.compose import compose
+from configs.exit_status import STOPPED_EARLY
 from configs.validate import usable_world_size
 from tests.tolerances import FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, read_metrics
@@ -165,14 +166,14 @@ def test_signal_and_time_limit_of_one_process(data: list[str], tmp_path: Path) -
     process = start_alone([*data, *many], tmp_path / "signal")
     process.send_signal(signal.SIGINT)
     ended = finish(process, tmp_path, time.time())
-    assert ended.code == status.STOPPED_EARLY and "Start it again to go on" in ended.output.splitlines()[-1], ended.output
+    assert ended.code == STOPPED_EARLY and "Start it again to go on" in ended.output.splitlines()[-1], ended.output
     step = status.read(tmp_path / "signal")["step"]
     newest = manifest.list_checkpoints(tmp_path / "signal")[0]
     assert newest == manifest.folder_of(tmp_path / "signal", step) and manifest.problem_with(newest) is None
 
     begin = time.time()
     limited = finish(start_alone([*data, *many, "training.time_limit_minutes=0.01", *NO_CHECKPOINT], tmp_path / "time"), tmp_path, begin)
-    assert limited.code == status.STOPPED_EARLY and "training.time_limit_minutes" in limited.output, limited.output
+    assert limited.code == STOPPED_EARLY and "training.time_limit_minutes" in limited.output, limited.output
     assert "NOTHING WAS SAVED" in limited.output and not manifest.list_checkpoints(tmp_path / "time")
 
 
