@@ -13,6 +13,7 @@ from moe.dispatch import FlatAllToAll
 from moe.plan import STRATEGIES, Plan
 from tests.distributed import run
 from tests.moe.oracle import (
+    DEGREES,
     ROUTINGS,
     TOP_K,
     Case,
@@ -72,8 +73,8 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, activation: str, bias
         assert largest_error(ours(case, problem(case), plan), loop(case, problem(case))) < MOE["float32"]
 
 
-def _cases() -> Iterator[tuple[Case, list[Plan]]]:
-    every, few = plans(), [Plan(1, 1), Plan(3, 3, "communicate_recompute", 1), Plan(4, 2), Plan(2, 2, "offload")]
+def _cases(degrees: list[tuple[int, int]]) -> Iterator[tuple[Case, list[Plan]]]:
+    every, few = plans(degrees), [Plan(1, 1), Plan(3, 3, "communicate_recompute", 1), Plan(4, 2), Plan(2, 2, "offload")]
     yield Case(shared=True), every
     yield Case(top_k=4, routing="dropped", activation="gelu", bias=True), every
     for routing, top_k in itertools.product(ROUTINGS, TOP_K):
@@ -83,15 +84,15 @@ def _cases() -> Iterator[tuple[Case, list[Plan]]]:
     yield Case(num_tokens=2, routing="one_expert"), every
 
 
-def _all_cases_on_ranks() -> float:
+def _all_cases_on_ranks(degrees: list[tuple[int, int]]) -> float:
     group = torch.distributed.group.WORLD
     assert group is not None
-    return check_on_ranks(_cases(), FlatAllToAll(group))
+    return check_on_ranks(_cases(degrees), FlatAllToAll(group))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_experts_over_ranks(num_ranks: int) -> None:
-    assert max(run(_all_cases_on_ranks, num_ranks)) < 1
+@pytest.mark.parametrize(("num_ranks", "degrees"), [(2, DEGREES), (4, [(1, 1), (3, 3), (2, 4)])])
+def test_experts_over_ranks(num_ranks: int, degrees: list[tuple[int, int]]) -> None:
+    assert max(run(_all_cases_on_ranks, num_ranks, degrees)) < 1
 
 
 def _one_rank_without_tokens() -> float:

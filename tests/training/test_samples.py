@@ -26,7 +26,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("model", ["gpt_tiny", "gpt_moe_tiny", "bert_tiny", "bert_moe_tiny"])
+@pytest.mark.parametrize("model", ["gpt_moe_tiny", "bert_tiny"])
 def test_a_preset_runs_to_its_end(model: str, data: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "train.py", f"model={model}", f"run_dir={tmp_path}", "training.steps=2", "training.eval_batches=1"]
     quiet = ["logging.wandb=off", "sample.num_tokens=4", *data]
