@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,22 @@ def record(run_dir: Path, kind: str, text: str, **fields: Any) -> None:
     Kept whole whatever other ranks write at the same time: a line is one write to the end of the file.
     """
     line = json.dumps({"time": time.time(), "rank": int(os.environ.get("RANK", "0")), "kind": kind, "text": text, **fields})
-    descriptor = os.open(run_dir / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    path = run_dir / EVENTS
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(descriptor, line.encode() + b"\n")
+        with writing(path):
+            os.write(descriptor, line.encode() + b"\n")
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Adds the file's name to what a write to an open file raises: a full disk's error names none. Raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:

@@ -19,3 +19,9 @@ def test_events_come_back_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     first, second = events.read(tmp_path)
     assert (first["kind"], first["step"], first["rank"], first["text"]) == ("checkpoint_saved", 5, 0, "checkpoint of step 5")
     assert (second["kind"], second["rank"]) == ("resumed", 3) and second["time"] >= first["time"]
+
+
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "EVENTS", "/dev/full")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        events.record(tmp_path, "resumed", "a line")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -86,8 +87,9 @@ class Guard(Callback):
         threading.Thread(target=self._end_hard, daemon=True, name="end").start()
         if written and self._run_dir.is_dir():
             fields = {"step": verdict.step, "lost_rank": verdict.rank, "host": verdict.host, "collective": verdict.collective}
-            events.record(self._run_dir, "rank_lost", self.last_words, **fields)
-            status.write(self._run_dir, "failed", verdict.step, self.last_words, exit_status=FAILED)
+            with contextlib.suppress(OSError):  # a full disk may be why; the words are said all the same
+                events.record(self._run_dir, "rank_lost", self.last_words, **fields)
+                status.write(self._run_dir, "failed", verdict.step, self.last_words, exit_status=FAILED)
 
     def _end_hard(self) -> None:
         time.sleep(GRACE)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from typing import TextIO
 
+from training import events
 from training.run import Callback, Metrics, Run
 
 
@@ -18,7 +20,7 @@ class MetricsFile(Callback):
     def on_start(self, run: Run) -> None:
         if not run.is_main:
             return
-        path = run.run_dir / "metrics.jsonl"
+        self._path = path = run.run_dir / "metrics.jsonl"
         kept = []
         if path.exists():
             for line in path.read_text().splitlines():
@@ -35,8 +37,9 @@ class MetricsFile(Callback):
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         if self._stream is not None:
-            self._stream.write(json.dumps(metrics) + "\n")
-            self._stream.flush()
+            with events.writing(self._path):
+                self._stream.write(json.dumps(metrics) + "\n")
+                self._stream.flush()
 
     def on_rollback(self, run: Run) -> None:
         self.close()
@@ -44,4 +47,5 @@ class MetricsFile(Callback):
 
     def close(self) -> None:
         if self._stream is not None:
-            self._stream.close()
+            with contextlib.suppress(OSError):  # a line that could not be written was reported then
+                self._stream.close()
