@@ -204,7 +204,7 @@ def test_broken_files_are_noted_and_left_out(run_dir: Path, tmp_path: Path) -> N
 
 def test_wrong_folders_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path / "nowhere", tmp_path):
-        assert main([str(folder)]) == 1
+        assert main([str(folder)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(sources.NotARun, match=r"metrics\.jsonl"):
         page.write(tmp_path)

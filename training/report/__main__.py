@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from configs.exit_status import WRONG_CONFIG
 from training.report import page, sources
 
 
@@ -18,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
         path = page.write(options.run_dir, options.output)
     except (sources.NotARun, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return WRONG_CONFIG
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     return 0
 
