@@ -28,9 +28,13 @@ def read_config(hf: HfConfig) -> tuple[Family, Overrides]:
         method = hf["quantization_config"].get("quant_method")
         raise ConfigError(f"config.json quantization_config ({method}) is not supported: weights must be fp32, bf16 or fp16.")
     try:
-        return family, family.read(hf)
+        overrides = family.read(hf)
     except KeyError as error:
         raise ConfigError(f"config.json of a {model_type} model must have the key {error}.") from error
+    moe = overrides.get("moe", {})
+    if moe.get("top_k") == 1 and moe.get("normalize_top_k", True):
+        raise ConfigError("config.json num_experts_per_tok (1) is not supported with weights that sum to 1: it must be at least 2.")
+    return family, overrides
 
 
 def write_config(config: Config) -> tuple[Family, HfConfig]:

@@ -49,8 +49,6 @@ def _read(hf: HfConfig) -> Overrides:
     expect(hf, "moe_layer_freq", (1,), 1)
     top_k, num_groups, group_top_k = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
     limited = group_top_k < num_groups
-    if top_k < 2:
-        raise ConfigError(f"config.json num_experts_per_tok ({top_k}) is not supported: it must be at least 2.")
     if limited and top_k // group_top_k != 2:
         # Both take the sum of a group's two best scores, but Megatron-core means top_k // group_top_k by two.
         raise ConfigError(f"config.json topk_group ({group_top_k}) is not supported: num_experts_per_tok ({top_k}) must be twice that.")

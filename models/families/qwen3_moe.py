@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs import derived
-from configs.schema import Config
+from configs.schema import Config, ConfigError
 from models.families.llama import COMMON_RULES, DENSE_RULES, EXPERT_RULES, QK_NORM_RULES, QKV_RULE, read_common, write_common
 from models.families.rules import Family, HfConfig, Overrides
 
@@ -13,12 +13,18 @@ def _read(hf: HfConfig) -> Overrides:
     overrides["model"]["qk_norm"] = True
     dense = set(hf.get("mlp_only_layers") or [])
     step = hf.get("decoder_sparse_step", 1)
+    layers = [int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"])]
+    if not any(layers):
+        raise ConfigError(
+            f"config.json mlp_only_layers ({sorted(dense)}) and decoder_sparse_step ({step}) leave no layer with experts; "
+            "at least one must have them."
+        )
     overrides["moe"] = {
         "num_experts": hf.get("num_experts", hf.get("num_local_experts")),
         "top_k": hf["num_experts_per_tok"],
         "ffn_hidden_size": hf["moe_intermediate_size"],
         "normalize_top_k": hf["norm_topk_prob"],
-        "layers": [int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"])],
+        "layers": layers,
     }
     return overrides
 

@@ -352,6 +352,24 @@ def test_import_refuses_what_it_cannot_do(change: dict[str, Any], message: str, 
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok (1) is not supported with weights that sum to 1"),
+        ("deepseek_v3", {"num_experts_per_tok": 1, "topk_group": 4}, "num_experts_per_tok (1) is not supported with weights that sum to 1"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers ([0, 1]) and decoder_sparse_step (1) leave no layer with experts"),
+    ],
+)
+def test_import_refuses_routing_that_it_does_not_have(family: str, change: dict[str, Any], message: str) -> None:
+    import transformers
+
+    class_name, values = FAMILIES[family]
+    config = getattr(transformers, class_name).config_class(**values, architectures=[class_name]).to_dict()
+    with pytest.raises(ConfigError) as error:
+        huggingface.read_config({**config, **change})
+    assert message in str(error.value)
+
+
 def test_export_names_what_no_family_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = folder.config_from({"model": {"rotary_fraction": 0.5}})
     folder.write_config(tmp_path, folder.description(config, VOCAB_SIZE))
