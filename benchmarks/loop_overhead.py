@@ -104,8 +104,7 @@ def measure(config: Config, rounds: int, steps: int) -> dict[str, float]:
     """Alternate both loops; median ratio and data wait over all rounds. Every rank of the job calls it."""
     trainer = Trainer(config, guard=Guard(config))
     run: Run = trainer._build()
-    for callback in trainer.callbacks:
-        callback.on_start(run)
+    trainer._start(run)
     # Fresh data for each step of both: on a batch learned by heart, gradients turn denormal and CPUs slow down.
     ready = [run.loader.next_step() for _ in range((rounds + 1) * steps)]
     bare = bare_step(config, run.vocab_size, iter(ready))

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.router import Router
 # Megatron's tracker names -> ours. Under sequence parallelism each tensor rank sees its own tokens: their load-balancing
 # losses are parts of a sum, their z-losses parts of a mean.
 LOSSES = {"load_balancing_loss": "aux_loss", "seq_load_balancing_loss": "sequence_aux_loss", "z_loss": "z_loss"}
+FEW_EXPERTS = 16  # fewer than these, lanes of a vector, and a CPU's softmax over the last dimension takes them one by one
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class RouterWatch:
         self.num_layers, self.num_experts, self.losses = num_layers, num_experts, list(losses)
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
         self._entropy = torch.zeros(num_layers, dtype=torch.float64, device=device)
+        self._counts_of, self._entropy_of = self._counts.unbind(), self._entropy.unbind()  # by layer
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, Router):
@@ -46,13 +48,13 @@ class RouterWatch:
     def _count(self, router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         # Without gradients it is an evaluation, or the first of two passes under recompute.
         if torch.is_grad_enabled():
-            self._counts[router.layer_number - 1] += output[1].sum(dim=0)
+            self._counts_of[router.layer_number - 1].add_(output[1].sum(dim=0))
 
     def _routing(self, router: Any, original: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Megatron's `routing`, whose argument no hook of the module sees: the logits of all experts."""
         if torch.is_grad_enabled():
             with torch.no_grad():
-                self._entropy[router.layer_number - 1] += entropy(logits, router.score_function)
+                self._entropy_of[router.layer_number - 1].add_(entropy(logits, router.score_function))
         return original(logits, *args, **kwargs)
 
     def take(self) -> torch.Tensor:
@@ -83,5 +85,8 @@ def entropy(logits: torch.Tensor, score_function: str) -> torch.Tensor:
     From 0 (one expert has it all) to log(E) per token. Sigmoid scores are divided by their sum, as the load-balancing loss does.
     """
     log_scores = torch.nn.functional.logsigmoid(logits.float()) if score_function == "sigmoid" else logits.float()
-    log_probs = torch.log_softmax(log_scores, dim=-1)
-    return -torch.dot(log_probs.exp().flatten(), log_probs.flatten())
+    experts = -1
+    if logits.size(-1) < FEW_EXPERTS and logits.device.type == "cpu":
+        log_scores, experts = log_scores.flatten(0, -2).t().contiguous(), 0
+    log_probs = torch.log_softmax(log_scores, dim=experts).flatten()
+    return -torch.dot(log_probs.exp(), log_probs)
