@@ -64,7 +64,8 @@ def measure_steps(rounds: int, overrides: list[str]) -> dict[str, Any]:
         trainer = Trainer(config)
         run = trainer._build()
         trainer._start(run)
-        following, held = run.loader.next_step, []
+        following = run.loader.next_step
+        held: list[Any] = []
 
         def next_step() -> Any:  # each batch twice: both steps of a pair have the same work
             if held:
