@@ -165,7 +165,7 @@ def script(tmp_path: Path) -> Path:
     [
         (["--cfg", "job"], "name: quickstart", "run_dir: runs/${name}"),
         (["--cfg", "job", "--resolve", "name=mine"], "name: mine", "run_dir: runs/mine"),
-        (["--cfg", "job", "--package", "optimizer"], "# @package optimizer", "schedule: cosine"),
+        (["--cfg", "job", "--package", "optimizer"], "# @package optimizer", "schedule: linear"),
         (["--help"], "Pretrain GPT or BERT", "experiment: bert_base,"),
         (["model=bert_tiny"], "ran bert_tiny", ""),
         (["-m", "model=bert_tiny,gpt_tiny"], "ran bert_tiny", "ran gpt_tiny"),
