@@ -117,12 +117,12 @@ def show(path: Path) -> int:
 
 def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
     """Write the weights of the newest good checkpoint of a run, or of a given one, to a new folder. Raises ConfigError."""
-    folder, wanted = manifest.good_checkpoint_at(path), None if dtype is None else getattr(torch, dtype)
+    wanted = None if dtype is None else getattr(torch, dtype)
     if kind == "weights":
-        export.export(folder, target, wanted)
+        export.export(path, target, wanted)
         return 0
     with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".convert-") as between:
-        export.export(folder, Path(between) / "weights", wanted)
+        folder = export.export(path, Path(between) / "weights", wanted)
         convert.export_folder(Path(between) / "weights", target)
     print(f"{folder} -> {target}")
     return 0

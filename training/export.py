@@ -23,9 +23,9 @@ from parallel import topology
 from training import contents, manifest
 
 
-def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
     """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder, as `dtype` (None: as the
-    model has them). Raises ConfigError."""
+    model has them). Returns the checkpoint. Raises ConfigError."""
     good = manifest.good_checkpoint_at(source)
     config = load(good / manifest.CONFIG)
     config.parallel = ParallelConfig()
@@ -45,6 +45,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None
     if run_tokenizer.is_dir():
         shutil.copytree(run_tokenizer, target, dirs_exist_ok=True)
     print(f"{good} -> {target}")
+    return good
 
 
 def _keep_on_disk(chunks: list[torch.nn.Module], folder: Path) -> None:
