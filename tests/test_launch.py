@@ -280,13 +280,7 @@ def test_test_script_runs_everything_and_fails_if_anything_does(installed: Sandb
     (folder / "python").write_text(PYTHON.replace('case "$*" in\n', f'case "$*" in\n    {marker}'))
     result = installed.run("test.sh", "-k", "some name")
     assert result.returncode == (0 if failing is None else 1)
-    assert installed.log() == [
-        pip_line("dev"),
-        "ruff check",
-        "ruff format --check",
-        "mypy ",
-        "pytest -k some name",
-    ]
+    assert installed.log() == [pip_line("dev"), "ruff check", "ruff format --check", "mypy ", "pytest -k some name"]
     if failing is not None:
         assert re.search(rf"FAILED.*\[{failing}", result.stdout.splitlines()[-1])
 
