@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from moe.experts import SPARE_ROWS, Pairs, WeightGrads, Weights, WeightWork
+from moe.blocks import SPARE_ROWS
+from moe.weights import Pairs, WeightGrads, Weights, WeightWork
 from moe.workspace import WORKSPACE
 
 PR_SET_TIMERSLACK = 29  # <linux/prctl.h>; by default the kernel may wake us 50 microseconds late to save power
@@ -87,7 +88,7 @@ class VirtualAccelerator:
         hidden_grad = WORKSPACE.take((n + SPARE_ROWS, weights.fc1.size(1)), source)
         activated = WORKSPACE.take((n + SPARE_ROWS, weights.fc2.size(2)), source)
         self.clock.work(flops)
-        return input_grad, weight_grad, WeightWork(pairs, source, output_rows, output_grad, hidden_grad, activated, pair_weights)
+        return input_grad, weight_grad, WeightWork(pairs, source, output_rows, output_grad, hidden_grad, activated, pair_weights, weights)
 
     def weight_gradients(self, work: WeightWork, grads: WeightGrads) -> None:
         """See moe.experts."""

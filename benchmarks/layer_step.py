@@ -17,12 +17,12 @@ from benchmarks import link
 from benchmarks.accelerator import VirtualAccelerator, VirtualExperts
 from moe import experts
 from moe.dispatch import FlatAllToAll, Flow, Handle
-from moe.experts import Weights
 from moe.load import Shape
 from moe.measure import BUDGET, measure_costs
 from moe.plan import Load, Plan
 from moe.planner import LayerCosts
 from moe.schedule import routed_experts
+from moe.weights import Weights
 
 MEGATRON, EXCHANGES, IN_TURN = "megatron", "exchanges", "in turn"
 

@@ -158,6 +158,8 @@ if ! "$python" -m pip install -qq --disable-pip-version-check --constraint launc
     rm -f "$unfinished" # pip failed in its own time and left the environment in order; the next set-up goes on from here
     die "pip could not install the dependencies (its message is above); run this again once that is mended"
 fi
+# So that no training waits for them; where they can't be compiled, torch's operations do the work.
+"$python" -m moe.kernels || true
 printf '%s\n%s\n' "$(fingerprint)" "$wanted" >"$stamp.new"
 mv "$stamp.new" "$stamp"
 rm -f "$unfinished"

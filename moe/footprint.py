@@ -6,7 +6,8 @@ counts. Bytes on the busiest rank, beyond the layer's input, weights and their g
 
 from __future__ import annotations
 
-from moe.experts import SPARE_ROWS
+from moe import blocks
+from moe.blocks import SPARE_ROWS
 from moe.plan import AHEAD, DEPTH, MAX_IN_FLIGHT, Load, Strategy
 
 INDEX_BYTES = 150  # of a pair: who goes where, in all the forms that both passes need
@@ -26,7 +27,7 @@ def forward_bytes(load: Load, strategy: Strategy, degree: int) -> int:
     sizes, ledger = _Sizes(load, degree), _Ledger()
     received = 0 if strategy.rows == "keep" else sizes.rows
     offloaded = sizes.hidden if strategy.hidden == "offload" else 0
-    scratch = sizes.block * (load.hidden_size + load.width + (load.hidden_columns if strategy.hidden == "recompute" else 0))
+    scratch = blocks.forward_scratch(load, sizes.block, strategy.hidden == "recompute")
     arrivals = ledger.take_ahead(received, AHEAD, degree, 0)
     ledger.send(sizes.away, min(DEPTH, degree))
     for i in range(min(degree, SETTLED)):
@@ -50,14 +51,14 @@ def backward_bytes(load: Load, strategy: Strategy, degree: int, weight_lag: int,
     tensors = 2 if strategy.rows == "communicate" else 1  # that travel: gradients, and the rows again
     fetched = (sizes.rows if strategy.rows == "offload" else 0) + (sizes.hidden if strategy.hidden == "offload" else 0)
     regrouped = 0 if same or strategy.hidden != "keep" else sizes.pairs * load.hidden_columns + 16 * load.pairs // load.element_size
-    scratch = sizes.block * (2 * load.hidden_size + load.width + (load.hidden_columns if strategy.hidden == "recompute" else 0))
+    scratch = blocks.input_scratch(load, sizes.block, strategy.hidden == "recompute")
     work = sizes.work + sizes.rows * (1 if strategy.rows == "keep" else 2)  # until the weight gradients are computed
     later = 0
 
     def weight_gradients(keep: int) -> None:
         nonlocal later
         while later > keep:
-            ledger.use(2 * sizes.block * load.hidden_size, 0)
+            ledger.use(blocks.weight_scratch(load, sizes.block), 0)
             ledger.give(work)
             later -= 1
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe import experts
+from moe import blocks
 from moe.plan import Load
 
 
@@ -23,6 +23,7 @@ class Shape:
     gated: bool
     element_size: int
     whole: bool = False  # an expert computes all rows of a chunk at once, as on a GPU
+    compiled: bool = False  # by the compiled kernels
 
     def load(self, counts: Sequence[float]) -> Load:
         """The load of a call from the tokens that each expert gets, on any scale: one call's, or a whole step's."""
@@ -43,7 +44,8 @@ class Shape:
             width=self.width,
             element_size=self.element_size,
             expert_pairs=math.ceil(scale * max(counts, default=0.0)),
-            **({} if self.whole else {"block": experts.BLOCK_ROWS}),
+            compiled=self.compiled,
+            **({} if self.whole else {"block": blocks.BLOCK_ROWS}),
         )
 
     def even(self) -> Load:

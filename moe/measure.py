@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from moe import experts, route
+from moe.blocks import SPARE_ROWS
 from moe.dispatch import AllToAll, Flow
-from moe.experts import SPARE_ROWS, WeightGrads, Weights, WeightWork
 from moe.layer import MixtrainMoELayer
 from moe.load import Shape
 from moe.planner import LayerCosts
 from moe.route import Chunk
 from moe.schedule import Engine
+from moe.weights import WeightGrads, Weights, WeightWork
 from moe.workspace import WORKSPACE
 from parallel import costs
 from parallel.costs import NOTHING, Call, Curve, Line

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from moe.experts import SPARE_ROWS
+from moe.blocks import SPARE_ROWS
 from moe.route import Chunk
 from moe.workspace import WORKSPACE
 

@@ -528,7 +528,8 @@ class Planner:
 def rounded_up(load: Load) -> Load:
     """The load with its counts rounded up, so that loads that hardly differ are one."""
     counts = ("tokens", "rows", "away_rows", "pairs", "expert_pairs")
-    return replace(load, **{name: _rounded_up(getattr(load, name)) for name in counts})
+    rounded: dict[str, Any] = {name: _rounded_up(getattr(load, name)) for name in counts}
+    return replace(load, **rounded)
 
 
 def _rounded_up(count: int) -> int:

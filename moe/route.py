@@ -15,6 +15,8 @@ from itertools import accumulate
 import torch
 from torch.nn import functional as F
 
+from moe import kernels
+
 MAX_BYTE, MAX_SHORT = 255, 32767
 
 
@@ -130,13 +132,16 @@ def make_chunk(
 
 
 def add_up(source: torch.Tensor, sums: Sum, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Sums [outputs, H] of rows of `source`, each times its weight (same dtype, in the order of `sums.index`); of none: zero.
+    """Sums [outputs, H] of rows of `source`, each times its weight (fp32 or wider, in the order of `sums.index`); of none: zero.
 
     One kernel reads each row once and adds in fp32; index_add_ on the host would write each output row as often as it is
     added to, and on a GPU it would depend on the order of atomic additions.
     """
     if len(sums.index) == 0:
         return source.new_zeros(len(sums.starts), source.size(1))
+    if kernels.has(source):
+        return kernels.add_up(source, sums.index, sums.starts, weights)
+    weights = None if weights is None else weights.to(source.dtype)
     return F.embedding_bag(sums.index, source, sums.starts, mode="sum", per_sample_weights=weights)
 
 

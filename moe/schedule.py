@@ -19,9 +19,9 @@ import torch
 from moe import experts, memory, route
 from moe.clock import Clock
 from moe.dispatch import AllToAll, Flow, Handle, Traffic, start
-from moe.experts import Pairs, WeightGrads, Weights, WeightWork
 from moe.plan import AHEAD, DEPTH, MAX_IN_FLIGHT, STRATEGIES, Plan
 from moe.route import Chunk, Cuts
+from moe.weights import Pairs, WeightGrads, Weights, WeightWork
 from moe.workspace import WORKSPACE
 from parallel.trace import named, span
 
@@ -168,6 +168,11 @@ class _Rows:
         return self._rows
 
 
+def _wide(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Pairs' weights as they are multiplied: in fp32 also where rows are in half precision."""
+    return weights.to(torch.promote_types(dtype, torch.float32))
+
+
 def _rows_of_layer(chunk: Chunk) -> torch.Tensor:
     """The chunk's pairs' rows in a buffer of all chunks."""
     return chunk.rows + chunk.first_row if chunk.first_row else chunk.rows
@@ -196,7 +201,7 @@ class _LocalCall(_Call):
             same = plan.backward_degree == plan.degree
             self.chunks = chunks if same else _local_chunks(self.choice, plan.backward_degree, num_experts)
             self.hidden = memory.HIDDEN[self.strategy.hidden](chunks, self.chunks, weights.fc1.size(1), x)
-        values = pair_weights.to(x.dtype)
+        values = _wide(pair_weights, x.dtype)
         output = _Rows(self.choice.num_tokens)
         for i, chunk in enumerate(chunks):
             hidden = self.hidden.out(i) if self.keep else None
@@ -209,7 +214,7 @@ class _LocalCall(_Call):
     def backward(
         self, x: torch.Tensor, pair_weights: torch.Tensor, weights: Weights, output_grad: torch.Tensor, grads: WeightGrads | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        values = pair_weights.to(x.dtype)
+        values = _wide(pair_weights, x.dtype)
         weight_grad = torch.empty(len(values), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         x_grad = _Rows(self.choice.num_tokens)
         for i, chunk in enumerate(self.chunks):
@@ -350,7 +355,7 @@ class _ParallelCall(_Call):
         with span("shared expert"):
             shared = self._shared_forward(x)
         self._take_pairs(pairs.wait(), num_local_experts, torch.promote_types(pair_weights.dtype, torch.float32))
-        values = self.values.to(x.dtype)
+        values = _wide(self.values, x.dtype)
         if self.keep:
             self.hidden = memory.HIDDEN[self.strategy.hidden](self.chunks, self.backward_chunks, weights.fc1.size(1), x)
         output, answers = _Rows(self.choice.num_tokens), _Answers(self, sends)
@@ -388,7 +393,7 @@ class _ParallelCall(_Call):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         exchange, this, lag = self.exchange, self.backward_pass, self.plan.weight_lag
         sends, receives, degree = this.sends, this.receives, this.degree
-        values = self.values.to(x.dtype)
+        values = _wide(self.values, x.dtype)
 
         def room(i: int) -> torch.Tensor:
             return WORKSPACE.take((this.received_rows[i], x.size(1)), x)

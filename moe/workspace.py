@@ -37,15 +37,16 @@ class Workspace:
             if tensor is not None and tensor.device.type == "cpu" and self.pooled:
                 self._free.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
-    def lend(self, like: torch.Tensor) -> torch.Tensor:
-        """An uninitialized tensor like this one for somebody else: its memory comes back by itself when nobody refers to it."""
+    def lend(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """As `take`, for somebody else: the memory comes back by itself when nobody refers to it."""
         if like.device.type != "cpu" or not self.pooled:
-            return torch.empty_like(like, memory_format=torch.contiguous_format)
-        buffer = self._fitting(like.numel() * like.element_size())
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        num_bytes = math.prod(shape) * like.element_size()
+        buffer = self._fitting(num_bytes)
         # The tensor's storage refers to the array, and the array's end gives the buffer back. The finalizer holds the buffer.
-        array = buffer.numpy()[: like.numel() * like.element_size()]
+        array = buffer.numpy()[:num_bytes]
         weakref.finalize(array, self._free.append, buffer).atexit = False
-        return torch.from_numpy(array).view(like.dtype).view(like.shape)
+        return torch.from_numpy(array).view(like.dtype).view(shape)
 
     def _fitting(self, num_bytes: int) -> torch.Tensor:
         fitting = [i for i, buffer in enumerate(self._free) if num_bytes <= buffer.numel() <= 2 * max(num_bytes, 4096)]

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from configs import derived
 from configs.schema import Config
 from models.build import padded_vocab_size
-from moe import footprint
-from moe.experts import SPARE_ROWS
+from moe import blocks, footprint
+from moe.blocks import SPARE_ROWS
 from moe.load import Shape
 from moe.plan import STRATEGIES, Load, Plan
+from parallel.dtypes import DTYPES
 from training.flops import has_fused_attention
 from training.tape import Function, Profile, Tape, Tensor, recomputed
 
@@ -428,17 +429,18 @@ def moe_plan(config: Config) -> Plan:
 def moe_shape(config: Config, device: str) -> Shape:
     """What one call of an MoE layer gets on one rank, as training/callbacks/expert_planning.py measures it."""
     split = derived.expert_tensor_size(config)
-    training = config.training
+    training, width = config.training, derived.expert_ffn_hidden_size(config) // split
     return Shape(
         tokens=training.micro_batch_size * config.model.sequence_length * split // config.parallel.tensor,
         num_experts=config.moe.num_experts or 0,
         num_ranks=config.parallel.expert,
         top_k=config.moe.top_k,
         hidden_size=config.model.hidden_size,
-        width=derived.expert_ffn_hidden_size(config) // split,
+        width=width,
         gated=config.model.activation == "swiglu",
         element_size=ELEMENT_SIZES[training.precision],
         whole=device == "cuda",
+        compiled=blocks.are_compiled(device, DTYPES[training.precision], config.model.hidden_size, width),
     )
 
 
@@ -465,10 +467,10 @@ def local_experts(load: Load, plan: Plan, on_gpu: bool) -> tuple[int, int, int]:
         return pairs + spare, block, -(-load.tokens // degree) * size + (load.tokens * size if degree > 1 else 0)
 
     pairs, block, output = chunk(plan.degree)
-    scratch = block * (size + load.width + (0 if keeps and not on_gpu else load.hidden_columns))
+    scratch = blocks.forward_scratch(load, block, on_gpu or not keeps)
     forward = pairs * size + max(scratch, output)
     pairs, block, output = chunk(plan.backward_degree)
-    scratch = block * (2 * size + 2 * load.width + load.hidden_columns + (0 if keeps else load.hidden_columns))
+    scratch = blocks.both_scratch(load, block, not keeps)
     regrouped = pairs * load.hidden_columns if keeps and plan.degree != plan.backward_degree else 0
     backward = pairs * size + regrouped + max(scratch, output)
     return kept, forward * element, backward * element

@@ -15,7 +15,7 @@ from __future__ import annotations
 from configs import derived
 from configs.schema import Config
 
-BLOCK_ROWS, SHORT_BLOCK, SHORT_STEP, LONG_STEP = 1024, 128, 16, 32  # of moe/experts.py, which imports torch; a test compares
+BLOCK_ROWS, STEP_ROWS = 1024, 16  # of moe/blocks.py, which imports torch; a test compares
 
 
 def has_fused_attention(config: Config, device: str) -> bool:
@@ -100,10 +100,10 @@ def executed_flops_per_token(config: Config, padded_vocab_size: int, device: str
 
 
 def _padded_rows(config: Config) -> float:
-    """Rows that an even load computes in half precision on a CPU, over those that it has; see moe/experts.py's _length."""
+    """Rows that an even load computes in half precision on a CPU, over those that it has; see moe/blocks.py's padded."""
     moe, training = config.moe, config.training
     tokens = training.micro_batch_size * config.model.sequence_length * derived.expert_tensor_size(config) / config.parallel.tensor
     degree = derived.pipeline_degrees(config)[0] or 1
     rows = tokens * moe.top_k * config.parallel.expert / (moe.num_experts or 1) / degree
     block = rows / max(1, -(-rows // BLOCK_ROWS))
-    return (block + (SHORT_STEP if block <= SHORT_BLOCK else LONG_STEP) / 2) / block
+    return (block + STEP_ROWS / 2) / block

@@ -10,9 +10,9 @@ from benchmarks.cluster import Cluster
 from benchmarks.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case, routing_map
 from benchmarks.pipeline_degree import ideal_seconds, ideal_speedups, make_case
 from benchmarks.rounds import Load, Rounds, is_disturbed
-from moe.experts import Weights
 from moe.plan import Plan
 from moe.schedule import routed_experts
+from moe.weights import Weights
 from tests.tolerances import MOE
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
+from moe.blocks import hidden_factor
 from moe.dispatch import AllToAll
-from moe.experts import Weights, hidden_factor
 from moe.plan import STRATEGIES, Plan
 from moe.schedule import SharedExpert, routed_experts
+from moe.weights import Weights
 from tests.tolerances import MOE
 
 HIDDEN, WIDTH = 8, 12  # rows of a multiple of 16 bytes in fp32, which grouped products need
@@ -187,7 +188,9 @@ def check_on_ranks(cases: Iterable[tuple[Case, list[Plan]]], exchange: AllToAll)
     """The largest error as a part of what is allowed; fails at the first that is too large. Collective."""
     worst = 0.0
     for case, plan, actual, expected in compared(cases, exchange, torch.distributed.get_rank(), exchange.size):
-        error, allowed = largest_error(actual, expected), MOE[str(case.dtype).removeprefix("torch.")]
+        # One number of few in bf16 is off by more, the plain loop's too: see docs/decisions.md.
+        measure = error_of_norms if case.dtype is torch.bfloat16 else largest_error
+        error, allowed = measure(actual, expected), MOE[str(case.dtype).removeprefix("torch.")]
         assert error < allowed, (case, plan, error)
         worst = max(worst, error / allowed)
     return worst

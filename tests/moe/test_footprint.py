@@ -8,12 +8,12 @@ import functools
 import pytest
 import torch
 
-from moe import experts
+from moe import blocks
 from moe.dispatch import FlatAllToAll
-from moe.experts import Weights
 from moe.plan import STRATEGIES, Load, Plan
 from moe.planner import memory_bytes
 from moe.schedule import routed_experts
+from moe.weights import Weights
 from moe.workspace import WORKSPACE
 from tests.distributed import run
 
@@ -53,7 +53,8 @@ def _peaks(dtype_name: str) -> list[tuple[Plan, int, int]]:
         width=WIDTH,
         element_size=dtype.itemsize,
         expert_pairs=rows // (EXPERTS // size),
-        block=experts.BLOCK_ROWS,
+        block=blocks.BLOCK_ROWS,
+        compiled=blocks.are_compiled("cpu", dtype, HIDDEN, WIDTH),
     )
     results = []
     WORKSPACE.pooled = False

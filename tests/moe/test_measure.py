@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from moe.dispatch import FlatAllToAll
-from moe.experts import Weights
 from moe.load import Shape
 from moe.measure import measure_costs
 from moe.planner import LayerCosts, Limits, best_plan
+from moe.weights import Weights
 from parallel import costs
 from parallel.costs import NOTHING
 from tests.distributed import run

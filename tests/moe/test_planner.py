@@ -400,7 +400,7 @@ def simple(exchange: Line = NOTHING, experts: float = 1e-6, **more: object) -> L
 
 
 def load_of(tokens: int = 1024, away: float = 1.0) -> Load:
-    sizes = {"hidden_size": 64, "hidden_columns": 256, "width": 128, "element_size": 4}
+    sizes: dict[str, Any] = {"hidden_size": 64, "hidden_columns": 256, "width": 128, "element_size": 4}
     return Load(tokens=tokens, rows=tokens, away_rows=int(away * tokens), pairs=2 * tokens, **sizes)
 
 

@@ -54,16 +54,16 @@ def test_workspace_uses_memory_again() -> None:
     assert pool.take((1000, 8), like).data_ptr() != place
     pool.give(taken)
     assert pool.take((990, 8), like).data_ptr() == place
-    lent = pool.lend(torch.empty(300, 7))
+    lent = pool.lend((300, 7), torch.empty(0))
     place, row = lent.data_ptr(), lent[3]
     assert lent.shape == (300, 7) and lent.dtype == torch.float32
     del lent
     gc.collect()
-    other = pool.lend(torch.empty(300, 7))
+    other = pool.lend((300, 7), torch.empty(0))
     assert other.data_ptr() != place  # the row is still there
     del row
     gc.collect()
-    assert pool.lend(torch.empty(300, 7)).data_ptr() == place
+    assert pool.lend((300, 7), torch.empty(0)).data_ptr() == place
 
 
 @pytest.mark.parametrize("passed", [False, True])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe import experts
+from moe import blocks, experts
 from moe.dispatch import FlatAllToAll
 from moe.plan import STRATEGIES, Plan
 from tests.distributed import run
@@ -58,7 +58,7 @@ def test_fewer_tokens_than_chunks(num_tokens: int) -> None:
 
 def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     # More rows than go through an expert at once: the later blocks are added to the weight gradients.
-    monkeypatch.setattr(experts, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 4)
     case = Case(num_tokens=40, num_experts=4, routing="skewed", activation="gelu", bias=True)
     for degree in (1, 3):
         assert largest_error(ours(case, problem(case), Plan(degree, degree)), loop(case, problem(case))) < MOE["float64"]
@@ -118,8 +118,8 @@ def test_a_rank_without_tokens_serves_the_others() -> None:
 def _not_everything_needs_gradients() -> None:
     group = torch.distributed.group.WORLD
     assert group is not None
-    from moe.experts import Weights
     from moe.schedule import routed_experts
+    from moe.weights import Weights
 
     rank, size = group.rank(), group.size()
     exchange = FlatAllToAll(group) if size > 1 else None

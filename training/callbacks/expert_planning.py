@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from configs import derived
 from configs.schema import ConfigError
-from moe import exchanges
+from moe import blocks, exchanges
 from moe.layer import MixtrainMoELayer
 from moe.load import Shape
 from moe.measure import measure_layer
@@ -131,6 +131,7 @@ def _shape(run: Run, layer: MixtrainMoELayer) -> Shape:
         gated=experts.linear_fc1.weight.size(1) == 2 * weight.size(2),
         element_size=weight.element_size(),
         whole=weight.device.type == "cuda",
+        compiled=blocks.are_compiled(weight.device.type, weight.dtype, weight.size(1), weight.size(2)),
     )
 
 

@@ -1,0 +1,281 @@
+"""The compiled kernels of `kernels.cpp`: built once with the machine's C++ compiler, kept in the user's cache, called by address.
+
+Where there is no compiler, or the source does not compile, torch's operations do the same work in more passes over memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from moe.workspace import WORKSPACE
+
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# No -ffast-math: NaN and infinities must come through, and additions keep their order. OpenMP's functions are those that torch has loaded.
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp", "-w")
+COMPILE_SECONDS = 120.0
+ACTIVATIONS = {"swiglu": 0, "gelu": 1, "gelu_tanh": 2}
+SUFFIXES = {torch.float32: "float", torch.bfloat16: "bf16"}
+ALIGNMENT = 32  # the block functions take sizes that are multiples of it
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """Where the compiled kernels are kept; safe to delete."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixtrain"
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def build(folder: Path) -> Path:
+    """The compiled library in `folder`, made if it is not there. Raises OSError or subprocess.SubprocessError if it can't be."""
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler (c++, g++ or clang++) on the PATH")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True).stdout
+    key = hashlib.sha256("\n".join((SOURCE.read_text(), version, _processor(), *FLAGS)).encode()).hexdigest()[:16]
+    library = folder / f"kernels-{key}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            half, whole = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
+            for command in ([*FLAGS, "-c", str(SOURCE), "-o", str(half)], ["-shared", str(half), "-o", str(whole)]):
+                subprocess.run([compiler, *command], capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True)
+            whole.replace(library)  # ranks that build at the same time make the same file
+    return library
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(build(cache_folder())))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        _LOGGER.warning("no compiled kernels for experts on the host, torch's operations are used: %s", str(reason).strip().splitlines()[0])
+        return None
+
+
+def has(tensor: torch.Tensor) -> bool:
+    """Whether the elementwise functions take tensors like this one."""
+    return tensor.device.type == "cpu" and tensor.dtype in SUFFIXES and tensor.is_contiguous() and _library() is not None
+
+
+@functools.cache
+def _has_blocks() -> bool:
+    library = _library()
+    return library is not None and bool(library.mixtrain_has_blocks())
+
+
+def has_blocks(tensor: torch.Tensor, hidden_size: int, width: int) -> bool:
+    """Whether the block functions take tensors like this one, with experts of this size."""
+    aligned = hidden_size % ALIGNMENT == 0 and width % ALIGNMENT == 0
+    return tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16 and aligned and tensor.is_contiguous() and _has_blocks()
+
+
+def _call(name: str, *arguments: torch.Tensor | int | bool | None) -> int:
+    """Call a function with addresses and 64 bit integers; its last argument is the number of threads."""
+    numbers = [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0 for argument in arguments]
+    return int(_function(name, len(numbers) + 1)(*numbers, torch.get_num_threads()))
+
+
+@functools.cache
+def _function(name: str, num_arguments: int) -> Callable[..., int]:
+    library = _library()
+    assert library is not None
+    function: Any = getattr(library, f"mixtrain_{name}")
+    function.argtypes, function.restype = [ctypes.c_int64] * num_arguments, ctypes.c_int64
+    return cast(Callable[..., int], function)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Elementwise
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def activate(activation: str, hidden: torch.Tensor, out: torch.Tensor) -> None:
+    """See blocks.activate."""
+    _call(f"activate_{SUFFIXES[out.dtype]}", ACTIVATIONS[activation], hidden, *out.shape, out)
+
+
+def activate_backward(
+    activation: str, hidden: torch.Tensor, grad: torch.Tensor, pair_weights: torch.Tensor, out: torch.Tensor, activated: torch.Tensor
+) -> torch.Tensor:
+    """See blocks.activate_backward; `grad` is left as it is."""
+    weight_grad, name = torch.empty(len(grad)), f"activate_backward_{SUFFIXES[out.dtype]}"
+    _call(name, ACTIVATIONS[activation], hidden, grad, pair_weights.float(), *grad.shape, out, activated, weight_grad)
+    return weight_grad
+
+
+def add_up(source: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """See route.add_up."""
+    out = WORKSPACE.lend((len(starts), source.size(1)), source)
+    weights = None if weights is None else weights.float()
+    _call(f"add_up_{SUFFIXES[source.dtype]}", source, source.size(1), index, starts, len(starts), len(index), weights, out)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks: operations that torch knows, so that its counter of operations sees them
+# ---------------------------------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("mixtrain", "DEF")
+_MATRICES = "Tensor fc1, Tensor? fc1_bias, Tensor fc2, Tensor? fc2_bias, str activation"
+
+
+def _operation(arguments: str) -> Callable[[_Function], _Function]:
+    """Make a function an operation of torch's with these arguments, which it calls by position."""
+
+    def define(function: _Function) -> _Function:
+        name = function.__name__.lstrip("_")
+        _LIBRARY.define(f"{name}({arguments}) -> ()")
+        _LIBRARY.impl(name, function, "CPU")
+        return function
+
+    return define
+
+
+@_operation(f"Tensor source, Tensor rows, {_MATRICES}, Tensor(a!)? hidden, Tensor(b!) output, Tensor(c!) scratch")
+def _forward_block(
+    source: torch.Tensor,
+    rows: torch.Tensor,
+    fc1: torch.Tensor,
+    fc1_bias: torch.Tensor | None,
+    fc2: torch.Tensor,
+    fc2_bias: torch.Tensor | None,
+    activation: str,
+    hidden: torch.Tensor | None,
+    output: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    sizes = len(rows), source.size(1), fc2.size(1)
+    _call("forward_block", ACTIVATIONS[activation], source, rows, *sizes, fc1, fc1_bias, fc2, fc2_bias, hidden, output, scratch)
+
+
+@_operation(
+    f"Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, Tensor pair_weights, {_MATRICES}, Tensor? hidden, "
+    "Tensor(a!)? hidden_grad, Tensor(b!)? activated, Tensor(c!) weight_grad, Tensor(d!) input_grad, "
+    "Tensor(e!)? fc1_grad, Tensor(f!)? fc2_grad, bool add, Tensor(g!) scratch"
+)
+def _backward_block(
+    source: torch.Tensor,
+    rows: torch.Tensor,
+    output_grad: torch.Tensor,
+    output_rows: torch.Tensor,
+    pair_weights: torch.Tensor,
+    fc1: torch.Tensor,
+    fc1_bias: torch.Tensor | None,
+    fc2: torch.Tensor,
+    fc2_bias: torch.Tensor | None,
+    activation: str,
+    hidden: torch.Tensor | None,
+    *outputs: torch.Tensor | bool | None,
+) -> None:
+    inputs = source, rows, output_grad, output_rows, pair_weights.float(), len(rows), source.size(1), fc2.size(1)
+    _call("backward_block", ACTIVATIONS[activation], *inputs, fc1, fc1_bias, fc2, fc2_bias, hidden, *outputs)
+
+
+@_operation(
+    "Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, Tensor hidden_grad, Tensor activated, bool add, "
+    "Tensor(a!) fc1_grad, Tensor(b!) fc2_grad, Tensor(c!) scratch"
+)
+def _weights_block(
+    source: torch.Tensor,
+    rows: torch.Tensor,
+    output_grad: torch.Tensor,
+    output_rows: torch.Tensor,
+    hidden_grad: torch.Tensor,
+    activated: torch.Tensor,
+    add: bool,
+    *outputs: torch.Tensor,
+) -> None:
+    sizes = len(rows), source.size(1), activated.size(1), hidden_grad.size(1)
+    _call("weights_block", int(add), source, rows, output_grad, output_rows, hidden_grad, activated, *sizes, *outputs)
+
+
+forward_block = torch.ops.mixtrain.forward_block
+backward_block = torch.ops.mixtrain.backward_block
+weights_block = torch.ops.mixtrain.weights_block
+
+
+def _computed(rows: Sequence[int]) -> int:
+    """Tiles have 16 rows."""
+    return -(-rows[0] // 16) * 16
+
+
+@register_flop_formula(forward_block)
+def _forward_flops(
+    source: Sequence[int], rows: Sequence[int], fc1: Sequence[int], fc1_bias: object, fc2: Sequence[int], *_: Any, **__: Any
+) -> int:
+    return 2 * _computed(rows) * (math.prod(fc1) + math.prod(fc2))
+
+
+@register_flop_formula(backward_block)
+def _backward_flops(*shapes: Any, out_shape: object = None) -> int:
+    _, rows, _, _, _, fc1, _, fc2, _, _, hidden, _, _, _, _, fc1_grad, *_ = shapes
+    again, weights = int(hidden is None), int(fc1_grad is not None)
+    return 2 * _computed(rows) * (math.prod(fc1) * (1 + again + weights) + math.prod(fc2) * (1 + weights))
+
+
+@register_flop_formula(weights_block)
+def _weights_flops(
+    source: Sequence[int],
+    rows: Sequence[int],
+    output_grad: Sequence[int],
+    output_rows: Sequence[int],
+    hidden_grad: Sequence[int],
+    activated: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> int:
+    return 2 * _computed(rows) * source[1] * (hidden_grad[1] + activated[1])
+
+
+def forward_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
+    """Scratch memory of `forward_block` for blocks of up to `longest` rows."""
+    return _call("scratch_bytes", 0, longest, hidden_size, width, hidden_columns, 0, 0)
+
+
+def backward_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int, recompute: bool, weights: bool) -> int:
+    """That of `backward_block`; `recompute`: it gets no hidden activation; `weights`: it computes the weights' gradients too."""
+    return _call("scratch_bytes", 1, longest, hidden_size, width, hidden_columns, int(recompute), int(weights))
+
+
+def weights_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
+    """That of `weights_block`."""
+    return _call("weights_scratch_bytes", longest, hidden_size, width, hidden_columns)
+
+
+def main() -> int:
+    """Compile the kernels ahead of the first training."""
+    if _library() is not None:
+        print(f"kernels: compiled for this CPU, in {cache_folder()}{', with AMX' if _has_blocks() else ''}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""What a layer's experts compute with: their stacked weights, the pairs that they get, and their gradients.
+
+Shapes: n pairs of a row and an expert, H hidden size, F width of this rank's part of an expert, G = 2 F for SwiGLU
+([gate | up]) else F, E experts of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe.workspace import WORKSPACE
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One layer's stacked expert weights on this rank, and the activation between them (swiglu, gelu or gelu_tanh)."""
+
+    fc1: torch.Tensor  # [E, G, H]
+    fc2: torch.Tensor  # [E, H, F]
+    fc1_bias: torch.Tensor | None  # [E, G]
+    fc2_bias: torch.Tensor | None  # [E, H]
+    activation: str
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of a row and an expert, sorted by expert."""
+
+    rows: torch.Tensor  # [n] int64: which row of the source a pair reads
+    counts: torch.Tensor  # [E] int64 pairs per expert, on the device
+    host_counts: list[int] | None  # the same on the host; None on a GPU, where the grouped product needs no host
+
+
+@dataclass
+class WeightWork:
+    """What is left to do for one chunk once its input gradients are out: see `weight_gradients`."""
+
+    pairs: Pairs
+    source: torch.Tensor
+    output_rows: torch.Tensor  # [n] row of `output_grad` that each pair reads
+    output_grad: torch.Tensor
+    hidden_grad: torch.Tensor  # [at least n, G]
+    activated: torch.Tensor  # [at least n, F] times the pair's weight
+    pair_weights: torch.Tensor  # [n]
+    weights: Weights
+
+    def free(self) -> None:
+        """Hand back the memory; `weight_gradients` does so itself."""
+        WORKSPACE.give(self.hidden_grad, self.activated)
+
+
+class WeightGrads:
+    """Gradients of one layer's weights; the first contribution to an expert is written, later ones are added."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.fc1, self.fc2 = WORKSPACE.lend(weights.fc1.shape, weights.fc1), WORKSPACE.lend(weights.fc2.shape, weights.fc2)
+        self.fc1_bias = None if weights.fc1_bias is None else torch.zeros_like(weights.fc1_bias)
+        self.fc2_bias = None if weights.fc2_bias is None else torch.zeros_like(weights.fc2_bias)
+        self._written = [False] * len(self.fc1)
+        self._views = (self.fc1.unbind(0), self.fc2.unbind(0))
+
+    def add(self, expert: int, hidden_grad: torch.Tensor, x: torch.Tensor, output_grad: torch.Tensor, activated: torch.Tensor) -> None:
+        """Add `hidden_grad^T x` and `output_grad^T activated` to an expert's gradients."""
+        *gradients, written = self.of_expert(expert)
+        for gradient, left, right in zip(gradients, (hidden_grad, output_grad), (x, activated), strict=True):
+            if written:
+                gradient.addmm_(left.t(), right)
+            else:
+                torch.mm(left.t(), right, out=gradient)
+
+    def add_biases(self, expert: int, hidden_grad: torch.Tensor, output_grad: torch.Tensor, pair_weights: torch.Tensor) -> None:
+        """The same for the biases, where there are any."""
+        if self.fc1_bias is not None and self.fc2_bias is not None:
+            self.fc1_bias[expert] += hidden_grad.sum(dim=0)
+            self.fc2_bias[expert] += torch.mv(output_grad.t(), pair_weights.to(output_grad.dtype))
+
+    def of_expert(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """An expert's gradients of both matrices, for a contribution that is made now, and whether it is to be added to them."""
+        written, self._written[expert] = self._written[expert], True
+        return self._views[0][expert], self._views[1][expert], written
+
+    def add_all(self, fc1: torch.Tensor, fc2: torch.Tensor) -> None:
+        """Add gradients of all experts."""
+        if self._written[0]:
+            self.fc1 += fc1
+            self.fc2 += fc2
+        else:
+            self.fc1, self.fc2 = fc1, fc2
+        self._written = [True] * len(self._written)
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """All gradients (fc1, fc2 and their biases); those of experts without rows are zero."""
+        for expert, written in enumerate(self._written):
+            if not written:
+                self.fc1[expert].zero_()
+                self.fc2[expert].zero_()
+        return self.fc1, self.fc2, self.fc1_bias, self.fc2_bias

@@ -1,0 +1,198 @@
+"""The compiled kernels against torch in double precision, and what happens where they can't be compiled."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe import blocks, kernels, route
+from moe.weights import Weights
+from tests.tolerances import MOE
+
+ELEMENTWISE = pytest.mark.skipif(not kernels.has(torch.empty(0)), reason="no C++ compiler here")
+BLOCKS = pytest.mark.skipif(not kernels.has_blocks(torch.empty(0, dtype=torch.bfloat16), 32, 32), reason="no AMX here")
+
+
+def _relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm().clamp_min(1e-300))
+
+
+def _activated(activation: str, hidden: torch.Tensor) -> torch.Tensor:
+    if activation == "swiglu":
+        gate, up = hidden.chunk(2, dim=1)
+        return F.silu(gate) * up
+    return F.gelu(hidden, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+@ELEMENTWISE
+@pytest.mark.parametrize("dtype", kernels.SUFFIXES)
+@pytest.mark.parametrize("activation", kernels.ACTIVATIONS)
+def test_activations_and_their_gradients_equal_torchs_in_double_precision(activation: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    for rows, width in itertools.product((0, 1, 5, 300), (1, 15, 16, 17, 96)):
+        # The tails too: beyond what the exponential and erf are computed for.
+        hidden = (torch.randn(rows, blocks.hidden_factor(activation) * width) * torch.rand(rows, 1) * 40).to(dtype)
+        grad, pair_weights = torch.randn(rows, width).to(dtype), torch.rand(rows)
+        out, activated = torch.empty_like(hidden), torch.empty_like(grad)
+        value = blocks.activate(activation, hidden, torch.empty_like(grad))
+        weight_grad = blocks.activate_backward(activation, hidden, grad.clone(), pair_weights, out, activated)
+        exact, exact_weights = hidden.double().requires_grad_(), pair_weights.double().requires_grad_()
+        expected = _activated(activation, exact)
+        weighted = expected * exact_weights.unsqueeze(1)
+        weighted.backward(grad.double())
+        tolerance = MOE[str(dtype).removeprefix("torch.")]
+        pairs = ((value, expected), (activated, weighted), (out, exact.grad), (weight_grad, exact_weights.grad))
+        for result, reference in pairs:
+            assert reference is not None
+            assert _relative(result, reference.detach()) < tolerance, (activation, dtype, rows, width)
+
+
+@ELEMENTWISE
+@pytest.mark.parametrize("dtype", kernels.SUFFIXES)
+def test_sums_of_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    for columns, counts in itertools.product((1, 16, 63, 64, 200), ((0, 3, 1, 0), (2,) * 50)):
+        source, index = torch.randn(9, columns).to(dtype), torch.randint(9, (sum(counts),))
+        weights = torch.rand(len(index))
+        starts = torch.tensor(list(itertools.accumulate((0, *counts[:-1]))))
+        for given in (None, weights):
+            result = route.add_up(source, route.Sum(index, starts), given)
+            factors = (torch.ones_like(weights) if given is None else given).double().unsqueeze(1)
+            expected = torch.stack([part.sum(dim=0) for part in (source.double()[index] * factors).split(counts)])
+            assert _relative(result, expected) < MOE[str(dtype).removeprefix("torch.")]
+
+
+@BLOCKS
+def test_torchs_counter_sees_the_blocks() -> None:
+    weights, block = _block(random.Random(0), "swiglu", 40, 64, 32, False)
+    with FlopCounterMode(display=False) as counter:
+        _run(weights, block, keep=False)
+    assert counter.get_total_flops() == 2 * 48 * (
+        7 * 64 * 64 + 5 * 64 * 32
+    )  # rows by 16; forward, and twice both gradients, for which fc1 is computed again
+
+
+@ELEMENTWISE
+@pytest.mark.parametrize("dtype", kernels.SUFFIXES)
+def test_numbers_that_are_none_stay_so(dtype: torch.dtype) -> None:
+    hidden = torch.zeros(4, 64).to(dtype)
+    hidden[1, 3], hidden[2, 40] = float("nan"), float("inf")
+    value = blocks.activate("gelu", hidden, torch.empty_like(hidden))
+    assert value[1, 3].isnan() and value[2, 40].isinf() and value.isfinite().sum() == value.numel() - 2
+
+
+def _block(rng: random.Random, activation: str, rows: int, size: int, width: int, bias: bool) -> tuple[Weights, list[torch.Tensor]]:
+    outer = blocks.hidden_factor(activation) * width
+    drawn = [torch.randn(2, outer, size) / size**0.5, torch.randn(2, size, width) / width**0.5, torch.randn(2, outer), torch.randn(2, size)]
+    fc1, fc2, fc1_bias, fc2_bias = (each.bfloat16() for each in drawn)
+    weights = Weights(fc1, fc2, fc1_bias if bias else None, fc2_bias if bias else None, activation)
+    source, output_grad = (torch.randn(max(rows // 2, 3), size).bfloat16() for _ in range(2))
+    index = [torch.tensor(rng.choices(range(len(source)), k=rows)) for _ in range(2)]
+    return weights, [source, output_grad, *index, torch.rand(rows)]
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)  # what is not written shows
+
+
+def _run(weights: Weights, block: list[torch.Tensor], keep: bool) -> list[torch.Tensor]:
+    source, output_grad, rows, output_rows, pair_weights = block
+    size, width, outer = source.size(1), weights.fc2.size(2), weights.fc1.size(1)
+    sizes = len(rows), size, width, outer
+    matrices = [None if each is None else each[1] for each in (weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias)]
+
+    def scratch(num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)  # NaN, as any two bytes
+
+    hidden, output = _empty(len(rows), outer) if keep else None, _empty(len(rows), size)
+    kernels.forward_block(source, rows, *matrices, weights.activation, hidden, output, scratch(kernels.forward_bytes(*sizes)))
+    results = _empty(len(rows), outer), _empty(len(rows), width), _empty(len(rows), dtype=torch.float32), _empty(len(rows), size)
+    inputs, memory = (source, rows, output_grad, output_rows), scratch(kernels.backward_bytes(*sizes, not keep, False))
+    matrices = [*matrices, weights.activation]
+    kernels.backward_block(*inputs, pair_weights, *matrices, hidden, *results, None, None, False, memory)
+    gradients = _empty(outer, size), _empty(size, width)
+    kernels.weights_block(*inputs, *results[:2], False, *gradients, scratch(kernels.weights_bytes(*sizes)))
+    # All gradients at once are the same.
+    together = [torch.empty_like(each) for each in (*results[2:], *gradients)]
+    memory = scratch(kernels.backward_bytes(*sizes, not keep, True))
+    kernels.backward_block(*inputs, pair_weights, *matrices, hidden, None, None, *together, False, memory)
+    assert all(map(torch.equal, together, (*results[2:], *gradients)))
+    return [output, *results[2:], *gradients]
+
+
+def _expected(weights: Weights, block: list[torch.Tensor]) -> list[torch.Tensor]:
+    source, output_grad, rows, output_rows, pair_weights = block
+    tensors = [source[rows], pair_weights, weights.fc1[1], weights.fc2[1]]
+    x, column, fc1, fc2 = (tensor.double().requires_grad_() for tensor in tensors)
+    biases = [None if bias is None else bias[1].double() for bias in (weights.fc1_bias, weights.fc2_bias)]
+    output = F.linear(_activated(weights.activation, F.linear(x, fc1, biases[0])), fc2, biases[1])
+    (output * column.unsqueeze(1)).backward(output_grad[output_rows].double())
+    return [output.detach(), *(tensor.grad for tensor in (column, x, fc1, fc2) if tensor.grad is not None)]
+
+
+@BLOCKS
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_equal_torch_in_double_precision(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    for activation, bias in itertools.product(kernels.ACTIVATIONS, (False, True)):
+        sizes = rng.choice((9, 16, 33, 64, 130, 257, 700)), 32 * rng.randint(1, 40), 32 * rng.randint(1, 40)
+        weights, block = _block(rng, activation, *sizes, bias)
+        kept = _run(weights, block, keep=True)
+        for result, expected in zip(kept, _expected(weights, block), strict=True):
+            assert _relative(result, expected) < MOE["bfloat16"], (activation, sizes, bias)
+        # What is computed again, and how many threads share it, changes nothing.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            again = _run(weights, block, keep=False)
+        finally:
+            torch.set_num_threads(threads)
+        assert all(map(torch.equal, kept, again)), (activation, sizes, bias)
+
+
+@BLOCKS
+def test_later_blocks_add_to_an_experts_gradients() -> None:
+    weights, block = _block(random.Random(0), "swiglu", 40, 64, 32, False)
+    source, output_grad, rows, output_rows, _ = block
+    hidden_grad, activated = torch.randn(40, 64).bfloat16(), torch.randn(40, 32).bfloat16()
+    gradients = _empty(64, 64), _empty(64, 32)
+    scratch = torch.empty(kernels.weights_bytes(40, 64, 32, 64), dtype=torch.uint8)
+    for add in (False, True):
+        kernels.weights_block(source, rows, output_grad, output_rows, hidden_grad, activated, add, *gradients, scratch)
+    assert _relative(gradients[0], 2 * hidden_grad.double().t() @ source[rows].double()) < MOE["bfloat16"]
+    assert _relative(gradients[1], 2 * output_grad[output_rows].double().t() @ activated.double()) < MOE["bfloat16"]
+
+
+def test_a_build_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels.has(torch.empty(0)):
+        pytest.skip("no C++ compiler here")
+    library = kernels.build(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [library.name]
+    before = library.stat().st_mtime_ns
+    assert kernels.build(tmp_path) == library and library.stat().st_mtime_ns == before
+
+
+def test_without_a_compiler_torch_does_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("this is no C++\n")
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 64)
+    expected = blocks.activate("swiglu", hidden, torch.empty(7, 32)).clone()
+    for change in (lambda: monkeypatch.setenv("PATH", str(tmp_path)), lambda: monkeypatch.setattr(kernels, "SOURCE", broken)):
+        with monkeypatch.context():
+            change()
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+            monkeypatch.setattr(kernels, "_library", functools.cache(kernels._library.__wrapped__))
+            caplog.clear()
+            assert not kernels.has(hidden)
+            assert "no compiled kernels" in caplog.text and len(caplog.records) == 1
+            torch.testing.assert_close(blocks.activate("swiglu", hidden, torch.empty(7, 32)), expected, rtol=1e-5, atol=1e-6)
+        monkeypatch.undo()
