@@ -5,7 +5,7 @@ Shapes: n rows of a block, H hidden size, F width of this rank's part of an expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NamedTuple
 
@@ -112,28 +112,28 @@ def activate_backward(
 
 def forward_scratch(load: Load, rows: int, own_hidden: bool) -> int:
     """Of the forward pass; `own_hidden`: nobody else has room for what goes into the activation."""
-    if load.compiled:
+    if load.tiled:
         return -(-kernels.forward_bytes(rows, load.hidden_size, load.width, load.hidden_columns) // load.element_size)
     return rows * (load.hidden_size + load.width + (load.hidden_columns if own_hidden else 0))
 
 
 def input_scratch(load: Load, rows: int, recompute: bool) -> int:
     """Of the input gradients."""
-    if load.compiled:
+    if load.tiled:
         return -(-kernels.backward_bytes(rows, load.hidden_size, load.width, load.hidden_columns, recompute, False) // load.element_size)
     return rows * (load.hidden_size + load.width + (load.hidden_size + load.hidden_columns if recompute else 0))
 
 
 def weight_scratch(load: Load, rows: int) -> int:
     """Of the weight gradients."""
-    if load.compiled:
+    if load.tiled:
         return -(-kernels.weights_bytes(rows, load.hidden_size, load.width, load.hidden_columns) // load.element_size)
     return 2 * rows * load.hidden_size
 
 
 def both_scratch(load: Load, rows: int, recompute: bool) -> int:
     """Of both gradients, computed one after the other for each block."""
-    if load.compiled:
+    if load.tiled:
         return -(-kernels.backward_bytes(rows, load.hidden_size, load.width, load.hidden_columns, recompute, True) // load.element_size)
     return rows * (2 * load.hidden_size + 2 * load.width + load.hidden_columns * (2 if recompute else 1))
 
@@ -143,9 +143,9 @@ def both_scratch(load: Load, rows: int, recompute: bool) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def are_compiled(device: str, dtype: torch.dtype, hidden_size: int, width: int) -> bool:
-    """Whether the compiled kernels compute the blocks of such experts."""
-    return device == "cpu" and kernels.has_blocks(torch.empty(0, dtype=dtype), hidden_size, width)
+def are_tiled(device: str, dtype: torch.dtype, hidden_size: int, width: int) -> bool:
+    """Whether the compiled kernels compute the blocks of such experts by tiles."""
+    return device == "cpu" and kernels.has_tiles(torch.empty(0, dtype=dtype), hidden_size, width)
 
 
 def of(weights: Weights, source: torch.Tensor, counts: list[int]) -> Blocks:
@@ -155,16 +155,13 @@ def of(weights: Weights, source: torch.Tensor, counts: list[int]) -> Blocks:
 
 
 class Blocks:
-    """The three passes over a block, and what they have in common."""
+    """The three passes over the blocks, and what they have in common."""
 
     def __init__(self, weights: Weights, source: torch.Tensor, counts: list[int]) -> None:
         self.weights, self.source = weights, source
         self._blocks = list(cut(counts))
         self.longest = max((padded(block.end - block.start, source.dtype) for block in self._blocks), default=0)
         self._scratch: dict[str, torch.Tensor] = {}
-
-    def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks)
 
     def __enter__(self) -> Blocks:
         return self
@@ -173,28 +170,21 @@ class Blocks:
         WORKSPACE.give(*self._scratch.values())
         self._scratch.clear()
 
-    def forward(self, block: Block, rows: torch.Tensor, hidden: torch.Tensor | None, output: torch.Tensor) -> None:
-        """Write the block's part of `output`, and of `hidden` if given; `rows` are those of `source` that all pairs read."""
+    def forward(self, rows: torch.Tensor, hidden: torch.Tensor | None, output: torch.Tensor) -> None:
+        """Write `output`, and `hidden` if given; `rows` are those of `source` that the pairs read."""
         raise NotImplementedError
 
     def input_gradients(
-        self,
-        block: Block,
-        work: WeightWork,
-        hidden: torch.Tensor | None,
-        weight_grad: torch.Tensor,
-        input_grad: torch.Tensor,
-        grads: WeightGrads | None,
+        self, work: WeightWork, hidden: torch.Tensor | None, weight_grad: torch.Tensor, input_grad: torch.Tensor, grads: WeightGrads | None
     ) -> None:
-        """Write the block's part of `weight_grad` and `input_grad`; `hidden` is what `forward` wrote, None computes it again.
+        """Write `weight_grad` and `input_grad`; `hidden` is what `forward` wrote, None computes it again.
 
-        Without `grads` the block's part of `work` is written too; with them the weight gradients are added now, and
-        `work` has room for one block.
+        Without `grads` `work` is written too; with them the weight gradients are added now, and `work` has room for one block.
         """
         raise NotImplementedError
 
-    def weight_gradients(self, block: Block, work: WeightWork, grads: WeightGrads) -> None:
-        """Add the block's part of the weight gradients."""
+    def weight_gradients(self, work: WeightWork, grads: WeightGrads) -> None:
+        """Add to the weight gradients."""
         raise NotImplementedError
 
     def rows_of_work(self, later: bool) -> int:
@@ -236,117 +226,111 @@ class TorchBlocks(Blocks):
     def _hidden(self, x: torch.Tensor, expert: int, out: torch.Tensor) -> torch.Tensor:
         return _linear(x, self._fc1[expert], _bias_of(self.weights.fc1_bias, expert), out[: len(x)])
 
-    def forward(self, block: Block, rows: torch.Tensor, hidden: torch.Tensor | None, output: torch.Tensor) -> None:
+    def forward(self, rows: torch.Tensor, hidden: torch.Tensor | None, output: torch.Tensor) -> None:
         """See Blocks."""
-        expert, start, end = block
-        # What a block writes beyond its end, the next one overwrites.
-        x = self._gather("x", self.source, rows[start:end])
-        h = self._hidden(x, expert, self._room("hidden", self.weights.fc1.size(1)) if hidden is None else hidden[start:])
-        activated = activate(self.weights.activation, h, self._room("activated", self.weights.fc2.size(2))[: len(x)])
-        _linear(activated, self._fc2[expert], _bias_of(self.weights.fc2_bias, expert), output[start : start + len(x)])
+        for expert, start, end in self._blocks:
+            # What a block writes beyond its end, the next one overwrites.
+            x = self._gather("x", self.source, rows[start:end])
+            h = self._hidden(x, expert, self._room("hidden", self.weights.fc1.size(1)) if hidden is None else hidden[start:])
+            activated = activate(self.weights.activation, h, self._room("activated", self.weights.fc2.size(2))[: len(x)])
+            _linear(activated, self._fc2[expert], _bias_of(self.weights.fc2_bias, expert), output[start : start + len(x)])
 
     def input_gradients(
-        self,
-        block: Block,
-        work: WeightWork,
-        hidden: torch.Tensor | None,
-        weight_grad: torch.Tensor,
-        input_grad: torch.Tensor,
-        grads: WeightGrads | None,
+        self, work: WeightWork, hidden: torch.Tensor | None, weight_grad: torch.Tensor, input_grad: torch.Tensor, grads: WeightGrads | None
     ) -> None:
         """See Blocks."""
-        expert, start, end = block
-        count, length = end - start, padded(end - start, self.source.dtype)
-        first = start if grads is None else 0
-        dh, a = work.hidden_grad[first : first + length], work.activated[first : first + length]
-        if length > count:  # the products with zero rows must be zero, not NaN
-            dh[count:].zero_()
-            a[count:].zero_()
-        if hidden is None or grads is not None:
-            x = self._gather("x", self.source, work.pairs.rows[start:end])
-        h = self._hidden(x, expert, self._room("hidden", dh.size(1)))[:count] if hidden is None else hidden[start:end]
-        dy = self._gather("dy", work.output_grad, work.output_rows[start:end])
-        grad = torch.mm(dy, self._fc2[expert], out=self._room("grad", a.size(1))[:length])
-        pair_weights = work.pair_weights[start:end]
-        weight_grad[start:end] = activate_backward(self.weights.activation, h, grad[:count], pair_weights, dh[:count], a[:count])
-        if self.weights.fc2_bias is not None:
-            # The weight also multiplies the bias.
-            weight_grad[start:end] += torch.mv(dy[:count], self.weights.fc2_bias[expert])
-        torch.mm(dh, self._fc1[expert], out=input_grad[start : start + length])
-        if grads is not None:
-            grads.add(expert, dh, x, dy, a)
-            grads.add_biases(expert, dh[:count], dy[:count], pair_weights)
+        for expert, start, end in self._blocks:
+            count, length = end - start, padded(end - start, self.source.dtype)
+            first = start if grads is None else 0
+            dh, a = work.hidden_grad[first : first + length], work.activated[first : first + length]
+            if length > count:  # the products with zero rows must be zero, not NaN
+                dh[count:].zero_()
+                a[count:].zero_()
+            if hidden is None or grads is not None:
+                x = self._gather("x", self.source, work.pairs.rows[start:end])
+            h = self._hidden(x, expert, self._room("hidden", dh.size(1)))[:count] if hidden is None else hidden[start:end]
+            dy = self._gather("dy", work.output_grad, work.output_rows[start:end])
+            grad = torch.mm(dy, self._fc2[expert], out=self._room("grad", a.size(1))[:length])
+            pair_weights = work.pair_weights[start:end]
+            weight_grad[start:end] = activate_backward(self.weights.activation, h, grad[:count], pair_weights, dh[:count], a[:count])
+            if self.weights.fc2_bias is not None:
+                # The weight also multiplies the bias.
+                weight_grad[start:end] += torch.mv(dy[:count], self.weights.fc2_bias[expert])
+            torch.mm(dh, self._fc1[expert], out=input_grad[start : start + length])
+            if grads is not None:
+                grads.add(expert, dh, x, dy, a)
+                grads.add_biases(expert, dh[:count], dy[:count], pair_weights)
 
-    def weight_gradients(self, block: Block, work: WeightWork, grads: WeightGrads) -> None:
+    def weight_gradients(self, work: WeightWork, grads: WeightGrads) -> None:
         """See Blocks."""
-        expert, start, end = block
-        x = self._gather("x", self.source, work.pairs.rows[start:end])
-        dy = self._gather("dy", work.output_grad, work.output_rows[start:end])
-        # Beyond the block's end stand rows of the next one; they meet zeros.
-        dh, a = work.hidden_grad[start : start + len(x)], work.activated[start : start + len(x)]
-        grads.add(expert, dh, x, dy, a)
-        grads.add_biases(expert, dh[: end - start], dy[: end - start], work.pair_weights[start:end])
+        for expert, start, end in self._blocks:
+            x = self._gather("x", self.source, work.pairs.rows[start:end])
+            dy = self._gather("dy", work.output_grad, work.output_rows[start:end])
+            # Beyond the block's end stand rows of the next one; they meet zeros.
+            dh, a = work.hidden_grad[start : start + len(x)], work.activated[start : start + len(x)]
+            grads.add(expert, dh, x, dy, a)
+            grads.add_biases(expert, dh[: end - start], dy[: end - start], work.pair_weights[start:end])
 
 
 class CompiledBlocks(Blocks):
-    """By the compiled kernels, which gather, multiply and activate in one pass."""
+    """By the compiled kernels, all blocks in one call."""
 
     def __init__(self, weights: Weights, source: torch.Tensor, counts: list[int]) -> None:
         super().__init__(weights, source, counts)
-        self._sizes = self.longest, source.size(1), weights.fc2.size(2), weights.fc1.size(1)
-        self._each = [
-            (weights.fc1[i], _bias_of(weights.fc1_bias, i), weights.fc2[i], _bias_of(weights.fc2_bias, i)) for i in range(len(counts))
-        ]
+        self._tiled = kernels.has_tiles(source, source.size(1), weights.fc2.size(2))
+        self._tile = STEP_ROWS if self._tiled else 1
+        self._matrices = weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, weights.activation
 
     def rows_of_work(self, later: bool) -> int:
-        """See Blocks: what is added at once stays in the kernels' memory, but for what biases need."""
-        return super().rows_of_work(later) if later or self.weights.fc1_bias is not None else 0
+        """See Blocks: tiles that are multiplied at once stay in the kernels' memory, but for what biases need."""
+        return super().rows_of_work(later) if later or not self._tiled or self.weights.fc1_bias is not None else 0
 
-    def _memory(self, num_bytes: int) -> torch.Tensor:
-        if "memory" not in self._scratch:
-            self._scratch["memory"] = WORKSPACE.take((num_bytes,), self.source, torch.uint8)
+    def _memory(self, columns: int, num_bytes: Callable[..., int], *variant: bool) -> torch.Tensor:
+        """Scratch memory [longest block, columns], or as many bytes as computation by tiles needs."""
+        size, width, outer = self.source.size(1), self.weights.fc2.size(2), self.weights.fc1.size(1)
+        if not self._tiled:
+            return self._room("memory", columns)
+        self._scratch["memory"] = WORKSPACE.take((num_bytes(self.longest, size, width, outer, *variant),), self.source, torch.uint8)
         return self._scratch["memory"]
 
-    def forward(self, block: Block, rows: torch.Tensor, hidden: torch.Tensor | None, output: torch.Tensor) -> None:
+    def forward(self, rows: torch.Tensor, hidden: torch.Tensor | None, output: torch.Tensor) -> None:
         """See Blocks."""
-        expert, start, end = block
-        hidden = None if hidden is None else hidden[start:end]
-        outputs = hidden, output[start:end], self._memory(kernels.forward_bytes(*self._sizes))
-        kernels.forward_block(self.source, rows[start:end], *self._each[expert], self.weights.activation, *outputs)
+        columns = self.source.size(1) + self.weights.fc2.size(2) + (self.weights.fc1.size(1) if hidden is None else 0)
+        memory = self._memory(columns, kernels.forward_bytes)
+        kernels.forward_blocks(_numbers(self._blocks), self._tile, self.source, rows, *self._matrices, hidden, output, memory)
 
     def input_gradients(
-        self,
-        block: Block,
-        work: WeightWork,
-        hidden: torch.Tensor | None,
-        weight_grad: torch.Tensor,
-        input_grad: torch.Tensor,
-        grads: WeightGrads | None,
+        self, work: WeightWork, hidden: torch.Tensor | None, weight_grad: torch.Tensor, input_grad: torch.Tensor, grads: WeightGrads | None
     ) -> None:
         """See Blocks."""
-        expert, start, end = block
-        memory = self._memory(kernels.backward_bytes(*self._sizes, hidden is None, grads is not None))
-        pair_weights = work.pair_weights[start:end]
-        gradients = work.output_grad, work.output_rows[start:end], pair_weights
-        inputs = self.source, work.pairs.rows[start:end], *gradients
-        matrices = *self._each[expert], self.weights.activation, None if hidden is None else hidden[start:end]
-        outputs = weight_grad[start:end], input_grad[start:end]
-        if grads is None:
-            kernels.backward_block(
-                *inputs, *matrices, work.hidden_grad[start:end], work.activated[start:end], *outputs, None, None, False, memory
-            )
+        again, now = hidden is None, grads is not None
+        columns = self.source.size(1) * (2 if again or now else 1) + self.weights.fc2.size(2) + (self.weights.fc1.size(1) if again else 0)
+        memory = self._memory(columns, kernels.backward_bytes, again, now)
+        inputs = self.source, work.pairs.rows, work.output_grad, work.output_rows, work.pair_weights, *self._matrices, hidden
+        kept = (work.hidden_grad, work.activated) if len(work.hidden_grad) else (None, None)
+        outputs = *kept, weight_grad, input_grad, *((None, None) if grads is None else (grads.fc1, grads.fc2)), memory
+        if grads is None or grads.fc1_bias is None:
+            kernels.backward_blocks(_numbers(self._blocks, grads), self._tile, *inputs, *outputs)
             return
-        dh = None if grads.fc1_bias is None else work.hidden_grad[: end - start]
-        kernels.backward_block(*inputs, *matrices, dh, None, *outputs, *grads.of_expert(expert), memory)
-        if dh is not None:
-            grads.add_biases(expert, dh, work.output_grad.index_select(0, work.output_rows[start:end]), pair_weights)
+        for block in self._blocks:
+            kernels.backward_blocks(_numbers([block], grads), self._tile, *inputs, *outputs)
+            self._add_biases(block, work, work.hidden_grad, grads)
 
-    def weight_gradients(self, block: Block, work: WeightWork, grads: WeightGrads) -> None:
+    def weight_gradients(self, work: WeightWork, grads: WeightGrads) -> None:
         """See Blocks."""
+        inputs = self.source, work.pairs.rows, work.output_grad, work.output_rows, work.hidden_grad, work.activated
+        memory = self._memory(2 * self.source.size(1), kernels.weights_bytes)
+        kernels.weights_blocks(_numbers(self._blocks, grads), self._tile, *inputs, grads.fc1, grads.fc2, memory)
+        for block in self._blocks if grads.fc1_bias is not None else ():
+            self._add_biases(block, work, work.hidden_grad[block.start :], grads)
+
+    @staticmethod
+    def _add_biases(block: Block, work: WeightWork, hidden_grad: torch.Tensor, grads: WeightGrads) -> None:
         expert, start, end = block
-        dh, a = work.hidden_grad[start:end], work.activated[start:end]
-        inputs = self.source, work.pairs.rows[start:end], work.output_grad, work.output_rows[start:end], dh, a
-        *gradients, written = grads.of_expert(expert)
-        kernels.weights_block(*inputs, written, *gradients, self._memory(kernels.weights_bytes(*self._sizes)))
-        if grads.fc1_bias is not None:
-            grads.add_biases(expert, dh, work.output_grad.index_select(0, work.output_rows[start:end]), work.pair_weights[start:end])
+        output_grad = work.output_grad.index_select(0, work.output_rows[start:end])
+        grads.add_biases(expert, hidden_grad[: end - start], output_grad, work.pair_weights[start:end])
+
+
+def _numbers(of_blocks: list[Block], grads: WeightGrads | None = None) -> list[int]:
+    """The blocks as the kernels take them; with `grads`, for contributions that are made now."""
+    return [number for block in of_blocks for number in (*block, 0 if grads is None else int(grads.mark(block.expert)))]

@@ -67,8 +67,7 @@ def forward(weights: Weights, source: torch.Tensor, pairs: Pairs, hidden: torch.
         return _forward_grouped(weights, source, pairs, hidden)
     output = WORKSPACE.take((len(pairs.rows) + SPARE_ROWS, source.size(1)), source)
     with blocks.of(weights, source, pairs.host_counts) as of_experts:
-        for block in of_experts:
-            of_experts.forward(block, pairs.rows, hidden, output)
+        of_experts.forward(pairs.rows, hidden, output)
     return output
 
 
@@ -97,8 +96,7 @@ def input_gradients(
         rows = of_experts.rows_of_work(later=grads is None)
         hidden_grad, activated = (WORKSPACE.take((rows, columns), source) for columns in (weights.fc1.size(1), weights.fc2.size(2)))
         work = WeightWork(pairs, source, output_rows, output_grad, hidden_grad, activated, pair_weights, weights)
-        for block in of_experts:
-            of_experts.input_gradients(block, work, hidden, weight_grad, input_grad, grads)
+        of_experts.input_gradients(work, hidden, weight_grad, input_grad, grads)
     if grads is None:
         return input_grad, weight_grad, work
     work.free()
@@ -112,8 +110,7 @@ def weight_gradients(work: WeightWork, grads: WeightGrads) -> None:
         _weight_gradients_grouped(work, grads)
         return
     with blocks.of(work.weights, source, pairs.host_counts) as of_experts:
-        for block in of_experts:
-            of_experts.weight_gradients(block, work, grads)
+        of_experts.weight_gradients(work, grads)
     work.free()
 
 

@@ -1,8 +1,9 @@
 // Kernels for experts on the host: what torch does in many passes over main memory, done in one.
 //
 // The elementwise functions (activations forward and backward, weighted sums of rows) are for any CPU, in float and bfloat16. The block
-// functions compute one expert's block of rows in bfloat16 with Intel's AMX: they gather the rows, multiply, and do what comes
-// after a product while its result is in the first-level cache and the next one multiplies.
+// functions compute the experts' blocks of rows, all of a call: in float by torch's BLAS, one pass after the other while a block is in
+// the cache; in bfloat16 with Intel's AMX, where they do what comes after a product while its result is in the first-level cache and
+// the next one multiplies.
 //
 // Shapes: n rows of a block, H hidden size, F width, G = 2 F for SwiGLU ([gate | up]) else F. All tensors are row-major.
 
@@ -14,6 +15,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <span>
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BW__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAS_AMX 1
@@ -264,6 +266,31 @@ void add_up(const T* source, int64_t columns, const int64_t* index, const int64_
     }
 }
 
+// The columns of the k greatest numbers of each row, the greatest first, of equal ones the first. As for torch, NaN is the greatest.
+constexpr int64_t MAX_COLUMNS = 1024;
+
+void top_k(const float* scores, int64_t rows, int64_t columns, int64_t k, int64_t* indices, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * columns > 16384)
+    for (int64_t i = 0; i < rows; i++) {
+        alignas(64) int32_t keys[MAX_COLUMNS];  // the numbers' bits, so that integers compare as they do
+        std::memcpy(keys, scores + i * columns, columns * sizeof(float));
+        for (int64_t column = 0; column < columns; column++) {
+            const bool is_nan = (keys[column] & INT32_MAX) > 0x7f800000;
+            keys[column] = is_nan ? INT32_MAX : keys[column] ^ ((keys[column] >> 31) & INT32_MAX);
+        }
+        for (int64_t j = 0; j < k; j++) {
+            int32_t best = INT32_MIN, place = INT32_MAX;
+            for (int64_t column = 0; column < columns; column++) best = keys[column] > best ? keys[column] : best;
+            for (int32_t column = 0; column < columns; column++) {
+                const int32_t candidate = keys[column] == best ? column : INT32_MAX;
+                place = candidate < place ? candidate : place;
+            }
+            keys[place] = INT32_MIN;  // below every number's
+            indices[i * k + j] = place;
+        }
+    }
+}
+
 template <class T>
 void activate_any(int kind, const T* hidden, int64_t n, int64_t width, T* out, int threads) {
     if (kind == SWIGLU) activate<SWIGLU>(hidden, n, width, out, threads);
@@ -278,6 +305,102 @@ void activate_backward_any(int kind, const T* hidden, const T* grad, const float
     if (kind == GELU) activate_backward<GELU>(hidden, grad, weights, n, width, hidden_grad, activated, weight_grad, threads);
     if (kind == GELU_TANH) activate_backward<GELU_TANH>(hidden, grad, weights, n, width, hidden_grad, activated, weight_grad, threads);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// An expert's block of rows in float: the products are those of torch's BLAS.
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Consecutive rows of one expert; `add`: its gradients are to be added to what is there.
+struct Block {
+    int64_t expert, start, end, add;
+    int64_t rows() const { return end - start; }
+};
+
+template <class T>
+T* at(T* tensor, int64_t row, int64_t columns) {
+    return tensor == nullptr ? nullptr : tensor + row * columns;
+}
+
+template <class T>
+struct Expert {
+    int64_t size, width, outer;  // H, F, G
+    const T *fc1, *fc1_bias, *fc2, *fc2_bias;
+
+    // One of the stacked ones.
+    Expert(int64_t i, int64_t kind, int64_t size, int64_t width, const T* fc1, const T* fc1_bias, const T* fc2, const T* fc2_bias)
+        : size(size), width(width), outer(kind == SWIGLU ? 2 * width : width), fc1(at(fc1, i, outer * size)), fc1_bias(at(fc1_bias, i, outer)),
+          fc2(at(fc2, i, size * width)), fc2_bias(at(fc2_bias, i, size)) {}
+};
+
+typedef void (*Gemm)(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*, const float*, const int*, const float*,
+                     float*, const int*);
+
+enum Order { PLAIN, TRANSPOSED };
+
+struct Host {  // what multiplies
+    Gemm gemm;
+    int threads;
+
+    // out [m, n] (+)= left [m, k] right [k, n], of which a transposed one lies as [k, m] or [n, k].
+    void multiply(Order left_order, Order right_order, int64_t m, int64_t n, int64_t k, const float* left, const float* right, float* out, bool add) const {
+        // BLAS counts by columns: to it every matrix here is its transpose.
+        const int columns = n, rows = m, depth = k, left_stride = left_order == PLAIN ? k : m, right_stride = right_order == PLAIN ? n : k;
+        const float one = 1.0f, factor = add;
+        gemm(right_order == PLAIN ? "N" : "T", left_order == PLAIN ? "N" : "T", &columns, &rows, &depth, &one, right, &right_stride, left, &left_stride, &factor,
+             out, &columns);
+    }
+
+    void gather(const float* source, const int64_t* rows, int64_t n, int64_t columns, float* out) const {
+#pragma omp parallel for num_threads(threads) schedule(static) if (n * columns > 16384)
+        for (int64_t i = 0; i < n; i++) std::memcpy(out + i * columns, source + rows[i] * columns, columns * sizeof(float));
+    }
+
+    void add_bias(const float* bias, int64_t n, int64_t columns, float* out) const {
+        for (int64_t i = 0; bias != nullptr && i < n; i++)
+            for (int64_t column = 0; column < columns; column++) out[i * columns + column] += bias[column];
+    }
+
+    void hidden_of(const Expert<float>& e, const float* x, int64_t n, float* hidden) const {
+        multiply(PLAIN, TRANSPOSED, n, e.outer, e.size, x, e.fc1, hidden, false);
+        add_bias(e.fc1_bias, n, e.outer, hidden);
+    }
+
+    void forward_block(int kind, const Expert<float>& e, const float* source, const int64_t* rows, int64_t n, float* hidden, float* output, float* scratch) const {
+        float *x = scratch, *activated = x + n * e.size;
+        hidden = hidden == nullptr ? activated + n * e.width : hidden;
+        gather(source, rows, n, e.size, x);
+        hidden_of(e, x, n, hidden);
+        activate_any(kind, hidden, n, e.width, activated, threads);
+        multiply(PLAIN, TRANSPOSED, n, e.size, e.width, activated, e.fc2, output, false);
+        add_bias(e.fc2_bias, n, e.size, output);
+    }
+
+    void backward_block(int kind, const Expert<float>& e, const float* source, const int64_t* rows, const float* output_grad, const int64_t* output_rows,
+                        const float* pair_weights, int64_t n, const float* hidden, float* hidden_grad, float* activated, float* weight_grad, float* input_grad,
+                        float* fc1_grad, float* fc2_grad, bool add, float* scratch) const {
+        float *dy = scratch, *grad = dy + n * e.size, *x = grad + n * e.width, *again = x + n * e.size;
+        if (hidden == nullptr || fc1_grad != nullptr) gather(source, rows, n, e.size, x);
+        if (hidden == nullptr) hidden_of(e, x, n, again);
+        gather(output_grad, output_rows, n, e.size, dy);
+        multiply(PLAIN, PLAIN, n, e.width, e.size, dy, e.fc2, grad, false);
+        activate_backward_any(kind, hidden == nullptr ? again : hidden, grad, pair_weights, n, e.width, hidden_grad, activated, weight_grad, threads);
+        for (int64_t i = 0; e.fc2_bias != nullptr && i < n; i++) {  // the weight also multiplies the bias
+            V products = V{};
+            int64_t h = 0;
+            for (; h + LANES <= e.size; h += LANES) products += load(dy + i * e.size + h) * load(e.fc2_bias + h);
+            if (h < e.size) products += load_part(dy + i * e.size + h, e.size - h) * load_part(e.fc2_bias + h, e.size - h);
+            weight_grad[i] += sum(products);
+        }
+        multiply(PLAIN, PLAIN, n, e.size, e.outer, hidden_grad, e.fc1, input_grad, false);
+        if (fc1_grad != nullptr) weight_gradients(e.size, e.width, e.outer, n, hidden_grad, x, dy, activated, fc1_grad, fc2_grad, add);
+    }
+
+    void weight_gradients(int64_t size, int64_t width, int64_t outer, int64_t n, const float* hidden_grad, const float* x, const float* dy, const float* activated,
+                          float* fc1_grad, float* fc2_grad, bool add) const {
+        multiply(TRANSPOSED, PLAIN, outer, size, n, hidden_grad, x, fc1_grad, add);
+        multiply(TRANSPOSED, PLAIN, size, width, n, dy, activated, fc2_grad, add);
+    }
+};
 
 #ifdef HAS_AMX
 
@@ -528,13 +651,8 @@ INLINE void transpose_step(const At& at, int64_t columns, int64_t steps, int64_t
 alignas(64) const bf16 ZEROS[DEPTH] = {};
 
 // ---------------------------------------------------------------------------------------------------------------------
-// An expert's block of rows
+// An expert's block of rows in bfloat16
 // ---------------------------------------------------------------------------------------------------------------------
-
-struct Expert {
-    int64_t size, width, outer;  // H, F, G
-    const bf16 *fc1, *fc1_bias, *fc2, *fc2_bias;
-};
 
 // The factors of the weight gradients of n rows: transposed hidden and output gradients on the left, inputs and activations on the right.
 struct Factors {
@@ -588,7 +706,7 @@ inline void weight_gradients(const Factors& f, bf16* fc1_grad, bf16* fc2_grad, b
 // What goes into the activation, for the rows `x` (a left factor): `use(row, group, value, up)` gets 32 numbers and, for SwiGLU, those of the
 // second half.
 template <int KIND, class Use>
-INLINE void hidden_of(const Expert& e, const char* x, int64_t rows, const char* packed_fc1, const Use& use) {
+INLINE void hidden_of(const Expert<bf16>& e, const char* x, int64_t rows, const char* packed_fc1, const Use& use) {
     constexpr int FACTORS = KIND == SWIGLU ? 2 : 1;
     const int64_t steps = e.size / DEPTH, groups = e.width / PANEL, width = e.width;
     const bf16* bias = e.fc1_bias;
@@ -606,7 +724,7 @@ INLINE void hidden_of(const Expert& e, const char* x, int64_t rows, const char* 
 }
 
 template <int KIND>
-void forward_block(const Expert& e, const bf16* source, const int64_t* rows, int64_t n, bf16* hidden, bf16* output, char* scratch, int threads) {
+void forward_block(const Expert<bf16>& e, const bf16* source, const int64_t* rows, int64_t n, bf16* hidden, bf16* output, char* scratch, int threads) {
     const int64_t size = e.size, width = e.width, outer = e.outer, width_steps = width / DEPTH, outer_steps = outer / DEPTH;
     const Scratch parts(n, size, width, outer, false, false, false, threads);
     const int64_t at_once = parts.at_once;
@@ -644,7 +762,7 @@ void forward_block(const Expert& e, const bf16* source, const int64_t* rows, int
 }
 
 template <int KIND>
-void backward_block(const Expert& e, const bf16* source, const int64_t* rows, const bf16* output_grad, const int64_t* output_rows,
+void backward_block(const Expert<bf16>& e, const bf16* source, const int64_t* rows, const bf16* output_grad, const int64_t* output_rows,
                     const float* pair_weights, int64_t n, const bf16* hidden, bf16* hidden_grad, bf16* activated, float* weight_grad, bf16* input_grad,
                     bf16* fc1_grad, bf16* fc2_grad, bool add, char* scratch, int threads) {
     const int64_t size = e.size, width = e.width, outer = e.outer, steps = size / DEPTH, width_steps = width / DEPTH, outer_steps = outer / DEPTH;
@@ -739,6 +857,29 @@ void weights_block(int64_t size, int64_t width, int64_t outer, const bf16* sourc
     }
 }
 
+// A router's logits: the products are exact, and added in float.
+void gate(const bf16* x, int64_t n, int64_t size, const bf16* weight, int64_t experts, float* logits, char* scratch, int threads) {
+    const int64_t steps = size / DEPTH, groups = divided_up(experts, PANEL), right_bytes = groups * PANEL * size * 2;
+    const int64_t at_once = rows_at_once(n, right_bytes, threads);
+#pragma omp parallel num_threads(threads)
+    {
+        char* left = scratch + right_bytes + omp_get_thread_num() * left_bytes(at_once, size);
+        const Tiles tiles;
+        pack_transposed(weight, groups * PANEL, size, scratch);
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < n; first += at_once) {
+            const int64_t now = least(n - first, at_once);
+            to_tiles(x + first * size, now, size, left);
+            sweep<1>(
+                left, now, steps, groups, [=](int64_t group, int) { return scratch + group * steps * STEP_BYTES; },
+                [=](int64_t group, int64_t row, const float* c) {
+                    const int64_t column = group * PANEL;
+                    std::memcpy(logits + (first + row) * experts + column, c, least(experts - column, PANEL) * sizeof(float));
+                });
+        }
+    }
+}
+
 #endif  // HAS_AMX
 
 }  // namespace
@@ -747,7 +888,7 @@ void weights_block(int64_t size, int64_t width, int64_t outer, const bf16* sourc
 extern "C" {
 
 // Whether the block functions work here: the compiler knew the instructions, and the system lets this process use them.
-int mixtrain_has_blocks() {
+int mixtrain_has_tiles() {
 #ifdef HAS_AMX
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl's ARCH_REQ_XCOMP_PERM and the feature's number
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -784,7 +925,62 @@ void mixtrain_activate_backward_bf16(int64_t kind, const bf16* hidden, const bf1
     activate_backward_any(kind, hidden, grad, weights, n, width, hidden_grad, activated, weight_grad, threads);
 }
 
+void mixtrain_top_k(const float* scores, int64_t rows, int64_t columns, int64_t k, int64_t* indices, int64_t threads) {
+    top_k(scores, rows, columns, k, indices, threads);
+}
+
+// The blocks of a call in float; `gemm` is sgemm's address. See the functions for bfloat16.
+void mixtrain_forward_blocks_float(int64_t kind, const Block* blocks, int64_t num_blocks, Gemm gemm, const float* source, const int64_t* rows, int64_t size,
+                                   int64_t width, const float* fc1, const float* fc1_bias, const float* fc2, const float* fc2_bias, float* hidden,
+                                   float* output, float* scratch, int64_t threads) {
+    const Host host{gemm, static_cast<int>(threads)};
+    for (const Block& block : std::span(blocks, num_blocks)) {
+        const Expert<float> expert(block.expert, kind, size, width, fc1, fc1_bias, fc2, fc2_bias);
+        host.forward_block(kind, expert, source, rows + block.start, block.rows(), at(hidden, block.start, expert.outer), output + block.start * size, scratch);
+    }
+}
+
+void mixtrain_backward_blocks_float(int64_t kind, const Block* blocks, int64_t num_blocks, Gemm gemm, const float* source, const int64_t* rows,
+                                    const float* output_grad, const int64_t* output_rows, const float* pair_weights, int64_t size, int64_t width,
+                                    const float* fc1, const float* fc1_bias, const float* fc2, const float* fc2_bias, const float* hidden,
+                                    float* hidden_grad, float* activated, float* weight_grad, float* input_grad, float* fc1_grad, float* fc2_grad,
+                                    float* scratch, int64_t threads) {
+    const Host host{gemm, static_cast<int>(threads)};
+    for (const Block& block : std::span(blocks, num_blocks)) {
+        const Expert<float> expert(block.expert, kind, size, width, fc1, fc1_bias, fc2, fc2_bias);
+        const int64_t start = block.start, first = fc1_grad == nullptr ? start : 0;
+        host.backward_block(kind, expert, source, rows + start, output_grad, output_rows + start, pair_weights + start, block.rows(),
+                            at(hidden, start, expert.outer), hidden_grad + first * expert.outer, activated + first * width, weight_grad + start,
+                            input_grad + start * size, at(fc1_grad, block.expert, expert.outer * size), at(fc2_grad, block.expert, size * width),
+                            block.add != 0, scratch);
+    }
+}
+
+void mixtrain_weights_blocks_float(const Block* blocks, int64_t num_blocks, Gemm gemm, const float* source, const int64_t* rows, const float* output_grad,
+                                   const int64_t* output_rows, const float* hidden_grad, const float* activated, int64_t size, int64_t width, int64_t outer,
+                                   float* fc1_grad, float* fc2_grad, float* scratch, int64_t threads) {
+    const Host host{gemm, static_cast<int>(threads)};
+    for (const Block& block : std::span(blocks, num_blocks)) {
+        const int64_t start = block.start, n = block.rows();
+        float *x = scratch, *dy = x + n * size;
+        host.gather(source, rows + start, n, size, x);
+        host.gather(output_grad, output_rows + start, n, size, dy);
+        host.weight_gradients(size, width, outer, n, hidden_grad + start * outer, x, dy, activated + start * width,
+                              fc1_grad + block.expert * outer * size, fc2_grad + block.expert * size * width, block.add != 0);
+    }
+}
+
 #ifdef HAS_AMX
+
+int64_t mixtrain_gate_scratch_bytes(int64_t n, int64_t size, int64_t experts, int64_t threads) {
+    const int64_t right_bytes = divided_up(experts, PANEL) * PANEL * size * 2;
+    return right_bytes + threads * left_bytes(rows_at_once(n, right_bytes, threads), size);
+}
+
+// `weight` has a multiple of 32 rows.
+void mixtrain_gate(const bf16* x, int64_t n, int64_t size, const bf16* weight, int64_t experts, float* logits, char* scratch, int64_t threads) {
+    gate(x, n, size, weight, experts, logits, scratch, threads);
+}
 
 // Bytes of scratch memory that the block functions need.
 int64_t mixtrain_scratch_bytes(int64_t backward, int64_t n, int64_t size, int64_t width, int64_t outer, int64_t recompute, int64_t weights,
@@ -797,26 +993,39 @@ int64_t mixtrain_weights_scratch_bytes(int64_t n, int64_t size, int64_t width, i
     return Factors(n, size, width, outer, nullptr).bytes();
 }
 
-void mixtrain_forward_block(int64_t kind, const bf16* source, const int64_t* rows, int64_t n, int64_t size, int64_t width, const bf16* fc1,
-                            const bf16* fc1_bias, const bf16* fc2, const bf16* fc2_bias, bf16* hidden, bf16* output, char* scratch, int64_t threads) {
-    const Expert expert{size, width, kind == SWIGLU ? 2 * width : width, fc1, fc1_bias, fc2, fc2_bias};
+void mixtrain_forward_blocks_bf16(int64_t kind, const Block* blocks, int64_t num_blocks, Gemm, const bf16* source, const int64_t* rows, int64_t size, int64_t width,
+                             const bf16* fc1, const bf16* fc1_bias, const bf16* fc2, const bf16* fc2_bias, bf16* hidden, bf16* output, char* scratch,
+                             int64_t threads) {
     const auto run = kind == SWIGLU ? forward_block<SWIGLU> : kind == GELU ? forward_block<GELU> : forward_block<GELU_TANH>;
-    run(expert, source, rows, n, hidden, output, scratch, threads);
+    for (const Block& block : std::span(blocks, num_blocks)) {
+        const Expert<bf16> expert(block.expert, kind, size, width, fc1, fc1_bias, fc2, fc2_bias);
+        run(expert, source, rows + block.start, block.rows(), at(hidden, block.start, expert.outer), output + block.start * size, scratch, threads);
+    }
 }
 
-void mixtrain_backward_block(int64_t kind, const bf16* source, const int64_t* rows, const bf16* output_grad, const int64_t* output_rows,
-                             const float* pair_weights, int64_t n, int64_t size, int64_t width, const bf16* fc1, const bf16* fc1_bias, const bf16* fc2,
-                             const bf16* fc2_bias, const bf16* hidden, bf16* hidden_grad, bf16* activated, float* weight_grad, bf16* input_grad,
-                             bf16* fc1_grad, bf16* fc2_grad, int64_t add, char* scratch, int64_t threads) {
-    const Expert expert{size, width, kind == SWIGLU ? 2 * width : width, fc1, fc1_bias, fc2, fc2_bias};
+// Without gradients of the matrices `hidden_grad` and `activated` are written for all blocks, with them only for the last one, if at all.
+void mixtrain_backward_blocks_bf16(int64_t kind, const Block* blocks, int64_t num_blocks, Gemm, const bf16* source, const int64_t* rows, const bf16* output_grad,
+                              const int64_t* output_rows, const float* pair_weights, int64_t size, int64_t width, const bf16* fc1, const bf16* fc1_bias,
+                              const bf16* fc2, const bf16* fc2_bias, const bf16* hidden, bf16* hidden_grad, bf16* activated, float* weight_grad,
+                              bf16* input_grad, bf16* fc1_grad, bf16* fc2_grad, char* scratch, int64_t threads) {
     const auto run = kind == SWIGLU ? backward_block<SWIGLU> : kind == GELU ? backward_block<GELU> : backward_block<GELU_TANH>;
-    run(expert, source, rows, output_grad, output_rows, pair_weights, n, hidden, hidden_grad, activated, weight_grad, input_grad, fc1_grad, fc2_grad, add != 0, scratch, threads);
+    for (const Block& block : std::span(blocks, num_blocks)) {
+        const Expert<bf16> expert(block.expert, kind, size, width, fc1, fc1_bias, fc2, fc2_bias);
+        const int64_t start = block.start, first = fc1_grad == nullptr ? start : 0;
+        run(expert, source, rows + start, output_grad, output_rows + start, pair_weights + start, block.rows(), at(hidden, start, expert.outer),
+            at(hidden_grad, first, expert.outer), at(activated, first, width), weight_grad + start, input_grad + start * size,
+            at(fc1_grad, block.expert, expert.outer * size), at(fc2_grad, block.expert, size * width), block.add != 0, scratch, threads);
+    }
 }
 
-void mixtrain_weights_block(int64_t add, const bf16* source, const int64_t* rows, const bf16* output_grad, const int64_t* output_rows,
-                            const bf16* hidden_grad, const bf16* activated, int64_t n, int64_t size, int64_t width, int64_t outer, bf16* fc1_grad,
-                            bf16* fc2_grad, char* scratch, int64_t threads) {
-    weights_block(size, width, outer, source, rows, output_grad, output_rows, hidden_grad, activated, n, fc1_grad, fc2_grad, add != 0, scratch, threads);
+void mixtrain_weights_blocks_bf16(const Block* blocks, int64_t num_blocks, Gemm, const bf16* source, const int64_t* rows, const bf16* output_grad,
+                             const int64_t* output_rows, const bf16* hidden_grad, const bf16* activated, int64_t size, int64_t width, int64_t outer,
+                             bf16* fc1_grad, bf16* fc2_grad, char* scratch, int64_t threads) {
+    for (const Block& block : std::span(blocks, num_blocks)) {
+        const int64_t start = block.start;
+        weights_block(size, width, outer, source, rows + start, output_grad, output_rows + start, hidden_grad + start * outer, activated + start * width,
+                      block.rows(), fc1_grad + block.expert * outer * size, fc2_grad + block.expert * size * width, block.add != 0, scratch, threads);
+    }
 }
 
 #endif

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from moe.workspace import WORKSPACE
@@ -33,6 +34,8 @@ FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 COMPILE_SECONDS = 120.0
 ACTIVATIONS = {"swiglu": 0, "gelu": 1, "gelu_tanh": 2}
 SUFFIXES = {torch.float32: "float", torch.bfloat16: "bf16"}
+MAX_COLUMNS = 1024  # of a top-k choice
+BLOCK_NUMBERS = 4  # that say what a block is
 ALIGNMENT = 32  # the block functions take sizes that are multiples of it
 
 _LOGGER = logging.getLogger(__name__)
@@ -86,18 +89,35 @@ def has(tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _has_blocks() -> bool:
+def _has_tiles() -> bool:
     library = _library()
-    return library is not None and bool(library.mixtrain_has_blocks())
+    return library is not None and bool(library.mixtrain_has_tiles())
+
+
+@functools.cache
+def _gemm() -> int:
+    """The address of the product that torch uses for fp32; 0 if it hides it."""
+    try:
+        function = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).sgemm_
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def has_tiles(tensor: torch.Tensor, hidden_size: int, width: int) -> bool:
+    """Whether the block functions compute by tiles for tensors like this one, with experts of this size."""
+    aligned = hidden_size % ALIGNMENT == 0 and width % ALIGNMENT == 0
+    return tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16 and aligned and tensor.is_contiguous() and _has_tiles()
 
 
 def has_blocks(tensor: torch.Tensor, hidden_size: int, width: int) -> bool:
     """Whether the block functions take tensors like this one, with experts of this size."""
-    aligned = hidden_size % ALIGNMENT == 0 and width % ALIGNMENT == 0
-    return tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16 and aligned and tensor.is_contiguous() and _has_blocks()
+    if tensor.dtype is torch.float32:
+        return has(tensor) and _gemm() != 0
+    return has_tiles(tensor, hidden_size, width)
 
 
-def _call(name: str, *arguments: torch.Tensor | int | bool | None) -> int:
+def _call(name: str, *arguments: torch.Tensor | int | None) -> int:
     """Call a function with addresses and 64 bit integers; its last argument is the number of threads."""
     numbers = [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0 for argument in arguments]
     return int(_function(name, len(numbers) + 1)(*numbers, torch.get_num_threads()))
@@ -139,10 +159,24 @@ def add_up(source: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, weig
     return out
 
 
+def takes_top_k(scores: torch.Tensor) -> bool:
+    """Whether `top_k` is for this."""
+    return scores.dtype is torch.float32 and scores.size(1) <= MAX_COLUMNS and has(scores)
+
+
+def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """The columns [rows, k] of each row's greatest numbers, as torch.topk gives them; of equal ones the first."""
+    indices = torch.empty(len(scores), k, dtype=torch.int64)
+    _call("top_k", scores, *scores.shape, k, indices)
+    return indices
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Blocks: operations that torch knows, so that its counter of operations sees them
 # ---------------------------------------------------------------------------------------------------------------------
 
+# `blocks`: expert, first pair, the last one's next, and whether its gradients are added to what is there, of each block; `tile`:
+# rows are computed in multiples of it.
 _LIBRARY = torch.library.Library("mixtrain", "DEF")
 _MATRICES = "Tensor fc1, Tensor? fc1_bias, Tensor fc2, Tensor? fc2_bias, str activation"
 
@@ -159,8 +193,18 @@ def _operation(arguments: str) -> Callable[[_Function], _Function]:
     return define
 
 
-@_operation(f"Tensor source, Tensor rows, {_MATRICES}, Tensor(a!)? hidden, Tensor(b!) output, Tensor(c!) scratch")
-def _forward_block(
+def _call_for(
+    blocks: list[int], name: str, source: torch.Tensor, *arguments: torch.Tensor | int | None, kind: tuple[int, ...] = ()
+) -> None:
+    array = (ctypes.c_int64 * len(blocks))(*blocks)
+    which = *kind, ctypes.addressof(array), len(blocks) // BLOCK_NUMBERS, _gemm()
+    _call(f"{name}_{SUFFIXES[source.dtype]}", *which, source, *arguments)
+
+
+@_operation(f"int[] blocks, int tile, Tensor source, Tensor rows, {_MATRICES}, Tensor(a!)? hidden, Tensor(b!) output, Tensor(c!) scratch")
+def _forward_blocks(
+    blocks: list[int],
+    tile: int,
     source: torch.Tensor,
     rows: torch.Tensor,
     fc1: torch.Tensor,
@@ -168,20 +212,21 @@ def _forward_block(
     fc2: torch.Tensor,
     fc2_bias: torch.Tensor | None,
     activation: str,
-    hidden: torch.Tensor | None,
-    output: torch.Tensor,
-    scratch: torch.Tensor,
+    *outputs: torch.Tensor | None,
 ) -> None:
-    sizes = len(rows), source.size(1), fc2.size(1)
-    _call("forward_block", ACTIVATIONS[activation], source, rows, *sizes, fc1, fc1_bias, fc2, fc2_bias, hidden, output, scratch)
+    sizes = source.size(1), fc2.size(2)
+    matrices = fc1, fc1_bias, fc2, fc2_bias
+    _call_for(blocks, "forward_blocks", source, rows, *sizes, *matrices, *outputs, kind=(ACTIVATIONS[activation],))
 
 
 @_operation(
-    f"Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, Tensor pair_weights, {_MATRICES}, Tensor? hidden, "
-    "Tensor(a!)? hidden_grad, Tensor(b!)? activated, Tensor(c!) weight_grad, Tensor(d!) input_grad, "
-    "Tensor(e!)? fc1_grad, Tensor(f!)? fc2_grad, bool add, Tensor(g!) scratch"
+    f"int[] blocks, int tile, Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, Tensor pair_weights, {_MATRICES}, "
+    "Tensor? hidden, Tensor(a!)? hidden_grad, Tensor(b!)? activated, Tensor(c!) weight_grad, Tensor(d!) input_grad, "
+    "Tensor(e!)? fc1_grad, Tensor(f!)? fc2_grad, Tensor(g!) scratch"
 )
-def _backward_block(
+def _backward_blocks(
+    blocks: list[int],
+    tile: int,
     source: torch.Tensor,
     rows: torch.Tensor,
     output_grad: torch.Tensor,
@@ -192,57 +237,87 @@ def _backward_block(
     fc2: torch.Tensor,
     fc2_bias: torch.Tensor | None,
     activation: str,
-    hidden: torch.Tensor | None,
-    *outputs: torch.Tensor | bool | None,
+    *tensors: torch.Tensor | None,
 ) -> None:
-    inputs = source, rows, output_grad, output_rows, pair_weights.float(), len(rows), source.size(1), fc2.size(1)
-    _call("backward_block", ACTIVATIONS[activation], *inputs, fc1, fc1_bias, fc2, fc2_bias, hidden, *outputs)
+    inputs = source, rows, output_grad, output_rows, pair_weights.float(), source.size(1), fc2.size(2)
+    _call_for(blocks, "backward_blocks", *inputs, fc1, fc1_bias, fc2, fc2_bias, *tensors, kind=(ACTIVATIONS[activation],))
 
 
 @_operation(
-    "Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, Tensor hidden_grad, Tensor activated, bool add, "
+    "int[] blocks, int tile, Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, Tensor hidden_grad, Tensor activated, "
     "Tensor(a!) fc1_grad, Tensor(b!) fc2_grad, Tensor(c!) scratch"
 )
-def _weights_block(
+def _weights_blocks(
+    blocks: list[int],
+    tile: int,
     source: torch.Tensor,
     rows: torch.Tensor,
     output_grad: torch.Tensor,
     output_rows: torch.Tensor,
     hidden_grad: torch.Tensor,
     activated: torch.Tensor,
-    add: bool,
     *outputs: torch.Tensor,
 ) -> None:
-    sizes = len(rows), source.size(1), activated.size(1), hidden_grad.size(1)
-    _call("weights_block", int(add), source, rows, output_grad, output_rows, hidden_grad, activated, *sizes, *outputs)
+    sizes = source.size(1), activated.size(1), hidden_grad.size(1)
+    _call_for(blocks, "weights_blocks", source, rows, output_grad, output_rows, hidden_grad, activated, *sizes, *outputs)
 
 
-forward_block = torch.ops.mixtrain.forward_block
-backward_block = torch.ops.mixtrain.backward_block
-weights_block = torch.ops.mixtrain.weights_block
+@_operation("Tensor x, Tensor weight, Tensor(a!) logits, Tensor(b!) scratch")
+def _gate(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor, scratch: torch.Tensor) -> None:
+    _call("gate", x, *x.shape, weight, logits.size(1), logits, scratch)
 
 
-def _computed(rows: Sequence[int]) -> int:
-    """Tiles have 16 rows."""
-    return -(-rows[0] // 16) * 16
+forward_blocks = torch.ops.mixtrain.forward_blocks
+backward_blocks = torch.ops.mixtrain.backward_blocks
+weights_blocks = torch.ops.mixtrain.weights_blocks
 
 
-@register_flop_formula(forward_block)
+def gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Products [T, E] in fp32 of tokens [T, H] and a router's weight [E, H], both in bf16; where `has_tiles` is true."""
+    num_experts = len(weight)
+    logits = torch.empty(len(x), num_experts)
+    scratch = WORKSPACE.take((_call("gate_scratch_bytes", *x.shape, num_experts),), x, torch.uint8)
+    torch.ops.mixtrain.gate(x, F.pad(weight, (0, 0, 0, -num_experts % ALIGNMENT)), logits, scratch)
+    WORKSPACE.give(scratch)
+    return logits
+
+
+def _computed(blocks: Sequence[int], tile: int) -> int:
+    """Rows, each block's a multiple of `tile`."""
+    return sum(-(-(end - start) // tile) * tile for start, end in zip(blocks[1::BLOCK_NUMBERS], blocks[2::BLOCK_NUMBERS], strict=True))
+
+
+@register_flop_formula(torch.ops.mixtrain.gate)
+def _gate_flops(x: Sequence[int], weight: Sequence[int], logits: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x) * logits[1]
+
+
+@register_flop_formula(forward_blocks)
 def _forward_flops(
-    source: Sequence[int], rows: Sequence[int], fc1: Sequence[int], fc1_bias: object, fc2: Sequence[int], *_: Any, **__: Any
+    blocks: Sequence[int],
+    tile: int,
+    source: Sequence[int],
+    rows: Sequence[int],
+    fc1: Sequence[int],
+    fc1_bias: object,
+    fc2: Sequence[int],
+    *_: Any,
+    **__: Any,
 ) -> int:
-    return 2 * _computed(rows) * (math.prod(fc1) + math.prod(fc2))
+    return 2 * _computed(blocks, tile) * (math.prod(fc1[1:]) + math.prod(fc2[1:]))
 
 
-@register_flop_formula(backward_block)
+@register_flop_formula(backward_blocks)
 def _backward_flops(*shapes: Any, out_shape: object = None) -> int:
-    _, rows, _, _, _, fc1, _, fc2, _, _, hidden, _, _, _, _, fc1_grad, *_ = shapes
+    blocks, tile, _, _, _, _, _, fc1, _, fc2, _, _, hidden, _, _, _, _, fc1_grad, *_ = shapes
     again, weights = int(hidden is None), int(fc1_grad is not None)
-    return 2 * _computed(rows) * (math.prod(fc1) * (1 + again + weights) + math.prod(fc2) * (1 + weights))
+    return 2 * _computed(blocks, tile) * (math.prod(fc1[1:]) * (1 + again + weights) + math.prod(fc2[1:]) * (1 + weights))
 
 
-@register_flop_formula(weights_block)
+@register_flop_formula(weights_blocks)
 def _weights_flops(
+    blocks: Sequence[int],
+    tile: int,
     source: Sequence[int],
     rows: Sequence[int],
     output_grad: Sequence[int],
@@ -252,28 +327,31 @@ def _weights_flops(
     *_: Any,
     **__: Any,
 ) -> int:
-    return 2 * _computed(rows) * source[1] * (hidden_grad[1] + activated[1])
+    return 2 * _computed(blocks, tile) * source[1] * (hidden_grad[1] + activated[1])
+
+
+# Scratch memory of computation by tiles.
 
 
 def forward_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
-    """Scratch memory of `forward_block` for blocks of up to `longest` rows."""
+    """Scratch memory of `forward_blocks` for blocks of up to `longest` rows."""
     return _call("scratch_bytes", 0, longest, hidden_size, width, hidden_columns, 0, 0)
 
 
 def backward_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int, recompute: bool, weights: bool) -> int:
-    """That of `backward_block`; `recompute`: it gets no hidden activation; `weights`: it computes the weights' gradients too."""
+    """That of `backward_blocks`; `recompute`: it gets no hidden activation; `weights`: it computes the weights' gradients too."""
     return _call("scratch_bytes", 1, longest, hidden_size, width, hidden_columns, int(recompute), int(weights))
 
 
 def weights_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
-    """That of `weights_block`."""
+    """That of `weights_blocks`."""
     return _call("weights_scratch_bytes", longest, hidden_size, width, hidden_columns)
 
 
 def main() -> int:
     """Compile the kernels ahead of the first training."""
     if _library() is not None:
-        print(f"kernels: compiled for this CPU, in {cache_folder()}{', with AMX' if _has_blocks() else ''}")
+        print(f"kernels: compiled for this CPU, in {cache_folder()}{', with AMX' if _has_tiles() else ''}")
     return 0
 
 

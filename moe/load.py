@@ -23,7 +23,7 @@ class Shape:
     gated: bool
     element_size: int
     whole: bool = False  # an expert computes all rows of a chunk at once, as on a GPU
-    compiled: bool = False  # by the compiled kernels
+    tiled: bool = False  # see Load
 
     def load(self, counts: Sequence[float]) -> Load:
         """The load of a call from the tokens that each expert gets, on any scale: one call's, or a whole step's."""
@@ -44,7 +44,7 @@ class Shape:
             width=self.width,
             element_size=self.element_size,
             expert_pairs=math.ceil(scale * max(counts, default=0.0)),
-            compiled=self.compiled,
+            tiled=self.tiled,
             **({} if self.whole else {"block": blocks.BLOCK_ROWS}),
         )
 

@@ -72,4 +72,4 @@ class Load:
     element_size: int  # bytes per number
     expert_pairs: int = 2**62  # of the busiest expert
     block: int = 2**62  # most pairs that go through an expert at once
-    compiled: bool = False  # by the compiled kernels, whose scratch memory is another
+    tiled: bool = False  # by tiles, whose scratch memory is another

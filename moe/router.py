@@ -1,19 +1,24 @@
-"""Megatron-core's top-k router with a gating product that does not copy all tokens to the router's precision.
+"""Megatron-core's top-k router with less work on the host.
 
 Under bf16 the router computes in fp32 (`moe_router_dtype`). Megatron-core converts the whole input for that, in the forward and again
-in the backward pass; on the host those copies cost more than the product. Here the forward pass converts blocks of rows in turn, and
-the backward pass nothing but the logits' gradient: as a sum of two bf16 numbers it keeps 16 of fp32's 24 bits.
+in the backward pass, which costs more than the product. Here the forward pass converts nothing where the compiled kernels multiply
+(products of bf16 numbers are exact in fp32) and blocks of rows in turn elsewhere, and the backward pass nothing but the logits'
+gradient: as a sum of two bf16 numbers it keeps 16 of fp32's 24 bits.
 
 Shapes: T tokens, H hidden size, E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from moe import kernels
 from moe.workspace import WORKSPACE
 
 BLOCK_ROWS = 256  # 0.5 MiB of fp32 at hidden 512: stays in the second-level cache
@@ -23,6 +28,11 @@ class Router(TopKRouter):
     """TopKRouter; losses, bias, groups, capacity and checkpoints are Megatron's."""
 
     _passed: torch.Tensor | None = None  # set only inside `forward`
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config, pg_collection)
+        if not config.moe_enable_routing_replay:
+            self.router_replay: Any = _TopK()  # Megatron lets whoever stands here choose
 
     def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, pass_input: bool = False) -> tuple[torch.Tensor, ...]:
         """Probabilities and routing map [T, E] of the tokens [..., H].
@@ -39,8 +49,8 @@ class Router(TopKRouter):
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., E] of the tokens [..., H], in the router's precision."""
-        in_halves = input.dtype is torch.bfloat16 and self.weight.dtype is torch.bfloat16 and self.config.moe_router_dtype == "fp32"
-        if input.device.type != "cpu" or self.bias is not None or not in_halves:
+        same = input.dtype is self.weight.dtype and self.config.moe_router_dtype == "fp32"
+        if input.device.type != "cpu" or self.bias is not None or not same or input.dtype not in (torch.float32, torch.bfloat16):
             return super().gating(input)
         logits, passed = _Gate.apply(input, self.weight)
         if input is self._passed:  # not a copy with jitter
@@ -48,17 +58,39 @@ class Router(TopKRouter):
         return logits
 
 
+class _TopK:
+    """In the place of Megatron's replayer of recorded choices."""
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, top_k: int, num_groups: int | None, group_top_k: int | None, otherwise: Callable[..., Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `top_k` greatest of each row of scores [T, E], and where they are."""
+        if group_top_k or not kernels.takes_top_k(scores):
+            values, indices = otherwise(scores, top_k, num_groups=num_groups, group_topk=group_top_k)
+            return values, indices
+        indices = kernels.top_k(scores, top_k)
+        return scores.gather(1, indices), indices
+
+
+def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if x.dtype is torch.float32:
+        return torch.mm(x, weight.t())
+    if kernels.has_tiles(x, x.size(1), kernels.ALIGNMENT):
+        return kernels.gate(x, weight)
+    gate, logits = weight.float().t(), x.new_empty(len(x), len(weight), dtype=torch.float32)
+    scratch = WORKSPACE.take((min(len(x), BLOCK_ROWS), x.size(1)), x, torch.float32)
+    for rows, out in zip(x.split(BLOCK_ROWS), logits.split(BLOCK_ROWS), strict=True):
+        torch.mm(scratch[: len(rows)].copy_(rows), gate, out=out)
+    WORKSPACE.give(scratch)
+    return logits
+
+
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(hidden, weight)
         ctx.set_materialize_grads(False)
-        x, gate = hidden.reshape(-1, hidden.size(-1)), weight.float().t()
-        logits = x.new_empty(len(x), len(weight), dtype=torch.float32)
-        scratch = WORKSPACE.take((min(len(x), BLOCK_ROWS), x.size(1)), x, torch.float32)
-        for rows, out in zip(x.split(BLOCK_ROWS), logits.split(BLOCK_ROWS), strict=True):
-            torch.mm(scratch[: len(rows)].copy_(rows), gate, out=out)
-        WORKSPACE.give(scratch)
+        logits = _logits(hidden.reshape(-1, hidden.size(-1)), weight)
         return logits.view(*hidden.shape[:-1], len(weight)), hidden.view_as(hidden)
 
     @staticmethod
@@ -68,10 +100,11 @@ class _Gate(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         if logits_grad is None:
             return passed_grad, None
-        x, grad = hidden.reshape(-1, hidden.size(-1)), logits_grad.reshape(-1, len(weight))
-        high = grad.to(x.dtype)
-        parts, gate = torch.cat([high, (grad - high).to(x.dtype)], dim=1), torch.cat([weight, weight])
-        weight_grad = torch.mm(parts.t(), x).view(2, *weight.shape).sum(dim=0)
+        x, parts, gate = hidden.reshape(-1, hidden.size(-1)), logits_grad.reshape(-1, len(weight)), weight
+        if x.dtype is not torch.float32:
+            high = parts.to(x.dtype)
+            parts, gate = torch.cat([high, (parts - high).to(x.dtype)], dim=1), torch.cat([weight, weight])
+        weight_grad = torch.mm(parts.t(), x).view(-1, *weight.shape).sum(dim=0)
         # The experts' gradient was made for this sum alone: nobody else has it.
         x_grad = torch.mm(parts, gate) if passed_grad is None else passed_grad.reshape(-1, x.size(1)).addmm_(parts, gate)
         return x_grad.view_as(hidden), weight_grad

@@ -63,7 +63,7 @@ class WeightGrads:
 
     def add(self, expert: int, hidden_grad: torch.Tensor, x: torch.Tensor, output_grad: torch.Tensor, activated: torch.Tensor) -> None:
         """Add `hidden_grad^T x` and `output_grad^T activated` to an expert's gradients."""
-        *gradients, written = self.of_expert(expert)
+        written, gradients = self.mark(expert), (views[expert] for views in self._views)
         for gradient, left, right in zip(gradients, (hidden_grad, output_grad), (x, activated), strict=True):
             if written:
                 gradient.addmm_(left.t(), right)
@@ -76,10 +76,10 @@ class WeightGrads:
             self.fc1_bias[expert] += hidden_grad.sum(dim=0)
             self.fc2_bias[expert] += torch.mv(output_grad.t(), pair_weights.to(output_grad.dtype))
 
-    def of_expert(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """An expert's gradients of both matrices, for a contribution that is made now, and whether it is to be added to them."""
+    def mark(self, expert: int) -> bool:
+        """Note a contribution to an expert's gradients that is made now; whether it is to be added to what is there."""
         written, self._written[expert] = self._written[expert], True
-        return self._views[0][expert], self._views[1][expert], written
+        return written
 
     def add_all(self, fc1: torch.Tensor, fc2: torch.Tensor) -> None:
         """Add gradients of all experts."""

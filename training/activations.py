@@ -440,7 +440,7 @@ def moe_shape(config: Config, device: str) -> Shape:
         gated=config.model.activation == "swiglu",
         element_size=ELEMENT_SIZES[training.precision],
         whole=device == "cuda",
-        compiled=blocks.are_compiled(device, DTYPES[training.precision], config.model.hidden_size, width),
+        tiled=blocks.are_tiled(device, DTYPES[training.precision], config.model.hidden_size, width),
     )
 
 

@@ -54,7 +54,7 @@ def _peaks(dtype_name: str) -> list[tuple[Plan, int, int]]:
         element_size=dtype.itemsize,
         expert_pairs=rows // (EXPERTS // size),
         block=blocks.BLOCK_ROWS,
-        compiled=blocks.are_compiled("cpu", dtype, HIDDEN, WIDTH),
+        tiled=blocks.are_tiled("cpu", dtype, HIDDEN, WIDTH),
     )
     results = []
     WORKSPACE.pooled = False

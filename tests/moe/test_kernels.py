@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,15 @@ from moe.weights import Weights
 from tests.tolerances import MOE
 
 ELEMENTWISE = pytest.mark.skipif(not kernels.has(torch.empty(0)), reason="no C++ compiler here")
-BLOCKS = pytest.mark.skipif(not kernels.has_blocks(torch.empty(0, dtype=torch.bfloat16), 32, 32), reason="no AMX here")
+BLOCKS = pytest.mark.skipif(not kernels.has_tiles(torch.empty(0, dtype=torch.bfloat16), 32, 32), reason="no AMX here")
 
 
 def _relative(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.double() - expected).norm() / expected.norm().clamp_min(1e-300))
+
+
+def _close(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    return _relative(result, expected.double()) < 1e-6
 
 
 def _activated(activation: str, hidden: torch.Tensor) -> torch.Tensor:
@@ -69,6 +74,31 @@ def test_sums_of_rows(dtype: torch.dtype) -> None:
             assert _relative(result, expected) < MOE[str(dtype).removeprefix("torch.")]
 
 
+@ELEMENTWISE
+def test_the_greatest_of_each_row_are_those_that_torch_finds() -> None:
+    torch.manual_seed(1)
+    nan, infinite = float("nan"), float("inf")
+    for rows, columns in ((0, 4), (1, 1), (300, 7), (40, 32), (9, 257), (2, kernels.MAX_COLUMNS)):
+        scores = torch.randn(rows, columns) * 10.0 ** torch.randint(-40, 38, (rows, columns))
+        for k in {1, min(2, columns), min(8, columns), columns}:
+            found = kernels.top_k(scores, k)
+            assert torch.equal(scores.gather(1, found), scores.topk(k, dim=1).values)
+            assert all(len(set(row)) == k for row in found.tolist())
+    scores = torch.tensor(
+        [[1.0, 2.0, 2.0, 0.0], [-infinite, nan, infinite, 5.0], [-infinite, -infinite, -infinite, -infinite], [nan, -nan, nan, nan]]
+    )
+    assert kernels.top_k(scores, 3).tolist() == [[1, 2, 0], [1, 2, 3], [0, 1, 2], [0, 1, 2]]
+
+
+@BLOCKS
+@pytest.mark.parametrize("num_experts", [1, 8, 32, 40])
+def test_a_routers_logits_are_exact_in_fp32(num_experts: int) -> None:
+    torch.manual_seed(1)
+    for tokens, size in ((1, 32), (5, 64), (200, 512)):
+        x, weight = torch.randn(tokens, size).bfloat16(), torch.randn(num_experts, size).bfloat16()
+        assert _relative(kernels.gate(x, weight), x.double() @ weight.double().t()) < 1e-6
+
+
 @BLOCKS
 def test_torchs_counter_sees_the_blocks() -> None:
     weights, block = _block(random.Random(0), "swiglu", 40, 64, 32, False)
@@ -88,12 +118,14 @@ def test_numbers_that_are_none_stay_so(dtype: torch.dtype) -> None:
     assert value[1, 3].isnan() and value[2, 40].isinf() and value.isfinite().sum() == value.numel() - 2
 
 
-def _block(rng: random.Random, activation: str, rows: int, size: int, width: int, bias: bool) -> tuple[Weights, list[torch.Tensor]]:
+def _block(
+    rng: random.Random, activation: str, rows: int, size: int, width: int, bias: bool, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Weights, list[torch.Tensor]]:
     outer = blocks.hidden_factor(activation) * width
     drawn = [torch.randn(2, outer, size) / size**0.5, torch.randn(2, size, width) / width**0.5, torch.randn(2, outer), torch.randn(2, size)]
-    fc1, fc2, fc1_bias, fc2_bias = (each.bfloat16() for each in drawn)
+    fc1, fc2, fc1_bias, fc2_bias = (each.to(dtype) for each in drawn)
     weights = Weights(fc1, fc2, fc1_bias if bias else None, fc2_bias if bias else None, activation)
-    source, output_grad = (torch.randn(max(rows // 2, 3), size).bfloat16() for _ in range(2))
+    source, output_grad = (torch.randn(max(rows // 2, 3), size).to(dtype) for _ in range(2))
     index = [torch.tensor(rng.choices(range(len(source)), k=rows)) for _ in range(2)]
     return weights, [source, output_grad, *index, torch.rand(rows)]
 
@@ -106,25 +138,34 @@ def _run(weights: Weights, block: list[torch.Tensor], keep: bool) -> list[torch.
     source, output_grad, rows, output_rows, pair_weights = block
     size, width, outer = source.size(1), weights.fc2.size(2), weights.fc1.size(1)
     sizes = len(rows), size, width, outer
-    matrices = [None if each is None else each[1] for each in (weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias)]
+    matrices = weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, weights.activation
 
-    def scratch(num_bytes: int) -> torch.Tensor:
-        return torch.full((num_bytes,), 255, dtype=torch.uint8)  # NaN, as any two bytes
+    dtype, tiled = source.dtype, source.dtype is torch.bfloat16
 
-    hidden, output = _empty(len(rows), outer) if keep else None, _empty(len(rows), size)
-    kernels.forward_block(source, rows, *matrices, weights.activation, hidden, output, scratch(kernels.forward_bytes(*sizes)))
-    results = _empty(len(rows), outer), _empty(len(rows), width), _empty(len(rows), dtype=torch.float32), _empty(len(rows), size)
-    inputs, memory = (source, rows, output_grad, output_rows), scratch(kernels.backward_bytes(*sizes, not keep, False))
-    matrices = [*matrices, weights.activation]
-    kernels.backward_block(*inputs, pair_weights, *matrices, hidden, *results, None, None, False, memory)
-    gradients = _empty(outer, size), _empty(size, width)
-    kernels.weights_block(*inputs, *results[:2], False, *gradients, scratch(kernels.weights_bytes(*sizes)))
+    def scratch(num_bytes: Callable[..., int], *variant: bool) -> torch.Tensor:
+        most = len(rows) * 4 * 2 * (size + width + outer)  # in fp32
+        return torch.full((num_bytes(*sizes, *variant) if tiled else most,), 255, dtype=torch.uint8)  # NaN, as any bytes of it
+
+    which = [1, 0, len(rows), 0], 16 if tiled else 1
+    hidden, output = _empty(len(rows), outer, dtype=dtype) if keep else None, _empty(len(rows), size, dtype=dtype)
+    kernels.forward_blocks(*which, source, rows, *matrices, hidden, output, scratch(kernels.forward_bytes))
+    results = (
+        _empty(len(rows), outer, dtype=dtype),
+        _empty(len(rows), width, dtype=dtype),
+        _empty(len(rows), dtype=torch.float32),
+        _empty(len(rows), size, dtype=dtype),
+    )
+    inputs, memory = (source, rows, output_grad, output_rows), scratch(kernels.backward_bytes, not keep, False)
+    kernels.backward_blocks(*which, *inputs, pair_weights, *matrices, hidden, *results, None, None, memory)
+    gradients = _empty(2, outer, size, dtype=dtype), _empty(2, size, width, dtype=dtype)
+    kernels.weights_blocks(*which, *inputs, *results[:2], *gradients, scratch(kernels.weights_bytes))
     # All gradients at once are the same.
-    together = [torch.empty_like(each) for each in (*results[2:], *gradients)]
-    memory = scratch(kernels.backward_bytes(*sizes, not keep, True))
-    kernels.backward_block(*inputs, pair_weights, *matrices, hidden, None, None, *together, False, memory)
-    assert all(map(torch.equal, together, (*results[2:], *gradients)))
-    return [output, *results[2:], *gradients]
+    together = [torch.full_like(each, float("nan")) for each in (*results[2:], *gradients)]
+    memory = scratch(kernels.backward_bytes, not keep, True)
+    kernels.backward_blocks(*which, *inputs, pair_weights, *matrices, hidden, *(None, None) if tiled else results[:2], *together, memory)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(together, (*results[2:], *gradients), strict=True))
+    assert all(each[0].isnan().all() for each in gradients)  # the other expert's
+    return [output, *results[2:], *(each[1] for each in gradients)]
 
 
 def _expected(weights: Weights, block: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -137,25 +178,27 @@ def _expected(weights: Weights, block: list[torch.Tensor]) -> list[torch.Tensor]
     return [output.detach(), *(tensor.grad for tensor in (column, x, fc1, fc2) if tensor.grad is not None)]
 
 
-@BLOCKS
+@pytest.mark.parametrize("dtype", kernels.SUFFIXES)
 @pytest.mark.parametrize("seed", range(4))
-def test_blocks_equal_torch_in_double_precision(seed: int) -> None:
-    rng = random.Random(seed)
+def test_blocks_equal_torch_in_double_precision(seed: int, dtype: torch.dtype) -> None:
+    if not kernels.has_blocks(torch.empty(0, dtype=dtype), 32, 32):
+        pytest.skip("no compiler here, or no AMX")
+    rng, step = random.Random(seed), 32 if dtype is torch.bfloat16 else 7
     torch.manual_seed(seed)
     for activation, bias in itertools.product(kernels.ACTIVATIONS, (False, True)):
-        sizes = rng.choice((9, 16, 33, 64, 130, 257, 700)), 32 * rng.randint(1, 40), 32 * rng.randint(1, 40)
-        weights, block = _block(rng, activation, *sizes, bias)
+        sizes = rng.choice((9, 16, 33, 64, 130, 257, 700)), step * rng.randint(1, 40), step * rng.randint(1, 40)
+        weights, block = _block(rng, activation, *sizes, bias, dtype)
         kept = _run(weights, block, keep=True)
         for result, expected in zip(kept, _expected(weights, block), strict=True):
-            assert _relative(result, expected) < MOE["bfloat16"], (activation, sizes, bias)
-        # What is computed again, and how many threads share it, changes nothing.
+            assert _relative(result, expected) < MOE[str(dtype).removeprefix("torch.")], (activation, sizes, bias)
+        # What is computed again, and how many threads share it, changes nothing (but that BLAS may add in another order).
         threads = torch.get_num_threads()
         torch.set_num_threads(3)
         try:
             again = _run(weights, block, keep=False)
         finally:
             torch.set_num_threads(threads)
-        assert all(map(torch.equal, kept, again)), (activation, sizes, bias)
+        assert all(map(torch.equal if dtype is torch.bfloat16 else _close, kept, again)), (activation, sizes, bias)
 
 
 @BLOCKS
@@ -163,12 +206,12 @@ def test_later_blocks_add_to_an_experts_gradients() -> None:
     weights, block = _block(random.Random(0), "swiglu", 40, 64, 32, False)
     source, output_grad, rows, output_rows, _ = block
     hidden_grad, activated = torch.randn(40, 64).bfloat16(), torch.randn(40, 32).bfloat16()
-    gradients = _empty(64, 64), _empty(64, 32)
+    gradients = _empty(1, 64, 64), _empty(1, 64, 32)
     scratch = torch.empty(kernels.weights_bytes(40, 64, 32, 64), dtype=torch.uint8)
-    for add in (False, True):
-        kernels.weights_block(source, rows, output_grad, output_rows, hidden_grad, activated, add, *gradients, scratch)
-    assert _relative(gradients[0], 2 * hidden_grad.double().t() @ source[rows].double()) < MOE["bfloat16"]
-    assert _relative(gradients[1], 2 * output_grad[output_rows].double().t() @ activated.double()) < MOE["bfloat16"]
+    for add in (0, 1):
+        kernels.weights_blocks([0, 0, 40, add], 16, source, rows, output_grad, output_rows, hidden_grad, activated, *gradients, scratch)
+    assert _relative(gradients[0][0], 2 * hidden_grad.double().t() @ source[rows].double()) < MOE["bfloat16"]
+    assert _relative(gradients[1][0], 2 * output_grad[output_rows].double().t() @ activated.double()) < MOE["bfloat16"]
 
 
 def test_a_build_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def _shape(run: Run, layer: MixtrainMoELayer) -> Shape:
         gated=experts.linear_fc1.weight.size(1) == 2 * weight.size(2),
         element_size=weight.element_size(),
         whole=weight.device.type == "cuda",
-        compiled=blocks.are_compiled(weight.device.type, weight.dtype, weight.size(1), weight.size(2)),
+        tiled=blocks.are_tiled(weight.device.type, weight.dtype, weight.size(1), weight.size(2)),
     )
 
 
