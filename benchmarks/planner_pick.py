@@ -30,6 +30,7 @@ from benchmarks.accelerator import step_flops
 from benchmarks.cluster import UNCAPPED, Cluster, ClusterError
 from benchmarks.layer_step import Case
 from benchmarks.tables import table
+from moe.measure import BUDGET
 from moe.plan import Plan
 from moe.planner import Limits, best_plan, predict, weight_lags
 
@@ -298,7 +299,7 @@ def main() -> int:
     parser.add_argument("--summary", type=Path, help="print the totals of such a file instead of measuring")
     parser.add_argument("--part", type=_part, default=(1, 1), help="i/n: the i-th of n parts of the layers")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=5.0, help="seconds for measuring a layer's costs")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for measuring a layer's costs")
     parser.add_argument("--quick", action="store_true", help="two layers and two rounds")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true")

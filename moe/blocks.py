@@ -150,7 +150,8 @@ def are_tiled(device: str, dtype: torch.dtype, hidden_size: int, width: int) -> 
 
 def of(weights: Weights, source: torch.Tensor, counts: list[int]) -> Blocks:
     """The blocks of pairs sorted by expert, `counts` of each, that read rows of `source` [.., H]; a context that holds their memory."""
-    kind = CompiledBlocks if kernels.has_blocks(source, source.size(1), weights.fc2.size(2)) else TorchBlocks
+    same = weights.fc1.dtype is source.dtype and weights.fc1.is_contiguous() and weights.fc2.is_contiguous()
+    kind = CompiledBlocks if same and kernels.has_blocks(source, source.size(1), weights.fc2.size(2)) else TorchBlocks
     return kind(weights, source, counts)
 
 

@@ -77,7 +77,7 @@ def build(folder: Path) -> Path:
 def _library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(build(cache_folder())))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody knows the home folder
         reason = getattr(error, "stderr", None) or error
         _LOGGER.warning("no compiled kernels for experts on the host, torch's operations are used: %s", str(reason).strip().splitlines()[0])
         return None

@@ -1,8 +1,9 @@
 """Measures what one MoE layer's operations take on this machine: from a layer to the `LayerCosts` that planners plan with.
 
 Every operation is the schedule's own, on made-up rows and evenly spread pairs, at sizes from a 32nd of an even load up to all of
-it. Takes under 10 seconds unless a single operation takes seconds; all ranks of the layer's expert parallel group do it together
-and end with the same numbers, which `parallel.costs` keeps on disk.
+it. Then whole passes run in a few numbers of chunks, and what the operations do not explain of their times is a cost of its own.
+Takes under 10 seconds unless a single operation takes seconds; all ranks of the layer's expert parallel group do it together and
+end with the same numbers, which `parallel.costs` keeps on disk.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from moe.blocks import SPARE_ROWS
 from moe.dispatch import AllToAll, Flow
 from moe.layer import MixtrainMoELayer
 from moe.load import Shape
-from moe.planner import LayerCosts
+from moe.plan import Plan
+from moe.planner import LayerCosts, Limits, best_plan, predict
 from moe.route import Chunk
-from moe.schedule import Engine
+from moe.schedule import Engine, routed_experts
 from moe.weights import WeightGrads, Weights, WeightWork
 from moe.workspace import WORKSPACE
 from parallel import costs
@@ -33,6 +35,11 @@ from parallel.costs import NOTHING, Call, Curve, Line
 SIZES = (1, 2, 4, 8, 16, 32)  # an even load is measured cut into so many
 BUDGET = 8.0  # seconds for all of it; first calls and what is being measured when the time is up come on top
 SHORT = 0.02  # seconds of an exchange that are enough to see how fast the link is
+WHOLE = 0.4  # of the time is for whole passes; the shares below are of the rest
+DEGREES = (1, 2, 4, 8)  # numbers of chunks in which they run
+MIXED = (4, 2)  # forward and backward, to see what other chunks backward cost
+STEPS = 3  # of a plan one after the other; the first one makes its buffers
+MAX_VISITS = 5
 TRUST = 2.0  # a link that is so many times faster or slower than the cache says is another link
 
 
@@ -101,7 +108,9 @@ class _Bench:
     def __init__(
         self, weights: Weights, exchange: AllToAll | None, group: dist.ProcessGroup | None, shape: Shape, engine: Engine, budget: float
     ) -> None:
-        self.weights, self.exchange, self.group, self.engine, self.budget = weights, exchange, group, engine, budget
+        self.weights, self.exchange, self.group, self.engine = weights, exchange, group, engine
+        self.budget = budget if exchange is None else (1.0 - WHOLE) * budget
+        self.whole_budget = budget - self.budget
         self.device, self.shape, self.load = weights.fc1.device, shape, shape.even()
         load = self.load
         self.num_ranks, self.num_experts = shape.num_ranks, len(weights.fc1)
@@ -127,8 +136,10 @@ class _Bench:
             backward = result["input_gradients"](as_pairs) + result["weight_gradients"](as_pairs)
             result |= {"shared_forward": forward(as_pairs), "shared_backward": backward}
         result |= self._copies()
-        nothing = {"exchange": NOTHING, "gather": NOTHING, "home_sum": NOTHING}
-        return LayerCosts(**result, **(nothing if self.exchange is None else self._communication(self.exchange, forward)))
+        if self.exchange is None:
+            return LayerCosts(exchange=NOTHING, gather=NOTHING, home_sum=NOTHING, **result)
+        known = LayerCosts(**result, **self._communication(self.exchange, forward))
+        return replace(known, **self._rest(self.exchange, known))
 
     def link_is(self, line: Line) -> bool:
         """Whether exchanges of some rows, sent as they were measured, take about as long as the line says."""
@@ -324,6 +335,71 @@ class _Bench:
             return finish
 
         return costs.measure_slowdown(self._forward(n), communicate, self.device, self.group, 0.1 * self.budget)
+
+    # -- whole passes ------------------------------------------------------------------------------------------------
+
+    def _rest(self, exchange: AllToAll, known: LayerCosts) -> dict[str, Any]:
+        """What passes take beyond what `known` predicts, at some numbers of chunks."""
+        alone = replace(known, shared_forward=0.0, shared_backward=0.0)
+        limits = Limits(strategies=("keep",))
+        best = {(r, r): best_plan(alone, self.load, replace(limits, degrees=(r,), backward_degrees=(r,))).plan for r in DEGREES}
+        best[MIXED] = replace(best[MIXED[1], MIXED[1]], degree=MIXED[0])
+        best = {degrees: plan for degrees, plan in best.items() if max(degrees) <= self.load.tokens}
+        expected = {degrees: predict(alone, self.load, plan) for degrees, plan in best.items()}
+        times = self._time_plans(exchange, best, sum(prediction.forward + prediction.backward for prediction in expected.values()))
+        rest = {
+            degrees: (statistics.median(f) - expected[degrees].forward, statistics.median(b) - expected[degrees].backward)
+            for degrees, (f, b) in times.items()
+        }
+        same = [degrees[0] for degrees in rest if degrees != MIXED]
+        if not same:
+            return {}
+        forward, backward = (Curve(tuple(map(float, same)), tuple(rest[r, r][i] for r in same)) for i in (0, 1))
+        mixed = sum(rest[MIXED]) - forward(MIXED[0]) - backward(MIXED[1]) if MIXED in rest else 0.0
+        return {"forward_rest": forward, "backward_rest": backward, "mixed_rest": max(mixed, 0.0)}
+
+    def _time_plans(
+        self, exchange: AllToAll, plans: dict[tuple[int, int], Plan], expected: float
+    ) -> dict[tuple[int, int], tuple[list[float], list[float]]]:
+        """Seconds of both passes of the plans, which take turns; of fewer of them where all would take too long."""
+        if STEPS * expected > self.whole_budget:
+            plans = {degrees: plan for degrees, plan in plans.items() if degrees[0] == degrees[1] != 2}
+        shape, dtype = self.shape, self.source.dtype
+        generator = torch.Generator().manual_seed(exchange.rank)
+        drawn = torch.rand(shape.tokens, shape.num_experts, generator=generator)
+        routing = torch.zeros_like(drawn, dtype=torch.bool).scatter_(1, drawn.topk(shape.top_k).indices, True).to(self.device)
+        rows = torch.randn(shape.tokens, shape.hidden_size, device=self.device).to(dtype)
+        tensors = rows, routing.to(dtype), self.weights.fc1.detach(), self.weights.fc2.detach()
+        x, probs, fc1, fc2 = (tensor.view_as(tensor).requires_grad_() for tensor in tensors)
+        weights, output_grad = replace(self.weights, fc1=fc1, fc2=fc2), torch.ones_like(x)
+
+        def step(plan: Plan) -> list[float]:
+            outputs: list[torch.Tensor] = []
+
+            def forward() -> None:
+                with torch.enable_grad():
+                    outputs.append(
+                        routed_experts(x, probs, routing, weights, plan, exchange, pairs_per_token=shape.top_k, engine=self.engine)
+                    )
+
+            def backward() -> None:
+                torch.autograd.grad(outputs, [x, probs, fc1, fc2], [output_grad])
+
+            return [costs.time_call(call, self.device) for call in (forward, backward)]
+
+        begin = time.perf_counter()
+        times: dict[tuple[int, int], tuple[list[float], list[float]]] = {degrees: ([], []) for degrees in plans}
+        for visit in range(1, MAX_VISITS + 1):
+            for degrees, plan in plans.items():
+                step(plan)
+                for _ in range(STEPS - 1):
+                    costs.agree([0.0], self.device, self.group)  # ranks start together
+                    for of_pass, seconds in zip(times[degrees], costs.agree(step(plan), self.device, self.group), strict=True):
+                        of_pass.append(seconds)
+            (spent,) = costs.agree([time.perf_counter() - begin], self.device, self.group)
+            if spent * (visit + 1) / visit > self.whole_budget:
+                break
+        return times
 
     # -- copies ------------------------------------------------------------------------------------------------------
 

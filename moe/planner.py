@@ -8,6 +8,8 @@ found by trying all; PipeMoE's closed form, which holds for its own order and wi
 Two things run at once. The program is what one rank does in order: it computes, starts exchanges and waits for them. The link
 carries the exchanges one after the other, in the order in which they were started. While both are busy, the program runs
 `compute_slowdown` times slower and the link `exchange_slowdown` times. Copies to and from the host run on an engine of their own.
+What whole passes, run in a few numbers of chunks, take beyond that (caches that operations alone find warm, ranks that wait for each
+other) is added as it was measured.
 All numbers are those of the busiest rank, and its chunks are equal parts.
 """
 
@@ -59,6 +61,11 @@ class LayerCosts:
     shared_forward: float = 0.0  # the shared expert, which runs while the first chunk travels
     shared_backward: float = 0.0
     copies_by_program: bool = False  # no engine copies: the program does, as on a host
+    # What whole passes in some number of chunks took longer than all of that explains (or less), and a forward pass longer still
+    # where the backward pass has another number.
+    forward_rest: Line | Curve = NOTHING
+    backward_rest: Line | Curve = NOTHING
+    mixed_rest: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Numbers, lists and dicts, as JSON takes them."""
@@ -239,7 +246,8 @@ def _forward_seconds(costs: LayerCosts, load: Load, strategy: Strategy, work: _W
     for answer in answers[-DEPTH:]:
         wait(answer)
         compute(work.home_sum)
-    return max(clock.now, copies_end)
+    mixed = costs.mixed_rest if backward_work.degree != degree else 0.0
+    return max(max(clock.now, copies_end) + costs.forward_rest(degree) + mixed, 0.0)
 
 
 def _forward_bound(costs: LayerCosts, load: Load, strategy: Strategy, work: _Work) -> float:
@@ -247,9 +255,8 @@ def _forward_bound(costs: LayerCosts, load: Load, strategy: Strategy, work: _Wor
     degree, copies = work.degree, work.degree * work.copy_out(strategy)
     program = degree * (work.gather + 2 * work.post + work.prepare + work.forward + work.home_sum) + costs.shared_forward
     link = _pair_seconds(costs, load, PAIR_BYTES) + 2 * degree * work.exchange + work.home_sum
-    if costs.copies_by_program:
-        return costs.count_exchange + max(program + copies, link)
-    return costs.count_exchange + max(program, link, copies)
+    busiest = max(program + copies, link) if costs.copies_by_program else max(program, link, copies)
+    return max(costs.count_exchange + busiest + costs.forward_rest(degree), 0.0)
 
 
 def backward_seconds(costs: LayerCosts, load: Load, plan: Plan) -> float:
@@ -313,7 +320,7 @@ def _backward_seconds(costs: LayerCosts, load: Load, strategy: Strategy, work: _
         wait(answer)
         compute(work.home_sum)
     wait(pairs_sent)
-    return clock.now
+    return max(clock.now + costs.backward_rest(degree), 0.0)
 
 
 def _backward_bound(costs: LayerCosts, load: Load, strategy: Strategy, work: _Work, same: bool) -> float:
@@ -322,7 +329,8 @@ def _backward_bound(costs: LayerCosts, load: Load, strategy: Strategy, work: _Wo
     gradients = work.all_input_gradients(strategy, same) + work.weight_gradients
     program = degree * (sends * work.gather + (sends + 1) * work.post + gradients + work.home_sum) + costs.shared_backward
     link = (sends + 1) * degree * work.exchange + _pair_seconds(costs, load, PAIR_GRADIENT_BYTES)
-    return max(program + copies, link) if costs.copies_by_program else max(program, link, copies)
+    busiest = max(program + copies, link) if costs.copies_by_program else max(program, link, copies)
+    return max(busiest + costs.backward_rest(degree), 0.0)
 
 
 def _pair_seconds(costs: LayerCosts, load: Load, num_bytes: int) -> float:

@@ -14,7 +14,7 @@ from moe.measure import measure_costs
 from moe.planner import LayerCosts, Limits, best_plan
 from moe.weights import Weights
 from parallel import costs
-from parallel.costs import NOTHING
+from parallel.costs import NOTHING, Curve
 from tests.distributed import run
 
 BUDGET = 0.4  # seconds; the numbers do not matter here
@@ -43,6 +43,7 @@ def test_one_rank(bias: bool) -> None:
     measured = measure_costs(_weights(1, bias), None, None, shape, shared_width=32, budget=BUDGET)
     _complete(measured, shape)
     assert measured.exchange == measured.gather == measured.home_sum == measured.post == NOTHING
+    assert measured.forward_rest == measured.backward_rest == NOTHING and measured.mixed_rest == 0.0
     assert measured.compute_slowdown == measured.exchange_slowdown == 1.0
     assert measured.shared_forward == measured.forward(64) and measured.shared_backward > 0
     assert measured.copies_by_program and measured.copy_in == NOTHING
@@ -59,6 +60,9 @@ def _measure_on_rank(folder: str) -> tuple[LayerCosts, LayerCosts, LayerCosts]:
     fresh = measure_costs(weights, exchange, group, shape, folder=folder, budget=BUDGET)
     _complete(fresh, shape)
     assert fresh.exchange(1024) > 0 and fresh.gather(8) > 0 and fresh.home_sum(8) > 0 and fresh.post(8) > 0
+    for rest in (fresh.forward_rest, fresh.backward_rest):
+        assert isinstance(rest, Curve) and set(rest.sizes) in ({1.0, 2.0, 4.0, 8.0}, {1.0, 4.0, 8.0})
+    assert fresh.mixed_rest >= 0
     assert fresh.count_exchange > 0 and fresh.compute_slowdown >= 1 and fresh.exchange_slowdown >= 1
     from moe import measure
 

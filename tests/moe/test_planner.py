@@ -141,7 +141,8 @@ class Reference:
                 add_up(i - DEPTH)
         for i in range(max(0, degree - DEPTH), degree):
             add_up(i)
-        return np.maximum(machine.now, machine.copies_end)
+        mixed = of("mixed rest") if degree != backward_degree else 0.0
+        return np.maximum(np.maximum(machine.now, machine.copies_end) + of("forward rest") + mixed, 0.0)
 
     def backward(self, name: str, degree: int, lag: int, same: bool) -> np.ndarray:
         of, strategy, machine = self._operation(degree), STRATEGIES[name], Machine(self.cases)
@@ -197,7 +198,7 @@ class Reference:
         for i in range(max(0, degree - DEPTH), degree):
             add_up(i)
         machine.wait(pairs)
-        return machine.now
+        return np.maximum(machine.now + of("backward rest"), 0.0)
 
 
 def _seconds(costs: LayerCosts, load: Load, name: str, degree: int) -> float:
@@ -225,6 +226,9 @@ def _seconds(costs: LayerCosts, load: Load, name: str, degree: int) -> float:
         "counts": lambda: costs.count_exchange,
         "shared forward": lambda: costs.shared_forward,
         "shared backward": lambda: costs.shared_backward,
+        "forward rest": lambda: costs.forward_rest(degree),
+        "backward rest": lambda: costs.backward_rest(degree),
+        "mixed rest": lambda: costs.mixed_rest,
     }[name]()
 
 
@@ -262,6 +266,11 @@ def random_case(rng: random.Random) -> Case:
         sizes = (1.0, knee, 8 * knee, 64 * knee)
         return Curve(sizes, tuple(factor * max(size, knee * rng.uniform(0.2, 1.0)) for size in sizes))
 
+    def rest(pair_time: float) -> Line | Curve:
+        if rng.random() < 0.5:
+            return NOTHING
+        return Curve((1.0, 2.0, 4.0, 8.0), tuple(rng.uniform(-100, 400) * pair_time for _ in range(4)))
+
     tokens = rng.choice((0, 1, 2, 7, 300, 4096, 16384))
     rows = int(tokens * rng.uniform(0.5, 2.0))
     away, pairs = int(rows * rng.choice((0.0, 0.5, 0.75, 1.0))), int(rows * rng.uniform(1.0, 4.0))
@@ -297,6 +306,9 @@ def random_case(rng: random.Random) -> Case:
         shared_forward=some(-4, -2, 0.5),
         shared_backward=some(-4, -2, 0.5),
         copies_by_program=rng.random() < 0.3,
+        forward_rest=rest(pair_time),
+        backward_rest=rest(pair_time),
+        mixed_rest=some(-4, -2, 0.5),
     )
     return costs, load
 
