@@ -106,5 +106,6 @@ class _Gate(torch.autograd.Function):
             parts, gate = torch.cat([high, (parts - high).to(x.dtype)], dim=1), torch.cat([weight, weight])
         weight_grad = torch.mm(parts.t(), x).view(-1, *weight.shape).sum(dim=0)
         # The experts' gradient was made for this sum alone: nobody else has it.
-        x_grad = torch.mm(parts, gate) if passed_grad is None else passed_grad.reshape(-1, x.size(1)).addmm_(parts, gate)
+        passed = None if passed_grad is None else passed_grad.reshape(-1, x.size(1))
+        x_grad = torch.mm(parts, gate) if passed is None else torch.addmm(passed, parts, gate, out=passed)
         return x_grad.view_as(hidden), weight_grad

@@ -66,7 +66,7 @@ class WeightGrads:
         written, gradients = self.mark(expert), (views[expert] for views in self._views)
         for gradient, left, right in zip(gradients, (hidden_grad, output_grad), (x, activated), strict=True):
             if written:
-                gradient.addmm_(left.t(), right)
+                torch.addmm(gradient, left.t(), right, out=gradient)
             else:
                 torch.mm(left.t(), right, out=gradient)
 
