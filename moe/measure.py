@@ -40,7 +40,8 @@ DEGREES = (1, 2, 4, 8)  # numbers of chunks in which they run
 MIXED = (4, 2)  # forward and backward, to see what other chunks backward cost
 STEPS = 3  # of a plan one after the other; the first one makes its buffers
 MAX_VISITS = 5
-TOO_LONG = 3  # times that one visit of all plans may take longer than it should; then none is measured
+FEWER = ((1, 1), (4, 4), (8, 8))  # run alone where steps are long, for at most LONGER times as long as planned; else nothing runs
+LONGER = 1.5
 TRUST = 2.0  # a link that is so many times faster or slower than the cache says is another link
 
 
@@ -345,32 +346,27 @@ class _Bench:
         limits = Limits(strategies=("keep",))
         best = {(r, r): best_plan(alone, self.load, replace(limits, degrees=(r,), backward_degrees=(r,))).plan for r in DEGREES}
         best[MIXED] = replace(best[MIXED[1], MIXED[1]], degree=MIXED[0])
-        best = {degrees: plan for degrees, plan in best.items() if max(degrees) <= self.load.tokens}
+        best = {degrees: plan for degrees, plan in best.items() if max(degrees) <= max(self.load.tokens, 1)}
         expected = {degrees: predict(alone, self.load, plan) for degrees, plan in best.items()}
-        times = self._time_plans(exchange, best, sum(prediction.forward + prediction.backward for prediction in expected.values()))
-        # From few steps less is believed of them.
+        seconds = {degrees: prediction.forward + prediction.backward for degrees, prediction in expected.items()}
+        some = {degrees: plan for degrees, plan in best.items() if degrees in FEWER}
+        if STEPS * sum(seconds.values()) <= self.whole_budget:
+            times = self._time_plans(exchange, best)
+        elif STEPS * sum(seconds[degrees] for degrees in some) <= LONGER * self.whole_budget:
+            times = self._time_plans(exchange, some)
+        else:
+            return {}
         rest = {
-            degrees: [
-                (statistics.median(seconds) - of_pass) * len(seconds) / (len(seconds) + 1)
-                for seconds, of_pass in zip(times[degrees], (expected[degrees].forward, expected[degrees].backward), strict=True)
-            ]
-            for degrees in times
+            degrees: (statistics.median(f) - expected[degrees].forward, statistics.median(b) - expected[degrees].backward)
+            for degrees, (f, b) in times.items()
         }
         same = [degrees[0] for degrees in rest if degrees != MIXED]
-        if not same:
-            return {}
         forward, backward = (_rising_on(Curve(tuple(map(float, same)), tuple(rest[r, r][i] for r in same))) for i in (0, 1))
         mixed = sum(rest[MIXED]) - forward(MIXED[0]) - backward(MIXED[1]) if MIXED in rest else 0.0
         return {"forward_rest": forward, "backward_rest": backward, "mixed_rest": max(mixed, 0.0)}
 
-    def _time_plans(
-        self, exchange: AllToAll, plans: dict[tuple[int, int], Plan], expected: float
-    ) -> dict[tuple[int, int], tuple[list[float], list[float]]]:
-        """Seconds of both passes of the plans, which take turns; of fewer of them where all would take too long."""
-        if STEPS * expected > self.whole_budget:
-            plans = {degrees: plan for degrees, plan in plans.items() if degrees in ((1, 1), (4, 4))}
-        if STEPS * expected > TOO_LONG * self.whole_budget:
-            return {}
+    def _time_plans(self, exchange: AllToAll, plans: dict[tuple[int, int], Plan]) -> dict[tuple[int, int], tuple[list[float], list[float]]]:
+        """Seconds of both passes of the plans, which take turns."""
         shape, dtype = self.shape, self.source.dtype
         generator = torch.Generator().manual_seed(exchange.rank)
         drawn = torch.rand(shape.tokens, shape.num_experts, generator=generator)

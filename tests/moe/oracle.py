@@ -34,6 +34,8 @@ class Case:
     bias: bool = False
     shared: bool = False
     dtype: torch.dtype = torch.float64
+    hidden: int = HIDDEN
+    width: int = WIDTH
 
 
 @dataclass
@@ -70,24 +72,25 @@ def problem(case: Case, rank: int = 0) -> Problem:
     """The tensors of a rank, drawn by the case alone: rounded to its dtype, so that the loop sees the same numbers."""
     weights = torch.Generator().manual_seed(1)
     tokens = torch.Generator().manual_seed(100 + rank)
-    num_experts, outer = case.num_experts, hidden_factor(case.activation) * WIDTH
+    num_experts, hidden, width = case.num_experts, case.hidden, case.width
+    outer, smaller = hidden_factor(case.activation) * width, 2 * (hidden / HIDDEN) ** 0.5
 
     def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(case.dtype)
 
-    parameters = [draw(weights, num_experts, outer, HIDDEN) / 2, draw(weights, num_experts, HIDDEN, WIDTH) / 2]
+    parameters = [draw(weights, num_experts, outer, hidden) / smaller, draw(weights, num_experts, hidden, width) / smaller]
     if case.bias:
-        parameters += [draw(weights, num_experts, outer), draw(weights, num_experts, HIDDEN)]
-    shared = [draw(weights, WIDTH, HIDDEN), draw(weights, HIDDEN, WIDTH)] if case.shared else []
+        parameters += [draw(weights, num_experts, outer), draw(weights, num_experts, hidden)]
+    shared = [draw(weights, width, hidden), draw(weights, hidden, width)] if case.shared else []
     wide = case.dtype if case.dtype is torch.float64 else torch.float32  # the router's
     probs = draw(tokens, case.num_tokens, num_experts).abs().to(wide)
     if case.num_tokens:
         probs[0] = 0.0  # a weight of zero still has a gradient
     return Problem(
-        draw(tokens, case.num_tokens, HIDDEN),
+        draw(tokens, case.num_tokens, hidden),
         probs,
         routing_map(case, tokens),
-        draw(tokens, case.num_tokens, HIDDEN),
+        draw(tokens, case.num_tokens, hidden),
         parameters,
         shared,
     )

@@ -57,21 +57,22 @@ def _measure_on_rank(folder: str) -> tuple[LayerCosts, LayerCosts, LayerCosts]:
     assert group is not None
     shape, exchange = _shape(2), FlatAllToAll(group)
     weights = _weights(2)
+    from moe import measure
+
+    measure.LONGER = 1e9  # a busy machine measures whole passes all the same
     fresh = measure_costs(weights, exchange, group, shape, folder=folder, budget=BUDGET)
     _complete(fresh, shape)
     assert fresh.exchange(1024) > 0 and fresh.gather(8) > 0 and fresh.home_sum(8) > 0 and fresh.post(8) > 0
     for rest in (fresh.forward_rest, fresh.backward_rest):
-        assert isinstance(rest, Curve) and rest.sizes in ((1.0, 2.0, 4.0, 8.0, 16.0), (1.0, 4.0, 8.0))
+        assert isinstance(rest, Curve) and rest.sizes in ((1.0, 2.0, 4.0, 8.0, 16.0), (1.0, 4.0, 8.0, 16.0))
         assert rest.seconds[-1] >= rest.seconds[-2]
     assert fresh.mixed_rest >= 0
     assert fresh.count_exchange > 0 and fresh.compute_slowdown >= 1 and fresh.exchange_slowdown >= 1
-    from moe import measure
-
     measure.TRUST = 1e9  # a busy machine is not another link
     kept = measure_costs(weights, exchange, group, shape, folder=folder, budget=BUDGET)
     measure.TRUST = 1e-9  # now nothing holds
     again = measure_costs(weights, exchange, group, shape, folder=folder, budget=BUDGET)
-    measure.TRUST = 2.0
+    measure.TRUST, measure.LONGER = 2.0, 1.5
     return fresh, kept, again
 
 

@@ -18,6 +18,8 @@ from tests.moe.oracle import (
     TOP_K,
     Case,
     check_on_ranks,
+    compared,
+    error_of_norms,
     expected_on,
     largest_error,
     loop,
@@ -47,6 +49,28 @@ def test_one_rank_in_lower_precision(dtype: str, activation: str, bias: bool) ->
         expected = loop(case, problem(case))
         for degree, strategy in itertools.product((1, 2, 8), STRATEGIES):
             assert largest_error(ours(case, problem(case), Plan(degree, degree, strategy)), expected) < MOE[dtype]
+
+
+def _cases_in_tiles() -> Iterator[tuple[Case, list[Plan]]]:
+    """Sizes that the compiled kernels compute in bf16 by tiles, where there are such kernels."""
+    for routing, activation, bias in (("skewed", "swiglu", False), ("empty_experts", "gelu", True), ("dropped", "gelu_tanh", False)):
+        case = Case(70, routing=routing, activation=activation, bias=bias, shared=bias, dtype=torch.bfloat16, hidden=64, width=96)
+        yield case, plans([(1, 1), (3, 3), (2, 4)])
+
+
+def test_tiles_on_one_rank() -> None:
+    for _, _, actual, expected in compared(_cases_in_tiles(), None, 0, 1):
+        assert error_of_norms(actual, expected) < MOE["bfloat16"]
+
+
+def _tiles_on_ranks() -> float:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return check_on_ranks(_cases_in_tiles(), FlatAllToAll(group))
+
+
+def test_tiles_over_ranks() -> None:
+    assert max(run(_tiles_on_ranks, 2)) < 1
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
