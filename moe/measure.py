@@ -40,8 +40,8 @@ DEGREES = (1, 2, 4, 8)  # numbers of chunks in which they run
 MIXED = (4, 2)  # forward and backward, to see what other chunks backward cost
 STEPS = 3  # of a plan one after the other; the first one makes its buffers
 MAX_VISITS = 5
-FEWER = ((1, 1), (4, 4), (8, 8))  # run alone where steps are long, for at most LONGER times as long as planned; else nothing runs
-LONGER = 1.5
+FEWER = ((1, 1), (4, 4), (8, 8))  # run alone where steps are long
+BELIEVED = 0.5  # of what whole passes take beyond the model: few are run, and a disturbed one must not decide
 TRUST = 2.0  # a link that is so many times faster or slower than the cache says is another link
 
 
@@ -352,13 +352,16 @@ class _Bench:
         some = {degrees: plan for degrees, plan in best.items() if degrees in FEWER}
         if STEPS * sum(seconds.values()) <= self.whole_budget:
             times = self._time_plans(exchange, best)
-        elif STEPS * sum(seconds[degrees] for degrees in some) <= LONGER * self.whole_budget:
+        elif STEPS * sum(seconds[degrees] for degrees in some) <= self.whole_budget:
             times = self._time_plans(exchange, some)
         else:
             return {}
         rest = {
-            degrees: (statistics.median(f) - expected[degrees].forward, statistics.median(b) - expected[degrees].backward)
-            for degrees, (f, b) in times.items()
+            degrees: [
+                BELIEVED * (statistics.median(of_pass) - predicted)
+                for of_pass, predicted in zip(times[degrees], (expected[degrees].forward, expected[degrees].backward), strict=True)
+            ]
+            for degrees in times
         }
         same = [degrees[0] for degrees in rest if degrees != MIXED]
         forward, backward = (_rising_on(Curve(tuple(map(float, same)), tuple(rest[r, r][i] for r in same))) for i in (0, 1))
