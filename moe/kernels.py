@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import library as operations
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
@@ -159,9 +160,9 @@ def add_up(source: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, weig
     return out
 
 
-def takes_top_k(scores: torch.Tensor) -> bool:
+def takes_top_k(scores: torch.Tensor, k: int) -> bool:
     """Whether `top_k` is for this."""
-    return scores.dtype is torch.float32 and scores.size(1) <= MAX_COLUMNS and has(scores)
+    return scores.dtype is torch.float32 and k <= scores.size(1) <= MAX_COLUMNS and has(scores)
 
 
 def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -177,7 +178,7 @@ def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 # `blocks`: expert, first pair, the last one's next, and whether its gradients are added to what is there, of each block; `tile`:
 # rows are computed in multiples of it.
-_LIBRARY = torch.library.Library("mixtrain", "DEF")
+_LIBRARY = operations.Library("mixtrain", "DEF")
 _MATRICES = "Tensor fc1, Tensor? fc1_bias, Tensor fc2, Tensor? fc2_bias, str activation"
 
 

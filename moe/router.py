@@ -65,7 +65,7 @@ class _TopK:
         self, scores: torch.Tensor, top_k: int, num_groups: int | None, group_top_k: int | None, otherwise: Callable[..., Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `top_k` greatest of each row of scores [T, E], and where they are."""
-        if group_top_k or not kernels.takes_top_k(scores):
+        if group_top_k or not kernels.takes_top_k(scores, top_k):
             values, indices = otherwise(scores, top_k, num_groups=num_groups, group_topk=group_top_k)
             return values, indices
         indices = kernels.top_k(scores, top_k)

@@ -214,7 +214,7 @@ def test_later_blocks_add_to_an_experts_gradients() -> None:
     assert _relative(gradients[1][0], 2 * output_grad[output_rows].double().t() @ activated.double()) < MOE["bfloat16"]
 
 
-def test_a_build_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_is_made_once_and_whole(tmp_path: Path) -> None:
     if not kernels.has(torch.empty(0)):
         pytest.skip("no C++ compiler here")
     library = kernels.build(tmp_path)
