@@ -6,7 +6,8 @@ Two ranks on an emulated cluster compute in earnest. A layer is a link's rate an
 exact: PyTorch's memory tracker counts every tensor from the start of the forward to the end of the backward pass, without the
 layer's input, weights and their gradients; the largest over the ranks. Time is that of both passes, in rounds that take turns.
 The baseline keeps everything in one chunk. Then the budget falls from what the largest plan needs to what the smallest does: the
-planner's pick, from its own measured costs, against the fastest measured plan that fits; right is within 2% of it.
+planner's pick, from its own measured costs, against the fastest measured plan that fits (the median over rounds of one round's
+ratio); right is within 2% of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from benchmarks.layer_step import Case
 from benchmarks.pipeline_degree import HIDDEN, TOKENS, make_case
 from benchmarks.tables import table
 from moe.plan import Load, Plan
-from moe.planner import LayerCosts, Limits, best_plan
+from moe.planner import LayerCosts, Limits, best_plan, predict
 from moe.workspace import WORKSPACE
 
 BASELINE = Plan()
@@ -45,28 +46,39 @@ MIB = 2**20
 
 def peak_bytes(plan: Plan) -> int:
     """Most bytes of tensors at once during a step of this rank's layer, beyond its inputs, weights and their gradients."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
     layer = layer_step._layer
     assert layer is not None
     layer.clear()
     weights = (layer.weights.fc1, layer.weights.fc2)
-    device = torch.device("cpu")
-    tracker = MemTracker()
-    tracker.track_external(layer.x, layer.probs, layer.routing_map, layer.output_grad, *weights)
+    return tracked_peak(lambda: layer.forward(plan), layer.output_grad, (layer.x, layer.probs, layer.routing_map), weights)
+
+
+def tracked_peak(
+    forward: Callable[[], torch.Tensor], output_grad: torch.Tensor, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> int:
+    """The same of any step; the tensors have no gradients yet. What the forward pass returns is not its own afterwards."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    device, tracker = output_grad.device, MemTracker()
+    tracker.track_external(*inputs, output_grad, *weights)
+
+    def count(which: str) -> int:
+        return tracker.get_tracker_snapshot(which)[device]["Total"]
+
     WORKSPACE.pooled = False  # what is given back is gone, as with a GPU's allocator, so that live memory is what is counted
     try:
         with tracker:
-            before = tracker.get_tracker_snapshot("current")[device]["Total"]
-            output = layer.forward(plan)
+            before = count("current")
+            output = forward()
+            peak_of_forward = count("peak") - before
             edge = torch.autograd.graph.get_gradient_edge(output)
             del output  # the next layer has it
-            torch.autograd.backward(edge, layer.output_grad)
-            peak = tracker.get_tracker_snapshot("peak")[device]["Total"]
+            torch.autograd.backward(edge, output_grad)
+            peak = count("peak") - before
     finally:
         WORKSPACE.pooled = True
-    gradients = sum(weight.numel() * weight.element_size() for weight in weights)
-    return peak - before - gradients
+    # Only the backward pass has made the weights' gradients.
+    return max(peak_of_forward, peak - sum(weight.numel() * weight.element_size() for weight in weights))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,6 +124,7 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> 
             "saved": 1 - memory[key] / memory[base],
             "seconds": result.median(key, "together"),
             "time_by_baseline": 1 / result.speedup(key, "together", base),
+            "predicted": asdict(predict(costs, load, plan)),
         }
         for key, plan in plans.items()
     ]
@@ -121,7 +134,7 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> 
         "rounds": result.num_rounds,
         "rounds_dropped": result.num_dropped,
         "rows": rows,
-        "picks": [_judge(budget, _key(pick), rows) for budget, pick in picks],
+        "picks": [_judge(budget, _key(pick), rows, result) for budget, pick in picks],
         "refusal": _refusal(costs, load, replace(limits, memory_budget=min(memory.values()) // 2)),
     }
 
@@ -130,10 +143,10 @@ def _falling(most: int, least: int, count: int) -> list[int]:
     return [int(least * (most / least) ** (1 - i / (count - 1)) * 1.001) for i in range(count)]
 
 
-def _judge(budget: int, name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _judge(budget: int, name: str, rows: Sequence[dict[str, Any]], result: rounds.Rounds) -> dict[str, Any]:
     pick = next(row for row in rows if row["name"] == name)
-    fastest = min((row for row in rows if row["bytes"] <= budget), key=lambda row: row["seconds"])
-    slower = pick["seconds"] / fastest["seconds"]
+    fastest = min((row for row in rows if row["bytes"] <= budget), key=lambda row: row["time_by_baseline"])
+    slower = 1 / result.speedup(name, "together", fastest["name"])
     return {
         "budget": budget,
         "pick": name,
@@ -158,7 +171,13 @@ def _refusal(costs: LayerCosts, load: Load, limits: Limits) -> str:
 
 def _report(layer: dict[str, Any], markdown: bool) -> str:
     rows = [
-        [row["name"], f"{row['bytes'] / MIB:.1f}", f"{row['saved']:.0%}", f"{row['seconds'] * 1e3:.1f}", f"{row['time_by_baseline']:.3f}"]
+        [
+            row["name"],
+            f"{row['bytes'] / MIB:.1f} / {row['predicted']['memory'] / MIB:.1f}",
+            f"{row['saved']:.0%}",
+            f"{row['seconds'] * 1e3:.1f} / {(row['predicted']['forward'] + row['predicted']['backward']) * 1e3:.1f}",
+            f"{row['time_by_baseline']:.3f}",
+        ]
         for row in sorted(layer["rows"], key=lambda row: -row["bytes"])
     ]
     picks = [
@@ -166,7 +185,7 @@ def _report(layer: dict[str, Any], markdown: bool) -> str:
     ]
     right = sum(pick["right"] for pick in layer["picks"])
     parts = [
-        table(["plan", "MiB", "saved", "ms", "time / baseline"], rows, markdown),
+        table(["plan", "MiB / counted", "saved", "ms / predicted", "time / baseline"], rows, markdown),
         table(["budget MiB", "pick", "fits", "fastest that fits", "pick / fastest"], picks, markdown),
         f"right picks: {right} of {len(layer['picks'])}",
         f"half the least: {layer['refusal']}",

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from moe import blocks
 from moe.blocks import SPARE_ROWS
-from moe.plan import AHEAD, DEPTH, MAX_IN_FLIGHT, Load, Strategy
+from moe.plan import AHEAD, DEPTH, MAX_IN_FLIGHT, WHOLE, Load, Strategy
 
-INDEX_BYTES = 150  # of a pair: who goes where, in all the forms that both passes need
-UNEVEN = 1.02  # chunks are of about the same size; the larger ones count
+INDEX_BYTES = 170  # of a pair: who goes where, in all the forms that both passes need
+UNEVEN = 1.01  # several chunks are of about the same size; the larger ones count
 SETTLED = 10  # chunks after which each looks like the one before
 
 
 def kept_bytes(load: Load, strategy: Strategy) -> int:
     """What lives from the forward to the backward pass."""
     rows = load.rows * load.hidden_size if strategy.rows == "keep" else 0
-    hidden = load.pairs * load.hidden_columns if strategy.hidden == "keep" else 0
+    hidden = (load.pairs + _spare(load)) * load.hidden_columns if strategy.hidden == "keep" else 0
     return (rows + hidden) * load.element_size + load.pairs * INDEX_BYTES
 
 
@@ -28,6 +28,7 @@ def forward_bytes(load: Load, strategy: Strategy, degree: int) -> int:
     received = 0 if strategy.rows == "keep" else sizes.rows
     offloaded = sizes.hidden if strategy.hidden == "offload" else 0
     scratch = blocks.forward_scratch(load, sizes.block, strategy.hidden == "recompute")
+    ledger.fly(0)  # codes and weights of the pairs
     arrivals = ledger.take_ahead(received, AHEAD, degree, 0)
     ledger.send(sizes.away, min(DEPTH, degree))
     for i in range(min(degree, SETTLED)):
@@ -42,7 +43,7 @@ def forward_bytes(load: Load, strategy: Strategy, degree: int) -> int:
         ledger.give(offloaded + received)
         ledger.add_up_at_home(sizes, keep=DEPTH)
     ledger.add_up_at_home(sizes)
-    return ledger.bytes(load)
+    return ledger.bytes(load, degree)
 
 
 def backward_bytes(load: Load, strategy: Strategy, degree: int, weight_lag: int, same: bool) -> int:
@@ -78,11 +79,17 @@ def backward_bytes(load: Load, strategy: Strategy, degree: int, weight_lag: int,
         ledger.answer(sizes.rows)
         ledger.give(regrouped + (sizes.hidden if strategy.hidden == "offload" else 0))
         later += 1
+        if i + 1 == degree:
+            ledger.fly(0)  # gradients of the pairs' weights
         weight_gradients(weight_lag)
         ledger.add_up_at_home(sizes, keep=DEPTH)
     weight_gradients(0)
     ledger.add_up_at_home(sizes)
-    return ledger.bytes(load)
+    return ledger.bytes(load, degree)
+
+
+def _spare(load: Load) -> int:
+    return SPARE_ROWS if load.block < WHOLE else 0
 
 
 class _Sizes:
@@ -93,7 +100,7 @@ class _Sizes:
         self.rows = -(-load.rows // degree) * load.hidden_size
         self.away = -(-load.away_rows // degree) * load.hidden_size
         self.block = min(self.pairs, load.block, -(-load.expert_pairs // degree))
-        spare = SPARE_ROWS if load.block < load.pairs else 0
+        spare = _spare(load)
         self.expert_rows = (self.pairs + spare) * load.hidden_size
         self.hidden = (self.pairs + spare) * load.hidden_columns
         self.work = (self.pairs + spare) * (load.hidden_columns + load.width)
@@ -156,5 +163,5 @@ class _Ledger:
             self.give(sizes.rows)
             self._answers -= 1
 
-    def bytes(self, load: Load) -> int:
-        return int(self._peak * UNEVEN) * load.element_size
+    def bytes(self, load: Load, degree: int) -> int:
+        return int(self._peak * (UNEVEN if degree > 1 else 1.0)) * load.element_size

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 DEPTH = 2  # chunks that are dispatched before the first is computed, and answers that may be on their way before one is waited for
 AHEAD = DEPTH + 1  # chunks whose receive buffers are ready beyond the one that is computed
+WHOLE = 2**62  # more pairs than there are: all at once
 MAX_IN_FLIGHT = 2 * DEPTH + 2  # exchanges of a pass that may still be sending: bounds the memory of send buffers
 
 
@@ -70,6 +71,6 @@ class Load:
     hidden_columns: int  # G, what goes into the activation function, per pair: 2 F for SwiGLU
     width: int  # F, what comes out of it
     element_size: int  # bytes per number
-    expert_pairs: int = 2**62  # of the busiest expert
-    block: int = 2**62  # most pairs that go through an expert at once
+    expert_pairs: int = WHOLE  # of the busiest expert
+    block: int = WHOLE  # most pairs that go through an expert at once
     tiled: bool = False  # by tiles, whose scratch memory is another
