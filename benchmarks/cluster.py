@@ -6,8 +6,8 @@ users who debug runs over several nodes. Benchmarks call functions on the ranks 
     with Cluster(nodes=2, rate="200mbit") as cluster:
         results = cluster.call(function, argument)  # function(argument) on every rank, results by rank
 
-Each node has one network card, which sends and receives at `rate` at the same time; a bridge joins them. Nothing here has a
-name outside of its processes: a namespace ends with the last process that is in it or holds its descriptor, and with it its
+Each node has one network card, which sends and receives at `rate` at the same time; a cable joins two, a bridge more. Nothing
+here has a name outside of its processes: a namespace ends with the last process that is in it or holds its descriptor, and with it its
 links. Ranks ask the kernel to be killed when their parent ends, and a guard process ends what they have started and removes
 their control groups. So nothing is left of a cluster, however its parent ends, and clusters run beside one another.
 """
@@ -15,6 +15,7 @@ their control groups. So nothing is left of a cluster, however its parent ends, 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import ctypes
 import datetime
@@ -26,6 +27,7 @@ import re
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -35,7 +37,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+
+def _linux() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+
 
 ROOT = Path(__file__).resolve().parent.parent
 CGROUPS = Path("/sys/fs/cgroup/cpu")  # control groups, version 1
@@ -43,6 +50,12 @@ CGROUP_PERIOD = 10_000  # microseconds: a rank over its share waits for at most 
 SUBNET, INTERFACE, PORT = "10.77.0", "eth0", 29500  # private to a cluster, so the same in all of them
 MARK = "MIXTRAIN_CLUSTER"  # variable in the environment of every process of a cluster
 UNCAPPED = "uncapped"
+
+SEGMENT_SECONDS = 1.4e-3  # a segment takes at most so long
+# Sizes of segments; TCP over IPv4 has those beyond 64 KiB since Linux 6.3.
+LINUX = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+SEGMENTS = tuple(size * 1024 for size in (128, 64, 32, 16) if size <= 64 or LINUX >= (6, 3))
+RTM_NEWLINK, NLM_F_REQUEST_ACK, IFLA_GSO_MAX_SIZE, IFLA_GSO_IPV4_MAX_SIZE = 16, 5, 41, 63  # <linux/rtnetlink.h>, <linux/if_link.h>
 
 COMMAND_TIMEOUT = 30.0  # seconds for ip and tc
 START_TIMEOUT = 120.0  # seconds for all ranks to import torch and to meet
@@ -58,6 +71,9 @@ UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 WORKER = "from benchmarks.cluster import _worker; _worker()"
 COMMAND = "from benchmarks.cluster import _become; _become()"
 GUARD = "from benchmarks.cluster import _guard; _guard()"
+
+
+_Result = TypeVar("_Result")
 
 
 class ClusterError(RuntimeError):
@@ -90,14 +106,14 @@ def parse_rate(rate: str) -> float | None:
 def link_settings(bits_per_second: float) -> tuple[int, int]:
     """Largest segment that is handed to the link, and burst of its token bucket, both in bytes.
 
-    The burst passes at once, so it must be small beside a message; but a bucket smaller than a segment makes the kernel cut
-    segments up in software, which slows the computation beside it about twofold. Both were measured on an idle machine: up to
-    300 Mbit/s segments of 16 KiB and 24 KiB (messages of 1 MiB run at 0.98 of the rate), then 64 KiB and 80 KiB; the bucket
-    must hold what flows in 0.4 ms, or fast links do not reach their rate.
+    Each segment costs the machine two interrupts and a thread's waking up, some 50 microseconds here, which a network card would
+    save it: with one each 0.5 ms, computation beside the link was 16 to 28% slower, with one each 1 to 1.5 ms, 4 to 9% (two ranks
+    held to 0.7 of a core). The burst passes at once, so it must be small beside a message (a message of 1 MiB runs at up to 1.05 of
+    the rate); but a bucket smaller than a segment makes the kernel cut segments up in software, which slows the computation
+    twofold. The bucket must hold what flows in 0.4 ms, or fast links do not reach their rate.
     """
-    if bits_per_second <= 300e6:
-        return 16 * 1024, 24 * 1024
-    return 64 * 1024, max(80 * 1024, int(bits_per_second / 8 * 0.4e-3))
+    segment = next(size for size in SEGMENTS if size <= bits_per_second / 8 * SEGMENT_SECONDS or size == SEGMENTS[-1])
+    return segment, max(segment * 5 // 4, int(bits_per_second / 8 * 0.4e-3))
 
 
 def _libc_call(name: str, *args: int) -> None:
@@ -107,29 +123,50 @@ def _libc_call(name: str, *args: int) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
+def _elsewhere(function: Callable[[], _Result]) -> _Result:
+    """The result of `function` in a thread of its own, which may change its namespace: that belongs to a thread."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
 def _new_namespace() -> int:
     """The descriptor of a new network namespace, which lives as long as it does (or a process inside)."""
-    made: list[int | OSError] = []
 
-    def make() -> None:  # a namespace belongs to a thread; this one ends at once
-        try:
-            _libc_call("unshare", CLONE_NEWNET)
-            made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))
-        except OSError as error:
-            made.append(error)
+    def make() -> int:
+        _libc_call("unshare", CLONE_NEWNET)
+        return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    if isinstance(made[0], OSError):
+    try:
+        return _elsewhere(make)
+    except OSError as error:
         raise ClusterError(
-            f"network namespaces cannot be made here ({made[0]}): run as root, or inside `unshare --user --map-root-user`, on Linux."
-        )
-    return made[0]
+            f"network namespaces cannot be made here ({error}): run as root, or inside `unshare --user --map-root-user`, on Linux."
+        ) from None
+
+
+def _limit_segments(namespace: int, names: Sequence[str], size: int) -> None:
+    """Segments of at most `size` bytes leave through these devices of a namespace. (`ip` can do it from iproute2 6.3 on.)"""
+
+    def limit() -> None:
+        _libc_call("setns", namespace, CLONE_NEWNET)
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+            for name in names:
+                attributes = b"".join(struct.pack("HHI", 8, kind, size) for kind in (IFLA_GSO_MAX_SIZE, IFLA_GSO_IPV4_MAX_SIZE))
+                message = struct.pack("BxHiII", 0, 0, socket.if_nametoindex(name), 0, 0) + attributes
+                kernel.send(struct.pack("IHHII", 16 + len(message), RTM_NEWLINK, NLM_F_REQUEST_ACK, 1, 0) + message)
+                (error,) = struct.unpack("i", kernel.recv(4096)[16:20])
+                if error:
+                    raise OSError(-error, os.strerror(-error))
+
+    try:
+        _elsewhere(limit)
+    except OSError as error:
+        raise ClusterError(f"segments of {names} cannot be limited to {size} bytes: {error}") from None
 
 
 class _Network:
-    """Namespaces of the nodes, joined by a bridge in a namespace of its own; the machine's own network stays as it is."""
+    """Namespaces of the nodes: two are joined by a cable, more by a bridge in a namespace of its own. The machine's own network stays
+    as it is."""
 
     def __init__(self, nodes: int, rate: str) -> None:
         limit = parse_rate(rate)
@@ -138,24 +175,28 @@ class _Network:
         try:
             self._bridge = _new_namespace()
             self.namespaces = [_new_namespace() for _ in range(nodes)]
-            bridge = ["link set lo up", "link add name bridge type bridge", "link set bridge up"]
-            segment = f" gso_max_size {link_settings(limit)[0]}" if limit is not None else ""
+            ends = [f"{INTERFACE} netns /proc/self/fd/{namespace}" for namespace in self.namespaces]
+            ports = [] if nodes == 2 else [f"port{i}" for i in range(nodes)]
+            if ports:
+                lines = ["link set lo up", "link add name bridge type bridge", "link set bridge up"]
+                for port, end in zip(ports, ends, strict=True):
+                    lines += [f"link add name {port} type veth peer name {end}", f"link set {port} master bridge up"]
+            else:
+                lines = [f"link add name {ends[0]} type veth peer name {ends[1]}"]
+            self._batch(self._bridge, "ip", lines)
             for i, namespace in enumerate(self.namespaces):
-                peer = f"peer name {INTERFACE} netns /proc/self/fd/{namespace}"
-                bridge += [f"link add name port{i} type veth {peer}", f"link set port{i} master bridge{segment} up"]
-            self._batch(self._bridge, "ip", bridge)
-            for i, namespace in enumerate(self.namespaces):
-                node = ["link set lo up", f"addr add {address(i)}/24 dev {INTERFACE}", f"link set {INTERFACE}{segment} up"]
+                node = ["link set lo up", f"addr add {address(i)}/24 dev {INTERFACE}", f"link set {INTERFACE} up"]
                 # BBR, some systems' default, shares a card badly among several senders: four nodes at 200 Mbit/s exchanged
                 # 8 MiB each with 138 to 165 Mbit/s, and with 187 to 189 under cubic.
                 node.append(f"route replace {SUBNET}.0/24 dev {INTERFACE} src {address(i)} congctl cubic")
                 self._batch(namespace, "ip", node)
             if limit is not None:
-                # A node's own end limits what it sends, the bridge's end what it receives.
-                bucket = f"root tbf rate {limit:.0f}bit burst {link_settings(limit)[1]} latency 400ms"
-                self._batch(self._bridge, "tc", [f"qdisc add dev port{i} {bucket}" for i in range(nodes)])
-                for namespace in self.namespaces:
-                    self._batch(namespace, "tc", [f"qdisc add dev {INTERFACE} {bucket}"])
+                # A node's own end limits what it sends, the bridge's end (or the other end of the cable) what it receives.
+                segment, burst = link_settings(limit)
+                for namespace, names in [(self._bridge, ports), *((namespace, [INTERFACE]) for namespace in self.namespaces)]:
+                    _limit_segments(namespace, names, segment)
+                    bucket = f"root tbf rate {limit:.0f}bit burst {burst} latency 400ms"
+                    self._batch(namespace, "tc", [f"qdisc add dev {name} {bucket}" for name in names])
         except BaseException:
             self.close()
             raise
@@ -374,7 +415,7 @@ def _sweep(token: str) -> None:
 class Cluster:
     """Nodes with ranks that wait for calls; torch.distributed's default group (gloo, over the links) joins them.
 
-    `rate` is each node's, both ways ("200mbit", or "uncapped"); `cpu_share` holds each rank to a part of a core. Every rank
+    `rate` is each node's, both ways ("200mbit", or "uncapped"); `cpu_share` holds what each rank computes to a part of a core. Every rank
     computes with one thread. State that calls leave in modules' globals stays. Raises ValueError for impossible settings and
     ClusterError where the machine cannot do it.
     """
@@ -497,6 +538,7 @@ def _worker() -> None:
     except Exception:
         answer = ("error", traceback.format_exc())
     while True:
+        _release_threads()
         connection.send_bytes(pickle.dumps(answer))
         try:
             module, name, args = pickle.loads(connection.recv_bytes())
@@ -510,6 +552,17 @@ def _worker() -> None:
             pickle.dumps(answer)
         except BaseException:
             answer = ("error", traceback.format_exc())
+
+
+def _release_threads() -> None:
+    """What libraries' threads do (gloo's pass packets on) does not count to the rank's share of a core."""
+    held = f"/{MARK.lower()}-{os.environ[MARK]}-"
+    if held not in Path("/proc/thread-self/cgroup").read_text():
+        return
+    for thread in os.listdir("/proc/self/task"):
+        if int(thread) != os.getpid():
+            with contextlib.suppress(OSError):  # it has just ended
+                (CGROUPS / "tasks").write_text(thread)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

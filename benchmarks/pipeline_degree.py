@@ -39,7 +39,7 @@ PARTS = ("forward", "backward", "together")
 HIDDEN, TOP_K = 512, 2
 # Tokens of each rank: at degree 8 every message has at least 256 KiB, and an exchange takes 0.15 to 0.3 s.
 TOKENS = {200e6: 2048, 500e6: 4096, 1e9: 8192}
-TINY_TOKENS = 64
+TINY_TOKENS = 4
 # Real experts of about this many multiply-adds per row and rank are tried to find how long a width takes.
 TRIAL_WIDTHS = (128, 512)
 CONTROLS = ("uncapped", "tiny")

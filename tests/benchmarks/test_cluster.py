@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import cluster as cluster_file
 from benchmarks import link
-from benchmarks.cluster import CGROUPS, Cluster, ClusterError, RankError, launch, link_settings, parse_rate
+from benchmarks.cluster import CGROUPS, SEGMENTS, Cluster, ClusterError, RankError, launch, link_settings, parse_rate
 from tests.benchmarks import calls
 
 WAIT = 20.0  # seconds for processes to go
@@ -36,8 +36,9 @@ def test_rates_are_parsed() -> None:
 
 
 def test_a_bucket_holds_a_segment_and_what_flows() -> None:
-    assert link_settings(200e6) == (16384, 24576)
-    assert link_settings(500e6) == link_settings(1e9) == (65536, 81920)
+    assert link_settings(200e6) == (32768, 40960)
+    assert link_settings(500e6) == (65536, 81920)
+    assert link_settings(1e9)[0] == max(SEGMENTS)
     for rate in (1e6, 300e6, 301e6, 5e9, 10e9):
         segment, burst = link_settings(rate)
         assert burst > segment and burst >= rate / 8 * 0.4e-3
