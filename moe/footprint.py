@@ -104,7 +104,9 @@ class _Sizes:
         self.expert_rows = (self.pairs + spare) * load.hidden_size
         self.hidden = (self.pairs + spare) * load.hidden_columns
         self.work = (self.pairs + spare) * (load.hidden_columns + load.width)
-        self.degree, self.output = degree, load.tokens * load.hidden_size
+        self.output = load.tokens * load.hidden_size
+        # A part of it that is not added up in its place, as it is on the host.
+        self.part = self.output // degree if degree > 1 and load.block == WHOLE else 0
 
 
 class _Ledger:
@@ -152,13 +154,9 @@ class _Ledger:
 
     def add_up_at_home(self, sizes: _Sizes, keep: int = 0) -> None:
         """All answers but `keep` become their parts of the result, which exists from the first on."""
-        part = sizes.output // sizes.degree
         while self._answers > keep:
-            if sizes.degree == 1:
-                self.take(sizes.output)
-            else:
-                self.take(part + (0 if self._has_result else sizes.output))
-                self.give(part)
+            self.take(0 if self._has_result else sizes.output)
+            self.use(sizes.part, 0)
             self._has_result = True
             self.give(sizes.rows)
             self._answers -= 1

@@ -152,9 +152,10 @@ def activate_backward(
     return weight_grad
 
 
-def add_up(source: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def add_up(
+    source: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
     """See route.add_up."""
-    out = WORKSPACE.lend((len(starts), source.size(1)), source)
     weights = None if weights is None else weights.float()
     _call(f"add_up_{SUFFIXES[source.dtype]}", source, source.size(1), index, starts, len(starts), len(index), weights, out)
     return out

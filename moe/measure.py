@@ -297,7 +297,7 @@ class _Bench:
         num_tokens = max(rows * self.load.tokens // max(self.load.rows, 1), 1)
         tokens, back = torch.arange(rows, device=self.device) % num_tokens, self.source[:rows]
         result = self.source.new_empty(num_tokens, self.load.hidden_size)
-        return lambda: _drop(result.copy_(route.add_up(back, route.home_sum(tokens, 0, num_tokens))))
+        return lambda: _drop(route.add_up(back, route.home_sum(tokens, 0, num_tokens), out=result))
 
     def _count_exchange(self, exchange: AllToAll) -> float:
         """Seconds from a router's choice to the counts of 4 chunks in both passes, on all ranks."""

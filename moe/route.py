@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from moe import kernels
+from moe.workspace import WORKSPACE
 
 MAX_BYTE, MAX_SHORT = 255, 32767
 
@@ -131,18 +132,22 @@ def make_chunk(
     return Chunk(slices, first_row, num_rows, positions[order], rows[order], count(experts, num_local_experts), sums)
 
 
-def add_up(source: torch.Tensor, sums: Sum, weights: torch.Tensor | None = None) -> torch.Tensor:
+def add_up(source: torch.Tensor, sums: Sum, weights: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """Sums [outputs, H] of rows of `source`, each times its weight (fp32 or wider, in the order of `sums.index`); of none: zero.
+    In `out` if given.
 
     One kernel reads each row once and adds in fp32; index_add_ on the host would write each output row as often as it is
     added to, and on a GPU it would depend on the order of atomic additions.
     """
-    if len(sums.index) == 0:
-        return source.new_zeros(len(sums.starts), source.size(1))
     if kernels.has(source):
-        return kernels.add_up(source, sums.index, sums.starts, weights)
-    weights = None if weights is None else weights.to(source.dtype)
-    return F.embedding_bag(sums.index, source, sums.starts, mode="sum", per_sample_weights=weights)
+        out = WORKSPACE.lend((len(sums.starts), source.size(1)), source) if out is None else out
+        return kernels.add_up(source, sums.index, sums.starts, weights, out)
+    if len(sums.index) == 0:
+        result = source.new_zeros(len(sums.starts), source.size(1))
+    else:
+        weights = None if weights is None else weights.to(source.dtype)
+        result = F.embedding_bag(sums.index, source, sums.starts, mode="sum", per_sample_weights=weights)
+    return result if out is None else out.copy_(result)
 
 
 def outgoing(choice: Choice, num_local_experts: int, num_ranks: int) -> Outgoing:

@@ -111,13 +111,20 @@ class _Call:
         self.strategy = STRATEGIES[plan.memory_strategy]
 
     def compute(
-        self, weights: Weights, source: torch.Tensor, rows: torch.Tensor, chunk: Chunk, values: torch.Tensor, hidden: torch.Tensor | None
+        self,
+        weights: Weights,
+        source: torch.Tensor,
+        rows: torch.Tensor,
+        chunk: Chunk,
+        values: torch.Tensor,
+        hidden: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A chunk's weighted sums [rows of the chunk, H]; `rows` are its pairs' rows of `source`."""
+        """A chunk's weighted sums [rows of the chunk, H], in `out` if given; `rows` are its pairs' rows of `source`."""
         with span("experts"):
             output = self.engine.forward(weights, source, experts.make_pairs(rows, chunk.counts, weights), hidden)
         with span("combine"):
-            sums = route.add_up(output, chunk.sums, chunk.in_row_order(values))
+            sums = route.add_up(output, chunk.sums, chunk.in_row_order(values), out)
         WORKSPACE.give(output)
         return sums
 
@@ -132,8 +139,10 @@ class _Call:
         values: torch.Tensor,
         weight_grad: torch.Tensor,
         grads: WeightGrads | None,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, WeightWork | None]:
-        """A chunk's gradient of its rows [rows, H]; fills its part of `weight_grad`. See experts.input_gradients for `grads`."""
+        """A chunk's gradient of its rows [rows, H], in `out` if given; fills its part of `weight_grad`. See experts.input_gradients
+        for `grads`."""
         with span("experts backward"):
             pairs = experts.make_pairs(rows, chunk.counts, weights)
             pair_grad, value_grad, work = self.engine.input_gradients(
@@ -141,26 +150,30 @@ class _Call:
             )
         with span("combine"):
             weight_grad[chunk.ids] = value_grad.to(weight_grad.dtype)
-            sums = route.add_up(pair_grad, chunk.sums)
+            sums = route.add_up(pair_grad, chunk.sums, out=out)
         WORKSPACE.give(pair_grad, value_grad)
         return sums, work
 
 
 class _Rows:
-    """The tensor [T, H] that chunks of rows make up; where there is one chunk, that is it."""
+    """A tensor like `like` [T, H] that chunks of rows make up; where there is one chunk, that is it."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
+    def __init__(self, like: torch.Tensor) -> None:
+        self._like = like
         self._rows: torch.Tensor | None = None
 
-    def put(self, first: int, rows: torch.Tensor) -> None:
-        """Rows `first` and following."""
-        if len(rows) == self._num_tokens:
-            self._rows = rows
-            return
+    def room(self, first: int, count: int) -> torch.Tensor | None:
+        """Where `count` rows from `first` on are to be written; None where they are all: anywhere."""
+        if count == len(self._like):
+            return None
         if self._rows is None:
-            self._rows = rows.new_empty(self._num_tokens, *rows.shape[1:])
-        self._rows[first : first + len(rows)] = rows
+            self._rows = WORKSPACE.lend(self._like.shape, self._like)
+        return self._rows[first : first + count]
+
+    def put(self, rows: torch.Tensor) -> None:
+        """These have been written."""
+        if self._rows is None:
+            self._rows = rows
 
     def tensor(self) -> torch.Tensor:
         """All of them."""
@@ -202,10 +215,11 @@ class _LocalCall(_Call):
             self.chunks = chunks if same else _local_chunks(self.choice, plan.backward_degree, num_experts)
             self.hidden = memory.HIDDEN[self.strategy.hidden](chunks, self.chunks, weights.fc1.size(1), x)
         values = _wide(pair_weights, x.dtype)
-        output = _Rows(self.choice.num_tokens)
+        output = _Rows(x)
         for i, chunk in enumerate(chunks):
             hidden = self.hidden.out(i) if self.keep else None
-            output.put(chunk.first_row, self.compute(weights, x, _rows_of_layer(chunk), chunk, values, hidden))
+            room = output.room(chunk.first_row, chunk.num_rows)
+            output.put(self.compute(weights, x, _rows_of_layer(chunk), chunk, values, hidden, room))
             del hidden
             if self.keep:
                 self.hidden.written(i)
@@ -216,13 +230,14 @@ class _LocalCall(_Call):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         values = _wide(pair_weights, x.dtype)
         weight_grad = torch.empty(len(values), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        x_grad = _Rows(self.choice.num_tokens)
+        x_grad = _Rows(x)
         for i, chunk in enumerate(self.chunks):
             chunk_grad = output_grad[chunk.first_row : chunk.first_row + chunk.num_rows]
             rows, hidden = _rows_of_layer(chunk), self.hidden.get(i, chunk)
-            sums, work = self.input_gradients(weights, x, rows, chunk, hidden, chunk_grad, values, weight_grad, grads)
+            room = x_grad.room(chunk.first_row, chunk.num_rows)
+            sums, work = self.input_gradients(weights, x, rows, chunk, hidden, chunk_grad, values, weight_grad, grads, room)
             self.hidden.done(hidden)
-            x_grad.put(chunk.first_row, sums)
+            x_grad.put(sums)
             if work is not None:
                 work.free()
             del sums, work, hidden
@@ -358,7 +373,7 @@ class _ParallelCall(_Call):
         values = _wide(self.values, x.dtype)
         if self.keep:
             self.hidden = memory.HIDDEN[self.strategy.hidden](self.chunks, self.backward_chunks, weights.fc1.size(1), x)
-        output, answers = _Rows(self.choice.num_tokens), _Answers(self, sends)
+        output, answers = _Rows(x), _Answers(self, sends)
         for i, chunk in enumerate(self.chunks):
             ahead = i + DEPTH
             if ahead < degree:
@@ -410,7 +425,7 @@ class _ParallelCall(_Call):
                 self._send_rows(arrivals.handle(i), tensor, sends, i, arrivals.buffer(i), receives)
 
         pair_weight_grad = torch.empty(len(self.values), dtype=self.values.dtype, device=x.device)
-        x_grad, answers, later = _Rows(self.choice.num_tokens), _Answers(self, sends), _WeightQueue(self.engine, grads)
+        x_grad, answers, later = _Rows(x), _Answers(self, sends), _WeightQueue(self.engine, grads)
         for i in range(min(DEPTH, degree)):
             send(i)
         self.hidden.fetch(0)
@@ -507,9 +522,10 @@ class _Answers:
         while len(self._handles) > keep:
             chunk = self._next
             tokens = route.cut_list(self._call.row_tokens, cut.slices(cut.rows, chunk))
-            home_sum = route.home_sum(tokens, first[chunk], first[chunk + 1] - first[chunk])
+            num_tokens = first[chunk + 1] - first[chunk]
+            home_sum = route.home_sum(tokens, first[chunk], num_tokens)
             rows = self._handles.pop(0).wait()
-            result.put(first[chunk], route.add_up(rows, home_sum))
+            result.put(route.add_up(rows, home_sum, out=result.room(first[chunk], num_tokens)))
             WORKSPACE.give(rows)
             del rows
             self._next += 1
