@@ -164,9 +164,9 @@ class _Rows:
 
     def room(self, first: int, count: int) -> torch.Tensor | None:
         """Where `count` rows from `first` on are to be written; None where they are all: anywhere."""
-        if count == len(self._like):
-            return None
         if self._rows is None:
+            if count == len(self._like):
+                return None
             self._rows = WORKSPACE.lend(self._like.shape, self._like)
         return self._rows[first : first + count]
 
