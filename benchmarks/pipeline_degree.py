@@ -39,7 +39,7 @@ PARTS = ("forward", "backward", "together")
 HIDDEN, TOP_K = 512, 2
 # Tokens of each rank: at degree 8 every message has at least 256 KiB, and an exchange takes 0.15 to 0.3 s.
 TOKENS = {200e6: 2048, 500e6: 4096, 1e9: 8192}
-TINY_TOKENS = 4
+TINY_TOKENS, TINY_ROUNDS = 4, 10  # messages of 8 KiB; their steps take so little time that one says nothing
 # Real experts of about this many multiply-adds per row and rank are tried to find how long a width takes.
 TRIAL_WIDTHS = (128, 512)
 CONTROLS = ("uncapped", "tiny")
@@ -184,10 +184,11 @@ def rows(arguments: argparse.Namespace, report: Any) -> list[dict[str, Any]]:
             elif "tiny" in arguments.controls:
                 cases.append(("tiny", replace(base, tokens=TINY_TOKENS, flops_per_second=flops_per_second)))
             for name, case in cases:
+                num_rounds = arguments.rounds * (TINY_ROUNDS if name == "tiny" else 1)
                 row = {
                     "layer": name,
                     "link_bits_per_second": rate_measured,
-                    **measure(cluster, case, arguments.rounds, arguments.megatron, arguments.weight_lag),
+                    **measure(cluster, case, num_rounds, arguments.megatron, arguments.weight_lag),
                 }
                 found.append(row)
                 report(row)
@@ -215,10 +216,11 @@ def _cells(row: dict[str, Any], part: str) -> list[str]:
         *speedups,
         f"{row['ideal'][part]:.2f}",
         "-" if share is None else f"{share:.0%}",
+        "{degree},{backward_degree},{weight_lag}".format(**row["auto"]),
     ]
 
 
-HEADINGS = ("ranks", "link", "layer", "comm/comp", "part", "comm ms", "turn ms", *COLUMNS, "ideal", "share")
+HEADINGS = ("ranks", "link", "layer", "comm/comp", "part", "comm ms", "turn ms", *COLUMNS, "ideal", "share", "auto is")
 
 
 def main() -> int:
