@@ -164,9 +164,15 @@ def step(what: Plan | str) -> dict[str, float]:
     assert layer is not None, "build comes first"
     if what == EXCHANGES:
         return _exchanges(layer)
-    _once(layer, what)  # buffers of the plan's sizes are there now
+    one_step(what)  # buffers of the plan's sizes are there now
+    return one_step(what)
+
+
+def one_step(what: Plan | str) -> dict[str, float]:
+    """The same of a single step."""
+    assert _layer is not None, "build comes first"
     dist.barrier()
-    return _once(layer, what)
+    return _once(_layer, what)
 
 
 def _once(layer: _Layer, what: Plan | str) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The MoE layer's numbers against the plain loop over tokens: outputs and all gradients, in every plan and layout.
 
-`python -m benchmarks.moe_parity [--ranks 1 2 4] [--every 6] [--json] [--markdown]`
+`python -m benchmarks.moe_parity [--ranks 1 2 4] [--every 6] [--sizes 13 8 12] [--json] [--markdown]`
 
 Degrees 1 to 8, forward and backward alike and different, times every memory strategy, with the backward order taking turns; top 1, 2,
 4 and 8 of 8 experts; balanced, skewed, empty, dropped and all-on-one-expert routing; with and without a shared expert; flat and, on
@@ -24,7 +24,7 @@ from benchmarks.tables import table
 from moe.dispatch import AllToAll, FlatAllToAll
 from moe.hierarchical import HierarchicalAllToAll
 from tests.distributed import run, shutdown
-from tests.moe.oracle import ROUTINGS, TOP_K, Case, compared, error_of_norms, largest_error, loop, plans, problem, with_dtype
+from tests.moe.oracle import HIDDEN, ROUTINGS, TOP_K, WIDTH, Case, compared, error_of_norms, largest_error, loop, plans, problem, with_dtype
 from tests.tolerances import MOE
 
 
@@ -43,7 +43,7 @@ class Errors:
         self.by_norm = max(self.by_norm, error_of_norms(actual, expected))
 
 
-def errors(kind: str, dtype: str, every: int) -> tuple[Errors, Errors]:
+def errors(kind: str, dtype: str, every: int, sizes: tuple[int, int, int]) -> tuple[Errors, Errors]:
     """On a rank: ours, and of the loop over tokens in this dtype (one process only)."""
     group = torch.distributed.group.WORLD
     assert group is not None
@@ -51,8 +51,11 @@ def errors(kind: str, dtype: str, every: int) -> tuple[Errors, Errors]:
     exchange: AllToAll | None = None
     if size > 1:
         exchange = FlatAllToAll(group) if kind == "flat" else HierarchicalAllToAll(group, 2)
-    every_case = itertools.product(ROUTINGS, TOP_K, (False, True))
-    cases = [with_dtype(Case(routing=routing, top_k=top_k, shared=shared), dtype) for routing, top_k, shared in every_case]
+    num_tokens, hidden, width = sizes
+    cases = [
+        with_dtype(Case(num_tokens, top_k=top_k, routing=routing, shared=shared, hidden=hidden, width=width), dtype)
+        for routing, top_k, shared in itertools.product(ROUTINGS, TOP_K, (False, True))
+    ]
     own, plain = Errors(), Errors()
     for _, _, actual, expected in compared(((case, plans()[i % every :: every]) for i, case in enumerate(cases)), exchange, rank, size):
         own.add(actual, expected)
@@ -65,6 +68,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--every", type=int, default=6, help="of the plans, for each case")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs=3,
+        metavar=("TOKENS", "HIDDEN", "WIDTH"),
+        default=(Case.num_tokens, HIDDEN, WIDTH),
+        help="tokens of a rank, hidden size, experts' width; compiled tiles take multiples of 32",
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
@@ -73,7 +84,7 @@ def main() -> int:
         for ranks in arguments.ranks:
             for kind in ("flat", "hierarchical") if ranks == 4 else ("flat",):
                 for dtype in ("float64", "float32", "bfloat16"):
-                    results = run(errors, ranks, kind, dtype, arguments.every, timeout=3600.0)
+                    results = run(errors, ranks, kind, dtype, arguments.every, tuple(arguments.sizes), timeout=3600.0)
                     own, plain = zip(*results, strict=True)
                     rows.append(
                         {

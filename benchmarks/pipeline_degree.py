@@ -30,8 +30,9 @@ from benchmarks.accelerator import step_flops
 from benchmarks.cluster import UNCAPPED, Cluster, ClusterError, parse_rate
 from benchmarks.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case
 from benchmarks.tables import headline, line
-from moe.plan import Plan
-from moe.planner import Limits, best_plan
+from moe.plan import Load, Plan
+from moe.planner import Limits, Planner
+from moe.trial import Trial
 
 DEGREES = (1, 2, 4, 8)
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -42,6 +43,7 @@ TOKENS = {200e6: 2048, 500e6: 4096, 1e9: 8192}
 TINY_TOKENS, TINY_ROUNDS = 4, 10  # messages of 8 KiB; their steps take so little time that one says nothing
 # Real experts of about this many multiply-adds per row and rank are tried to find how long a width takes.
 TRIAL_WIDTHS = (128, 512)
+FLAT = "flat"  # the only all-to-all of one rank a node
 CONTROLS = ("uncapped", "tiny")
 
 
@@ -85,14 +87,32 @@ def ideal_speedups(exchange: Mapping[str, float], step: Mapping[str, float], deg
 
 
 def auto_plan(cluster: Cluster, case: Case) -> Plan:
-    """The planner's choice for the layer that was built, from costs that it measures now; it keeps everything, as the others do."""
+    """What a training chooses for the layer that was built, from costs that it measures now; it keeps everything, as the others do."""
     costs = cluster.call(layer_step.costs)[0]
-    return best_plan(costs, layer_step.load(case, cluster.world_size), Limits(strategies=("keep",))).plan
+    return tried(cluster, Planner(costs, Limits(strategies=("keep",))), layer_step.load(case, cluster.world_size))
+
+
+def tried(cluster: Cluster, planner: Planner, load: Load) -> Plan:
+    """What a training chooses after its first steps, in which it tries the plans that may be fastest."""
+    choices = [(FLAT, decision) for decision in planner.close(load)]
+    trial = Trial(choices, num_layers=1)
+    while not trial.is_over:
+        _, decision = trial.choice(0)
+        results = cluster.call(layer_step.one_step, decision.plan)
+        trial.took([max(rank["together"] for rank in results)])
+    planner.learn(trial.factors(FLAT))
+    return planner.decide(load).plan
 
 
 def _median_step(cluster: Cluster, what: Plan | str, repeats: int = 3) -> float:
     results = [cluster.call(layer_step.step, what) for _ in range(repeats)]
     return statistics.median(max(rank["together"] for rank in result) for result in results)
+
+
+def _exchange_and_computation(cluster: Cluster, case: Case) -> tuple[float, float]:
+    cluster.call(layer_step.build, case)
+    exchange = _median_step(cluster, EXCHANGES)
+    return exchange, _median_step(cluster, IN_TURN) - exchange
 
 
 def make_case(cluster: Cluster, case: Case, ratio: float, virtual: bool) -> Case:
@@ -108,13 +128,14 @@ def make_case(cluster: Cluster, case: Case, ratio: float, virtual: bool) -> Case
         if seconds > 0:
             return replace(case, flops_per_second=step_flops(pairs, case.hidden, case.width) / seconds)
     else:
-        times = []
-        for width in TRIAL_WIDTHS:
-            cluster.call(layer_step.build, replace(case, width=width))
-            exchange = _median_step(cluster, EXCHANGES)
-            times.append(_median_step(cluster, IN_TURN) - exchange)
-        slope = (times[1] - times[0]) / (TRIAL_WIDTHS[1] - TRIAL_WIDTHS[0])
-        width = int((TRIAL_WIDTHS[0] + (exchange / ratio - times[0]) / slope) / 16 + 0.5) * 16 if slope > 0 else 0
+        first, width = TRIAL_WIDTHS
+        exchange, least = _exchange_and_computation(cluster, replace(case, width=first))
+        for _ in range(2):  # the second time from near the goal
+            exchange, seconds = _exchange_and_computation(cluster, replace(case, width=width))
+            slope = (seconds - least) / (width - first)
+            width = int((first + (exchange / ratio - least) / slope) / 16 + 0.5) * 16 if slope > 0 else 0
+            if width < 16 or width == first:
+                break
         if width >= 16:
             return replace(case, width=width)
     raise ValueError(
@@ -136,7 +157,8 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, megatron: bool, weigh
     ideal = ideal_speedups(seconds[EXCHANGES], seconds[IN_TURN])
     speedups = {name: {part: result.speedup(name, part, IN_TURN) for part in PARTS} for name in variants if name != EXCHANGES}
     # Each pass has a degree of its own, so each pass's best counts.
-    fastest = {part: max((f"r={degree}" for degree in DEGREES), key=lambda name: speedups[name][part]) for part in PARTS}
+    ours = [*(f"r={degree}" for degree in DEGREES), "auto"]
+    fastest = {part: max(ours, key=lambda name: speedups[name][part]) for part in PARTS}
     best = {part: speedups[fastest[part]][part] for part in PARTS}
     return {
         "ranks": cluster.world_size,
@@ -235,7 +257,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=512, help="of the experts, with a virtual accelerator and in the controls")
     parser.add_argument("--experts-per-rank", type=int, default=1)
     parser.add_argument("--accelerator-rate", type=float, default=1e11, help="FLOP/s of the virtual accelerator in the controls")
-    parser.add_argument("--weight-lag", type=int, default=0, help="chunks by which weight gradients are late, see moe.plan.Plan")
+    parser.add_argument("--weight-lag", type=int, default=1, help="chunks by which weight gradients are late, see moe.plan.Plan")
     parser.add_argument("--cpu-share", type=float, help="part of one core that each rank gets")
     parser.add_argument("--no-megatron", dest="megatron", action="store_false", help="leave Megatron-core's layer out")
     parser.add_argument("--quick", action="store_true", help="one ratio and two rounds")

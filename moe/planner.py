@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -29,11 +28,12 @@ from parallel.costs import NOTHING, Curve, Line
 DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 # A pass in several chunks must be predicted to be faster than in one by more than this share: models and machines are not more
 # exact, and nothing shall be pipelined for noise.
-MARGIN = 0.01
+MARGIN = 0.02
 # A backward pass in several chunks that has no weight gradients in hand when it must wait (lag 0) counts this much longer on top.
 # The model's ranks never wait for each other, real ones do: 2 ranks, 500 Mbit/s, 2048 tokens, hidden 512, 8 experts of 512, top 2,
 # fp32: lag 0 takes 170 ms in 2 chunks, 173 in 4, 186 in 8; lag 1 takes 148, 164, 174; the model sees no difference.
 NO_SLACK = 0.05
+CLOSE = 0.1  # plans that are predicted to take up to so much longer than the best one may be as fast
 PAIR_BYTES, PAIR_GRADIENT_BYTES = 8, 4  # what travels of each pair besides its row: code and weight; the weight's gradient
 ROUNDING = 1e-9  # two sums of the same times differ by less
 STEPS_PER_DOUBLING = 32  # loads are rounded up to 1/32 of a power of two, at most 3%, so that drifting counts find old decisions
@@ -389,27 +389,41 @@ def best_plan(costs: LayerCosts, load: Load, limits: Limits | None = None) -> De
     Raises ValueError if nothing fits, naming the least that does; for an unknown strategy or a degree below 1; and if nothing is
     allowed at all.
     """
+    return close_plans(costs, load, limits, within=0.0)[0]
+
+
+def close_plans(costs: LayerCosts, load: Load, limits: Limits | None = None, within: float = CLOSE) -> list[Decision]:
+    """The best plan, then those with scores up to `within` higher that have another strategy than each before or a number of chunks
+    that differs by a factor of 2. Raises ValueError as `best_plan` does."""
     limits = limits or Limits()
     _check(limits)
     search = _Search(costs, load, limits)
-    best: tuple[float, int, int, int, int] | None = None
+    found: list[tuple[float, int, int, int, int]] = []
+    best = math.inf
     for bound, degree, backward_degree, index in search.candidates():
-        if best is not None and bound * (1.0 - ROUNDING) > best[0]:
+        if bound * (1.0 - ROUNDING) > best * (1.0 + within):
             break  # and so are all that follow
         strategy = STRATEGIES[limits.strategies[index]]
         backward, lag = search.backward(strategy, backward_degree, degree == backward_degree)
         # What the forward pass prepares for other chunks backward cannot make it faster: without it, this is a bound too.
         bound = search.forward(strategy, degree, degree) + backward
-        if best is not None and bound * (1.0 - ROUNDING) > best[0]:
+        if bound * (1.0 - ROUNDING) > best * (1.0 + within):
             continue
-        candidate = (search.forward(strategy, degree, backward_degree) + backward, degree, backward_degree, lag, index)
-        if best is None or candidate < best:
-            best = candidate
-    if best is None:
+        found.append((search.forward(strategy, degree, backward_degree) + backward, degree, backward_degree, lag, index))
+        best = min(best, found[-1][0])
+    if not found:
         raise ValueError(_refusal(load, limits))
-    _, degree, backward_degree, lag, index = best
-    plan = Plan(degree, backward_degree, limits.strategies[index], lag)
-    return Decision(plan, predict(costs, load, plan, limits.live_calls))
+    decisions: list[Decision] = []
+    for seconds, degree, backward_degree, lag, index in sorted(found):
+        plan = Plan(degree, backward_degree, limits.strategies[index], lag)
+        if seconds <= best * (1.0 + within) and all(_differ(plan, other.plan) for other in decisions):
+            decisions.append(Decision(plan, predict(costs, load, plan, limits.live_calls)))
+    return decisions
+
+
+def _differ(one: Plan, other: Plan) -> bool:
+    pairs = (one.degree, other.degree), (one.backward_degree, other.backward_degree)
+    return one.memory_strategy != other.memory_strategy or any(max(pair) >= 2 * min(pair) for pair in pairs)
 
 
 class _Search:
@@ -509,28 +523,52 @@ def _check(limits: Limits) -> None:
 class Planner:
     """Decides for one layer, again whenever its load has drifted to where nothing was decided yet (MPipeMoE's adaptive granularity).
 
-    A decision depends on the load alone, not on earlier ones: so ranks that plan with the same numbers decide alike. It is that
-    of the load rounded up, at most 1/STEPS_PER_DOUBLING more: what fits the memory budget rounded up fits it.
+    A decision depends on the load and on what `learn` was told, not on earlier ones: so ranks that plan with the same numbers decide
+    alike. It is that of the load rounded up, at most 1/STEPS_PER_DOUBLING more: what fits the memory budget rounded up fits it.
     """
 
-    def __init__(self, costs: LayerCosts, limits: Limits | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, costs: LayerCosts, limits: Limits | None = None) -> None:
         self.costs, self.limits = costs, limits or Limits()
         self.num_decisions = self.num_solved = 0  # asked for; not found among earlier ones
-        self.seconds = 0.0  # spent in `decide`
-        self._clock = clock
         self._decisions: dict[Load, Decision] = {}
+        self._factors: dict[Plan, float] = {}
 
     def decide(self, load: Load) -> Decision:
         """The best plan, with the prediction for the rounded load. Raises ValueError as `best_plan` does."""
-        start = self._clock()
         rounded = rounded_up(load)
         decision = self._decisions.get(rounded)
         if decision is None:
-            decision = self._decisions[rounded] = best_plan(self.costs, rounded, self.limits)
+            decision = self._decisions[rounded] = self._solve(rounded)
             self.num_solved += 1
         self.num_decisions += 1
-        self.seconds += self._clock() - start
         return decision
+
+    def close(self, load: Load) -> list[Decision]:
+        """That and what might be as fast, see `close_plans`."""
+        return close_plans(self.costs, rounded_up(load), self.limits)
+
+    def expected(self, decision: Decision) -> float:
+        """The score of both passes after what `learn` was told."""
+        plan, prediction = decision.plan, decision.prediction
+        if plan not in self._factors:
+            return total(decision)
+        return self._factors[plan] * (score(prediction.forward, plan.degree) + score(prediction.backward, plan.backward_degree))
+
+    def learn(self, factors: Mapping[Plan, float]) -> None:
+        """What these plans took by what was predicted, where others are taken to take just that."""
+        self._factors = dict(factors)
+        self._decisions.clear()
+
+    def _solve(self, load: Load) -> Decision:
+        if not self._factors:
+            return best_plan(self.costs, load, self.limits)
+        return min(close_plans(self.costs, load, self.limits), key=self.expected)
+
+
+def total(decision: Decision) -> float:
+    """The score of both passes."""
+    plan, prediction = decision.plan, decision.prediction
+    return score(prediction.forward, plan.degree) + backward_score(prediction.backward, plan.backward_degree, plan.weight_lag)
 
 
 def rounded_up(load: Load) -> Load:

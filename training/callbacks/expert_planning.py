@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,9 +18,11 @@ from moe.load import Shape
 from moe.measure import measure_layer
 from moe.plan import STRATEGIES, Load, Plan
 from moe.planner import DEGREES, Decision, Limits, Planner
+from moe.trial import Choice, Trial
+from parallel import costs
 from training.run import Callback, Metrics, Run
 
-MEASURE_AFTER = 5  # steps that a decision is measured over
+MEASURE_AFTER = 5  # steps that a decision is measured over; in a trial it is one
 
 
 @dataclass
@@ -33,7 +36,8 @@ class _Pending:
 
 class ExpertPlanning(Callback):
     """Sets each MoE layer's plan where the config says auto, and writes `plans.jsonl`: every decision with its prediction, and what
-    was then measured. Later pipeline stages write files of their own, `plans_stage1.jsonl` and so on."""
+    was then measured. In the first steps, plans that are predicted to be about as fast are tried. Later pipeline stages write files of
+    their own, `plans_stage1.jsonl` and so on."""
 
     def __init__(self) -> None:
         self._stream: TextIO | None = None
@@ -54,17 +58,22 @@ class ExpertPlanning(Callback):
         folder, group = Path(config.data.cache_dir) / "costs", layers[0].ep_group
         kinds = exchanges.kinds(group) if config.moe.all_to_all == "auto" and group.size() > 1 else [config.moe.all_to_all]
         limits = _limits(run, len(layers))
-        costs = {}
+        measured = {}
         for kind in kinds:
             if len(kinds) > 1:
                 layers[0].exchange = exchanges.shared(group, kind)
-            costs[kind] = measure_layer(layers[0], self._shape, folder)
-            self._planners[kind] = Planner(costs[kind], limits)
+            measured[kind] = measure_layer(layers[0], self._shape, folder)
+            self._planners[kind] = Planner(measured[kind], limits)
         if parallel_state.get_data_parallel_rank() == 0 and run.topology.tensor_rank == 0:
             stage = run.topology.pipeline_rank
             self._stream = open(run.run_dir / ("plans.jsonl" if stage == 0 else f"plans_stage{stage}.jsonl"), "a")
-        self._write({"step": run.progress.step, "costs": {kind: of_kind.as_dict() for kind, of_kind in costs.items()}})
+        self._write({"step": run.progress.step, "costs": {kind: of_kind.as_dict() for kind, of_kind in measured.items()}})
         even = self._shape.even()
+        try:
+            choices = [(kind, decision) for kind, planner in self._planners.items() for decision in planner.close(even)]
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._trial = Trial(choices, len(layers))
         self._decide(run, dict.fromkeys(self._layers, even))
         decision = self._pending[min(self._pending)].decision
         run.say(f"MoE layers begin with {_describe(decision)}")
@@ -74,24 +83,37 @@ class ExpertPlanning(Callback):
             return
         step = run.progress.step
         for number, pending in list(self._pending.items()):
-            if step >= pending.since + MEASURE_AFTER or run.is_last_step:
+            if step >= pending.since + (MEASURE_AFTER if self._trial.is_over else 1) or run.is_last_step:
                 self.measured[number] = pending.layer.clock.take()
                 self._write({"step": step, "layer": number, "measured": self.measured[number], **_as_dict(pending.decision)})
                 del self._pending[number]
-        counts = run.tokens_per_expert
+        if not self._trial.is_over:
+            self._learn(run)
+        counts, start = run.tokens_per_expert, time.perf_counter()
         self._decide(run, {number: self._shape.load(counts[number].tolist()) for number in self._layers})
-        metrics["moe_plan_seconds"] = sum(planner.seconds for planner in self._planners.values())
-        for planner in self._planners.values():
-            planner.seconds = 0.0
+        metrics["moe_plan_seconds"] = time.perf_counter() - start
+
+    def _learn(self, run: Run) -> None:
+        """Tell the trial what its plans took in this step, and the planners what came of it."""
+        group = next(iter(self._layers.values())).ep_group
+        self._trial.took(costs.agree([sum(self.measured[number].values()) for number in self._layers], run.topology.device, group))
+        if self._trial.is_over:
+            for kind, planner in self._planners.items():
+                planner.learn(self._trial.factors(kind))
+
+    def _choose(self, index: int, load: Load) -> Choice:
+        """For the layer that comes `index`-th among this rank's."""
+        if not self._trial.is_over:
+            return self._trial.choice(index)
+        try:
+            choices = [(kind, planner.decide(load)) for kind, planner in self._planners.items()]
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return min(choices, key=lambda choice: self._planners[choice[0]].expected(choice[1]))
 
     def _decide(self, run: Run, loads: dict[int, Load]) -> None:
-        for number, load in loads.items():
-            try:
-                decisions = {kind: planner.decide(load) for kind, planner in self._planners.items()}
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
-            kind = min(decisions, key=lambda kind: decisions[kind].prediction.forward + decisions[kind].prediction.backward)
-            decision = decisions[kind]
+        for index, (number, load) in enumerate(loads.items()):
+            kind, decision = self._choose(index, load)
             if self._in_force.get(number) == (kind, decision.plan):
                 continue
             layer = self._layers[number]
