@@ -31,7 +31,7 @@ from moe.planner import (
 )
 from parallel.costs import NOTHING, Curve, Line
 
-MARGIN, NO_SLACK = 0.01, 0.05  # what the planner documents
+MARGIN, NO_SLACK = 0.02, 0.05  # what the planner documents
 DEPTH = 2  # what the schedule documents
 Case = tuple[LayerCosts, Load]
 
