@@ -44,7 +44,7 @@ from data.prepare import PreparedData, prepare
 MEGATRON, ONE_CHUNK, AUTO = "megatron", "r=1", "auto"
 VARIANTS = (MEGATRON, ONE_CHUNK, AUTO)
 NODES = 2
-WARM_UP = 1
+WARM_UP = 6  # steps in which buffers are made and plans are tried
 # The presets' models as they are; less data a step than the presets', for two ranks with one thread each.
 SIZES = ("parallel.expert=2", "training.micro_batch_size=4", "training.global_batch_size=8", "training.device=cpu")
 

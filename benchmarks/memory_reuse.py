@@ -107,10 +107,12 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> 
     budgets = _falling(max(memory.values()), min(memory.values()), num_budgets)
     picks: list[tuple[int, Plan]] = []
     for budget in budgets:
+        planner = Planner(costs, replace(limits, memory_budget=budget))
         try:
-            picks.append((budget, tried(cluster, Planner(costs, replace(limits, memory_budget=budget)), load)))
+            planner.decide(load)
         except ValueError:
             continue  # what the planner counts is a little more than the leanest plan needs
+        picks.append((budget, tried(cluster, planner, load)))
     plans = {_key(plan): plan for plan in [*_grid(), *(plan for _, plan in picks)]}
     for key in plans.keys() - memory.keys():
         memory[key] = max(cluster.call(peak_bytes, plans[key]))

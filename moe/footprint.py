@@ -1,7 +1,8 @@
 """The memory of one call of a layer over several ranks: its schedule's buffers, one by one, without computing anything.
 
 Everything follows moe/schedule.py, moe/memory.py and moe/experts.py; tests hold the result to what a tracker of live tensors
-counts. Bytes on the busiest rank, beyond the layer's input, weights and their gradients. What is offloaded is elsewhere.
+counts. Bytes on the busiest rank, beyond the layer's input, weights and their gradients. What is offloaded is elsewhere. Chunks are taken
+to be equal: with random routing what is measured is 0.98 to 1.002 of this.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from moe.blocks import SPARE_ROWS
 from moe.plan import AHEAD, DEPTH, MAX_IN_FLIGHT, WHOLE, Load, Strategy
 
 INDEX_BYTES = 170  # of a pair: who goes where, in all the forms that both passes need
-UNEVEN = 1.01  # several chunks are of about the same size; the larger ones count
 SETTLED = 10  # chunks after which each looks like the one before
 
 
@@ -43,7 +43,7 @@ def forward_bytes(load: Load, strategy: Strategy, degree: int) -> int:
         ledger.give(offloaded + received)
         ledger.add_up_at_home(sizes, keep=DEPTH)
     ledger.add_up_at_home(sizes)
-    return ledger.bytes(load, degree)
+    return ledger.peak * load.element_size
 
 
 def backward_bytes(load: Load, strategy: Strategy, degree: int, weight_lag: int, same: bool) -> int:
@@ -85,7 +85,7 @@ def backward_bytes(load: Load, strategy: Strategy, degree: int, weight_lag: int,
         ledger.add_up_at_home(sizes, keep=DEPTH)
     weight_gradients(0)
     ledger.add_up_at_home(sizes)
-    return ledger.bytes(load, degree)
+    return ledger.peak * load.element_size
 
 
 def _spare(load: Load) -> int:
@@ -113,20 +113,20 @@ class _Ledger:
     """What is in use, and the most that was."""
 
     def __init__(self) -> None:
-        self._now = self._peak = 0
+        self._now = self.peak = 0
         self._flying: list[int] = []
         self._answers, self._has_result = 0, False
 
     def take(self, amount: int) -> None:
         self._now += amount
-        self._peak = max(self._peak, self._now)
+        self.peak = max(self.peak, self._now)
 
     def give(self, amount: int) -> None:
         self._now -= amount
 
     def use(self, amount: int, beside: int) -> None:
         """Take and give back at once, `beside` something that is in use only now too."""
-        self._peak = max(self._peak, self._now + amount + beside)
+        self.peak = max(self.peak, self._now + amount + beside)
 
     def take_ahead(self, amount: int, last: int, degree: int, taken: int) -> int:
         """Receive buffers up to chunk `last`, where `taken` are there; returns how many are there then."""
@@ -160,6 +160,3 @@ class _Ledger:
             self._has_result = True
             self.give(sizes.rows)
             self._answers -= 1
-
-    def bytes(self, load: Load, degree: int) -> int:
-        return int(self._peak * (UNEVEN if degree > 1 else 1.0)) * load.element_size

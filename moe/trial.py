@@ -49,6 +49,8 @@ class Trial:
 
     def factors(self, kind: str) -> dict[Plan, float]:
         """What each plan with this all-to-all took by what was predicted, by the middle of all."""
+        if len(self.choices) < 2:
+            return {}
         by_choice: list[list[float]] = [[] for _ in self.choices]  # of each call, by the mean of its layer's
         for of_layer in self._seconds:
             mean = statistics.fmean(seconds for of_choice in of_layer for seconds in of_choice)

@@ -20,7 +20,8 @@ def _choice(degree: int, seconds: float, kind: str = "flat") -> Choice:
 
 
 def test_one_plan_needs_no_trial() -> None:
-    assert Trial([_choice(1, 1.0)], 2).is_over
+    alone = Trial([_choice(1, 1.0)], 2)
+    assert alone.is_over and alone.factors("flat") == {}
     assert Trial([_choice(1, 1.0), _choice(2, 2.0)], 2).is_over  # the other one is far off
 
 
