@@ -4,9 +4,9 @@
 
 Each layer runs on an emulated cluster, in earnest (2 ranks) or with a virtual accelerator (2 and 4 ranks). Costs are measured as
 training does, and the planner picks a number of chunks for each pass among 1, 2, 4 and 8. Then every number is measured, for the
-backward pass with the weight gradients at once and one chunk later, and the pick itself, in rounds that take turns. Each pass has
-a number of its own, so a layer's passes are two cases. A part appends its layers to FILE, one JSON object a line; the summary
-takes each layer's last.
+backward pass with the weight gradients at once and one chunk later, and the pick itself, in rounds that take turns; also what is
+chosen after a trial of the best few, as in a training's first steps. Each pass has a number of its own, so a layer's passes are two
+cases. A part appends its layers to FILE, one JSON object a line; the summary takes each layer's last.
 
 Regret of a pick: the median over rounds of its time by that of the fastest candidate, less 1. Policies to compare with: the same
 number for every case, with the weight lag that the planner picks for it.
@@ -29,10 +29,11 @@ from benchmarks import layer_step, link, rounds
 from benchmarks.accelerator import step_flops
 from benchmarks.cluster import UNCAPPED, Cluster, ClusterError
 from benchmarks.layer_step import Case
+from benchmarks.pipeline_degree import tried
 from benchmarks.tables import table
 from moe.measure import BUDGET
 from moe.plan import Plan
-from moe.planner import Limits, best_plan, predict, weight_lags
+from moe.planner import Limits, Planner, best_plan, predict, weight_lags
 
 DEGREES = (1, 2, 4, 8)
 PASSES = ("forward", "backward")
@@ -118,9 +119,10 @@ def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> d
     known, load = cluster.call(layer_step.costs, budget)[0], layer_step.load(case, cluster.world_size)
     # The planner's pick where both passes have the same number, for its lag; and its own.
     fixed = [best_plan(known, load, replace(LIMITS, degrees=(r,), backward_degrees=(r,))).plan for r in DEGREES]
-    pick = best_plan(known, load, LIMITS).plan
+    planner = Planner(known, LIMITS)
+    pick, chosen = planner.decide(load).plan, tried(cluster, planner, load)
     plans = [Plan(r, r, "keep", lag) for r in DEGREES for lag in weight_lags(r) if lag <= 1]
-    plans += [plan for plan in [*fixed, pick] if plan not in plans]
+    plans += [plan for plan in dict.fromkeys([*fixed, pick, chosen]) if plan not in plans]
     names = {f"{plan.degree},{plan.backward_degree},{plan.weight_lag}": plan for plan in plans}
     result = rounds.measure(cluster, layer_step.step, {name: (plan,) for name, plan in names.items()}, num_rounds, warm_up=0)
     return {
@@ -133,6 +135,7 @@ def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> d
         ],
         "fixed": [asdict(plan) for plan in fixed],
         "pick": asdict(pick),
+        "chosen": asdict(chosen),
         "rounds_dropped": result.num_dropped,
     }
 
@@ -170,12 +173,12 @@ class Judged:
     predicted: dict[int, float]
 
 
-def judge(record: dict[str, Any]) -> list[Judged]:
-    """Both passes of a layer."""
-    return [_judge_pass(record, part) for part in PASSES]
+def judge(record: dict[str, Any], which: str = "pick") -> list[Judged]:
+    """Both passes of a layer: the planner's "pick", or what was "chosen" after a trial."""
+    return [_judge_pass(record, part, Plan(**record[which])) for part in PASSES]
 
 
-def _judge_pass(record: dict[str, Any], part: str) -> Judged:
+def _judge_pass(record: dict[str, Any], part: str, pick: Plan) -> Judged:
     forward = part == "forward"
     times: dict[tuple[int, int], list[list[float]]] = {}
     predicted = {}
@@ -185,13 +188,12 @@ def _judge_pass(record: dict[str, Any], part: str) -> Judged:
             key = _key(plan, forward)
             times.setdefault(key, []).append(entry["seconds"][part])
             predicted[key] = entry["predicted"][part]
-        if plan == Plan(**record["pick"]):
+        if plan == pick:
             of_pick = entry["seconds"][part]
     # The forward pass is the same whatever the lag: it has run several times in each round.
     seconds = {key: [statistics.fmean(of_round) for of_round in zip(*lists, strict=True)] for key, lists in times.items()}
     fixed = {plan.degree: _key(plan, forward) for plan in (Plan(**values) for values in record["fixed"])}
     fastest = min(seconds, key=lambda key: statistics.median(seconds[key]))
-    pick = Plan(**record["pick"])
     if pick.degree == pick.backward_degree:  # else it takes a little longer to prepare two kinds of chunks, which counts
         of_pick = seconds[_key(pick, forward)]
     return Judged(
@@ -258,10 +260,11 @@ def cases_table(cases: Sequence[Judged], markdown: bool) -> str:
     return table(headings, rows, markdown)
 
 
-def totals_text(sums: dict[str, Any], markdown: bool) -> str:
+def totals_text(sums: dict[str, Any], after_trial: dict[str, Any], markdown: bool) -> str:
     """The totals in words and a table of policies."""
     num_layers = sums["cases"] // len(PASSES)
-    rows = [["planner", f"{sums['within_3_percent']:.0%}", f"{sums['mean_regret']:.2%}"]]
+    ours = {"planner": sums, "planner, after a trial of its best": after_trial}
+    rows = [[name, f"{each['within_3_percent']:.0%}", f"{each['mean_regret']:.2%}"] for name, each in ours.items()]
     rows += [[f"always r={r}", f"{sums['constant_within_3_percent'][r]:.0%}", f"{sums['constant_mean_regret'][r]:.2%}"] for r in DEGREES]
     counts = ", ".join(f"{sums['best_is'][degree]} at r={degree}" for degree in DEGREES)
     picks = ", ".join(f"{sums['pick_is'][degree]} at r={degree}" for degree in DEGREES)
@@ -321,14 +324,14 @@ def main() -> int:
                 if not arguments.json:
                     print(cases_table(judge(record), arguments.markdown), flush=True)
         cases = [case for record in found for case in judge(record)]
-        sums = totals(cases)
+        sums, after_trial = totals(cases), totals([case for record in found for case in judge(record, "chosen")])
     except (OSError, ValueError, RuntimeError, ClusterError) as error:
         print(f"planner_pick: {error}", file=sys.stderr)
         return 1
     if arguments.json:
-        print(json.dumps({"totals": sums, "cases": [asdict(case) for case in cases]}))
+        print(json.dumps({"totals": sums, "after_trial": after_trial, "cases": [asdict(case) for case in cases]}))
     else:
-        print(f"\n{totals_text(sums, arguments.markdown)}\n")
+        print(f"\n{totals_text(sums, after_trial, arguments.markdown)}\n")
         if arguments.summary is not None:
             print(cases_table(cases, arguments.markdown))
     return 0

@@ -547,6 +547,11 @@ class Planner:
         """That and what might be as fast, see `close_plans`."""
         return close_plans(self.costs, rounded_up(load), self.limits)
 
+    def fits(self, plan: Plan, load: Load) -> bool:
+        """Whether a plan fits the memory budget with this load."""
+        limits = self.limits
+        return limits.memory_budget is None or memory_bytes(rounded_up(load), plan, limits.live_calls) <= limits.memory_budget
+
     def expected(self, decision: Decision) -> float:
         """The score of both passes after what `learn` was told."""
         plan, prediction = decision.plan, decision.prediction

@@ -47,6 +47,10 @@ class Trial:
                 self._seconds[layer][self._index(layer)].append(of_call)
         self._step += 1
 
+    def stop(self) -> None:
+        """Try no more."""
+        self._last = self._step
+
     def factors(self, kind: str) -> dict[Plan, float]:
         """What each plan with this all-to-all took by what was predicted, by the middle of all."""
         if len(self.choices) < 2:

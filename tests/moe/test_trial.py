@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from moe.plan import Plan
-from moe.planner import CLOSE, Decision, Planner, Prediction, best_plan, close_plans, total
+from moe.planner import CLOSE, Decision, Limits, Planner, Prediction, best_plan, close_plans, memory_bytes, total
 from moe.trial import MOST, TURNS, Choice, Trial
 from parallel.costs import Line
 from tests.moe.test_planner import load_of, simple
@@ -64,6 +64,22 @@ def test_each_all_to_all_learns_its_own() -> None:
     while not trial.is_over:
         trial.took([2.0 if trial.choice(layer)[0] == "flat" else 1.0 for layer in range(2)])
     assert trial.factors("flat")[Plan(1, 1)] == pytest.approx(2 * trial.factors("hierarchical")[Plan(1, 1)])
+
+
+def test_a_trial_can_be_stopped() -> None:
+    trial = Trial([_choice(1, 1.0), _choice(2, 1.0)], 1)
+    trial.took([1.0])
+    assert not trial.is_over
+    trial.stop()
+    assert trial.is_over
+
+
+def test_what_fits_an_even_load_may_not_fit_another() -> None:
+    costs, load = simple(Line(1e-4, 1e-8)), load_of(4096)
+    plan = best_plan(costs, load).plan
+    planner = Planner(costs, Limits(memory_budget=memory_bytes(load, plan)))
+    assert planner.fits(plan, load) and not planner.fits(plan, load_of(8192))
+    assert Planner(costs).fits(plan, load_of(8192))
 
 
 def test_close_plans_begin_with_the_best_and_differ() -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import ConfigError
-from tests.distributed import RankError
+from configs.schema import Config, ConfigError
+from moe import trial
+from moe.planner import Planner, close_plans
+from tests.distributed import RankError, run
 from tests.tolerances import FP32_LOSS
-from tests.training.helpers import train_on_ranks
+from tests.training.helpers import Lines, make_config, train, train_on_ranks
 
 TINY = ["experiment=gpt_moe_tiny", "parallel.expert=2", "training.steps=8", "training.eval_interval=0", "checkpoint.interval=0"]
 
@@ -36,6 +38,31 @@ def test_planned_runs_lose_the_same_and_record_every_decision(data: list[str], t
         assert min(line["predicted"].values()) > 0 and line["plan"]["degree"] >= 1
     for line in measured:
         assert sorted(line["measured"]) == ["backward", "forward"] and min(line["measured"].values()) > 0
+
+
+def _train_with_a_trial(config: Config) -> Lines:
+    """On a rank: plans that are far from the best by the model are tried too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "CLOSE", 100.0)
+        patch.setattr(Planner, "close", lambda planner, load: close_plans(planner.costs, load, planner.limits, within=100.0))
+        return train(config)
+
+
+def test_the_first_steps_try_plans_and_the_fastest_stays(data: list[str], tmp_path: Path) -> None:
+    fixed = train_on_ranks([*TINY, *data, f"run_dir={tmp_path / 'fixed'}"], 2)
+    auto = ["moe.pipeline_degree=auto", "moe.memory_strategy=auto", f"run_dir={tmp_path / 'tried'}"]
+    tried = run(_train_with_a_trial, 2, make_config([*TINY, *data, *auto], 2))[0]
+    for one, other in zip(fixed, tried, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=FP32_LOSS)
+    by_step: dict[int, set[str]] = {}
+    for line in _plans(tmp_path / "tried"):
+        if "load" in line:
+            by_step.setdefault(line["step"], set()).add(json.dumps(line["plan"]))
+    of_trial = set().union(*(plans for step, plans in by_step.items() if step < 5))
+    assert len(of_trial) == trial.MOST
+    measured = [line for line in _plans(tmp_path / "tried") if "measured" in line and line["step"] <= 5]
+    assert {json.dumps(line["plan"]) for line in measured} == of_trial
+    assert all(sorted(line["measured"]) == ["backward", "forward"] for line in measured)
 
 
 def test_the_budget_decides_how_much_is_kept(data: list[str], tmp_path: Path) -> None:

@@ -111,7 +111,14 @@ class ExpertPlanning(Callback):
             raise ConfigError(str(error)) from None
         return min(choices, key=lambda choice: self._planners[choice[0]].expected(choice[1]))
 
+    def _fits(self, index: int, load: Load) -> bool:
+        kind, decision = self._trial.choice(index)
+        return self._planners[kind].fits(decision.plan, load)
+
     def _decide(self, run: Run, loads: dict[int, Load]) -> None:
+        # What is tried was chosen for an even load.
+        if not self._trial.is_over and not all(self._fits(index, load) for index, load in enumerate(loads.values())):
+            self._trial.stop()
         for index, (number, load) in enumerate(loads.items()):
             kind, decision = self._choose(index, load)
             if self._in_force.get(number) == (kind, decision.plan):
