@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from moe.plan import Plan
 from moe.planner import CLOSE, Decision, total
 
-TURNS = 4  # calls of each plan that count, at least
+TURNS = 8  # calls of each plan that count, at least
 MOST = 4  # plans
 
 Choice = tuple[str, Decision]  # of an all-to-all and a plan for it
