@@ -212,6 +212,17 @@ def _key(plan: Plan, forward: bool) -> tuple[int, int]:
     return (plan.degree, 0) if forward else (plan.backward_degree, plan.weight_lag)
 
 
+def whole_step_regret(record: dict[str, Any], which: str) -> float:
+    """Of both passes together, against the fastest plan measured."""
+    seconds = {Plan(**entry["plan"]): _sums(entry["seconds"]) for entry in record["plans"]}
+    fastest = min(seconds.values(), key=statistics.median)
+    return max(0.0, regret(seconds[Plan(**record[which])], fastest))
+
+
+def _sums(seconds: dict[str, list[float]]) -> list[float]:
+    return [sum(passes) for passes in zip(*(seconds[part] for part in PASSES), strict=True)]
+
+
 def totals(cases: Sequence[Judged]) -> dict[str, Any]:
     """What all cases come to. Raises ValueError without any."""
     if not cases:
@@ -332,6 +343,12 @@ def main() -> int:
         print(json.dumps({"totals": sums, "after_trial": after_trial, "cases": [asdict(case) for case in cases]}))
     else:
         print(f"\n{totals_text(sums, after_trial, arguments.markdown)}\n")
+        for name, which in (("the planner's pick", "pick"), ("what a trial of its best chose", "chosen")):
+            regrets = [whole_step_regret(record, which) for record in found]
+            within = sum(each <= CLOSE for each in regrets) / len(regrets)
+            print(
+                f"Whole steps, {name}: within 3% in {within:.0%}, mean regret {statistics.fmean(regrets):.2%}, worst {max(regrets):.1%}.\n"
+            )
         if arguments.summary is not None:
             print(cases_table(cases, arguments.markdown))
     return 0
