@@ -39,11 +39,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-
-def _linux() -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-
-
 ROOT = Path(__file__).resolve().parent.parent
 CGROUPS = Path("/sys/fs/cgroup/cpu")  # control groups, version 1
 CGROUP_PERIOD = 10_000  # microseconds: a rank over its share waits for at most this long

@@ -258,7 +258,7 @@ def main() -> int:
     parser.add_argument("--experts-per-rank", type=int, default=1)
     parser.add_argument("--accelerator-rate", type=float, default=1e11, help="FLOP/s of the virtual accelerator in the controls")
     parser.add_argument("--weight-lag", type=int, default=1, help="chunks by which weight gradients are late, see moe.plan.Plan")
-    parser.add_argument("--cpu-share", type=float, help="part of one core that each rank gets")
+    parser.add_argument("--cpu-share", type=float, help="part of one core that each rank computes with")
     parser.add_argument("--no-megatron", dest="megatron", action="store_false", help="leave Megatron-core's layer out")
     parser.add_argument("--quick", action="store_true", help="one ratio and two rounds")
     parser.add_argument("--json", action="store_true")
