@@ -99,7 +99,7 @@ def tried(cluster: Cluster, planner: Planner, load: Load) -> Plan:
     while not trial.is_over:
         _, decision = trial.choice(0)
         results = cluster.call(layer_step.one_step, decision.plan)
-        trial.took([max(rank["together"] for rank in results)])
+        trial.took([(max(rank["forward"] for rank in results), max(rank["backward"] for rank in results))])
     planner.learn(trial.factors(FLAT))
     return planner.decide(load).plan
 

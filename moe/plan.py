@@ -59,6 +59,22 @@ class Plan:
             )
 
 
+@dataclass(frozen=True)
+class Way:
+    """How one pass of a plan runs, "forward" or "backward"."""
+
+    name: str
+    degree: int
+    memory_strategy: str
+    weight_lag: int = 0
+
+
+def ways(plan: Plan) -> tuple[Way, Way]:
+    """How the forward pass runs, and the backward pass."""
+    strategy = plan.memory_strategy
+    return Way("forward", plan.degree, strategy), Way("backward", plan.backward_degree, strategy, plan.weight_lag)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """What the busiest rank has to do in one call of a layer. All ranks must plan with the same numbers."""

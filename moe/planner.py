@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from moe import footprint
-from moe.plan import DEPTH, STRATEGIES, Load, Plan, Strategy
+from moe.plan import DEPTH, STRATEGIES, Load, Plan, Strategy, Way, ways
 from parallel.costs import NOTHING, Curve, Line
 
 DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
@@ -372,81 +372,102 @@ def allowed_degrees(degrees: Sequence[int], tokens: int) -> list[int]:
     return [degree for degree in sorted(set(degrees)) if degree <= tokens] or [min(degrees)]
 
 
-def score(seconds: float, degree: int) -> float:
-    """What is compared: a pass in several chunks counts MARGIN longer than it is."""
-    return seconds * (1.0 + MARGIN) if degree > 1 else seconds
+def _margin(degree: int) -> float:
+    return 1.0 + MARGIN if degree > 1 else 1.0
 
 
-def backward_score(seconds: float, degree: int, weight_lag: int) -> float:
-    """The same for a backward pass, which without a lag counts NO_SLACK longer still."""
-    return seconds * (1.0 + MARGIN + NO_SLACK) if degree > 1 and weight_lag == 0 else score(seconds, degree)
+def score(seconds: float, way: Way, factors: Mapping[Way, float]) -> float:
+    """What is compared of a pass that is predicted to take `seconds`, where `factors` are what some took by what was predicted.
+
+    In several chunks it counts MARGIN longer than it is; a backward pass without a lag NO_SLACK longer still, if it was never run.
+    """
+    if way in factors:
+        return seconds * _margin(way.degree) * factors[way]
+    slack = NO_SLACK if way.name == "backward" and way.degree > 1 and way.weight_lag == 0 else 0.0
+    return seconds * (_margin(way.degree) + slack)
 
 
-def best_plan(costs: LayerCosts, load: Load, limits: Limits | None = None) -> Decision:
+def best_plan(costs: LayerCosts, load: Load, limits: Limits | None = None, factors: Mapping[Way, float] | None = None) -> Decision:
     """The plan with the least sum of both passes' scores among all that fit the memory budget, exactly.
 
-    Ties go to the lower degrees, then to the lower weight lag, then to the strategy that `limits` names first.
-    Raises ValueError if nothing fits, naming the least that does; for an unknown strategy or a degree below 1; and if nothing is
-    allowed at all.
+    `factors` are what some passes took by what was predicted; others are taken to take just that. Ties go to the lower degrees, then
+    to the lower weight lag, then to the strategy that `limits` names first. Raises ValueError if nothing fits, naming the least that
+    does; for an unknown strategy or a degree below 1; and if nothing is allowed at all.
     """
-    return close_plans(costs, load, limits, within=0.0)[0]
+    return close_plans(costs, load, limits, factors, within=0.0)[0]
 
 
-def close_plans(costs: LayerCosts, load: Load, limits: Limits | None = None, within: float = CLOSE) -> list[Decision]:
-    """The best plan, then those with scores up to `within` higher that have another strategy than each before or a number of chunks
-    that differs by a factor of 2. Raises ValueError as `best_plan` does."""
+def close_plans(
+    costs: LayerCosts, load: Load, limits: Limits | None = None, factors: Mapping[Way, float] | None = None, within: float = CLOSE
+) -> list[Decision]:
+    """The best plan, then those with scores up to `within` higher in which a pass runs in another way than in each before: with another
+    strategy, with a number of chunks that differs by a factor of 2, or without a weight lag instead of with one. Plans in which both
+    passes do come first, and in each part the better one. Raises ValueError as `best_plan` does."""
     limits = limits or Limits()
     _check(limits)
-    search = _Search(costs, load, limits)
+    search = _Search(costs, load, limits, factors or {})
     found: list[tuple[float, int, int, int, int]] = []
     best = math.inf
     for bound, degree, backward_degree, index in search.candidates():
         if bound * (1.0 - ROUNDING) > best * (1.0 + within):
             break  # and so are all that follow
-        strategy = STRATEGIES[limits.strategies[index]]
-        backward, lag = search.backward(strategy, backward_degree, degree == backward_degree)
+        strategy = limits.strategies[index]
+        backward = search.backward(strategy, backward_degree, degree == backward_degree)
         # What the forward pass prepares for other chunks backward cannot make it faster: without it, this is a bound too.
-        bound = search.forward(strategy, degree, degree) + backward
+        bound = search.forward(strategy, degree, degree) + backward[0][0]
         if bound * (1.0 - ROUNDING) > best * (1.0 + within):
             continue
-        found.append((search.forward(strategy, degree, backward_degree) + backward, degree, backward_degree, lag, index))
-        best = min(best, found[-1][0])
+        forward = search.forward(strategy, degree, backward_degree)
+        found.extend((forward + seconds, degree, backward_degree, lag, index) for seconds, lag in backward)
+        best = min(best, forward + backward[0][0])
     if not found:
         raise ValueError(_refusal(load, limits))
-    decisions: list[Decision] = []
-    for seconds, degree, backward_degree, lag, index in sorted(found):
-        plan = Plan(degree, backward_degree, limits.strategies[index], lag)
-        if seconds <= best * (1.0 + within) and all(_differ(plan, other.plan) for other in decisions):
-            decisions.append(Decision(plan, predict(costs, load, plan, limits.live_calls)))
-    return decisions
+    close = sorted(each for each in found if each[0] <= best * (1.0 + within))
+    plans = _different([Plan(degree, other, limits.strategies[index], lag) for _, degree, other, lag, index in close])
+    return [Decision(plan, predict(costs, load, plan, limits.live_calls)) for plan in plans]
 
 
-def _differ(one: Plan, other: Plan) -> bool:
-    pairs = (one.degree, other.degree), (one.backward_degree, other.backward_degree)
-    return one.memory_strategy != other.memory_strategy or any(max(pair) >= 2 * min(pair) for pair in pairs)
+def _different(plans: Sequence[Plan]) -> list[Plan]:
+    """Those in which both passes run in another way than in each before, then those in which one does."""
+    chosen: list[Plan] = []
+    known: list[Way] = []
+    for at_least in (2, 1):
+        for plan in plans:
+            new = [way for way in ways(plan) if all(_differ(way, other) for other in known)]
+            if len(new) >= at_least:
+                chosen.append(plan)
+                known.extend(new)
+    return chosen
+
+
+def _differ(one: Way, other: Way) -> bool:
+    if (one.name, one.memory_strategy) != (other.name, other.memory_strategy):
+        return True
+    return max(one.degree, other.degree) >= 2 * min(one.degree, other.degree) or (one.weight_lag == 0) != (other.weight_lag == 0)
 
 
 class _Search:
     """The scores of one load's plans, each computed when first asked for."""
 
-    def __init__(self, costs: LayerCosts, load: Load, limits: Limits) -> None:
-        self.costs, self.load, self.limits = costs, load, limits
+    def __init__(self, costs: LayerCosts, load: Load, limits: Limits, factors: Mapping[Way, float]) -> None:
+        self.costs, self.load, self.limits, self.factors = costs, load, limits, factors
         self.degrees, self.backward_degrees = (allowed_degrees(each, load.tokens) for each in (limits.degrees, limits.backward_degrees))
         self._work = {degree: _Work(costs, load, degree) for degree in {*self.degrees, *self.backward_degrees}}
-        self._lags: dict[tuple[Strategy, int, bool], list[int]] = {}  # those that fit the budget
+        self._lags: dict[tuple[str, int, bool], list[int]] = {}  # those that fit the budget
         self._forward: dict[tuple[bool, bool, int, int], float] = {}
-        self._backward: dict[tuple[Strategy, int, bool], tuple[float, int]] = {}
+        self._backward: dict[tuple[str, int, bool], list[tuple[float, int]]] = {}
 
     def candidates(self) -> list[tuple[float, int, int, int]]:
         """(a lower bound of the score, degree, backward degree, number of the strategy) of all that fit, by rising bound."""
         costs, load, limits = self.costs, self.load, self.limits
+        least_factor = min(1.0, *self.factors.values()) if self.factors else 1.0
         result: list[tuple[float, int, int, int]] = []
-        for index, strategy in enumerate(STRATEGIES[name] for name in limits.strategies):
-            left = math.inf
+        for index, name in enumerate(limits.strategies):
+            strategy, left = STRATEGIES[name], math.inf
             if limits.memory_budget is not None:
                 left = limits.memory_budget - limits.live_calls * footprint.kept_bytes(load, strategy)
             forward = {
-                degree: score(_forward_bound(costs, load, strategy, self._work[degree]), degree)
+                degree: _margin(degree) * _forward_bound(costs, load, strategy, self._work[degree])
                 for degree in self.degrees
                 if left == math.inf or footprint.forward_bytes(load, strategy, degree) <= left
             }
@@ -456,33 +477,32 @@ class _Search:
                 if left < math.inf:
                     lags = [lag for lag in lags if footprint.backward_bytes(load, strategy, degree, lag, same) <= left]
                 if lags and (same or not strategy.offloads):
-                    self._lags[strategy, degree, same] = lags
-                    backward[degree, same] = score(_backward_bound(costs, load, strategy, self._work[degree], same), degree)
+                    self._lags[name, degree, same] = lags
+                    backward[degree, same] = _margin(degree) * _backward_bound(costs, load, strategy, self._work[degree], same)
             result.extend(
-                (forward[degree] + backward[other, degree == other], degree, other, index)
+                (least_factor * (forward[degree] + backward[other, degree == other]), degree, other, index)
                 for degree, other in itertools.product(forward, self.backward_degrees)
                 if (other, degree == other) in backward
             )
         return sorted(result)
 
-    def forward(self, strategy: Strategy, degree: int, backward_degree: int) -> float:
-        """The forward pass's score."""
+    def forward(self, name: str, degree: int, backward_degree: int) -> float:
+        """The forward pass's score with the strategy of this name."""
         # Strategies differ only in what they copy out.
+        strategy = STRATEGIES[name]
         key = (strategy.rows == "offload", strategy.hidden == "offload", degree, backward_degree)
         if key not in self._forward:
             work, other = self._work[degree], self._work[backward_degree]
-            self._forward[key] = score(_forward_seconds(self.costs, self.load, strategy, work, other), degree)
-        return self._forward[key]
+            self._forward[key] = _forward_seconds(self.costs, self.load, strategy, work, other)
+        return score(self._forward[key], Way("forward", degree, name), self.factors)
 
-    def backward(self, strategy: Strategy, degree: int, same: bool) -> tuple[float, int]:
-        """The backward pass's score with its best lag, and that."""
-        key = strategy, degree, same
+    def backward(self, name: str, degree: int, same: bool) -> list[tuple[float, int]]:
+        """The backward pass's scores with each lag that fits, and the lag: the best first."""
+        key = name, degree, same
         if key not in self._backward:
-            work = self._work[degree]
-            self._backward[key] = min(
-                (backward_score(_backward_seconds(self.costs, self.load, strategy, work, lag, same), degree, lag), lag)
-                for lag in self._lags[key]
-            )
+            strategy, work = STRATEGIES[name], self._work[degree]
+            seconds = [(_backward_seconds(self.costs, self.load, strategy, work, lag, same), lag) for lag in self._lags[key]]
+            self._backward[key] = sorted((score(of_lag, Way("backward", degree, name, lag), self.factors), lag) for of_lag, lag in seconds)
         return self._backward[key]
 
 
@@ -531,21 +551,21 @@ class Planner:
         self.costs, self.limits = costs, limits or Limits()
         self.num_decisions = self.num_solved = 0  # asked for; not found among earlier ones
         self._decisions: dict[Load, Decision] = {}
-        self._factors: dict[Plan, float] = {}
+        self._factors: dict[Way, float] = {}
 
     def decide(self, load: Load) -> Decision:
-        """The best plan, with the prediction for the rounded load. Raises ValueError as `best_plan` does."""
+        """The best plan, with the model's prediction for the rounded load. Raises ValueError as `best_plan` does."""
         rounded = rounded_up(load)
         decision = self._decisions.get(rounded)
         if decision is None:
-            decision = self._decisions[rounded] = self._solve(rounded)
+            decision = self._decisions[rounded] = best_plan(self.costs, rounded, self.limits, self._factors)
             self.num_solved += 1
         self.num_decisions += 1
         return decision
 
     def close(self, load: Load) -> list[Decision]:
         """That and what might be as fast, see `close_plans`."""
-        return close_plans(self.costs, rounded_up(load), self.limits)
+        return close_plans(self.costs, rounded_up(load), self.limits, self._factors)
 
     def fits(self, plan: Plan, load: Load) -> bool:
         """Whether a plan fits the memory budget with this load."""
@@ -554,26 +574,19 @@ class Planner:
 
     def expected(self, decision: Decision) -> float:
         """The score of both passes after what `learn` was told."""
-        plan, prediction = decision.plan, decision.prediction
-        if plan not in self._factors:
-            return total(decision)
-        return self._factors[plan] * (score(prediction.forward, plan.degree) + score(prediction.backward, plan.backward_degree))
+        return total(decision, self._factors)
 
-    def learn(self, factors: Mapping[Plan, float]) -> None:
-        """What these plans took by what was predicted, where others are taken to take just that."""
+    def learn(self, factors: Mapping[Way, float]) -> None:
+        """What these passes took by what was predicted, where others are taken to take just that."""
         self._factors = dict(factors)
         self._decisions.clear()
 
-    def _solve(self, load: Load) -> Decision:
-        if not self._factors:
-            return best_plan(self.costs, load, self.limits)
-        return min(close_plans(self.costs, load, self.limits), key=self.expected)
 
-
-def total(decision: Decision) -> float:
+def total(decision: Decision, factors: Mapping[Way, float] | None = None) -> float:
     """The score of both passes."""
-    plan, prediction = decision.plan, decision.prediction
-    return score(prediction.forward, plan.degree) + backward_score(prediction.backward, plan.backward_degree, plan.weight_lag)
+    forward, backward = ways(decision.plan)
+    prediction, factors = decision.prediction, factors or {}
+    return score(prediction.forward, forward, factors) + score(prediction.backward, backward, factors)
 
 
 def rounded_up(load: Load) -> Load:

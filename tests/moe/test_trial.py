@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections import Counter
 
 import pytest
 
-from moe.plan import Plan
-from moe.planner import CLOSE, Decision, Limits, Planner, Prediction, best_plan, close_plans, memory_bytes, total
+from moe.plan import Plan, ways
+from moe.planner import (
+    CLOSE,
+    Decision,
+    Limits,
+    Planner,
+    Prediction,
+    all_plans,
+    best_plan,
+    close_plans,
+    memory_bytes,
+    predict,
+    total,
+)
 from moe.trial import MOST, TURNS, Choice, Trial
 from parallel.costs import Line
-from tests.moe.test_planner import load_of, simple
+from tests.moe.test_planner import load_of, random_case, simple
 
 
-def _choice(degree: int, seconds: float, kind: str = "flat") -> Choice:
-    return kind, Decision(Plan(degree, degree), Prediction(seconds, 0.0, 0))
+def _choice(degree: int, seconds: float, kind: str = "flat", backward_degree: int | None = None) -> Choice:
+    return kind, Decision(Plan(degree, backward_degree or degree), Prediction(seconds / 3, seconds * 2 / 3, 0))
 
 
 def test_one_plan_needs_no_trial() -> None:
@@ -36,7 +47,7 @@ def test_each_layer_runs_each_plan_as_often(num_layers: int) -> None:
     turns: list[list[int]] = []
     while not trial.is_over:
         turns.append([trial.choice(layer)[1].plan.degree for layer in range(num_layers)])
-        trial.took([1.0] * num_layers)
+        trial.took([(1.0, 2.0)] * num_layers)
     first = -(-3 // num_layers)  # until all have made their buffers
     assert {degree for step in turns[:first] for degree in step} == {1, 2, 4}
     for of_layer in zip(*turns[first:], strict=True):
@@ -44,31 +55,47 @@ def test_each_layer_runs_each_plan_as_often(num_layers: int) -> None:
     assert (len(turns) - first) * num_layers >= 3 * TURNS
 
 
-def test_the_fastest_wins_whatever_the_layers_and_the_noise() -> None:
+def test_the_fastest_passes_win_whatever_the_layers_and_the_noise() -> None:
     rng = random.Random(0)
     for _ in range(50):
         num_layers = rng.randint(1, 5)
         layers = [rng.uniform(0.1, 10.0) for _ in range(num_layers)]  # some have more to do
-        true = {degree: rng.uniform(0.9, 1.1) for degree in (1, 2, 4, 8)}
-        trial = Trial([_choice(degree, 1.0 + 0.001 * degree) for degree in true], num_layers)
+        degrees = (1, 2, 4, 8)
+        forward, backward = ({degree: rng.uniform(0.9, 1.1) for degree in degrees} for _ in range(2))
+        # Each number of chunks is tried in one pass beside another number in the other.
+        choices = [_choice(one, 1.0 + 0.001 * one, backward_degree=other) for one, other in zip(degrees, (2, 8, 1, 4), strict=True)]
+        trial = Trial(choices, num_layers)
         while not trial.is_over:
-            degrees = [trial.choice(layer)[1].plan.degree for layer in range(num_layers)]
-            trial.took([scale * true[degree] * rng.uniform(0.999, 1.001) for scale, degree in zip(layers, degrees, strict=True)])
+            plans = [trial.choice(layer)[1].plan for layer in range(num_layers)]
+            noise = rng.uniform(0.999, 1.001)
+            trial.took(
+                [
+                    (scale * forward[plan.degree] * noise, scale * 2 * backward[plan.backward_degree] * noise)
+                    for scale, plan in zip(layers, plans, strict=True)
+                ]
+            )
         factors = trial.factors("flat")
-        expected = {plan.degree: factor * (1.0 + 0.001 * plan.degree) for plan, factor in factors.items()}
-        assert true[min(expected, key=expected.__getitem__)] <= 1.005 * min(true.values())
+        for part, (name, true) in enumerate((("forward", forward), ("backward", backward))):
+            expected = {}
+            for _, decision in choices:
+                way = ways(decision.plan)[part]
+                assert way.name == name
+                predicted = (decision.prediction.forward, decision.prediction.backward)[part]
+                expected[way.degree] = factors[way] * predicted
+            assert true[min(expected, key=expected.__getitem__)] <= 1.005 * min(true.values())
 
 
 def test_each_all_to_all_learns_its_own() -> None:
     trial = Trial([_choice(1, 1.0, "flat"), _choice(1, 1.0, "hierarchical")], 2)
     while not trial.is_over:
-        trial.took([2.0 if trial.choice(layer)[0] == "flat" else 1.0 for layer in range(2)])
-    assert trial.factors("flat")[Plan(1, 1)] == pytest.approx(2 * trial.factors("hierarchical")[Plan(1, 1)])
+        trial.took([(2.0, 6.0) if trial.choice(layer)[0] == "flat" else (1.0, 2.0) for layer in range(2)])
+    for way, times in zip(ways(Plan(1, 1)), (2, 3), strict=True):
+        assert trial.factors("flat")[way] == pytest.approx(times * trial.factors("hierarchical")[way])
 
 
 def test_a_trial_can_be_stopped() -> None:
     trial = Trial([_choice(1, 1.0), _choice(2, 1.0)], 1)
-    trial.took([1.0])
+    trial.took([(1.0, 1.0)])
     assert not trial.is_over
     trial.stop()
     assert trial.is_over
@@ -87,15 +114,30 @@ def test_close_plans_begin_with_the_best_and_differ() -> None:
     plans = close_plans(costs, load)
     assert plans[0] == best_plan(costs, load) and len(plans) > 1
     assert all(total(decision) <= (1 + CLOSE) * total(plans[0]) * (1 + 1e-9) for decision in plans)
-    assert len({decision.plan for decision in plans}) == len(plans)
+    for i, decision in enumerate(plans):
+        before = {way for other in plans[:i] for way in ways(other.plan)}
+        assert set(ways(decision.plan)) - before, "neither pass is new"
 
 
 def test_a_planner_goes_by_what_it_learned() -> None:
     costs, load = simple(Line(1e-4, 1e-8)), load_of(4096)
-    planner = Planner(costs)
-    first, second, *_ = planner.close(load)
-    assert planner.decide(load) == first
-    planner.learn({first.plan: 1.2, second.plan: 0.8})
-    assert planner.decide(load) == second
+    planner = Planner(costs, Limits(strategies=("keep",)))
+    first = planner.decide(load)
+    other = next(decision for decision in planner.close(load) if decision.plan.degree != first.plan.degree)
+    (first_forward, backward), (forward, _) = ways(first.plan), ways(other.plan)
+    planner.learn({first_forward: 1.2, forward: 0.8, backward: 0.7})
+    decision = planner.decide(load)
+    assert ways(decision.plan) == (forward, backward)
     # It stays a prediction of the model, for whoever compares it with what is measured.
-    assert dataclasses.asdict(planner.decide(load).prediction) == dataclasses.asdict(second.prediction)
+    assert decision.prediction == predict(costs, load, decision.plan)
+
+
+def test_what_was_learned_enters_the_search_exactly() -> None:
+    rng = random.Random(1)
+    limits = Limits(degrees=(1, 2, 4), backward_degrees=(1, 2, 4))
+    for _ in range(60):
+        costs, load = random_case(rng)
+        plans = list(all_plans(limits, load.tokens))
+        known = {way: rng.uniform(0.5, 1.5) for plan in rng.sample(plans, len(plans) // 3) for way in ways(plan)}
+        best = min(total(Decision(plan, predict(costs, load, plan)), known) for plan in plans)
+        assert total(best_plan(costs, load, limits, known), known) == pytest.approx(best, rel=1e-9, abs=1e-15)

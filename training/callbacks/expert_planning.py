@@ -96,7 +96,9 @@ class ExpertPlanning(Callback):
     def _learn(self, run: Run) -> None:
         """Tell the trial what its plans took in this step, and the planners what came of it."""
         group = next(iter(self._layers.values())).ep_group
-        self._trial.took(costs.agree([sum(self.measured[number].values()) for number in self._layers], run.topology.device, group))
+        seconds = [self.measured[number][name] for name in ("forward", "backward") for number in self._layers]
+        agreed = costs.agree(seconds, run.topology.device, group)
+        self._trial.took(list(zip(agreed[: len(self._layers)], agreed[len(self._layers) :], strict=True)))
         if self._trial.is_over:
             for kind, planner in self._planners.items():
                 planner.learn(self._trial.factors(kind))
