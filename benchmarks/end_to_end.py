@@ -44,7 +44,7 @@ from data.prepare import PreparedData, prepare
 MEGATRON, ONE_CHUNK, AUTO = "megatron", "r=1", "auto"
 VARIANTS = (MEGATRON, ONE_CHUNK, AUTO)
 NODES = 2
-WARM_UP = 6  # steps in which buffers are made and plans are tried
+WARM_UP = 3  # steps in which buffers are made
 # The presets' models as they are; less data a step than the presets', for two ranks with one thread each.
 SIZES = ("parallel.expert=2", "training.micro_batch_size=4", "training.global_batch_size=8", "training.device=cpu")
 
@@ -78,7 +78,7 @@ class _Variant:
 
     def step(self) -> float:
         """Take the next optimizer step; its seconds."""
-        run, batches = self.run, self.batches[self.run.progress.step]
+        run, batches = self.run, self.batches[self.run.progress.step % len(self.batches)]
         _seed(run.config.training.seed + 1000 * run.progress.step)
         dist.barrier()
         start = time.perf_counter()
@@ -115,6 +115,12 @@ def build(config: Config, prepared: PreparedData, num_steps: int, folder: str) -
 def step(name: str) -> dict[str, float]:
     """Seconds of a variant's next optimizer step."""
     return {"step": _variants[name].step()}
+
+
+def is_settled() -> bool:
+    """Whether the planned model has tried its plans."""
+    planning = _variants[AUTO].planning
+    return planning is not None and planning.is_settled
 
 
 def course() -> dict[str, dict[str, list[float]]]:
@@ -199,8 +205,12 @@ def measure(cluster: Cluster, config: Config, prepared: PreparedData, num_rounds
     num_steps = WARM_UP + num_rounds + rounds.MAX_DROPPED * (num_rounds + 1) + 1
     with tempfile.TemporaryDirectory() as folder:
         parameters = cluster.call(build, config, prepared, num_steps, folder)
+        while not all(cluster.call(is_settled)):
+            cluster.call(step, AUTO)
         result = rounds.measure(cluster, step, {name: (name,) for name in VARIANTS}, num_rounds, warm_up=WARM_UP)
     of_steps = cluster.call(course)[0]
+    num_steps = len(of_steps["loss"][MEGATRON])  # the planned model has taken more, while it tried plans
+    of_steps = {what: {name: course[:num_steps] for name, course in values.items()} for what, values in of_steps.items()}
     differences = {
         what: {name: largest_difference(values[name], values[MEGATRON]) for name in (ONE_CHUNK, AUTO)} for what, values in of_steps.items()
     }
@@ -217,7 +227,7 @@ def measure(cluster: Cluster, config: Config, prepared: PreparedData, num_rounds
         "seconds": {name: result.median(name, "step") for name in VARIANTS},
         "all_seconds": {name: result.seconds[name]["step"] for name in VARIANTS},
         "speedup": {name: result.speedup(name, "step", MEGATRON) for name in VARIANTS},
-        "steps": len(of_steps["loss"][MEGATRON]),
+        "steps": num_steps,
         "course": of_steps,
         "difference": differences,
         "plans": cluster.call(plans)[0],

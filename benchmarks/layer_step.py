@@ -164,18 +164,12 @@ def step(what: Plan | str) -> dict[str, float]:
     assert layer is not None, "build comes first"
     if what == EXCHANGES:
         return _exchanges(layer)
-    one_step(what)  # buffers of the plan's sizes are there now
-    return one_step(what)
-
-
-def one_step(what: Plan | str) -> dict[str, float]:
-    """The same of a single step."""
-    assert _layer is not None, "build comes first"
-    dist.barrier()
-    return _once(_layer, what)
+    _once(layer, what)  # buffers of the plan's sizes are there now
+    return _once(layer, what)
 
 
 def _once(layer: _Layer, what: Plan | str) -> dict[str, float]:
+    dist.barrier()
     layer.clear()
     start = time.perf_counter()
     output = layer.forward(what)

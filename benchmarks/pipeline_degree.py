@@ -32,7 +32,7 @@ from benchmarks.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case
 from benchmarks.tables import headline, line
 from moe.plan import Load, Plan
 from moe.planner import Limits, Planner
-from moe.trial import Trial
+from moe.trial import TURNS, Trial
 
 DEGREES = (1, 2, 4, 8)
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -89,16 +89,18 @@ def ideal_speedups(exchange: Mapping[str, float], step: Mapping[str, float], deg
 def auto_plan(cluster: Cluster, case: Case) -> Plan:
     """What a training chooses for the layer that was built, from costs that it measures now; it keeps everything, as the others do."""
     costs = cluster.call(layer_step.costs)[0]
-    return tried(cluster, Planner(costs, Limits(strategies=("keep",))), layer_step.load(case, cluster.world_size))
+    planner = Planner(costs, Limits(strategies=("keep",)))
+    return tried(cluster, planner, layer_step.load(case, cluster.world_size), num_layers=TURNS)
 
 
-def tried(cluster: Cluster, planner: Planner, load: Load) -> Plan:
-    """What a training chooses after its first steps, in which it tries the plans that may be fastest."""
+def tried(cluster: Cluster, planner: Planner, load: Load, num_layers: int = 1) -> Plan:
+    """What a training of so many layers chooses after its first steps, in which it tries the plans that may be fastest: the fewer
+    layers, the more often."""
     choices = [(FLAT, decision) for decision in planner.close(load)]
-    trial = Trial(choices, num_layers=1)
+    trial = Trial(choices, num_layers)
     while not trial.is_over:
-        _, decision = trial.choice(0)
-        results = cluster.call(layer_step.one_step, decision.plan)
+        _, decision = trial.choice
+        results = cluster.call(layer_step.step, decision.plan)
         trial.took([(max(rank["forward"] for rank in results), max(rank["backward"] for rank in results))])
     planner.learn(trial.factors(FLAT))
     return planner.decide(load).plan

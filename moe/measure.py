@@ -35,7 +35,7 @@ from parallel.costs import NOTHING, Call, Curve, Line
 SIZES = (1, 2, 4, 8, 16, 32)  # an even load is measured cut into so many
 BUDGET = 8.0  # seconds for all of it; first calls and what is being measured when the time is up come on top
 SHORT = 0.02  # seconds of an exchange that are enough to see how fast the link is
-WHOLE = 0.4  # of the time is for whole passes; the shares below are of the rest
+WHOLE_SHARE = 0.4  # of the time is for whole passes; the shares below are of the rest
 DEGREES = (1, 2, 4, 8)  # numbers of chunks in which they run
 MIXED = (4, 2)  # forward and backward, to see what other chunks backward cost
 STEPS = 3  # of a plan one after the other; the first one makes its buffers
@@ -111,7 +111,7 @@ class _Bench:
         self, weights: Weights, exchange: AllToAll | None, group: dist.ProcessGroup | None, shape: Shape, engine: Engine, budget: float
     ) -> None:
         self.weights, self.exchange, self.group, self.engine = weights, exchange, group, engine
-        self.budget = budget if exchange is None else (1.0 - WHOLE) * budget
+        self.budget = budget if exchange is None else (1.0 - WHOLE_SHARE) * budget
         self.whole_budget = budget - self.budget
         self.device, self.shape, self.load = weights.fc1.device, shape, shape.even()
         load = self.load

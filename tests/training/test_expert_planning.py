@@ -13,7 +13,9 @@ from moe.planner import Planner, close_plans
 from tests.distributed import RankError, run
 from tests.tolerances import FP32_LOSS
 from tests.training.helpers import Lines, make_config, train, train_on_ranks
+from training.callbacks.expert_planning import TRIAL_STEPS
 
+NUM_TRIED = 3
 TINY = ["experiment=gpt_moe_tiny", "parallel.expert=2", "training.steps=8", "training.eval_interval=0", "checkpoint.interval=0"]
 
 
@@ -41,8 +43,10 @@ def test_planned_runs_lose_the_same_and_record_every_decision(data: list[str], t
 
 
 def _train_with_a_trial(config: Config) -> Lines:
-    """On a rank: plans that are far from the best by the model are tried too."""
+    """On a rank: plans that are far from the best by the model are tried too, in a single round."""
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("ROUNDS", 1), ("TURNS", 1), ("MOST", NUM_TRIED)):
+            patch.setattr(trial, name, value)
         patch.setattr(trial, "CLOSE", 100.0)
         patch.setattr(Planner, "close", lambda planner, load: close_plans(planner.costs, load, planner.limits, within=100.0))
         return train(config)
@@ -54,14 +58,18 @@ def test_the_first_steps_try_plans_and_the_fastest_stays(data: list[str], tmp_pa
     tried = run(_train_with_a_trial, 2, make_config([*TINY, *data, *auto], 2))[0]
     for one, other in zip(fixed, tried, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=FP32_LOSS)
-    by_step: dict[int, set[str]] = {}
-    for line in _plans(tmp_path / "tried"):
+    lines = _plans(tmp_path / "tried")
+    first_steps, after = range(NUM_TRIED * TRIAL_STEPS), NUM_TRIED * TRIAL_STEPS
+    begun: dict[int, set[str]] = {}  # by step, of any layer
+    for line in lines:
         if "load" in line:
-            by_step.setdefault(line["step"], set()).add(json.dumps(line["plan"]))
-    of_trial = set().union(*(plans for step, plans in by_step.items() if step < 5))
-    assert len(of_trial) == trial.MOST
-    measured = [line for line in _plans(tmp_path / "tried") if "measured" in line and line["step"] <= 5]
-    assert {json.dumps(line["plan"]) for line in measured} == of_trial
+            begun.setdefault(line["step"], set()).add(json.dumps(line["plan"]))
+    # All layers run one plan for some steps, then the next one.
+    assert sorted(step for step in begun if step < after) == list(first_steps[::TRIAL_STEPS])
+    of_trial = [begun[step] for step in first_steps[::TRIAL_STEPS]]
+    assert all(len(plans) == 1 for plans in of_trial) and len(set.union(*of_trial)) == NUM_TRIED
+    measured = [line for line in lines if "measured" in line and line["step"] <= after]
+    assert {json.dumps(line["plan"]) for line in measured} == set.union(*of_trial)
     assert all(sorted(line["measured"]) == ["backward", "forward"] for line in measured)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,7 +23,8 @@ from moe.trial import Choice, Trial
 from parallel import costs
 from training.run import Callback, Metrics, Run
 
-MEASURE_AFTER = 5  # steps that a decision is measured over; in a trial it is one
+MEASURE_AFTER = 5  # steps that a decision is measured over
+TRIAL_STEPS = 2  # that each plan of a trial runs at a time; the last one is measured
 
 
 @dataclass
@@ -69,11 +71,7 @@ class ExpertPlanning(Callback):
             self._stream = open(run.run_dir / ("plans.jsonl" if stage == 0 else f"plans_stage{stage}.jsonl"), "a")
         self._write({"step": run.progress.step, "costs": {kind: of_kind.as_dict() for kind, of_kind in measured.items()}})
         even = self._shape.even()
-        try:
-            choices = [(kind, decision) for kind, planner in self._planners.items() for decision in planner.close(even)]
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        self._trial = Trial(choices, len(layers))
+        self._trial = Trial(self._ask(lambda planner: planner.close(even)), len(layers))
         self._decide(run, dict.fromkeys(self._layers, even))
         decision = self._pending[min(self._pending)].decision
         run.say(f"MoE layers begin with {_describe(decision)}")
@@ -83,18 +81,33 @@ class ExpertPlanning(Callback):
             return
         step = run.progress.step
         for number, pending in list(self._pending.items()):
-            if step >= pending.since + (MEASURE_AFTER if self._trial.is_over else 1) or run.is_last_step:
+            steps = step - pending.since
+            if steps >= (MEASURE_AFTER if self._trial.is_over else TRIAL_STEPS) or run.is_last_step:
                 self.measured[number] = pending.layer.clock.take()
                 self._write({"step": step, "layer": number, "measured": self.measured[number], **_as_dict(pending.decision)})
                 del self._pending[number]
-        if not self._trial.is_over:
+            elif steps == TRIAL_STEPS - 1 and not self._trial.is_over:
+                pending.layer.clock.take()  # buffers were made
+        if not self._trial.is_over and not self._pending:
             self._learn(run)
         counts, start = run.tokens_per_expert, time.perf_counter()
         self._decide(run, {number: self._shape.load(counts[number].tolist()) for number in self._layers})
         metrics["moe_plan_seconds"] = time.perf_counter() - start
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing left to try."""
+        return not self._layers or self._trial.is_over
+
+    def _ask(self, question: Callable[[Planner], list[Decision]]) -> list[Choice]:
+        """The answers of all planners. Raises ConfigError if nothing fits the memory budget."""
+        try:
+            return [(kind, decision) for kind, planner in self._planners.items() for decision in question(planner)]
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
     def _learn(self, run: Run) -> None:
-        """Tell the trial what its plans took in this step, and the planners what came of it."""
+        """Tell the trial what its plan took, and at its end the planners what came of it."""
         group = next(iter(self._layers.values())).ep_group
         seconds = [self.measured[number][name] for name in ("forward", "backward") for number in self._layers]
         agreed = costs.agree(seconds, run.topology.device, group)
@@ -103,26 +116,19 @@ class ExpertPlanning(Callback):
             for kind, planner in self._planners.items():
                 planner.learn(self._trial.factors(kind))
 
-    def _choose(self, index: int, load: Load) -> Choice:
-        """For the layer that comes `index`-th among this rank's."""
+    def _choose(self, load: Load) -> Choice:
         if not self._trial.is_over:
-            return self._trial.choice(index)
-        try:
-            choices = [(kind, planner.decide(load)) for kind, planner in self._planners.items()]
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+            return self._trial.choice
+        choices = self._ask(lambda planner: [planner.decide(load)])
         return min(choices, key=lambda choice: self._planners[choice[0]].expected(choice[1]))
 
-    def _fits(self, index: int, load: Load) -> bool:
-        kind, decision = self._trial.choice(index)
-        return self._planners[kind].fits(decision.plan, load)
-
     def _decide(self, run: Run, loads: dict[int, Load]) -> None:
-        # What is tried was chosen for an even load.
-        if not self._trial.is_over and not all(self._fits(index, load) for index, load in enumerate(loads.values())):
-            self._trial.stop()
-        for index, (number, load) in enumerate(loads.items()):
-            kind, decision = self._choose(index, load)
+        if not self._trial.is_over:
+            kind, decision = self._trial.choice
+            if not all(self._planners[kind].fits(decision.plan, load) for load in loads.values()):
+                self._trial.stop()  # what is tried was chosen for an even load
+        for number, load in loads.items():
+            kind, decision = self._choose(load)
             if self._in_force.get(number) == (kind, decision.plan):
                 continue
             layer = self._layers[number]
