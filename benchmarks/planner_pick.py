@@ -1,6 +1,6 @@
 """How good the planner's numbers of chunks are: its picks against the measured best, over layers that differ in what is best.
 
-`python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 5] [--quick]`, then `... --summary FILE [--json] [--markdown]`
+`python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 10] [--quick]`, then `... --summary FILE [--json] [--markdown]`
 
 Each layer runs on an emulated cluster, in earnest (2 ranks) or with a virtual accelerator (2 and 4 ranks). Costs are measured as
 training does, and the planner picks a number of chunks for each pass among 1, 2, 4 and 8. Then every number is measured, for the
@@ -86,6 +86,7 @@ LAYERS = (
     Layer(2, "1gbit", 512, 512, 1024, 2, 2, 90),
     Layer(2, "500mbit", 256, 512, 1024, 2, 8),
     Layer(2, "500mbit", 512, 512, 512, 1, 16),
+    Layer(2, "500mbit", 512, 512, 512, 2, 16),
     Layer(2, "500mbit", 512, 1024, 256, 2, 8),
     Layer(2, "500mbit", 1024, 512, 256, 2, 4),
     Layer(2, "500mbit", 1024, 512, 1024, 2, 1),
@@ -93,6 +94,8 @@ LAYERS = (
     Layer(2, "500mbit", 2048, 512, 512, 1, 1, 240),
     Layer(2, "500mbit", 512, 1024, 512, 2, 2, 200),
     Layer(2, "200mbit", 256, 512, 512, 2, 8),
+    Layer(2, "200mbit", 256, 512, 512, 2, 16),
+    Layer(2, "200mbit", 256, 1024, 512, 1, 8),
     Layer(2, "200mbit", 512, 512, 512, 1, 16),
     Layer(2, "200mbit", 512, 512, 1024, 2, 2),
     Layer(2, "200mbit", 512, 512, 256, 2, 1, 180),
@@ -252,21 +255,35 @@ def totals(cases: Sequence[Judged]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def cases_table(cases: Sequence[Judged], markdown: bool) -> str:
-    """All cases, the largest regret first; milliseconds measured / predicted."""
-    headings = ("ranks", "link", "layer", "pass", "best r", "pick", "regret", *(f"r={degree}: ms / predicted" for degree in DEGREES))
+def cases_table(found: Sequence[dict[str, Any]], markdown: bool) -> str:
+    """All cases, the largest regret after a trial first; milliseconds measured / predicted."""
+    headings = (
+        "ranks",
+        "link",
+        "layer",
+        "pass",
+        "best r",
+        "pick",
+        "regret",
+        "tried",
+        "regret",
+        *(f"r={r}: ms / predicted" for r in DEGREES),
+    )
+    pairs = [pair for record in found for pair in zip(judge(record), judge(record, "chosen"), strict=True)]
     rows = [
         [
-            str(case.layer.ranks),
-            case.layer.rate,
-            case.layer.in_words(),
-            case.part,
-            str(case.best),
-            str(case.pick),
-            f"{case.regret:.1%}",
-            *(f"{case.seconds[degree] * 1e3:.1f} / {case.predicted[degree] * 1e3:.1f}" for degree in DEGREES),
+            str(pick.layer.ranks),
+            pick.layer.rate,
+            pick.layer.in_words(),
+            pick.part,
+            str(pick.best),
+            str(pick.pick),
+            f"{pick.regret:.1%}",
+            str(chosen.pick),
+            f"{chosen.regret:.1%}",
+            *(f"{pick.seconds[degree] * 1e3:.1f} / {pick.predicted[degree] * 1e3:.1f}" for degree in DEGREES),
         ]
-        for case in sorted(cases, key=lambda case: -case.regret)
+        for pick, chosen in sorted(pairs, key=lambda pair: -pair[1].regret)
     ]
     return table(headings, rows, markdown)
 
@@ -312,7 +329,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file to which each layer's record is appended")
     parser.add_argument("--summary", type=Path, help="print the totals of such a file instead of measuring")
     parser.add_argument("--part", type=_part, default=(1, 1), help="i/n: the i-th of n parts of the layers")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for measuring a layer's costs")
     parser.add_argument("--quick", action="store_true", help="two layers and two rounds")
     parser.add_argument("--json", action="store_true")
@@ -333,24 +350,26 @@ def main() -> int:
                     with arguments.out.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(record) + "\n")
                 if not arguments.json:
-                    print(cases_table(judge(record), arguments.markdown), flush=True)
+                    print(cases_table([record], arguments.markdown), flush=True)
         cases = [case for record in found for case in judge(record)]
         sums, after_trial = totals(cases), totals([case for record in found for case in judge(record, "chosen")])
     except (OSError, ValueError, RuntimeError, ClusterError) as error:
         print(f"planner_pick: {error}", file=sys.stderr)
         return 1
+    whole_steps = {which: [whole_step_regret(record, which) for record in found] for which in ("pick", "chosen")}
     if arguments.json:
-        print(json.dumps({"totals": sums, "after_trial": after_trial, "cases": [asdict(case) for case in cases]}))
+        result = {"totals": sums, "after_trial": after_trial, "whole_step_regrets": whole_steps, "cases": [asdict(case) for case in cases]}
+        print(json.dumps(result))
     else:
         print(f"\n{totals_text(sums, after_trial, arguments.markdown)}\n")
         for name, which in (("the planner's pick", "pick"), ("what a trial of its best chose", "chosen")):
-            regrets = [whole_step_regret(record, which) for record in found]
+            regrets = whole_steps[which]
             within = sum(each <= CLOSE for each in regrets) / len(regrets)
             print(
                 f"Whole steps, {name}: within 3% in {within:.0%}, mean regret {statistics.fmean(regrets):.2%}, worst {max(regrets):.1%}.\n"
             )
         if arguments.summary is not None:
-            print(cases_table(cases, arguments.markdown))
+            print(cases_table(found, arguments.markdown))
     return 0
 
 
