@@ -294,18 +294,22 @@ def totals_text(sums: dict[str, Any], after_trial: dict[str, Any], markdown: boo
     ours = {"planner": sums, "planner, after a trial of its best": after_trial}
     rows = [[name, f"{each['within_3_percent']:.0%}", f"{each['mean_regret']:.2%}"] for name, each in ours.items()]
     rows += [[f"always r={r}", f"{sums['constant_within_3_percent'][r]:.0%}", f"{sums['constant_mean_regret'][r]:.2%}"] for r in DEGREES]
-    counts = ", ".join(f"{sums['best_is'][degree]} at r={degree}" for degree in DEGREES)
-    picks = ", ".join(f"{sums['pick_is'][degree]} at r={degree}" for degree in DEGREES)
-    return "\n".join(
-        [
-            f"{sums['cases']} cases: both passes of {num_layers} layers; {sums['virtual_cases']} of them with a virtual accelerator.",
-            f"Measured best: {counts}. Planner's picks: {picks}; the best one itself in {sums['same_as_best']:.0%}.",
-            f"Mean regret {sums['mean_regret']:.2%} (worst {sums['worst_regret']:.1%}), "
-            f"{sums['regret_by_best_constant']:.2f} times that of the best constant policy (r={sums['best_constant']}).",
-            "",
-            table(("policy", "within 3% of the best", "mean regret"), rows, markdown),
-        ]
-    )
+    counts = _counts(sums["best_is"])
+    lines = [
+        f"{sums['cases']} cases: both passes of {num_layers} layers; {sums['virtual_cases']} of them with a virtual accelerator.",
+        f"Measured best: {counts}.",
+    ]
+    for name, each in ours.items():
+        lines.append(
+            f"{name.capitalize()}: {_counts(each['pick_is'])}; the best one itself in {each['same_as_best']:.0%}. Mean regret "
+            f"{each['mean_regret']:.2%} (worst {each['worst_regret']:.1%}), {each['regret_by_best_constant']:.2f} times that of the best "
+            f"constant policy (r={each['best_constant']})."
+        )
+    return "\n".join([*lines, "", table(("policy", "within 3% of the best", "mean regret"), rows, markdown)])
+
+
+def _counts(of_degrees: dict[int, int]) -> str:
+    return ", ".join(f"{of_degrees[degree]} at r={degree}" for degree in DEGREES)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
