@@ -112,7 +112,7 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> 
             planner.decide(load)
         except ValueError:
             continue  # what the planner counts is a little more than the leanest plan needs
-        picks.append((budget, tried(cluster, planner, load)))
+        picks.append((budget, tried(cluster, planner, load, num_layers=2)))  # a budget takes half a minute
     plans = {_key(plan): plan for plan in [*_grid(), *(plan for _, plan in picks)]}
     for key in plans.keys() - memory.keys():
         memory[key] = max(cluster.call(peak_bytes, plans[key]))
