@@ -120,7 +120,8 @@ def step(name: str) -> dict[str, float]:
 def is_settled() -> bool:
     """Whether the planned model has tried its plans."""
     planning = _variants[AUTO].planning
-    return planning is not None and planning.is_settled
+    assert planning is not None
+    return planning.is_settled
 
 
 def course() -> dict[str, dict[str, list[float]]]:
@@ -202,15 +203,15 @@ def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def measure(cluster: Cluster, config: Config, prepared: PreparedData, num_rounds: int) -> dict[str, Any]:
     """Train all variants of one model in turns: a row of the table."""
-    num_steps = WARM_UP + num_rounds + rounds.MAX_DROPPED * (num_rounds + 1) + 1
+    num_batches = WARM_UP + num_rounds + rounds.MAX_DROPPED * (num_rounds + 1) + 1
     with tempfile.TemporaryDirectory() as folder:
-        parameters = cluster.call(build, config, prepared, num_steps, folder)
+        parameters = cluster.call(build, config, prepared, num_batches, folder)
         while not all(cluster.call(is_settled)):
             cluster.call(step, AUTO)
         result = rounds.measure(cluster, step, {name: (name,) for name in VARIANTS}, num_rounds, warm_up=WARM_UP)
     of_steps = cluster.call(course)[0]
     num_steps = len(of_steps["loss"][MEGATRON])  # the planned model has taken more, while it tried plans
-    of_steps = {what: {name: course[:num_steps] for name, course in values.items()} for what, values in of_steps.items()}
+    of_steps = {what: {name: of_variant[:num_steps] for name, of_variant in values.items()} for what, values in of_steps.items()}
     differences = {
         what: {name: largest_difference(values[name], values[MEGATRON]) for name in (ONE_CHUNK, AUTO)} for what, values in of_steps.items()
     }
