@@ -2,8 +2,8 @@
 //
 // The elementwise functions (activations forward and backward, weighted sums of rows) are for any CPU, in float and bfloat16. The block
 // functions compute the experts' blocks of rows, all of a call: in float by torch's BLAS, one pass after the other while a block is in
-// the cache; in bfloat16 with Intel's AMX, where they do what comes after a product while its result is in the first-level cache and
-// the next one multiplies.
+// the cache; in bfloat16 with Intel's AMX or AVX-512's products of bfloat16, where they do what comes after a product while its result
+// is in the first-level cache and, with AMX, the next one multiplies.
 //
 // Shapes: n rows of a block, H hidden size, F width, G = 2 F for SwiGLU ([gate | up]) else F. All tensors are row-major.
 
@@ -17,11 +17,14 @@
 #include <cstring>
 #include <span>
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BW__) && defined(__AVX512BF16__) && defined(__linux__)
-#define HAS_AMX 1
+#if defined(__AVX512BW__) && defined(__AVX512BF16__)
+#define HAS_TILES 1
 #include <omp.h>
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#define HAS_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #endif
 
 namespace {
@@ -402,12 +405,12 @@ struct Host {  // what multiplies
     }
 };
 
-#ifdef HAS_AMX
+#ifdef HAS_TILES
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Products by tiles. The left factor lies in tiles of 16 rows x 32 columns, one after the other along a row of tiles. The right one
 // lies in panels of 32 columns, each a list of steps of 32 rows: two tiles of 16 columns, in which two rows are interleaved, as
-// the instruction wants them.
+// the instructions want them.
 // ---------------------------------------------------------------------------------------------------------------------
 
 #define INLINE inline __attribute__((always_inline))  // so that what a function is given to call becomes part of its loop
@@ -422,7 +425,13 @@ constexpr int64_t SECOND_LEVEL = 1 << 20;                          // bytes of r
 inline int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-struct Tiles {  // the thread's registers, while it lives
+// `Tiles` are the thread's registers, while it lives.
+//
+// multiply: c [32 rows, or 16 unless `second`, x 32] (+)= left right over `steps` tiles; `stride`: bytes from the first 16 rows to the second.
+// `between()` is called once a step, to do other work, while the tiles multiply where another unit does it.
+#ifdef HAS_AMX
+
+struct Tiles {
     Tiles() {
         alignas(64) struct {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -435,8 +444,6 @@ struct Tiles {  // the thread's registers, while it lives
     ~Tiles() { _tile_release(); }
 };
 
-// c [32 rows, or 16 unless `second`, x 32] (+)= left right over `steps` tiles; `stride`: bytes from the first 16 rows to the second.
-// `between()` is called after each step, to do other work while the tiles multiply.
 template <class Between>
 INLINE void multiply(const char* left, int64_t stride, const char* right, int64_t steps, float* c, bool add, bool second, const Between& between) {
     constexpr int64_t row = PANEL * sizeof(float);
@@ -473,6 +480,47 @@ INLINE void multiply(const char* left, int64_t stride, const char* right, int64_
         _tile_stored(3, c1 + TILE, row);
     }
 }
+
+#else
+
+struct Tiles {
+    Tiles() {}  // nothing to set up, but not trivial either, so that compilers see it used
+};
+
+// Half a tile's rows, with all of a panel's columns: 16 sums, enough to hide how long a product takes.
+INLINE void multiply_half(const char* left, const char* right, int64_t steps, float* c, bool add) {
+    constexpr int ROWS = TILE / 2;
+    __m512 low[ROWS], high[ROWS];
+    for (int row = 0; row < ROWS; row++) {
+        low[row] = add ? _mm512_load_ps(c + row * PANEL) : _mm512_setzero_ps();
+        high[row] = add ? _mm512_load_ps(c + row * PANEL + TILE) : _mm512_setzero_ps();
+    }
+    for (const char* end = left + steps * TILE_BYTES; left < end; left += TILE_BYTES, right += STEP_BYTES)
+        for (int pair = 0; pair < DEPTH / 2; pair++) {
+            const __m512bh first = (__m512bh)_mm512_load_si512(right + pair * 64), last = (__m512bh)_mm512_load_si512(right + TILE_BYTES + pair * 64);
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; row++) {
+                int32_t two;
+                std::memcpy(&two, left + row * 64 + pair * 4, sizeof two);
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+                low[row] = _mm512_dpbf16_ps(low[row], both, first);
+                high[row] = _mm512_dpbf16_ps(high[row], both, last);
+            }
+        }
+    for (int row = 0; row < ROWS; row++) {
+        _mm512_store_ps(c + row * PANEL, low[row]);
+        _mm512_store_ps(c + row * PANEL + TILE, high[row]);
+    }
+}
+
+template <class Between>
+INLINE void multiply(const char* left, int64_t stride, const char* right, int64_t steps, float* c, bool add, bool second, const Between& between) {
+    for (int half = 0; half < (second ? 4 : 2); half++)
+        multiply_half(left + half / 2 * stride + half % 2 * (TILE_BYTES / 2), right, steps, c + half * (RESULT / 4), add);
+    for (int64_t step = 0; step < steps; step++) between();
+}
+
+#endif
 
 // Products of a left factor of at most MAX_BLOCKS * 32 rows and `groups` x FACTORS panels. `panel(group, factor)` is where one lies.
 // `finish(group, row, c)` gets each row of each group's results, 32 numbers of every factor (RESULT * MAX_BLOCKS apart), in the order
@@ -880,7 +928,7 @@ void gate(const bf16* x, int64_t n, int64_t size, const bf16* weight, int64_t ex
     }
 }
 
-#endif  // HAS_AMX
+#endif  // HAS_TILES
 
 }  // namespace
 
@@ -892,6 +940,8 @@ int mixtrain_has_tiles() {
 #ifdef HAS_AMX
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl's ARCH_REQ_XCOMP_PERM and the feature's number
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#elif defined(HAS_TILES)
+    return 1;
 #else
     return 0;
 #endif
@@ -970,7 +1020,7 @@ void mixtrain_weights_blocks_float(const Block* blocks, int64_t num_blocks, Gemm
     }
 }
 
-#ifdef HAS_AMX
+#ifdef HAS_TILES
 
 int64_t mixtrain_gate_scratch_bytes(int64_t n, int64_t size, int64_t experts, int64_t threads) {
     const int64_t right_bytes = divided_up(experts, PANEL) * PANEL * size * 2;

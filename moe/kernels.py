@@ -353,7 +353,7 @@ def weights_bytes(longest: int, hidden_size: int, width: int, hidden_columns: in
 def main() -> int:
     """Compile the kernels ahead of the first training."""
     if _library() is not None:
-        print(f"kernels: compiled for this CPU, in {cache_folder()}{', with AMX' if _has_tiles() else ''}")
+        print(f"kernels: compiled for this CPU, in {cache_folder()}{', bfloat16 products too' if _has_tiles() else ''}")
     return 0
 
 

@@ -18,7 +18,7 @@ from moe.weights import Weights
 from tests.tolerances import MOE
 
 ELEMENTWISE = pytest.mark.skipif(not kernels.has(torch.empty(0)), reason="no C++ compiler here")
-BLOCKS = pytest.mark.skipif(not kernels.has_tiles(torch.empty(0, dtype=torch.bfloat16), 32, 32), reason="no AMX here")
+BLOCKS = pytest.mark.skipif(not kernels.has_tiles(torch.empty(0, dtype=torch.bfloat16), 32, 32), reason="no bfloat16 products here")
 
 
 def _relative(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -182,7 +182,7 @@ def _expected(weights: Weights, block: list[torch.Tensor]) -> list[torch.Tensor]
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_equal_torch_in_double_precision(seed: int, dtype: torch.dtype) -> None:
     if not kernels.has_blocks(torch.empty(0, dtype=dtype), 32, 32):
-        pytest.skip("no compiler here, or no AMX")
+        pytest.skip("no compiler here, or no bfloat16 products")
     rng, step = random.Random(seed), 32 if dtype is torch.bfloat16 else 7
     torch.manual_seed(seed)
     for activation, bias in itertools.product(kernels.ACTIVATIONS, (False, True)):
