@@ -363,8 +363,8 @@ def predict(costs: LayerCosts, load: Load, plan: Plan, live_calls: int = 1) -> P
 
 
 def weight_lags(degree: int) -> list[int]:
-    """The lags that are tried: weight gradients at once, one chunk later, or after all input gradients."""
-    return sorted({0, min(1, degree - 1), degree - 1})
+    """The lags that are tried: weight gradients at once, or one chunk later, which fills a wait as well as any longer lag."""
+    return list(range(min(degree, 2)))
 
 
 def allowed_degrees(degrees: Sequence[int], tokens: int) -> list[int]:
@@ -401,7 +401,7 @@ def close_plans(
     costs: LayerCosts, load: Load, limits: Limits | None = None, factors: Mapping[Way, float] | None = None, within: float = CLOSE
 ) -> list[Decision]:
     """The best plan, then those with scores up to `within` higher in which a pass runs in another way than in each before: with another
-    strategy, with a number of chunks that differs by a factor of 2, or without a weight lag instead of with one. Plans in which both
+    strategy, with a number of chunks that differs by a factor of 2, or with another weight lag. Plans in which both
     passes do come first, and in each part the better one. Raises ValueError as `best_plan` does."""
     limits = limits or Limits()
     _check(limits)
@@ -443,7 +443,7 @@ def _different(plans: Sequence[Plan]) -> list[Plan]:
 def _differ(one: Way, other: Way) -> bool:
     if (one.name, one.memory_strategy) != (other.name, other.memory_strategy):
         return True
-    return max(one.degree, other.degree) >= 2 * min(one.degree, other.degree) or (one.weight_lag == 0) != (other.weight_lag == 0)
+    return max(one.degree, other.degree) >= 2 * min(one.degree, other.degree) or one.weight_lag != other.weight_lag
 
 
 class _Search:

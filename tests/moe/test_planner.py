@@ -377,7 +377,7 @@ def test_solver_equals_brute_force_over_all_plans() -> None:
     # The cases are worth something: many different plans are the best of some.
     assert {plan.degree for plan in seen} == {plan.backward_degree for plan in seen} == set(DEGREES)
     assert {plan.memory_strategy for plan in seen} == set(STRATEGIES)
-    assert {plan.weight_lag for plan in seen} >= {0, 1, 2, 7}
+    assert {plan.weight_lag for plan in seen} == {0, 1}
     assert 0 < refused < 400 // 4
 
 
@@ -618,4 +618,4 @@ def test_own_order_is_never_far_from_pipemoes() -> None:
 
 
 def test_weight_lags() -> None:
-    assert [weight_lags(degree) for degree in (1, 2, 3, 8)] == [[0], [0, 1], [0, 1, 2], [0, 1, 7]]
+    assert [weight_lags(degree) for degree in (1, 2, 3, 8)] == [[0], [0, 1], [0, 1], [0, 1]]
