@@ -18,6 +18,9 @@ TURNS = 8  # calls of each plan that count, at least
 ROUNDS = 3  # in each of which all plans run, at least
 MOST = 6  # plans
 LEAST = 1e-9  # seconds that a pass is predicted to take, at least
+SPREAD = 0.03  # of what passes take by what is predicted, as far as is known before they run
+DEVIATION = 1.48  # standard deviations in a median of deviations, of the normal distribution
+MEDIAN_ERROR = 1.25  # standard deviations, times the root of the number of samples
 
 Choice = tuple[str, Decision]  # of an all-to-all and a plan for it
 Passes = tuple[float, float]  # seconds of the forward and the backward pass
@@ -58,7 +61,8 @@ class Trial:
         self._turns_left = 0
 
     def factors(self, kind: str) -> dict[Way, float]:
-        """What each pass with this all-to-all took by what was predicted, by the middle of all forward or all backward passes."""
+        """What each pass with this all-to-all took by what was predicted, by the middle of all forward or all backward passes: the median
+        of its turns, believed as far as their noise allows."""
         if len(self.choices) < 2:
             return {}
         return {way: factor for part in (0, 1) for (of, way), factor in self._of_pass(part).items() if of == kind}
@@ -74,4 +78,8 @@ class Trial:
                 ratios.setdefault((kind, ways(decision.plan)[part]), []).extend(relative)
         factors = {key: statistics.median(of_key) for key, of_key in ratios.items()}
         middle = statistics.median(factors.values())
-        return {key: factor / middle for key, factor in factors.items()}
+        off = sorted(abs(ratio / factors[key] - 1.0) for key, of_key in ratios.items() for ratio in of_key)
+        noise = DEVIATION * statistics.median(off[len(factors) :] or [0.0])  # as many as there are medians are off by nothing
+        errors = {key: MEDIAN_ERROR * noise / math.sqrt(len(of_key)) for key, of_key in ratios.items()}
+        believed = {key: SPREAD**2 / (SPREAD**2 + error**2) for key, error in errors.items()}
+        return {key: 1.0 + believed[key] * (factor / middle - 1.0) for key, factor in factors.items()}
