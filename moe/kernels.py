@@ -161,6 +161,18 @@ def add_up(
     return out
 
 
+def has_products() -> bool:
+    """Whether `multiply` works here. The block functions take it in fp32 where the processor is not one that torch's BLAS is made for."""
+    library = _library()
+    return library is not None and bool(library.mixtrain_has_products())
+
+
+def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """`out` [m, n] (+)= `left` [m, k] times `right` [k, n] in fp32; one of the factors may be a transposed view."""
+    orders = [int(not factor.is_contiguous()) for factor in (left, right)]
+    _call("multiply_float", *orders, *out.shape, left.size(1), left, right, out, int(add))
+
+
 def takes_top_k(scores: torch.Tensor, k: int) -> bool:
     """Whether `top_k` is for this."""
     return scores.dtype is torch.float32 and k <= scores.size(1) <= MAX_COLUMNS and has(scores)

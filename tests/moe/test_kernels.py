@@ -178,6 +178,27 @@ def _expected(weights: Weights, block: list[torch.Tensor]) -> list[torch.Tensor]
     return [output.detach(), *(tensor.grad for tensor in (column, x, fc1, fc2) if tensor.grad is not None)]
 
 
+@pytest.mark.skipif(not kernels.has_products(), reason="no compiler here, or no AVX-512")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_products_of_any_sizes_and_orders(threads: int) -> None:
+    rng, before = random.Random(threads), torch.get_num_threads()
+    torch.manual_seed(threads)
+    torch.set_num_threads(threads)
+    try:
+        for case in range(60):
+            m, n, k = (rng.choice((1, 7, 8, 31, 32, 33, rng.randint(1, 700))) for _ in range(3))
+            left, right, memory = torch.randn(m, k), torch.randn(k, n), torch.randn(m + 1, n)
+            out, expected, beyond = memory[:m], left.double() @ right.double(), memory[m].clone()
+            left = left.t().contiguous().t() if case % 3 == 1 and min(m, k) > 1 else left
+            right = right.t().contiguous().t() if case % 3 == 2 and min(k, n) > 1 else right
+            expected = expected + out.double() if case % 2 else expected
+            kernels.multiply(left, right, out, add=bool(case % 2))
+            assert (out.double() - expected).abs().max() < 1e-6 * (k + 1), (m, n, k, case)
+            assert torch.equal(memory[m], beyond)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", kernels.SUFFIXES)
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_equal_torch_in_double_precision(seed: int, dtype: torch.dtype) -> None:
