@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from moe.plan import Way, ways
 from moe.planner import CLOSE, Decision, total
 
-TURNS = 8  # calls of each plan that count, at least
+TURNS = 8  # calls of each plan that count, at least; and rounds, at most
 ROUNDS = 3  # in each of which all plans run, at least
+QUIET = 0.01  # standard error of what was learned that is small enough
 MOST = 6  # plans
 LEAST = 1e-9  # seconds that a pass is predicted to take, at least
-SPREAD = 0.03  # of what passes take by what is predicted, as far as is known before they run
 DEVIATION = 1.48  # standard deviations in a median of deviations, of the normal distribution
 MEDIAN_ERROR = 1.25  # standard deviations, times the root of the number of samples
+DOUBT = 1.5  # standard errors of what was learned that are taken for noise
 
 Choice = tuple[str, Decision]  # of an all-to-all and a plan for it
 Passes = tuple[float, float]  # seconds of the forward and the backward pass
@@ -38,13 +39,13 @@ class Trial:
         best = min(total(decision) for _, decision in choices)
         close = [choice for choice in choices if total(choice[1]) <= (1.0 + CLOSE) * best]
         self.choices = sorted(close, key=lambda choice: total(choice[1]))[:MOST]
-        self._turns_left = 0 if len(self.choices) < 2 else max(ROUNDS, math.ceil(TURNS / num_layers)) * len(self.choices)
+        self._num_rounds = 0 if len(self.choices) < 2 else max(ROUNDS, math.ceil(TURNS / num_layers))
         self._seconds: list[list[Passes]] = []  # of each layer, by turn
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to try."""
-        return self._turns_left == 0
+        return len(self._seconds) >= self._num_rounds * len(self.choices)
 
     @property
     def choice(self) -> Choice:
@@ -54,20 +55,22 @@ class Trial:
     def took(self, seconds: Sequence[Passes]) -> None:
         """A plan's turn is over; `seconds` of the forward and the backward pass of a call of each layer, the same on all ranks."""
         self._seconds.append(list(seconds))
-        self._turns_left -= 1
+        if self.is_over and self._num_rounds < TURNS and max(error for part in (0, 1) for _, error in self._of_pass(part).values()) > QUIET:
+            self._num_rounds += 1
 
     def stop(self) -> None:
         """Try no more."""
-        self._turns_left = 0
+        self._num_rounds = 0
 
     def factors(self, kind: str) -> dict[Way, float]:
         """What each pass with this all-to-all took by what was predicted, by the middle of all forward or all backward passes: the median
-        of its turns, believed as far as their noise allows."""
+        of its turns, less what may be noise."""
         if len(self.choices) < 2:
             return {}
-        return {way: factor for part in (0, 1) for (of, way), factor in self._of_pass(part).items() if of == kind}
+        return {way: 1.0 + _beyond(off, DOUBT * error) for part in (0, 1) for (of, way), (off, error) in self._of_pass(part).items() if of == kind}
 
-    def _of_pass(self, part: int) -> dict[tuple[str, Way], float]:
+    def _of_pass(self, part: int) -> dict[tuple[str, Way], tuple[float, float]]:
+        """By how much of what was predicted each forward or each backward pass took more than their middle, and the standard error."""
         ratios: dict[tuple[str, Way], list[float]] = {}
         for start in range(0, len(self._seconds), len(self.choices)):
             this_round = self._seconds[start : start + len(self.choices)]
@@ -78,8 +81,11 @@ class Trial:
                 ratios.setdefault((kind, ways(decision.plan)[part]), []).extend(relative)
         factors = {key: statistics.median(of_key) for key, of_key in ratios.items()}
         middle = statistics.median(factors.values())
-        off = sorted(abs(ratio / factors[key] - 1.0) for key, of_key in ratios.items() for ratio in of_key)
-        noise = DEVIATION * statistics.median(off[len(factors) :] or [0.0])  # as many as there are medians are off by nothing
-        errors = {key: MEDIAN_ERROR * noise / math.sqrt(len(of_key)) for key, of_key in ratios.items()}
-        believed = {key: SPREAD**2 / (SPREAD**2 + error**2) for key, error in errors.items()}
-        return {key: 1.0 + believed[key] * (factor / middle - 1.0) for key, factor in factors.items()}
+        deviations = sorted(abs(ratio / factors[key] - 1.0) for key, of_key in ratios.items() for ratio in of_key)
+        noise = DEVIATION * statistics.median(deviations[len(factors) :] or [0.0])  # as many are medians, which do not deviate
+        return {key: (factors[key] / middle - 1.0, MEDIAN_ERROR * noise / math.sqrt(len(of_key))) for key, of_key in ratios.items()}
+
+
+def _beyond(value: float, error: float) -> float:
+    """What is left of it."""
+    return math.copysign(max(abs(value) - error, 0.0), value)
