@@ -608,7 +608,11 @@ constexpr int64_t TILE = 16, DEPTH = 32, PANEL = 32;               // rows and c
 constexpr int64_t TILE_BYTES = 1024, STEP_BYTES = 2 * TILE_BYTES;  // one tile; a panel's step
 constexpr int64_t BLOCK = 2 * TILE, RESULT = BLOCK * PANEL;        // rows multiplied at once, and how many numbers they make
 constexpr int64_t STEPS_AT_ONCE = 16;                              // of a panel: 32 KiB, which stay in the first-level cache
+#ifdef HAS_AMX
 constexpr int64_t MAX_BLOCKS = 4;                                  // that share what a panel's way there costs
+#else
+constexpr int64_t MAX_BLOCKS = 2;                                  // where products take longer than that way, and second-level caches are smaller
+#endif
 constexpr int64_t SECOND_LEVEL = 1 << 20;                          // bytes of right factors that the second-level cache holds beside the rest
 
 inline int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
