@@ -67,7 +67,12 @@ class Trial:
         of its turns, less what may be noise."""
         if len(self.choices) < 2:
             return {}
-        return {way: 1.0 + _beyond(off, DOUBT * error) for part in (0, 1) for (of, way), (off, error) in self._of_pass(part).items() if of == kind}
+        return {
+            way: 1.0 + _beyond(off, DOUBT * error)
+            for part in (0, 1)
+            for (of, way), (off, error) in self._of_pass(part).items()
+            if of == kind
+        }
 
     def _of_pass(self, part: int) -> dict[tuple[str, Way], tuple[float, float]]:
         """By how much of what was predicted each forward or each backward pass took more than their middle, and the standard error."""
