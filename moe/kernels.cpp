@@ -2,8 +2,8 @@
 //
 // The elementwise functions (activations forward and backward, weighted sums of rows) are for any CPU, in float and bfloat16. The block
 // functions compute the experts' blocks of rows, all of a call: in float by products of our own or torch's BLAS, one pass after the
-// other while a block is in the cache; in bfloat16 with Intel's AMX or AVX-512's products of bfloat16, where they do what comes after a product while its result
-// is in the first-level cache and, with AMX, the next one multiplies.
+// other while a block is in the cache; in bfloat16 with Intel's AMX or AVX-512's products of bfloat16, where they do what comes after a
+// product while its result is in the first-level cache and, with AMX, the next one multiplies.
 //
 // Shapes: n rows of a block, H hidden size, F width, G = 2 F for SwiGLU ([gate | up]) else F. All tensors are row-major.
 
@@ -318,6 +318,9 @@ void activate_backward_any(int kind, const T* hidden, const T* grad, const float
 
 enum Order { PLAIN, TRANSPOSED };
 
+inline int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 #ifdef __AVX512F__
 
 inline void transpose(__m512i r[16]) {
@@ -383,7 +386,7 @@ struct Product {
     template <Order ORDER>
     void pack_left(int64_t row, int64_t rows, int64_t from, int64_t depth, float* to) const {
         for (int64_t strip = 0; strip < rows; strip += STRIP, to += depth * STRIP) {
-            const int64_t there = std::min(rows - strip, STRIP);
+            const int64_t there = least(rows - strip, STRIP);
             if (ORDER == TRANSPOSED) {
                 const __mmask16 mask = (1u << there) - 1;
                 for (int64_t i = 0; i < depth; i++)
@@ -393,7 +396,7 @@ struct Product {
                     __m512i r[16];
                     square_of(left + (row + strip) * k + from + i, k, there, depth - i, r);
                     transpose(r);
-                    for (int64_t j = 0; j < std::min<int64_t>(depth - i, LANES); j++) _mm512_mask_storeu_epi32(to + (i + j) * STRIP, 0xff, r[j]);
+                    for (int64_t j = 0; j < least(depth - i, LANES); j++) _mm512_mask_storeu_epi32(to + (i + j) * STRIP, 0xff, r[j]);
                 }
             }
         }
@@ -410,7 +413,7 @@ struct Product {
                     __m512i r[16];
                     square_of(right + (column + half) * k + from + i, k, columns - half, depth - i, r);
                     transpose(r);
-                    for (int64_t j = 0; j < std::min<int64_t>(depth - i, LANES); j++) _mm512_store_si512(to + (i + j) * PANEL, r[j]);
+                    for (int64_t j = 0; j < least(depth - i, LANES); j++) _mm512_store_si512(to + (i + j) * PANEL, r[j]);
                 }
             }
     }
@@ -451,13 +454,13 @@ struct Product {
         float* strips = memory().left;
         for (int64_t column = 0; column < n; column += MOST_COLUMNS)
             for (int64_t from = 0; from < k; from += MOST_DEPTH) {
-                const int64_t columns = std::min(n - column, MOST_COLUMNS), depth = std::min(k - from, MOST_DEPTH);
+                const int64_t columns = least(n - column, MOST_COLUMNS), depth = least(k - from, MOST_DEPTH);
 #pragma omp for schedule(static)
                 for (int64_t panel = 0; panel < columns; panel += PANEL)
-                    pack_right<RIGHT>(column + panel, std::min(columns - panel, PANEL), from, depth, packed + panel * depth);
+                    pack_right<RIGHT>(column + panel, least(columns - panel, PANEL), from, depth, packed + panel * depth);
 #pragma omp for schedule(static)
                 for (int64_t row = 0; row < m; row += at_once) {
-                    const int64_t rows = std::min(m - row, at_once);
+                    const int64_t rows = least(m - row, at_once);
                     pack_left<LEFT>(row, rows, from, depth, strips);
                     for (int64_t panel = 0; panel < columns; panel += PANEL)
                         for (int64_t strip = 0; strip < rows; strip += STRIP) {
@@ -466,14 +469,14 @@ struct Product {
                             if (rows - strip >= STRIP && columns - panel >= PANEL)
                                 multiply(a, b, depth, c, n, add || from > 0);
                             else
-                                multiply_part(a, b, depth, c, n, add || from > 0, std::min(rows - strip, STRIP), std::min(columns - panel, PANEL));
+                                multiply_part(a, b, depth, c, n, add || from > 0, least(rows - strip, STRIP), least(columns - panel, PANEL));
                         }
                 }
             }
     }
 
     void run(Order left_order, Order right_order, int threads) const {
-        const int64_t fair = (m + threads * STRIP - 1) / (threads * STRIP) * STRIP, at_once = std::min(fair, MOST_ROWS);
+        const int64_t at_once = least(divided_up(m, threads * STRIP) * STRIP, MOST_ROWS);
         float* packed = memory().right;
 #pragma omp parallel num_threads(threads)
         {
@@ -492,8 +495,7 @@ struct Product {
 // Whether `Product` is used: MKL, torch's BLAS, is made for Intel's processors.
 bool has_own_products() {
 #ifdef __AVX512F__
-    static const bool is_foreign = !__builtin_cpu_is("intel");
-    return is_foreign;
+    return !__builtin_cpu_is("intel");
 #else
     return false;
 #endif
@@ -614,9 +616,6 @@ constexpr int64_t MAX_BLOCKS = 4;                                  // that share
 constexpr int64_t MAX_BLOCKS = 2;                                  // where products take longer than that way, and second-level caches are smaller
 #endif
 constexpr int64_t SECOND_LEVEL = 1 << 20;                          // bytes of right factors that the second-level cache holds beside the rest
-
-inline int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // `Tiles` are the thread's registers, while it lives.
 //

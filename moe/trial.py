@@ -92,5 +92,5 @@ class Trial:
 
 
 def _beyond(value: float, error: float) -> float:
-    """What is left of it."""
+    """`value`, nearer to zero by `error` but not past it."""
     return math.copysign(max(abs(value) - error, 0.0), value)
