@@ -679,16 +679,18 @@ struct Tiles {
     Tiles() {}  // nothing to set up, but not trivial either, so that compilers see it used
 };
 
-// Half a tile's rows, with all of a panel's columns: 16 sums, enough to hide how long a product takes.
-INLINE void multiply_half(const char* left, const char* right, int64_t steps, float* c, bool add) {
+// Half a tile's rows, with all of a panel's columns: 16 sums, enough to hide how long a product takes. Meanwhile a quarter of a step
+// after the other is fetched to the second-level cache from `soon`.
+INLINE void multiply_half(const char* left, const char* right, int64_t steps, float* c, bool add, const char* soon) {
     constexpr int ROWS = TILE / 2;
     __m512 low[ROWS], high[ROWS];
     for (int row = 0; row < ROWS; row++) {
         low[row] = add ? _mm512_load_ps(c + row * PANEL) : _mm512_setzero_ps();
         high[row] = add ? _mm512_load_ps(c + row * PANEL + TILE) : _mm512_setzero_ps();
     }
-    for (const char* end = left + steps * TILE_BYTES; left < end; left += TILE_BYTES, right += STEP_BYTES)
+    for (const char* end = left + steps * TILE_BYTES; left < end; left += TILE_BYTES, right += STEP_BYTES, soon += STEP_BYTES / 4)
         for (int pair = 0; pair < DEPTH / 2; pair++) {
+            if (pair % 2 == 0) _mm_prefetch(soon + pair / 2 * 64, _MM_HINT_T1);
             const __m512bh first = (__m512bh)_mm512_load_si512(right + pair * 64), last = (__m512bh)_mm512_load_si512(right + TILE_BYTES + pair * 64);
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; row++) {
@@ -707,8 +709,9 @@ INLINE void multiply_half(const char* left, const char* right, int64_t steps, fl
 
 template <class Between>
 INLINE void multiply(const char* left, int64_t stride, const char* right, int64_t steps, float* c, bool add, bool second, const Between& between) {
+    const char* soon = right + steps * STEP_BYTES;  // mostly what multiplies next
     for (int half = 0; half < (second ? 4 : 2); half++)
-        multiply_half(left + half / 2 * stride + half % 2 * (TILE_BYTES / 2), right, steps, c + half * (RESULT / 4), add);
+        multiply_half(left + half / 2 * stride + half % 2 * (TILE_BYTES / 2), right, steps, c + half * (RESULT / 4), add, soon + half * steps * (STEP_BYTES / 4));
     for (int64_t step = 0; step < steps; step++) between();
 }
 
@@ -937,8 +940,12 @@ INLINE void hidden_of(const Expert<bf16>& e, const char* x, int64_t rows, const 
         });
 }
 
+// Whether the block before this one is of the same expert, whose matrices then lie packed in the scratch memory.
+inline bool same_expert(const Block* first, const Block& block) { return &block != first && (&block)[-1].expert == block.expert; }
+
 template <int KIND>
-void forward_block(const Expert<bf16>& e, const bf16* source, const int64_t* rows, int64_t n, bf16* hidden, bf16* output, char* scratch, int threads) {
+void forward_block(const Expert<bf16>& e, bool packed, const bf16* source, const int64_t* rows, int64_t n, bf16* hidden, bf16* output, char* scratch,
+                   int threads) {
     const int64_t size = e.size, width = e.width, outer = e.outer, width_steps = width / DEPTH, outer_steps = outer / DEPTH;
     const Scratch parts(n, size, width, outer, false, false, false, threads);
     const int64_t at_once = parts.at_once;
@@ -949,8 +956,10 @@ void forward_block(const Expert<bf16>& e, const bf16* source, const int64_t* row
         char *x = scratch + parts.shared + omp_get_thread_num() * parts.own, *activated = x + left_bytes(at_once, size);
         char* hidden_tiles = activated + left_bytes(at_once, width);
         const Tiles tiles;
-        pack_transposed(e.fc1, e.outer, size, fc1);
-        pack_transposed(e.fc2, size, width, fc2);
+        if (!packed) {
+            pack_transposed(e.fc1, outer, size, fc1);
+            pack_transposed(e.fc2, size, width, fc2);
+        }
 #pragma omp for schedule(static)
         for (int64_t first = 0; first < n; first += at_once) {
             const int64_t now = least(n - first, at_once);
@@ -976,7 +985,7 @@ void forward_block(const Expert<bf16>& e, const bf16* source, const int64_t* row
 }
 
 template <int KIND>
-void backward_block(const Expert<bf16>& e, const bf16* source, const int64_t* rows, const bf16* output_grad, const int64_t* output_rows,
+void backward_block(const Expert<bf16>& e, bool packed, const bf16* source, const int64_t* rows, const bf16* output_grad, const int64_t* output_rows,
                     const float* pair_weights, int64_t n, const bf16* hidden, bf16* hidden_grad, bf16* activated, float* weight_grad, bf16* input_grad,
                     bf16* fc1_grad, bf16* fc2_grad, bool add, char* scratch, int threads) {
     const int64_t size = e.size, width = e.width, outer = e.outer, steps = size / DEPTH, width_steps = width / DEPTH, outer_steps = outer / DEPTH;
@@ -991,9 +1000,11 @@ void backward_block(const Expert<bf16>& e, const bf16* source, const int64_t* ro
         float* totals = reinterpret_cast<float*>(activated_tiles + left_bytes(at_once, width));
         char* x = reinterpret_cast<char*>(totals + at_once);
         const Tiles tiles;
-        pack(e.fc1, outer, size, fc1);
-        pack(e.fc2, size, width, fc2);
-        if (hidden == nullptr) pack_transposed(e.fc1, outer, size, fc1_transposed);
+        if (!packed) {
+            pack(e.fc1, outer, size, fc1);
+            pack(e.fc2, size, width, fc2);
+            if (hidden == nullptr) pack_transposed(e.fc1, outer, size, fc1_transposed);
+        }
 #pragma omp for schedule(static)
         for (int64_t first = 0; first < n; first += at_once) {
             const int64_t now = least(n - first, at_once);
@@ -1231,7 +1242,8 @@ void mixtrain_forward_blocks_bf16(int64_t kind, const Block* blocks, int64_t num
     const auto run = kind == SWIGLU ? forward_block<SWIGLU> : kind == GELU ? forward_block<GELU> : forward_block<GELU_TANH>;
     for (const Block& block : std::span(blocks, num_blocks)) {
         const Expert<bf16> expert(block.expert, kind, size, width, fc1, fc1_bias, fc2, fc2_bias);
-        run(expert, source, rows + block.start, block.rows(), at(hidden, block.start, expert.outer), output + block.start * size, scratch, threads);
+        run(expert, same_expert(blocks, block), source, rows + block.start, block.rows(), at(hidden, block.start, expert.outer), output + block.start * size,
+            scratch, threads);
     }
 }
 
@@ -1244,8 +1256,8 @@ void mixtrain_backward_blocks_bf16(int64_t kind, const Block* blocks, int64_t nu
     for (const Block& block : std::span(blocks, num_blocks)) {
         const Expert<bf16> expert(block.expert, kind, size, width, fc1, fc1_bias, fc2, fc2_bias);
         const int64_t start = block.start, first = fc1_grad == nullptr ? start : 0;
-        run(expert, source, rows + start, output_grad, output_rows + start, pair_weights + start, block.rows(), at(hidden, start, expert.outer),
-            at(hidden_grad, first, expert.outer), at(activated, first, width), weight_grad + start, input_grad + start * size,
+        run(expert, same_expert(blocks, block), source, rows + start, output_grad, output_rows + start, pair_weights + start, block.rows(),
+            at(hidden, start, expert.outer), at(hidden_grad, first, expert.outer), at(activated, first, width), weight_grad + start, input_grad + start * size,
             at(fc1_grad, block.expert, expert.outer * size), at(fc2_grad, block.expert, size * width), block.add != 0, scratch, threads);
     }
 }
