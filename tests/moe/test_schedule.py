@@ -88,6 +88,14 @@ def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert largest_error(ours(case, problem(case), Plan(degree, degree)), loop(case, problem(case))) < MOE["float64"]
 
 
+@pytest.mark.parametrize("strategy", ["keep", "recompute"])
+def test_blocks_of_rows_of_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    # In widths that the tiles take: an expert's later blocks use what its first one packed, the next expert's do not.
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 32)
+    case = with_dtype(Case(num_tokens=100, num_experts=4, routing="skewed", hidden=64, width=32), "bfloat16")
+    assert largest_error(ours(case, problem(case), Plan(1, 1, strategy)), loop(case, problem(case))) < MOE["bfloat16"]
+
+
 @pytest.mark.parametrize("activation,bias", [("swiglu", False), ("gelu", True)])
 def test_grouped_products(monkeypatch: pytest.MonkeyPatch, activation: str, bias: bool) -> None:
     # The way of a GPU; torch's grouped product also runs on the host.
