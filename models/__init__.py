@@ -1,3 +1,3 @@
 """GPT and BERT on Megatron-core's parts."""
 
-import parallel  # noqa: F401  (before Megatron-core is imported: it silences notes that nobody can act on)
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported: see parallel/megatron/startup.py)

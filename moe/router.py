@@ -10,6 +10,7 @@ Shapes: T tokens, H hidden size, E experts.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ class Router(TopKRouter):
     """TopKRouter; losses, bias, groups, capacity and checkpoints are Megatron's."""
 
     _passed: torch.Tensor | None = None  # set only inside `forward`
+    # Megatron compiles this sum of a map, which takes a second of each rank's first step, with a bias or without one.
+    _apply_expert_bias = inspect.unwrap(TopKRouter._apply_expert_bias)
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)

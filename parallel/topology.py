@@ -11,6 +11,9 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
+from parallel.megatron import apply_patches  # before Megatron-core: see parallel/megatron/startup.py
+
+# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -18,7 +21,6 @@ from megatron.core import parallel_state, tensor_parallel
 from configs.derived import expert_tensor_size, model_parallel_size
 from configs.schema import Config, ConfigError
 from parallel import meeting
-from parallel.megatron import apply_patches
 
 
 @dataclass(frozen=True)

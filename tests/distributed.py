@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MAX_RANKS = 4
 DEFAULT_TIMEOUT = 90.0  # seconds; below pytest's own limit, which knows nothing of the ranks
-START_TIMEOUT = 90.0  # seconds that a new process has to import torch; not counted against the call
+START_TIMEOUT = 90.0  # seconds that a new process has to import Megatron-core; not counted against the call
 TAKE_DOWN_TIMEOUT = 30.0  # seconds that a rank has to leave its process group
 GRACE = 10.0  # seconds that the other ranks have to end once one of them has failed
 DUMP_WAIT = 3.0  # seconds that stuck ranks have to write their stacks
@@ -305,7 +305,7 @@ def _worker(fd: int, parent: int, rank: int, backend: str) -> None:
         return
     connection = Connection(fd)
     environment, folder = dict(os.environ), os.getcwd()
-    importlib.import_module("torch.distributed")
+    importlib.import_module("parallel.megatron")
     connection.send_bytes(pickle.dumps(("ready", None)))
     while True:
         try:

@@ -1,13 +1,18 @@
 """Every change that Mixtrain makes to Megatron-core 0.16.1, in one room.
 
 `fixes.py` mends what is broken on every device; `cpu.py` lets Megatron-core, whose code names CUDA, run on the host.
-Nothing of `cpu.py` is imported on a machine that trains on GPUs.
+Nothing of `cpu.py` is imported on a machine that trains on GPUs. `startup.py` spares what Megatron-core loads when it is
+imported; import this package before anything of Megatron-core to gain by it.
 """
 
 from __future__ import annotations
 
-import megatron.core
 import torch
+
+from parallel.megatron import startup
+
+with startup.spared():
+    import megatron.core
 
 EXPECTED_VERSION = "0.16.1"
 _applied: str | None = None

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import types
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -84,6 +85,47 @@ def test_torch_cuda_is_left_alone() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=distributed.ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"changed": [], "left": []}
+
+
+LOADED = """
+import sys, torch
+real = torch.compile
+import ENTRY
+assert torch.compile is real and "megatron.core" in sys.modules
+print([name for name in ("wandb", "torch._inductor") if name in sys.modules])
+import wandb  # can be had by those who ask for it
+print(wandb.__version__)
+"""
+
+
+@pytest.mark.parametrize("entry", ["training.trainer", "training.generate"])
+def test_starts_without_what_it_may_not_use(entry: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.replace("ENTRY", entry)], cwd=distributed.ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", version("wandb")]
+
+
+def test_compiled_once_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parallel.megatron import startup
+
+    compiled: list[str] = []
+
+    def compile_it(function: Any) -> Any:
+        compiled.append(function.__name__)
+        return lambda *args: ("compiled", function(*args))
+
+    class Sample:
+        @startup.compiled_when_called
+        def add(self, a: int, b: int) -> int:
+            """Sum."""
+            return a + b
+
+    monkeypatch.setattr(torch, "compile", compile_it)
+    assert compiled == [] and Sample.add.__doc__ == "Sum."
+    assert [Sample().add(1, 2), Sample().add(3, 4)] == [("compiled", 3), ("compiled", 7)]
+    assert compiled == ["add"]
 
 
 def test_rewriting_code() -> None:

@@ -1,0 +1,45 @@
+"""Importing Megatron-core without what it would load there and a training does not use: half of a rank's start.
+
+Its decorators compile functions as they are defined, which imports PyTorch's compiler, though most are never called;
+here each is compiled when it is first called. Its timers and its inference engine import wandb, which Mixtrain's own
+tracker does itself when a run asks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def spared() -> Iterator[None]:
+    """While this lasts, `torch.compile` waits for the first call, and wandb is not to be had unless it is loaded already."""
+    compile_now, wandb_loaded = torch.compile, "wandb" in sys.modules
+    torch.compile = compiled_when_called  # type: ignore[assignment]
+    if not wandb_loaded:
+        sys.modules["wandb"] = None  # type: ignore[assignment]  # makes an import fail as if it were not installed
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
+        if not wandb_loaded:
+            del sys.modules["wandb"]
+
+
+def compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile(function)`, but for the import of the compiler, which waits for the first call."""
+    compiled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        if compiled is None:
+            compiled = torch.compile(function)
+        return compiled(*args, **kwargs)
+
+    return call
