@@ -134,15 +134,21 @@ def make_case(cluster: Cluster, case: Case, ratio: float, virtual: bool) -> Case
                 f"ratio={ratio:g} at {cluster.rate}: the layer's other work takes longer than {exchange / ratio:.3f} s; try a smaller one"
             )
         return replace(case, flops_per_second=step_flops(pairs, case.hidden, case.width) / seconds)
-    first, width = TRIAL_WIDTHS
-    exchange, least = _exchange_and_computation(cluster, replace(case, width=first))
-    for _ in range(2):  # the second time from near the goal
-        exchange, seconds = _exchange_and_computation(cluster, replace(case, width=width))
-        slope = (seconds - least) / (width - first) if width != first else 0.0
-        if slope <= 0:  # noise is more than what a few columns take
-            break
-        width = max(WIDTH_STEP, round((first + (exchange / ratio - least) / slope) / WIDTH_STEP) * WIDTH_STEP)
-    return replace(case, width=width)
+    narrow, width = TRIAL_WIDTHS
+    exchange, least = _exchange_and_computation(cluster, replace(case, width=narrow))
+    exchange, seconds = _exchange_and_computation(cluster, replace(case, width=width))
+    slope = (seconds - least) / (width - narrow)
+    if slope <= 0:
+        raise ValueError(
+            f"ratio={ratio:g} at {cluster.rate}: experts {width} wide took no longer than {narrow} wide; try again when it is quiet"
+        )
+    nearer = _nearer_width(width, (exchange / ratio - seconds) / slope)
+    exchange, seconds = _exchange_and_computation(cluster, replace(case, width=nearer))
+    return replace(case, width=_nearer_width(nearer, (exchange / ratio - seconds) / slope))
+
+
+def _nearer_width(width: int, change: float) -> int:
+    return max(WIDTH_STEP, round((width + change) / WIDTH_STEP) * WIDTH_STEP)
 
 
 def measure(cluster: Cluster, case: Case, num_rounds: int, megatron: bool, weight_lag: int) -> dict[str, Any]:
