@@ -31,15 +31,17 @@ def spared() -> Iterator[None]:
             del sys.modules["wandb"]
 
 
-def compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile(function)`, but for the import of the compiler, which waits for the first call."""
+def compiled_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    """`torch.compile`, called or as a decorator with options, but for the import of the compiler, which waits for the first call."""
+    if function is None:
+        return functools.partial(compiled_when_called, **options)
     compiled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
         if compiled is None:
-            compiled = torch.compile(function)
+            compiled = torch.compile(function, **options)
         return compiled(*args, **kwargs)
 
     return call

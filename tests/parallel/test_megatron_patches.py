@@ -110,10 +110,10 @@ def test_starts_without_what_it_may_not_use(entry: str) -> None:
 def test_compiled_once_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
     from parallel.megatron import startup
 
-    compiled: list[str] = []
+    compiled: list[tuple[str, dict[str, Any]]] = []
 
-    def compile_it(function: Any) -> Any:
-        compiled.append(function.__name__)
+    def compile_it(function: Any, **options: Any) -> Any:
+        compiled.append((function.__name__, options))
         return lambda *args: ("compiled", function(*args))
 
     class Sample:
@@ -122,10 +122,15 @@ def test_compiled_once_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
             """Sum."""
             return a + b
 
+        @startup.compiled_when_called(dynamic=True)
+        def less(self, a: int, b: int) -> int:
+            return a - b
+
     monkeypatch.setattr(torch, "compile", compile_it)
     assert compiled == [] and Sample.add.__doc__ == "Sum."
     assert [Sample().add(1, 2), Sample().add(3, 4)] == [("compiled", 3), ("compiled", 7)]
-    assert compiled == ["add"]
+    assert Sample().less(5, 2) == ("compiled", 3)
+    assert compiled == [("add", {}), ("less", {"dynamic": True})]
 
 
 def test_rewriting_code() -> None:
