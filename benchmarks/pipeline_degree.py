@@ -135,7 +135,7 @@ def make_case(cluster: Cluster, case: Case, ratio: float, virtual: bool) -> Case
             )
         return replace(case, flops_per_second=step_flops(pairs, case.hidden, case.width) / seconds)
     narrow, width = TRIAL_WIDTHS
-    exchange, least = _exchange_and_computation(cluster, replace(case, width=narrow))
+    _, least = _exchange_and_computation(cluster, replace(case, width=narrow))
     exchange, seconds = _exchange_and_computation(cluster, replace(case, width=width))
     slope = (seconds - least) / (width - narrow)
     if slope <= 0:
@@ -285,6 +285,7 @@ def main() -> int:
     kind = "virtual accelerator" if arguments.mode == "virtual" else "real computation, one thread a rank"
     print(
         f"hidden {HIDDEN}, top {TOP_K}, fp32, SwiGLU; columns r=1 to {MEGATRON}: speedup over in turn, median of {arguments.rounds} rounds"
+        + "".join(f", of {name} {arguments.rounds * CONTROLS[name]}" for name in arguments.controls)
     )
     try:
         found = rows(arguments, report)
