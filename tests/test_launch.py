@@ -66,6 +66,7 @@ class Sandbox:
 
     def put(self, name: str, text: str) -> None:
         path = self.bin / name
+        path.unlink(missing_ok=True)  # it may be a link to the machine's own tool, which writing would replace
         path.write_text(text)
         path.chmod(0o755)
 
