@@ -108,10 +108,19 @@ inline float sum(V value) {
     return (quarter[0][0] + quarter[0][2]) + (quarter[0][1] + quarter[0][3]);
 }
 
+// A NaN stays one.
+inline V clamped(V x, float low, float high) {
+#ifdef __AVX512F__
+    return (V)_mm512_min_ps((__m512)splat(high), _mm512_max_ps((__m512)splat(low), (__m512)x));  // compilers take four steps for the other lines
+#else
+    x = x < low ? splat(low) : x;
+    return x > high ? splat(high) : x;
+#endif
+}
+
 // Within 2 units in the last place between -87 and 88, and clamped there (polynomial of Cephes' expf).
 inline V exponential(V x) {
-    x = x < -87.3f ? splat(-87.3f) : x;
-    x = x > 88.3f ? splat(88.3f) : x;
+    x = clamped(x, -87.3f, 88.3f);
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     V shifted = x * 1.44269504088896341f + shift;
     V power = shifted - shift;
@@ -130,8 +139,7 @@ inline V exponential(V x) {
 
 // A rational approximation on [-4, 4], where |erf| reaches 1 in float (the one of Eigen and XLA).
 inline V error_function(V x) {
-    x = x < -4.0f ? splat(-4.0f) : x;
-    x = x > 4.0f ? splat(4.0f) : x;
+    x = clamped(x, -4.0f, 4.0f);
     V square = x * x;
     V above = splat(-2.72614225801306e-10f);
     above = above * square + 2.77068142495902e-08f;
@@ -609,6 +617,7 @@ struct Host {  // what multiplies
 constexpr int64_t TILE = 16, DEPTH = 32, PANEL = 32;               // rows and columns of a left tile; columns of a panel
 constexpr int64_t TILE_BYTES = 1024, STEP_BYTES = 2 * TILE_BYTES;  // one tile; a panel's step
 constexpr int64_t BLOCK = 2 * TILE, RESULT = BLOCK * PANEL;        // rows multiplied at once, and how many numbers they make
+constexpr int64_t QUARTER = BLOCK / 4;
 constexpr int64_t STEPS_AT_ONCE = 16;                              // of a panel: 32 KiB, which stay in the first-level cache
 #ifdef HAS_AMX
 constexpr int64_t MAX_BLOCKS = 4;                                  // that share what a panel's way there costs
@@ -619,7 +628,8 @@ constexpr int64_t SECOND_LEVEL = 1 << 20;                          // bytes of r
 
 // `Tiles` are the thread's registers, while it lives.
 //
-// multiply: c [32 rows, or 16 unless `second`, x 32] (+)= left right over `steps` tiles; `stride`: bytes from the first 16 rows to the second.
+// multiply: c [32 x 32] (+)= left right over `depth` columns of the left factor, at least the first `rows` of c; `stride`: bytes from
+// the first 16 rows to the second. What is beyond `depth` up to the next multiple of 32 is zeros, or not read.
 // `between()` is called once a step, to do other work, while the tiles multiply where another unit does it.
 #ifdef HAS_AMX
 
@@ -637,7 +647,8 @@ struct Tiles {
 };
 
 template <class Between>
-INLINE void multiply(const char* left, int64_t stride, const char* right, int64_t steps, float* c, bool add, bool second, const Between& between) {
+INLINE void multiply(const char* left, int64_t stride, const char* right, int64_t depth, float* c, bool add, int64_t rows, const Between& between) {
+    const bool second = rows > TILE;
     constexpr int64_t row = PANEL * sizeof(float);
     float* c1 = c + TILE * PANEL;
     _tile_zero(0);
@@ -652,7 +663,7 @@ INLINE void multiply(const char* left, int64_t stride, const char* right, int64_
             _tile_loadd(3, c1 + TILE, row);
         }
     }
-    for (const char* end = left + steps * TILE_BYTES; left < end; left += TILE_BYTES, right += STEP_BYTES) {
+    for (; depth > 0; depth -= DEPTH, left += TILE_BYTES, right += STEP_BYTES) {
         _tile_loadd(4, left, 64);
         _tile_loadd(6, right, 64);
         _tile_loadd(7, right + TILE_BYTES, 64);
@@ -679,51 +690,61 @@ struct Tiles {
     Tiles() {}  // nothing to set up, but not trivial either, so that compilers see it used
 };
 
-// Half a tile's rows, with all of a panel's columns: 16 sums, enough to hide how long a product takes. Meanwhile a quarter of a step
-// after the other is fetched to the second-level cache from `soon`.
-INLINE void multiply_half(const char* left, const char* right, int64_t steps, float* c, bool add, const char* soon) {
-    constexpr int ROWS = TILE / 2;
-    __m512 low[ROWS], high[ROWS];
-    for (int row = 0; row < ROWS; row++) {
+// A quarter of a block's rows, with all of a panel's columns: 16 sums, enough to hide how long a product takes. Meanwhile a quarter of a
+// step after the other is fetched to the second-level cache from `soon`.
+template <class Between>
+INLINE void multiply_quarter(const char* left, const char* right, int64_t depth, float* c, bool add, const char* soon, const Between& between) {
+    __m512 low[QUARTER], high[QUARTER];
+    for (int row = 0; row < QUARTER; row++) {
         low[row] = add ? _mm512_load_ps(c + row * PANEL) : _mm512_setzero_ps();
         high[row] = add ? _mm512_load_ps(c + row * PANEL + TILE) : _mm512_setzero_ps();
     }
-    for (const char* end = left + steps * TILE_BYTES; left < end; left += TILE_BYTES, right += STEP_BYTES, soon += STEP_BYTES / 4)
-        for (int pair = 0; pair < DEPTH / 2; pair++) {
-            if (pair % 2 == 0) _mm_prefetch(soon + pair / 2 * 64, _MM_HINT_T1);
-            const __m512bh first = (__m512bh)_mm512_load_si512(right + pair * 64), last = (__m512bh)_mm512_load_si512(right + TILE_BYTES + pair * 64);
+    for (; depth > 0; depth -= DEPTH, left += TILE_BYTES, right += STEP_BYTES, soon += STEP_BYTES / 4) {
+        between();
+        for (int64_t first = 0; 2 * first < least(depth, DEPTH); first += 2) {
+            _mm_prefetch(soon + first * 32, _MM_HINT_T1);
+#pragma GCC unroll 2
+            for (int64_t pair = first; pair < first + 2; pair++) {
+                const char* columns = right + pair * 64;
+                const __m512bh former = (__m512bh)_mm512_load_si512(columns), latter = (__m512bh)_mm512_load_si512(columns + TILE_BYTES);
 #pragma GCC unroll 8
-            for (int row = 0; row < ROWS; row++) {
-                int32_t two;
-                std::memcpy(&two, left + row * 64 + pair * 4, sizeof two);
-                const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
-                low[row] = _mm512_dpbf16_ps(low[row], both, first);
-                high[row] = _mm512_dpbf16_ps(high[row], both, last);
+                for (int row = 0; row < QUARTER; row++) {
+                    int32_t two;
+                    std::memcpy(&two, left + row * 64 + pair * 4, sizeof two);
+                    const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+                    low[row] = _mm512_dpbf16_ps(low[row], both, former);
+                    high[row] = _mm512_dpbf16_ps(high[row], both, latter);
+                }
             }
         }
-    for (int row = 0; row < ROWS; row++) {
+    }
+    for (int row = 0; row < QUARTER; row++) {
         _mm512_store_ps(c + row * PANEL, low[row]);
         _mm512_store_ps(c + row * PANEL + TILE, high[row]);
     }
 }
 
 template <class Between>
-INLINE void multiply(const char* left, int64_t stride, const char* right, int64_t steps, float* c, bool add, bool second, const Between& between) {
+INLINE void multiply(const char* left, int64_t stride, const char* right, int64_t depth, float* c, bool add, int64_t rows, const Between& between) {
+    const int64_t steps = divided_up(depth, DEPTH);
     const char* soon = right + steps * STEP_BYTES;  // mostly what multiplies next
-    for (int half = 0; half < (second ? 4 : 2); half++)
-        multiply_half(left + half / 2 * stride + half % 2 * (TILE_BYTES / 2), right, steps, c + half * (RESULT / 4), add, soon + half * steps * (STEP_BYTES / 4));
-    for (int64_t step = 0; step < steps; step++) between();
+    multiply_quarter(left, right, depth, c, add, soon, between);
+    for (int64_t i = 1; i < 4 && i * QUARTER < rows; i++) {
+        const char* rows_of_it = left + i / 2 * stride + i % 2 * (TILE_BYTES / 2);
+        multiply_quarter(rows_of_it, right, depth, c + i * (RESULT / 4), add, soon + i * steps * (STEP_BYTES / 4), [] {});
+    }
 }
 
 #endif
 
-// Products of a left factor of at most MAX_BLOCKS * 32 rows and `groups` x FACTORS panels. `panel(group, factor)` is where one lies.
+// Products of a left factor of at most MAX_BLOCKS * 32 rows and `depth` columns, and `groups` x FACTORS panels. `panel(group, factor)` is
+// where one lies.
 // `finish(group, row, c)` gets each row of each group's results, 32 numbers of every factor (RESULT * MAX_BLOCKS apart), in the order
 // of groups; it runs while the next group multiplies.
 template <int FACTORS, class Panel, class Finish>
-INLINE void sweep(const char* left, int64_t rows, int64_t steps, int64_t groups, const Panel& panel, const Finish& finish) {
+INLINE void sweep(const char* left, int64_t rows, int64_t depth, int64_t groups, const Panel& panel, const Finish& finish) {
     alignas(64) float results[2][FACTORS * MAX_BLOCKS * RESULT];
-    const int64_t blocks = divided_up(rows, BLOCK), stride = steps * TILE_BYTES;
+    const int64_t steps = divided_up(depth, DEPTH), blocks = divided_up(rows, BLOCK), stride = steps * TILE_BYTES;
     const int64_t share = divided_up(BLOCK, FACTORS * steps);
     int64_t next = rows;  // row of the group before to finish
     for (int64_t group = 0; group < groups; group++) {
@@ -736,8 +757,8 @@ INLINE void sweep(const char* left, int64_t rows, int64_t steps, int64_t groups,
                 for (int64_t block = 0; block < blocks; block++) {
                     float* c = results[group % 2] + (factor * MAX_BLOCKS + block) * RESULT;
                     const char* a = left + 2 * block * stride + step * TILE_BYTES;
-                    multiply(a, stride, panel(group, factor) + step * STEP_BYTES, least(steps - step, STEPS_AT_ONCE), c, step > 0,
-                             rows - block * BLOCK > TILE, between);
+                    multiply(a, stride, panel(group, factor) + step * STEP_BYTES, least(depth - step * DEPTH, STEPS_AT_ONCE * DEPTH), c, step > 0,
+                             rows - block * BLOCK, between);
                 }
         while (next < rows) between();
         next = 0;
@@ -895,29 +916,32 @@ struct Scratch {
         shared = factors + (weights ? Factors(n, size, width, outer, nullptr).bytes() : 0);
         at_once = rows_at_once(n, fc1_bytes + fc2_bytes, threads);
         own = left_bytes(at_once, backward ? size + (recompute ? size : 0) + 2 * outer + width : size + width + outer) +
-              (backward ? at_once * sizeof(float) : 0);
+              (backward ? at_once * sizeof(V) : 0);
     }
 };
 
-// gradient [rows, columns] (+)= left right over `steps`; by all threads of a region.
-inline void gradient_of(const char* left, const char* right, int64_t rows, int64_t columns, int64_t steps, bf16* gradient, bool add) {
-    const int64_t at_once = rows_at_once(rows, columns * steps * DEPTH * 2, omp_get_num_threads());
+// gradient [rows, columns] (+)= left right over `depth`; by all threads of a region.
+inline void gradient_of(const char* left, const char* right, int64_t rows, int64_t columns, int64_t depth, bf16* gradient, bool add) {
+    const int64_t steps = divided_up(depth, DEPTH), at_once = rows_at_once(rows, columns * steps * DEPTH * 2, omp_get_num_threads());
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < rows; first += at_once)
         sweep<1>(
-            left + first / TILE * steps * TILE_BYTES, least(rows - first, at_once), steps, columns / PANEL,
+            left + first / TILE * steps * TILE_BYTES, least(rows - first, at_once), depth, columns / PANEL,
             [=](int64_t group, int) { return right + group * steps * STEP_BYTES; },
             [=](int64_t group, int64_t row, const float* c) {
                 bf16* to = gradient + (first + row) * columns + group * PANEL;
                 Row sums = load_row(c);
-                if (add) sums += load_row(to);
+                if (add) {
+                    _mm_prefetch(to + PANEL, _MM_HINT_T1);  // what the next group's sums are added to
+                    sums += load_row(to);
+                }
                 store_row(to, sums);
             });
 }
 
 inline void weight_gradients(const Factors& f, bf16* fc1_grad, bf16* fc2_grad, bool add) {
-    gradient_of(f.hidden, f.x, f.outer, f.size, f.steps, fc1_grad, add);
-    gradient_of(f.dy, f.activated, f.size, f.width, f.steps, fc2_grad, add);
+    gradient_of(f.hidden, f.x, f.outer, f.size, f.n, fc1_grad, add);
+    gradient_of(f.dy, f.activated, f.size, f.width, f.n, fc2_grad, add);
 }
 
 // What goes into the activation, for the rows `x` (a left factor): `use(row, group, value, up)` gets 32 numbers and, for SwiGLU, those of the
@@ -928,7 +952,7 @@ INLINE void hidden_of(const Expert<bf16>& e, const char* x, int64_t rows, const 
     const int64_t steps = e.size / DEPTH, groups = e.width / PANEL, width = e.width;
     const bf16* bias = e.fc1_bias;
     sweep<FACTORS>(
-        x, rows, steps, groups, [=](int64_t group, int factor) { return packed_fc1 + (factor * groups + group) * steps * STEP_BYTES; },
+        x, rows, e.size, groups, [=](int64_t group, int factor) { return packed_fc1 + (factor * groups + group) * steps * STEP_BYTES; },
         [=](int64_t group, int64_t row, const float* c) {
             Row value = load_row(c), up{};
             if (KIND == SWIGLU) up = load_row(c + MAX_BLOCKS * RESULT);
@@ -974,7 +998,7 @@ void forward_block(const Expert<bf16>& e, bool packed, const bf16* source, const
             });
             if (hidden != nullptr) from_tiles_away(hidden_tiles, now, outer, hidden + first * outer);
             sweep<1>(
-                activated, now, width_steps, size / PANEL, [=](int64_t group, int) { return fc2 + group * width_steps * STEP_BYTES; },
+                activated, now, width, size / PANEL, [=](int64_t group, int) { return fc2 + group * width_steps * STEP_BYTES; },
                 [=](int64_t group, int64_t row, const float* c) {
                     Row sums = load_row(c);
                     if (fc2_bias != nullptr) sums += load_row(fc2_bias + group * PANEL);
@@ -997,7 +1021,7 @@ void backward_block(const Expert<bf16>& e, bool packed, const bf16* source, cons
     {
         char *dy = scratch + parts.shared + omp_get_thread_num() * parts.own, *grad = dy + left_bytes(at_once, size);
         char *hidden_tiles = grad + left_bytes(at_once, outer), *activated_tiles = hidden_tiles + left_bytes(at_once, outer);
-        float* totals = reinterpret_cast<float*>(activated_tiles + left_bytes(at_once, width));
+        V* totals = reinterpret_cast<V*>(activated_tiles + left_bytes(at_once, width));
         char* x = reinterpret_cast<char*>(totals + at_once);
         const Tiles tiles;
         if (!packed) {
@@ -1018,9 +1042,9 @@ void backward_block(const Expert<bf16>& e, bool packed, const bf16* source, cons
                 to_tiles(hidden + first * outer, now, outer, hidden_tiles);
             }
             gather(output_grad, output_rows + first, now, size, dy);
-            std::memset(totals, 0, now * sizeof(float));
+            std::fill_n(totals, now, V{});
             sweep<1>(
-                dy, now, steps, width / PANEL, [=](int64_t group, int) { return fc2 + group * steps * STEP_BYTES; },
+                dy, now, size, width / PANEL, [=](int64_t group, int) { return fc2 + group * steps * STEP_BYTES; },
                 [=](int64_t group, int64_t row, const float* c) {
                     const float weight = pair_weights[first + row];
                     const Row value = load_row(in_tiles(hidden_tiles, outer_steps, row, group)), gradient = load_row(c);
@@ -1029,7 +1053,7 @@ void backward_block(const Expert<bf16>& e, bool packed, const bf16* source, cons
                     store_row(in_tiles(grad, outer_steps, row, group), {low.hidden_grad, high.hidden_grad});
                     if (KIND == SWIGLU) store_row(in_tiles(grad, outer_steps, row, width_steps + group), {low.up_grad, high.up_grad});
                     store_row(in_tiles(activated_tiles, width_steps, row, group), {low.activated, high.activated});
-                    totals[row] += sum(low.product + high.product);
+                    totals[row] += low.product + high.product;
                 });
             if (hidden_grad != nullptr) from_tiles(grad, now, outer, hidden_grad + first * outer);
             if (activated != nullptr) from_tiles(activated_tiles, now, width, activated + first * width);
@@ -1045,13 +1069,13 @@ void backward_block(const Expert<bf16>& e, bool packed, const bf16* source, cons
                           factors.steps, step, factors.x);
             }
             sweep<1>(
-                grad, now, outer_steps, size / PANEL, [=](int64_t group, int) { return fc1 + group * outer_steps * STEP_BYTES; },
+                grad, now, outer, size / PANEL, [=](int64_t group, int) { return fc1 + group * outer_steps * STEP_BYTES; },
                 [=](int64_t group, int64_t row, const float* c) { store_row(input_grad + (first + row) * size + group * PANEL, load_row(c)); });
             for (int64_t row = 0; row < now; row++) {
                 V products = V{};  // the weight also multiplies the bias
                 for (int64_t h = 0; e.fc2_bias != nullptr && h < size; h += LANES)
                     products += load(output_grad + output_rows[first + row] * size + h) * load(e.fc2_bias + h);
-                weight_grad[first + row] = totals[row] + sum(products);
+                weight_grad[first + row] = sum(totals[row] + products);
             }
         }
         if (fc1_grad != nullptr) weight_gradients(factors, fc1_grad, fc2_grad, add);
@@ -1096,7 +1120,7 @@ void gate(const bf16* x, int64_t n, int64_t size, const bf16* weight, int64_t ex
             const int64_t now = least(n - first, at_once);
             to_tiles(x + first * size, now, size, left);
             sweep<1>(
-                left, now, steps, groups, [=](int64_t group, int) { return scratch + group * steps * STEP_BYTES; },
+                left, now, size, groups, [=](int64_t group, int) { return scratch + group * steps * STEP_BYTES; },
                 [=](int64_t group, int64_t row, const float* c) {
                     const int64_t column = group * PANEL;
                     std::memcpy(logits + (first + row) * experts + column, c, least(experts - column, PANEL) * sizeof(float));
