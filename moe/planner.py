@@ -379,12 +379,16 @@ def _margin(degree: int) -> float:
 def score(seconds: float, way: Way, factors: Mapping[Way, float]) -> float:
     """What is compared of a pass that is predicted to take `seconds`, where `factors` are what some took by what was predicted.
 
-    In several chunks it counts MARGIN longer than it is; a backward pass without a lag NO_SLACK longer still, if it was never run.
+    In several chunks it counts MARGIN longer than it is; if it was never run, what the model does not see comes on top.
     """
     if way in factors:
         return seconds * _margin(way.degree) * factors[way]
-    slack = NO_SLACK if way.name == "backward" and way.degree > 1 and way.weight_lag == 0 else 0.0
-    return seconds * (_margin(way.degree) + slack)
+    return seconds * (_margin(way.degree) + unseen(way))
+
+
+def unseen(way: Way) -> float:
+    """By how much of what is predicted a pass is expected to take longer, for what the model does not see."""
+    return NO_SLACK if way.name == "backward" and way.degree > 1 and way.weight_lag == 0 else 0.0
 
 
 def best_plan(costs: LayerCosts, load: Load, limits: Limits | None = None, factors: Mapping[Way, float] | None = None) -> Decision:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 
 from moe.plan import Way, ways
-from moe.planner import CLOSE, Decision, total
+from moe.planner import CLOSE, Decision, total, unseen
 
 TURNS = 8  # calls of each plan that count, at least; and rounds, at most
 ROUNDS = 3  # in each of which all plans run, at least
@@ -64,26 +64,27 @@ class Trial:
 
     def factors(self, kind: str) -> dict[Way, float]:
         """What each pass with this all-to-all took by what was predicted, by the middle of all forward or all backward passes: the median
-        of its turns, less what may be noise."""
+        of its turns, or what was expected where the difference may be noise."""
         if len(self.choices) < 2:
             return {}
         return {
-            way: 1.0 + _beyond(off, DOUBT * error)
+            way: (1.0 + unseen(way)) * (1.0 + _beyond(off, DOUBT * error))
             for part in (0, 1)
             for (of, way), (off, error) in self._of_pass(part).items()
             if of == kind
         }
 
     def _of_pass(self, part: int) -> dict[tuple[str, Way], tuple[float, float]]:
-        """By how much of what was predicted each forward or each backward pass took more than their middle, and the standard error."""
+        """By how much of what was expected each forward or each backward pass took more than their middle, and the standard error."""
         ratios: dict[tuple[str, Way], list[float]] = {}
         for start in range(0, len(self._seconds), len(self.choices)):
             this_round = self._seconds[start : start + len(self.choices)]
             means = [statistics.fmean(of_plan[part] for of_plan in of_layer) for of_layer in zip(*this_round, strict=True)]
             for (kind, decision), of_plan in zip(self.choices, this_round, strict=True):
-                predicted = max((decision.prediction.forward, decision.prediction.backward)[part], LEAST)
-                relative = [seconds[part] / mean / predicted for seconds, mean in zip(of_plan, means, strict=True)]
-                ratios.setdefault((kind, ways(decision.plan)[part]), []).extend(relative)
+                way = ways(decision.plan)[part]
+                expected = max((decision.prediction.forward, decision.prediction.backward)[part], LEAST) * (1.0 + unseen(way))
+                relative = [seconds[part] / mean / expected for seconds, mean in zip(of_plan, means, strict=True)]
+                ratios.setdefault((kind, way), []).extend(relative)
         factors = {key: statistics.median(of_key) for key, of_key in ratios.items()}
         middle = statistics.median(factors.values())
         deviations = sorted(abs(ratio / factors[key] - 1.0) for key, of_key in ratios.items() for ratio in of_key)
