@@ -3,7 +3,7 @@
 // The elementwise functions (activations forward and backward, weighted sums of rows) are for any CPU, in float and bfloat16. The block
 // functions compute the experts' blocks of rows, all of a call: in float by products of our own or torch's BLAS, one pass after the
 // other while a block is in the cache; in bfloat16 with Intel's AMX or AVX-512's products of bfloat16, where they do what comes after a
-// product while its result is in the first-level cache and, with AMX, the next one multiplies.
+// product while its result is in the first-level cache and the next one multiplies.
 //
 // Shapes: n rows of a block, H hidden size, F width, G = 2 F for SwiGLU ([gate | up]) else F. All tensors are row-major.
 
@@ -630,7 +630,7 @@ constexpr int64_t SECOND_LEVEL = 1 << 20;                          // bytes of r
 //
 // multiply: c [32 x 32] (+)= left right over `depth` columns of the left factor, at least the first `rows` of c; `stride`: bytes from
 // the first 16 rows to the second. What is beyond `depth` up to the next multiple of 32 is zeros, or not read.
-// `between()` is called once a step, to do other work, while the tiles multiply where another unit does it.
+// `between()` is called once a step, to do other work while the step multiplies.
 #ifdef HAS_AMX
 
 struct Tiles {
@@ -738,8 +738,7 @@ INLINE void multiply(const char* left, int64_t stride, const char* right, int64_
 #endif
 
 // Products of a left factor of at most MAX_BLOCKS * 32 rows and `depth` columns, and `groups` x FACTORS panels. `panel(group, factor)` is
-// where one lies.
-// `finish(group, row, c)` gets each row of each group's results, 32 numbers of every factor (RESULT * MAX_BLOCKS apart), in the order
+// where one lies. `finish(group, row, c)` gets each row of each group's results, 32 numbers of every factor (RESULT * MAX_BLOCKS apart), in the order
 // of groups; it runs while the next group multiplies.
 template <int FACTORS, class Panel, class Finish>
 INLINE void sweep(const char* left, int64_t rows, int64_t depth, int64_t groups, const Panel& panel, const Finish& finish) {
