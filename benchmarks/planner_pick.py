@@ -1,12 +1,14 @@
 """How good the planner's numbers of chunks are: its picks against the measured best, over layers that differ in what is best.
 
-`python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 10] [--quick]`, then `... --summary FILE [--json] [--markdown]`
+`python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 6 20] [--quick]`, then `... --summary FILE [--json] [--markdown]`
 
 Each layer runs on an emulated cluster, in earnest (2 ranks) or with a virtual accelerator (2 and 4 ranks). Costs are measured as
 training does, and the planner picks a number of chunks for each pass among 1, 2, 4 and 8. Then every number is measured, for the
 backward pass with the weight gradients at once and one chunk later, and the pick itself, in rounds that take turns; also what is
-chosen after a trial of the best few, as in a training's first steps. Each pass has a number of its own, so a layer's passes are two
-cases. A part appends its layers to FILE, one JSON object a line; the summary takes each layer's last.
+chosen after a trial of the best few, as in a training's first steps. What is far from the fastest after the first rounds leaves, and
+the rest run for many more: on a shared machine, regrets of ten rounds are 2% uncertain, and 3% are to be told apart. Each pass has a
+number of its own, so a layer's passes are two cases. A part appends its layers to FILE, one JSON object a line; the summary takes
+each layer's last.
 
 Regret of a pick: the median over rounds of its time by that of the fastest candidate, less 1. Policies to compare with: the same
 number for every case, with the weight lag that the planner picks for it.
@@ -19,9 +21,9 @@ import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from moe.planner import Limits, Planner, best_plan, predict, weight_lags
 DEGREES = (1, 2, 4, 8)
 PASSES = ("forward", "backward")
 CLOSE = 0.03  # regret that counts as right
+CONTENDS = 0.1  # a plan stays after the first rounds if a pass, or both together, take up to this much longer than the fastest
 LIMITS = Limits(degrees=DEGREES, backward_degrees=DEGREES, strategies=("keep",))
 
 
@@ -115,7 +118,7 @@ LAYERS = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> dict[str, Any]:
+def measure(cluster: Cluster, layer: Layer, num_rounds: tuple[int, int], budget: float) -> dict[str, Any]:
     """A layer's record: what the planner knew, predicted and picked, and the seconds of every candidate in every round."""
     case = layer.case()
     cluster.call(layer_step.build, case)
@@ -127,23 +130,38 @@ def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> d
     plans = [Plan(r, r, "keep", lag) for r in DEGREES for lag in weight_lags(r) if lag <= 1]
     plans += [plan for plan in dict.fromkeys([*fixed, pick, chosen]) if plan not in plans]
     names = {f"{plan.degree},{plan.backward_degree},{plan.weight_lag}": plan for plan in plans}
-    result = rounds.measure(cluster, layer_step.step, {name: (plan,) for name, plan in names.items()}, num_rounds, warm_up=0)
+    first = rounds.measure(cluster, layer_step.step, {name: (plan,) for name, plan in names.items()}, num_rounds[0], warm_up=0)
+    left = contenders(first.seconds) | {name for name, plan in names.items() if plan in (pick, chosen)}
+    more = rounds.measure(cluster, layer_step.step, {name: (plan,) for name, plan in names.items() if name in left}, num_rounds[1], 0)
     return {
         "layer": asdict(layer),
         "costs": known.as_dict(),
         "load": asdict(load),
         "plans": [
-            {"plan": asdict(plan), "predicted": asdict(predict(known, load, plan)), "seconds": result.seconds[name]}
+            {
+                "plan": asdict(plan),
+                "predicted": asdict(predict(known, load, plan)),
+                "seconds": {part: first.seconds[name][part] + more.seconds.get(name, {}).get(part, []) for part in PASSES},
+            }
             for name, plan in names.items()
         ],
         "fixed": [asdict(plan) for plan in fixed],
         "pick": asdict(pick),
         "chosen": asdict(chosen),
-        "rounds_dropped": result.num_dropped,
+        "rounds_dropped": first.num_dropped + more.num_dropped,
     }
 
 
-def records(layers: Sequence[Layer], num_rounds: int, budget: float) -> Iterator[dict[str, Any]]:
+def contenders(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> set[str]:
+    """Names of the plans that may be the fastest in a pass or in both together, by the seconds of each pass in each round."""
+    names: set[str] = set()
+    for parts in (PASSES[:1], PASSES[1:], PASSES):
+        medians = {name: statistics.median(_sums(of_plan, parts)) for name, of_plan in seconds.items()}
+        names |= {name for name, median in medians.items() if median <= (1 + CONTENDS) * min(medians.values())}
+    return names
+
+
+def records(layers: Sequence[Layer], num_rounds: tuple[int, int], budget: float) -> Iterator[dict[str, Any]]:
     """Measure the layers, one cluster for all that follow one another on the same."""
     for (ranks, rate), of_cluster in groupby(layers, key=lambda layer: (layer.ranks, layer.rate)):
         with Cluster(ranks, rate) as cluster:
@@ -158,8 +176,8 @@ def records(layers: Sequence[Layer], num_rounds: int, budget: float) -> Iterator
 
 
 def regret(seconds: Sequence[float], fastest: Sequence[float]) -> float:
-    """From one time per round of each."""
-    return statistics.median(own / best for own, best in zip(seconds, fastest, strict=True)) - 1
+    """From one time per round of each, over the rounds that both ran in: the first ones."""
+    return statistics.median(own / best for own, best in zip(seconds, fastest)) - 1
 
 
 @dataclass(frozen=True)
@@ -194,7 +212,7 @@ def _judge_pass(record: dict[str, Any], part: str, pick: Plan) -> Judged:
         if plan == pick:
             of_pick = entry["seconds"][part]
     # The forward pass is the same whatever the lag: it has run several times in each round.
-    seconds = {key: [statistics.fmean(of_round) for of_round in zip(*lists, strict=True)] for key, lists in times.items()}
+    seconds = {key: [statistics.fmean(filter(None, of_round)) for of_round in zip_longest(*lists)] for key, lists in times.items()}
     fixed = {plan.degree: _key(plan, forward) for plan in (Plan(**values) for values in record["fixed"])}
     fastest = min(seconds, key=lambda key: statistics.median(seconds[key]))
     if pick.degree == pick.backward_degree:  # else it takes a little longer to prepare two kinds of chunks, which counts
@@ -222,8 +240,8 @@ def whole_step_regret(record: dict[str, Any], which: str) -> float:
     return max(0.0, regret(seconds[Plan(**record[which])], fastest))
 
 
-def _sums(seconds: dict[str, list[float]]) -> list[float]:
-    return [sum(passes) for passes in zip(*(seconds[part] for part in PASSES), strict=True)]
+def _sums(seconds: Mapping[str, Sequence[float]], parts: Sequence[str] = PASSES) -> list[float]:
+    return [sum(passes) for passes in zip(*(seconds[part] for part in parts), strict=True)]
 
 
 def totals(cases: Sequence[Judged]) -> dict[str, Any]:
@@ -333,7 +351,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file to which each layer's record is appended")
     parser.add_argument("--summary", type=Path, help="print the totals of such a file instead of measuring")
     parser.add_argument("--part", type=_part, default=(1, 1), help="i/n: the i-th of n parts of the layers")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--rounds", type=int, nargs=2, default=(6, 20), metavar=("ALL", "CONTENDERS"), help="of all plans; then of those near the fastest"
+    )
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for measuring a layer's costs")
     parser.add_argument("--quick", action="store_true", help="two layers and two rounds")
     parser.add_argument("--json", action="store_true")
@@ -342,13 +362,13 @@ def main() -> int:
     part, num_parts = arguments.part
     layers = LAYERS[(part - 1) * len(LAYERS) // num_parts : part * len(LAYERS) // num_parts]
     if arguments.quick:
-        layers, arguments.rounds, arguments.budget = (LAYERS[3], LAYERS[10]), 2, 2.0
+        layers, arguments.rounds, arguments.budget = (LAYERS[3], LAYERS[10]), (2, 2), 2.0
     found: list[dict[str, Any]] = []
     try:
         if arguments.summary is not None:
             found = read(arguments.summary)
         else:
-            for record in records(layers, arguments.rounds, arguments.budget):
+            for record in records(layers, tuple(arguments.rounds), arguments.budget):
                 found.append(record)
                 if arguments.out is not None:
                     with arguments.out.open("a", encoding="utf-8") as file:
