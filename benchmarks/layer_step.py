@@ -6,6 +6,7 @@ every other, and a chunk as much as every other chunk.
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -155,8 +156,9 @@ def costs(budget: float = BUDGET) -> LayerCosts:
     return measure_costs(layer.weights, layer.exchange, dist.group.WORLD, sizes, engine=layer.engine, budget=budget)
 
 
-def step(what: Plan | str) -> dict[str, float]:
-    """Seconds of one forward and backward pass, each and together; the second of two, as every step of a training but the first.
+def step(what: Plan | str, repeats: int = 1) -> dict[str, float]:
+    """Seconds of one forward and backward pass, each and together: of the second step, as every one of a training but the first, or
+    the mean of more that follow.
 
     `what` is a plan, IN_TURN (degree 1, and nothing at the same time), MEGATRON, or EXCHANGES (those of degree 1 alone).
     """
@@ -165,7 +167,8 @@ def step(what: Plan | str) -> dict[str, float]:
     if what == EXCHANGES:
         return _exchanges(layer)
     _once(layer, what)  # buffers of the plan's sizes are there now
-    return _once(layer, what)
+    steps = [_once(layer, what) for _ in range(repeats)]
+    return {part: statistics.fmean(seconds[part] for seconds in steps) for part in steps[0]}
 
 
 def _once(layer: _Layer, what: Plan | str) -> dict[str, float]:

@@ -1,13 +1,13 @@
 """How good the planner's numbers of chunks are: its picks against the measured best, over layers that differ in what is best.
 
-`python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 6 20] [--quick]`, then `... --summary FILE [--json] [--markdown]`
+`python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 3 4] [--quick]`, then `... --summary FILE [--json] [--markdown]`
 
 Each layer runs on an emulated cluster, in earnest (2 ranks) or with a virtual accelerator (2 and 4 ranks). Costs are measured as
 training does, and the planner picks a number of chunks for each pass among 1, 2, 4 and 8. Then every number is measured, for the
 backward pass with the weight gradients at once and one chunk later, and the pick itself, in rounds that take turns; also what is
-chosen after a trial of the best few, as in a training's first steps. What is far from the fastest after the first rounds leaves, and
-the rest run for many more: on a shared machine, regrets of ten rounds are 2% uncertain, and 3% are to be told apart. Each pass has a
-number of its own, so a layer's passes are two cases. A part appends its layers to FILE, one JSON object a line; the summary takes
+chosen after a trial of the best few, as in a training's first steps. A round has some steps of each, and what is far from the fastest
+after the first rounds leaves: on a shared machine, regrets over ten steps are 2% uncertain, and 3% are to be told apart. Each pass has
+a number of its own, so a layer's passes are two cases. A part appends its layers to FILE, one JSON object a line; the summary takes
 each layer's last.
 
 Regret of a pick: the median over rounds of its time by that of the fastest candidate, less 1. Policies to compare with: the same
@@ -40,6 +40,7 @@ from moe.planner import Limits, Planner, best_plan, predict, weight_lags
 DEGREES = (1, 2, 4, 8)
 PASSES = ("forward", "backward")
 CLOSE = 0.03  # regret that counts as right
+STEPS = 3  # of a plan in a round
 CONTENDS = 0.1  # a plan stays after the first rounds if a pass, or both together, take up to this much longer than the fastest
 LIMITS = Limits(degrees=DEGREES, backward_degrees=DEGREES, strategies=("keep",))
 
@@ -130,9 +131,11 @@ def measure(cluster: Cluster, layer: Layer, num_rounds: tuple[int, int], budget:
     plans = [Plan(r, r, "keep", lag) for r in DEGREES for lag in weight_lags(r) if lag <= 1]
     plans += [plan for plan in dict.fromkeys([*fixed, pick, chosen]) if plan not in plans]
     names = {f"{plan.degree},{plan.backward_degree},{plan.weight_lag}": plan for plan in plans}
-    first = rounds.measure(cluster, layer_step.step, {name: (plan,) for name, plan in names.items()}, num_rounds[0], warm_up=0)
+    variants = {name: (plan, STEPS) for name, plan in names.items()}
+    first = rounds.measure(cluster, layer_step.step, variants, num_rounds[0], warm_up=0)
     left = contenders(first.seconds) | {name for name, plan in names.items() if plan in (pick, chosen)}
-    more = rounds.measure(cluster, layer_step.step, {name: (plan,) for name, plan in names.items() if name in left}, num_rounds[1], 0)
+    variants = {name: args for name, args in variants.items() if name in left}
+    more = rounds.measure(cluster, layer_step.step, variants, num_rounds[1], warm_up=0)
     return {
         "layer": asdict(layer),
         "costs": known.as_dict(),
@@ -352,7 +355,7 @@ def main() -> int:
     parser.add_argument("--summary", type=Path, help="print the totals of such a file instead of measuring")
     parser.add_argument("--part", type=_part, default=(1, 1), help="i/n: the i-th of n parts of the layers")
     parser.add_argument(
-        "--rounds", type=int, nargs=2, default=(6, 20), metavar=("ALL", "CONTENDERS"), help="of all plans; then of those near the fastest"
+        "--rounds", type=int, nargs=2, default=(3, 4), metavar=("ALL", "CONTENDERS"), help="of all plans; then of those near the fastest"
     )
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for measuring a layer's costs")
     parser.add_argument("--quick", action="store_true", help="two layers and two rounds")
