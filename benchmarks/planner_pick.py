@@ -1,6 +1,6 @@
 """How good the planner's numbers of chunks are: its picks against the measured best, over layers that differ in what is best.
 
-`python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 3 4] [--quick]`, then `... --summary FILE [--json] [--markdown]`
+`python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 7] [--quick]`, then `... --summary FILE [--json] [--markdown]`
 
 Each layer runs on an emulated cluster, in earnest (2 ranks) or with a virtual accelerator (2 and 4 ranks). Costs are measured as
 training does, and the planner picks a number of chunks for each pass among 1, 2, 4 and 8. Then every number is measured, for the
@@ -41,6 +41,7 @@ DEGREES = (1, 2, 4, 8)
 PASSES = ("forward", "backward")
 CLOSE = 0.03  # regret that counts as right
 STEPS = 3  # of a plan in a round
+FOR_ALL = 3  # rounds that all plans run in
 CONTENDS = 0.1  # a plan stays after the first rounds if a pass, or both together, take up to this much longer than the fastest
 LIMITS = Limits(degrees=DEGREES, backward_degrees=DEGREES, strategies=("keep",))
 
@@ -122,7 +123,7 @@ LAYERS = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def measure(cluster: Cluster, layer: Layer, num_rounds: tuple[int, int], budget: float) -> dict[str, Any]:
+def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> dict[str, Any]:
     """A layer's record: what the planner knew, predicted and picked, and the seconds of every candidate in every round."""
     case = layer.case()
     cluster.call(layer_step.build, case)
@@ -135,10 +136,10 @@ def measure(cluster: Cluster, layer: Layer, num_rounds: tuple[int, int], budget:
     plans += [plan for plan in dict.fromkeys([*fixed, pick, chosen]) if plan not in plans]
     names = {f"{plan.degree},{plan.backward_degree},{plan.weight_lag}": plan for plan in plans}
     variants = {name: (plan, STEPS) for name, plan in names.items()}
-    first = rounds.measure(cluster, layer_step.step, variants, num_rounds[0], warm_up=0)
+    first = rounds.measure(cluster, layer_step.step, variants, min(FOR_ALL, num_rounds), warm_up=0)
     left = contenders(first.seconds) | {name for name, plan in names.items() if plan in (pick, chosen)}
     variants = {name: args for name, args in variants.items() if name in left}
-    more = rounds.measure(cluster, layer_step.step, variants, num_rounds[1], warm_up=0)
+    more = rounds.measure(cluster, layer_step.step, variants, num_rounds - first.num_rounds, warm_up=0)
     return {
         "layer": asdict(layer),
         "costs": known.as_dict(),
@@ -167,7 +168,7 @@ def contenders(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> set[str]
     return names
 
 
-def records(layers: Sequence[Layer], num_rounds: tuple[int, int], budget: float) -> Iterator[dict[str, Any]]:
+def records(layers: Sequence[Layer], num_rounds: int, budget: float) -> Iterator[dict[str, Any]]:
     """Measure the layers, one cluster for all that follow one another on the same."""
     for (ranks, rate), of_cluster in groupby(layers, key=lambda layer: (layer.ranks, layer.rate)):
         with Cluster(ranks, rate) as cluster:
@@ -357,9 +358,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file to which each layer's record is appended")
     parser.add_argument("--summary", type=Path, help="print the totals of such a file instead of measuring")
     parser.add_argument("--part", type=_part, default=(1, 1), help="i/n: the i-th of n parts of the layers")
-    parser.add_argument(
-        "--rounds", type=int, nargs=2, default=(3, 4), metavar=("ALL", "CONTENDERS"), help="of all plans; then of those near the fastest"
-    )
+    parser.add_argument("--rounds", type=int, default=7, help=f"of plans near the fastest; the others leave after {FOR_ALL}")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for measuring a layer's costs")
     parser.add_argument("--quick", action="store_true", help="two layers and two rounds")
     parser.add_argument("--json", action="store_true")
@@ -368,13 +367,13 @@ def main() -> int:
     part, num_parts = arguments.part
     layers = LAYERS[(part - 1) * len(LAYERS) // num_parts : part * len(LAYERS) // num_parts]
     if arguments.quick:
-        layers, arguments.rounds, arguments.budget = (LAYERS[3], LAYERS[10]), (2, 2), 2.0
+        layers, arguments.rounds, arguments.budget = (LAYERS[3], LAYERS[10]), 2, 2.0
     found: list[dict[str, Any]] = []
     try:
         if arguments.summary is not None:
             found = read(arguments.summary)
         else:
-            for record in records(layers, tuple(arguments.rounds), arguments.budget):
+            for record in records(layers, arguments.rounds, arguments.budget):
                 found.append(record)
                 if arguments.out is not None:
                     with arguments.out.open("a", encoding="utf-8") as file:
