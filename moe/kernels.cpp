@@ -737,9 +737,9 @@ INLINE void multiply(const char* left, int64_t stride, const char* right, int64_
 
 #endif
 
-// Products of a left factor of at most MAX_BLOCKS * 32 rows and `depth` columns, and `groups` x FACTORS panels. `panel(group, factor)` is
-// where one lies. `finish(group, row, c)` gets each row of each group's results, 32 numbers of every factor (RESULT * MAX_BLOCKS apart), in the order
-// of groups; it runs while the next group multiplies.
+// Products of a left factor of at most MAX_BLOCKS * 32 rows and `depth` columns, and `groups` x FACTORS panels.
+// `panel(group, factor)` is where one lies. `finish(group, row, c)` gets each row of each group's results, 32 numbers of every factor
+// (RESULT * MAX_BLOCKS apart), in the order of groups; it runs while the next group multiplies.
 template <int FACTORS, class Panel, class Finish>
 INLINE void sweep(const char* left, int64_t rows, int64_t depth, int64_t groups, const Panel& panel, const Finish& finish) {
     alignas(64) float results[2][FACTORS * MAX_BLOCKS * RESULT];
