@@ -156,19 +156,24 @@ def costs(budget: float = BUDGET) -> LayerCosts:
     return measure_costs(layer.weights, layer.exchange, dist.group.WORLD, sizes, engine=layer.engine, budget=budget)
 
 
-def step(what: Plan | str, repeats: int = 1) -> dict[str, float]:
-    """Seconds of one forward and backward pass, each and together: of the second step, as every one of a training but the first, or
-    the mean of more that follow.
+def steps(what: Plan | str, repeats: int = 1) -> list[dict[str, float]]:
+    """Seconds of one forward and backward pass, each and together: of the second step, as every one of a training but the first, and
+    of those that follow.
 
     `what` is a plan, IN_TURN (degree 1, and nothing at the same time), MEGATRON, or EXCHANGES (those of degree 1 alone).
     """
     layer = _layer
     assert layer is not None, "build comes first"
     if what == EXCHANGES:
-        return _exchanges(layer)
+        return [_exchanges(layer)]
     _once(layer, what)  # buffers of the plan's sizes are there now
-    steps = [_once(layer, what) for _ in range(repeats)]
-    return {part: statistics.fmean(seconds[part] for seconds in steps) for part in steps[0]}
+    return [_once(layer, what) for _ in range(repeats)]
+
+
+def step(what: Plan | str, repeats: int = 1) -> dict[str, float]:
+    """The same of one step: the mean of so many."""
+    each = steps(what, repeats)
+    return {part: statistics.fmean(seconds[part] for seconds in each) for part in each[0]}
 
 
 def _once(layer: _Layer, what: Plan | str) -> dict[str, float]:

@@ -1,13 +1,16 @@
 """What the MoE layer's memory strategies hold and what they cost in time, and what the planner picks within a budget.
 
-`python -m benchmarks.memory_reuse [--layers 1gbit:1 500mbit:2 200mbit:4] [--rounds 5] [--budgets 16] [--quick] [--json] [--markdown]`
+`python -m benchmarks.memory_reuse [--layers 1gbit:1 500mbit:2 200mbit:4] [--rounds 7] [--budgets 16] [--quick] [--json] [--markdown]`
 
 Two ranks on an emulated cluster compute in earnest. A layer is a link's rate and its communication by computation. Memory is
 exact: PyTorch's memory tracker counts every tensor from the start of the forward to the end of the backward pass, without the
-layer's input, weights and their gradients; the largest over the ranks. Time is that of both passes, in rounds that take turns.
+layer's input, weights and their gradients; the largest over the ranks. Time is that of both passes, in rounds that take turns;
+after the first rounds only the baseline, the picks and what may be the fastest within some budget go on.
+
 The baseline keeps everything in one chunk. Then the budget falls from what the largest plan needs to what the smallest does: the
-planner's pick, from its own measured costs and, as in a training's first steps, a trial of its best few plans, against the fastest
-measured plan that fits (the median over rounds of one round's ratio); right is within 2% of it.
+planner's pick, from its own measured costs and a trial of its best few plans, as in the first steps of a training of four such
+layers. Then it runs against the fastest measured plan that fits, in rounds of these two alone (the median over rounds of one
+round's ratio); right is within 2% of it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -35,6 +38,10 @@ BASELINE = Plan()
 # On a host there is no other memory to offload to.
 STRATEGIES = ("keep", "recompute", "communicate", "communicate_recompute")
 DEGREES = (1, 2, 4, 8)
+LAYERS = 4  # alike, of the training whose first steps try plans: as many as the smallest MoE presets have
+STEPS = 3  # of a plan in a round
+QUICK_TOKENS = 1024
+DUEL = 3  # rounds of a pick and its rival, for each one of all plans
 SAME = 1.02  # times within this factor cannot be told apart
 MIB = 2**20
 
@@ -112,12 +119,14 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> 
             planner.decide(load)
         except ValueError:
             continue  # what the planner counts is a little more than the leanest plan needs
-        picks.append((budget, tried(cluster, planner, load, num_layers=2)))  # a budget takes half a minute
+        picks.append((budget, tried(cluster, planner, load, LAYERS, LAYERS)))  # a budget takes a minute
     plans = {_key(plan): plan for plan in [*_grid(), *(plan for _, plan in picks)]}
     for key in plans.keys() - memory.keys():
         memory[key] = max(cluster.call(peak_bytes, plans[key]))
-    result = rounds.measure(cluster, layer_step.step, {key: (plan,) for key, plan in plans.items()}, num_rounds)
     base = _key(BASELINE)
+    always = {base, *(_key(plan) for _, plan in picks)}
+    variants = {key: (plan, STEPS) for key, plan in plans.items()}
+    result = rounds.measure_contenders(cluster, layer_step.step, variants, num_rounds, lambda first: contenders(first, memory) | always)
     rows = [
         {
             "plan": asdict(plan),
@@ -130,13 +139,18 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> 
         }
         for key, plan in plans.items()
     ]
+    judged: dict[tuple[str, str], float] = {}  # what a pick takes by what its rival takes
+    for budget, plan in picks:
+        pair = (_key(plan), _fastest(rows, budget))
+        if pair not in judged:
+            judged[pair] = _duel(cluster, {name: variants[name] for name in pair}, *pair, num_rounds)
     return {
         "case": asdict(case),
         "rate": cluster.rate,
         "rounds": result.num_rounds,
         "rounds_dropped": result.num_dropped,
         "rows": rows,
-        "picks": [_judge(budget, _key(pick), rows, result) for budget, pick in picks],
+        "picks": [_judge(budget, _key(pick), rows, judged) for budget, pick in picks],
         "refusal": _refusal(costs, load, replace(limits, memory_budget=min(memory.values()) // 2)),
     }
 
@@ -145,15 +159,38 @@ def _falling(most: int, least: int, count: int) -> list[int]:
     return [int(least * (most / least) ** (1 - i / (count - 1)) * 1.001) for i in range(count)]
 
 
-def _judge(budget: int, name: str, rows: Sequence[dict[str, Any]], result: rounds.Rounds) -> dict[str, Any]:
+def contenders(result: rounds.Rounds, memory: Mapping[str, int]) -> set[str]:
+    """Names of the plans that may be the fastest within some budget: none that needs no more memory is faster by much."""
+    seconds = {name: result.median(name, "together") for name in result.seconds}
+    return {
+        name
+        for name, own in seconds.items()
+        if own <= (1 + rounds.CONTENDS) * min(other for of, other in seconds.items() if memory[of] <= memory[name])
+    }
+
+
+def _fastest(rows: Sequence[dict[str, Any]], budget: int) -> str:
+    return min((row for row in rows if row["bytes"] <= budget), key=lambda row: row["time_by_baseline"])["name"]
+
+
+def _duel(cluster: Cluster, variants: Mapping[str, tuple[Any, ...]], pick: str, rival: str, num_rounds: int) -> float:
+    """What the pick takes by what its rival takes, in rounds of these two alone. The machine is not the same at both ends of a round
+    of all plans, and the rival is the one that was lucky there."""
+    if pick == rival:
+        return 1.0
+    result = rounds.measure(cluster, layer_step.step, variants, DUEL * num_rounds, warm_up=0)
+    return 1 / result.speedup(pick, "together", rival)
+
+
+def _judge(budget: int, name: str, rows: Sequence[dict[str, Any]], judged: Mapping[tuple[str, str], float]) -> dict[str, Any]:
     pick = next(row for row in rows if row["name"] == name)
-    fastest = min((row for row in rows if row["bytes"] <= budget), key=lambda row: row["time_by_baseline"])
-    slower = 1 / result.speedup(name, "together", fastest["name"])
+    fastest = _fastest(rows, budget)
+    slower = judged[name, fastest]
     return {
         "budget": budget,
         "pick": name,
         "fits": pick["bytes"] <= budget,
-        "fastest": fastest["name"],
+        "fastest": fastest,
         "slower": slower,
         "right": pick["bytes"] <= budget and slower <= SAME,
     }
@@ -200,16 +237,16 @@ def main() -> int:
     parser.add_argument(
         "--layers", nargs="+", default=["1gbit:1", "500mbit:2", "200mbit:4"], help="link rate : communication by computation"
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budgets", type=int, default=16, help="budgets per layer")
     parser.add_argument("--experts-per-rank", type=int, default=4)
     parser.add_argument("--tokens", type=int, help="of each rank; default: by the link's rate")
-    parser.add_argument("--quick", action="store_true", help="one layer, two rounds, few budgets")
+    parser.add_argument("--quick", action="store_true", help="one small layer, two rounds, few budgets")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.layers, arguments.rounds, arguments.budgets = arguments.layers[:1], 2, 4
+        arguments.layers, arguments.rounds, arguments.budgets, arguments.tokens = arguments.layers[:1], 2, 3, QUICK_TOKENS
     layers = []
     try:
         for name in arguments.layers:

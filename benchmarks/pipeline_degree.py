@@ -94,15 +94,15 @@ def auto_plan(cluster: Cluster, case: Case) -> Plan:
     return tried(cluster, planner, layer_step.load(case, cluster.world_size), num_layers=TURNS)
 
 
-def tried(cluster: Cluster, planner: Planner, load: Load, num_layers: int = 1) -> Plan:
+def tried(cluster: Cluster, planner: Planner, load: Load, num_layers: int = 1, steps: int = 1) -> Plan:
     """What a training of so many layers chooses after its first steps, in which it tries the plans that may be fastest: the fewer
-    layers, the more often."""
+    layers, the more often. In a turn so many steps of this one layer are timed, as if each were another layer's."""
     choices = [(FLAT, decision) for decision in planner.close(load)]
     trial = Trial(choices, num_layers)
     while not trial.is_over:
         _, decision = trial.choice
-        results = cluster.call(layer_step.step, decision.plan)
-        trial.took([(max(rank["forward"] for rank in results), max(rank["backward"] for rank in results))])
+        results = zip(*cluster.call(layer_step.steps, decision.plan, steps), strict=True)
+        trial.took([(max(rank["forward"] for rank in of_step), max(rank["backward"] for rank in of_step)) for of_step in results])
     planner.learn(trial.factors(FLAT))
     return planner.decide(load).plan
 

@@ -41,8 +41,6 @@ DEGREES = (1, 2, 4, 8)
 PASSES = ("forward", "backward")
 CLOSE = 0.03  # regret that counts as right
 STEPS = 3  # of a plan in a round
-FOR_ALL = 3  # rounds that all plans run in
-CONTENDS = 0.1  # a plan stays after the first rounds if a pass, or both together, take up to this much longer than the fastest
 LIMITS = Limits(degrees=DEGREES, backward_degrees=DEGREES, strategies=("keep",))
 
 
@@ -136,10 +134,8 @@ def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> d
     plans += [plan for plan in dict.fromkeys([*fixed, pick, chosen]) if plan not in plans]
     names = {f"{plan.degree},{plan.backward_degree},{plan.weight_lag}": plan for plan in plans}
     variants = {name: (plan, STEPS) for name, plan in names.items()}
-    first = rounds.measure(cluster, layer_step.step, variants, min(FOR_ALL, num_rounds), warm_up=0)
-    left = contenders(first.seconds) | {name for name, plan in names.items() if plan in (pick, chosen)}
-    variants = {name: args for name, args in variants.items() if name in left}
-    more = rounds.measure(cluster, layer_step.step, variants, num_rounds - first.num_rounds, warm_up=0)
+    picked = {name for name, plan in names.items() if plan in (pick, chosen)}
+    result = rounds.measure_contenders(cluster, layer_step.step, variants, num_rounds, lambda first: contenders(first.seconds) | picked)
     return {
         "layer": asdict(layer),
         "costs": known.as_dict(),
@@ -148,14 +144,14 @@ def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> d
             {
                 "plan": asdict(plan),
                 "predicted": asdict(predict(known, load, plan)),
-                "seconds": {part: first.seconds[name][part] + more.seconds.get(name, {}).get(part, []) for part in PASSES},
+                "seconds": {part: result.seconds[name][part] for part in PASSES},
             }
             for name, plan in names.items()
         ],
         "fixed": [asdict(plan) for plan in fixed],
         "pick": asdict(pick),
         "chosen": asdict(chosen),
-        "rounds_dropped": first.num_dropped + more.num_dropped,
+        "rounds_dropped": result.num_dropped,
     }
 
 
@@ -164,7 +160,7 @@ def contenders(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> set[str]
     names: set[str] = set()
     for parts in (PASSES[:1], PASSES[1:], PASSES):
         medians = {name: statistics.median(_sums(of_plan, parts)) for name, of_plan in seconds.items()}
-        names |= {name for name, median in medians.items() if median <= (1 + CONTENDS) * min(medians.values())}
+        names |= {name for name, median in medians.items() if median <= (1 + rounds.CONTENDS) * min(medians.values())}
     return names
 
 
@@ -358,7 +354,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file to which each layer's record is appended")
     parser.add_argument("--summary", type=Path, help="print the totals of such a file instead of measuring")
     parser.add_argument("--part", type=_part, default=(1, 1), help="i/n: the i-th of n parts of the layers")
-    parser.add_argument("--rounds", type=int, default=7, help=f"of plans near the fastest; the others leave after {FOR_ALL}")
+    parser.add_argument("--rounds", type=int, default=7, help=f"of plans near the fastest; the others leave after {rounds.FOR_ALL}")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for measuring a layer's costs")
     parser.add_argument("--quick", action="store_true", help="two layers and two rounds")
     parser.add_argument("--json", action="store_true")

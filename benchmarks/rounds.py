@@ -25,11 +25,13 @@ from benchmarks.cluster import Cluster
 DISTURBED, TICKS = 0.05, 0.02
 KERNEL_THREADS = 2  # process id of their parent
 MAX_DROPPED = 2  # rounds dropped for each one that counts, before we give up
+FOR_ALL = 3  # rounds in which all variants run, where only contenders go on
+CONTENDS = 0.1  # what takes up to this much longer than the fastest may yet be as fast
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """`seconds[variant][part]` lists one value per clean round."""
+    """`seconds[variant][part]` lists one value per clean round; a variant that left has only the first ones."""
 
     seconds: dict[str, dict[str, list[float]]]
     num_rounds: int
@@ -110,6 +112,25 @@ def measure(
             for part, value in parts.items():
                 seconds[name].setdefault(part, []).append(value)
     return Rounds(seconds, clean, dropped)
+
+
+def measure_contenders(
+    cluster: Cluster,
+    function: Callable[..., dict[str, float]],
+    variants: Mapping[str, tuple[Any, ...]],
+    rounds: int,
+    contenders: Callable[[Rounds], set[str]],
+) -> Rounds:
+    """As `measure`, without warm-up, but after the first FOR_ALL rounds only the variants go on that `contenders` names by them."""
+    first = measure(cluster, function, variants, min(FOR_ALL, rounds), warm_up=0)
+    left = contenders(first)
+    going_on = {name: args for name, args in variants.items() if name in left}
+    more = measure(cluster, function, going_on, rounds - first.num_rounds, warm_up=0)
+    seconds = {
+        name: {part: values + more.seconds.get(name, {}).get(part, []) for part, values in parts.items()}
+        for name, parts in first.seconds.items()
+    }
+    return Rounds(seconds, rounds, first.num_dropped + more.num_dropped)
 
 
 def _settle() -> None:
