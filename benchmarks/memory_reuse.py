@@ -139,18 +139,15 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> 
         }
         for key, plan in plans.items()
     ]
-    judged: dict[tuple[str, str], float] = {}  # what a pick takes by what its rival takes
-    for budget, plan in picks:
-        pair = (_key(plan), _fastest(rows, budget))
-        if pair not in judged:
-            judged[pair] = _duel(cluster, {name: variants[name] for name in pair}, *pair, num_rounds)
+    pairs = [(_key(plan), _fastest(rows, budget)) for budget, plan in picks]
+    slower = {pair: _duel(cluster, variants, *pair, num_rounds) for pair in dict.fromkeys(pairs)}
     return {
         "case": asdict(case),
         "rate": cluster.rate,
         "rounds": result.num_rounds,
         "rounds_dropped": result.num_dropped,
         "rows": rows,
-        "picks": [_judge(budget, _key(pick), rows, judged) for budget, pick in picks],
+        "picks": [_judge(budget, *pair, memory[pair[0]], slower[pair]) for (budget, _), pair in zip(picks, pairs, strict=True)],
         "refusal": _refusal(costs, load, replace(limits, memory_budget=min(memory.values()) // 2)),
     }
 
@@ -178,22 +175,14 @@ def _duel(cluster: Cluster, variants: Mapping[str, tuple[Any, ...]], pick: str, 
     of all plans, and the rival is the one that was lucky there."""
     if pick == rival:
         return 1.0
-    result = rounds.measure(cluster, layer_step.step, variants, DUEL * num_rounds, warm_up=0)
+    both = {name: variants[name] for name in (pick, rival)}
+    result = rounds.measure(cluster, layer_step.step, both, DUEL * num_rounds, warm_up=0)
     return 1 / result.speedup(pick, "together", rival)
 
 
-def _judge(budget: int, name: str, rows: Sequence[dict[str, Any]], judged: Mapping[tuple[str, str], float]) -> dict[str, Any]:
-    pick = next(row for row in rows if row["name"] == name)
-    fastest = _fastest(rows, budget)
-    slower = judged[name, fastest]
-    return {
-        "budget": budget,
-        "pick": name,
-        "fits": pick["bytes"] <= budget,
-        "fastest": fastest,
-        "slower": slower,
-        "right": pick["bytes"] <= budget and slower <= SAME,
-    }
+def _judge(budget: int, pick: str, fastest: str, num_bytes: int, slower: float) -> dict[str, Any]:
+    fits = num_bytes <= budget
+    return {"budget": budget, "pick": pick, "fits": fits, "fastest": fastest, "slower": slower, "right": fits and slower <= SAME}
 
 
 def _refusal(costs: LayerCosts, load: Load, limits: Limits) -> str:
@@ -246,7 +235,8 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.layers, arguments.rounds, arguments.budgets, arguments.tokens = arguments.layers[:1], 2, 3, QUICK_TOKENS
+        arguments.layers, arguments.rounds, arguments.budgets = arguments.layers[:1], 2, 3
+        arguments.tokens = arguments.tokens or QUICK_TOKENS
     layers = []
     try:
         for name in arguments.layers:
