@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import re
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
-from configs.schema import Config, ConfigError
-from configs.validate import CHOICES, get, nearest, show
+from configs.schema import KEYS, Config, ConfigError
+from configs.validate import get, nearest, show
 
 CONFIG_DIR = Path(__file__).resolve().parent
 PRIMARY = "config"  # config.yaml
@@ -75,7 +74,7 @@ def _example(key: str, wish: Any = None) -> str:
         return wish if isinstance(wish, str) and wish in choices else choices[0]
     if key not in _keys() or dataclasses.is_dataclass(get(Config(), key)):
         return "value"
-    if wish is None or OmegaConf.is_config(wish) or isinstance(wish, (dict, list)) or wish not in CHOICES.get(key, (wish,)):
+    if wish is None or OmegaConf.is_config(wish) or isinstance(wish, (dict, list)) or KEYS[key].broken_rule(wish):
         return show(get(Config(), key))
     try:
         changed = OmegaConf.structured(Config)
@@ -83,7 +82,7 @@ def _example(key: str, wish: Any = None) -> str:
         return show(OmegaConf.select(changed, key))
     except OmegaConfBaseException:
         pass
-    if isinstance(wish, float) and math.isfinite(wish) and _expected(key).startswith("an integer"):  # such as 1e3
+    if isinstance(wish, float) and math.isfinite(wish) and int in KEYS[key].kinds:  # such as 1e3
         return show(round(wish))
     return _example(key)
 
@@ -168,7 +167,7 @@ def explain(error: Exception) -> str:
             return prefix + (f"{key} is no key of Hydra. Try --hydra-help." if key.startswith("hydra") else _unknown_key(key))
         if key in _keys():
             value = show(cause.value) if cause.value is not None else _quoted(message)
-            return f"{prefix}{key} ({value}) must be {_expected(key)}. Try {key}={_example(key, cause.value)}."
+            return f"{prefix}{key} ({value}) must be {KEYS[key].rule()}. Try {key}={_example(key, cause.value)}."
         return f"{prefix}{key}: {message}" if key else prefix + message
     return _explain_defaults(one_line(str(error).split("\n")[0]))
 
@@ -191,13 +190,3 @@ def _explain_defaults(message: str) -> str:
 def _quoted(message: str) -> str:
     found = re.search(r"Value '(.*?)'", message)
     return found[1] if found else "null"
-
-
-def _expected(key: str) -> str:
-    """The type of a key in words."""
-    section, _, name = key.rpartition(".")
-    owner = type(get(Config(), section)) if section else Config
-    hint = typing.get_type_hints(owner)[name]
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null", list[str]: "a list of texts"}
-    parts = typing.get_args(hint) if typing.get_origin(hint) is typing.Union else (hint,)
-    return " or ".join(words[part] for part in parts)

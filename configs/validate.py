@@ -7,14 +7,14 @@ the first candidate with which the whole configuration is legal, so that what a 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from configs import derived
-from configs.schema import Config, ConfigError
+from configs.keys import Key
+from configs.schema import KEYS, Config, ConfigError
 
 Fix = dict[str, Any]  # dotted key -> value; the key WORLD_SIZE stands for the number of processes
 WORLD_SIZE = "world_size"
@@ -30,42 +30,6 @@ class Problem(NamedTuple):
     fixes: list[Fix]
 
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "model.family": ("gpt", "bert"),
-    "model.position_embedding": ("rope", "learned"),
-    "model.normalization": ("rmsnorm", "layernorm"),
-    "model.norm_position": ("pre", "post"),
-    "model.attention": ("grouped", "latent"),
-    "model.qk_norm_over": ("head", "all_heads"),
-    "model.activation": ("swiglu", "gelu", "gelu_tanh"),
-    "model.sentence_head": ("none", "next_sentence", "sentence_order"),
-    "model.backend": ("auto", "portable", "transformer_engine"),
-    "moe.router_score": ("softmax", "sigmoid"),
-    "moe.drop_policy": ("probs", "position"),
-    "moe.memory_strategy": (
-        *("keep", "recompute", "communicate", "communicate_recompute"),
-        *("offload", "offload_recompute", "communicate_offload", "auto"),
-    ),
-    "moe.all_to_all": ("flat", "hierarchical", "auto"),
-    "optimizer.name": ("adamw",),
-    "optimizer.schedule": ("cosine", "linear", "constant", "wsd"),
-    "training.precision": ("fp32", "bf16", "fp16"),
-    "training.recompute": ("none", "selective", "full"),
-    "training.device": ("auto", "cpu", "cuda"),
-    "training.nonfinite": ("stop", "skip", "rollback"),
-    "training.spike": ("stop", "skip", "rollback"),
-    "logging.wandb": ("auto", "online", "offline", "off"),
-}
-
-# Keys whose other values belong to features that do not exist yet.
-ONLY: dict[str, tuple[Any, str]] = {
-    "parallel.context": (1, "context parallelism"),
-    "parallel.context_kind": ("none", "context parallelism"),
-    "moe.placement.policy": ("static", "moving and copying experts"),
-    "moe.placement.extra_slots": (0, "moving and copying experts"),
-    "optimizer.state_device": ("device", "optimizer state outside the device's memory"),
-}
-
 # What latent attention takes for granted.
 LATENT_NEEDS: dict[str, Any] = {
     "model.family": "gpt",
@@ -78,48 +42,7 @@ LATENT_NEEDS: dict[str, Any] = {
     "model.qkv_bias": False,
 }
 
-# key -> (lowest, highest, whether the lowest, whether the highest itself is allowed); null passes where the schema allows it.
 INF = math.inf
-RANGES: dict[str, tuple[float, float, bool, bool]] = {
-    **dict.fromkeys(
-        [
-            *(f"model.{key}" for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")),
-            *(f"model.{key}" for key in ("head_dim", "sequence_length", "vocab_size")),
-            *(f"model.{key}" for key in ("q_lora_rank", "kv_lora_rank", "rotary_head_dim", "value_head_dim")),
-            *(f"moe.{key}" for key in ("num_experts", "top_k", "ffn_hidden_size", "shared_expert_ffn_hidden_size")),
-            *(f"moe.{key}" for key in ("num_groups", "group_top_k", "placement.interval", "backward_pipeline_degree")),
-            *(f"parallel.{key}" for key in ("tensor", "pipeline", "context", "expert", "expert_tensor", "timeout_seconds")),
-            *(f"data.{key}" for key in ("vocab_size", "num_workers", "prefetch", "timeout_seconds")),
-            *(f"training.{key}" for key in ("steps", "global_batch_size", "micro_batch_size", "eval_batches")),
-            "optimizer.decay_steps",
-        ],
-        (1, INF, True, True),
-    ),
-    **dict.fromkeys(
-        [
-            *("training.eval_interval", "checkpoint.interval", "checkpoint.keep", "moe.placement.extra_slots", "moe.weight_lag"),
-            *(f"optimizer.{key}" for key in ("lr", "min_lr", "weight_decay", "clip_grad", "warmup_steps", "wsd_decay_steps")),
-            *(f"moe.{key}" for key in ("aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "expert_bias_rate")),
-            *("sample.num_tokens", "sample.temperature", "model.init_std", "checkpoint.keep_every"),
-        ],
-        (0, INF, True, True),
-    ),
-    **dict.fromkeys(
-        [
-            *("model.rotary_base", "model.norm_epsilon", "moe.capacity_factor", "moe.routed_scaling_factor", "optimizer.epsilon"),
-            "moe.memory_budget",
-            *("training.initial_loss_scale", "training.memory_limit_gib", "logging.peak_tflops", "training.time_limit_minutes"),
-        ],
-        (0, INF, False, True),
-    ),
-    **dict.fromkeys(["training.spike_factor", "training.straggler_factor"], (1, INF, False, True)),
-    **dict.fromkeys(["model.hidden_dropout", "model.attention_dropout", "data.short_sequence_probability"], (0, 1, True, False)),
-    **dict.fromkeys(["optimizer.beta1", "optimizer.beta2"], (0, 1, True, False)),
-    **dict.fromkeys(["data.validation_fraction", "data.mask_probability"], (0, 1, False, False)),
-    **dict.fromkeys(["model.rotary_fraction", "sample.top_p"], (0, 1, False, True)),
-    "parallel.virtual_pipeline": (2, INF, True, True),
-    "training.seed": (0, 2**31 - 1, True, True),
-}
 
 
 def validate(config: Config, world_size: int) -> None:
@@ -268,41 +191,44 @@ def _must_divide(divisor: tuple[str, int], number: tuple[str, int], *other_fixes
 # The rules, in the order in which they are checked.
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for item in dataclasses.fields(node):
-        value = getattr(node, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{item.name}.")
-        else:
-            yield prefix + item.name, value
-
-
 def _values(config: Config, world_size: int) -> Iterator[Problem]:
-    for key, value in _leaves(config):
-        if isinstance(value, float) and not math.isfinite(value):
-            yield Problem(key, "must be a finite number", _set(key, [default(key)]))
-    for key in ("name", "run_dir", "data.text_key", "data.tokenizer", "data.cache_dir", "checkpoint.resume", "logging.wandb_project"):
-        if not get(config, key).strip():
-            yield Problem(key, "must not be empty", _set(key, [default(key)]))
-    for key, choices in CHOICES.items():
-        value = get(config, key)
-        if value not in choices:
-            close = nearest(value, choices)
-            order = [*([close] if close else []), default(key), *choices]
-            yield Problem(key, f"must be {_one_of(choices)}", _set(key, order))
-    for key, (low, high, with_low, with_high) in RANGES.items():
-        value = get(config, key)
-        if value is None:
-            continue
-        if value < low or value > high or (value == low and not with_low) or (value == high and not with_high):
-            above = f"{'at least' if with_low else 'greater than'} {low}"
-            below = f" and {'at most' if with_high else 'less than'} {high}" if high < INF else ""
-            edge = [int(low)] if with_low and isinstance(value, int) else []
-            yield Problem(key, f"must be {above}{below}", _set(key, [*edge, default(key), 1, 0.5, None]))
+    """What the schema says of each key by itself."""
+    for name, key in KEYS.items():
+        value = get(config, name)
+        if isinstance(value, str) and not key.choices and not value.strip():
+            yield Problem(name, "must not be empty", _set(name, [default(name)]))
+        rule = key.broken_rule(value)
+        if rule is not None:
+            yield Problem(name, f"must be {rule}", _set(name, _legal_values(key, value)))
+    for name in config.checkpoint.accept_changes:
+        yield from _accepted(config, name)
 
 
-def _one_of(choices: tuple[str, ...]) -> str:
-    return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+def _legal_values(key: Key, value: Any) -> list[Any]:
+    """Values that the schema allows in place of one that it does not, nearest first."""
+    close = nearest(value, key.choices) if key.choices else None
+    edge = [int(key.low)] if key.low is not None and isinstance(value, int) else []
+    tried = [*([close] if close else []), *edge, key.fresh_default(), *(key.choices or (1, 0.5)), None]
+    return [new for new in tried if key.broken_rule(new) is None and (new is not None or key.nullable)]
+
+
+def _accepted(config: Config, name: str) -> Iterator[Problem]:
+    """checkpoint.accept_changes lists what a resume would refuse, and no more."""
+    key = "checkpoint.accept_changes"
+    acceptable = [other for other in KEYS if KEYS[other].acceptable]
+    if name in acceptable:
+        return
+    if name not in KEYS:
+        rule = f"lists {name}, which is no known key"
+    elif KEYS[name].architecture:
+        rule = f"lists {name}, which makes another model"
+    else:
+        rule = f"lists {name}, whose change a resume does not refuse"
+    rest = [other for other in config.checkpoint.accept_changes if other != name]
+    by_last = {other.rpartition(".")[2]: other for other in acceptable}
+    close = (nearest(name, acceptable) or by_last.get(nearest(name, by_last) or "")) if name not in KEYS else None
+    rule += "" if close else f"; it may list {', '.join(acceptable)}"
+    yield Problem(key, rule, _set(key, [*([[*rest, close]] if close and close not in rest else []), rest]))
 
 
 def _loose_values(config: Config, world_size: int) -> Iterator[Problem]:
@@ -349,12 +275,6 @@ def _loose_values(config: Config, world_size: int) -> Iterator[Problem]:
     elif not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
         rule = "must be an integer n of at least 1 (every n-th layer is MoE) or a list of 0 and 1, one per layer"
         yield Problem("moe.layers", rule, _set("moe.layers", [1]))
-
-
-def _not_yet(config: Config, world_size: int) -> Iterator[Problem]:
-    for key, (value, feature) in ONLY.items():
-        if get(config, key) != value:
-            yield Problem(key, f"must be {show(value)}: {feature} is not available yet", _set(key, [value]))
 
 
 def _model(config: Config, world_size: int) -> Iterator[Problem]:
@@ -602,7 +522,6 @@ def _optimizer(config: Config, world_size: int) -> Iterator[Problem]:
 RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
     _values,
     _loose_values,
-    _not_yet,
     _model,
     _moe,
     _tensor,

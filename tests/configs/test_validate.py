@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
+import re
 
 import pytest
 
 from configs import derived
 from configs.compose import compose
-from configs.schema import Config, ConfigError
-from configs.validate import CHOICES, ONLY, RANGES, get, nearest, show, validate
+from configs.schema import KEYS, Config, ConfigError
+from configs.validate import get, nearest, show, validate
 from moe.plan import STRATEGIES
 from tests.configs import advice
 
@@ -21,6 +21,10 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     (["optimizer.schedule=cosin"], 1, "optimizer.schedule", "optimizer.schedule=cosine"),
     (["training.precision=bf61"], 1, "training.precision", "training.precision=bf16"),
     (["name=' '"], 1, "name", "empty"),
+    (["checkpoint.accept_changes=[data.corpos]"], 1, "checkpoint.accept_changes", "checkpoint.accept_changes=[data.corpus]"),
+    (["checkpoint.accept_changes=[seed]"], 1, "checkpoint.accept_changes", "checkpoint.accept_changes=[training.seed]"),
+    (["checkpoint.accept_changes=[data.corpus,model.family]"], 1, "checkpoint.accept_changes", "another model"),
+    (["checkpoint.accept_changes=[optimizer.lr]"], 1, "checkpoint.accept_changes", "does not refuse"),
     (["checkpoint.resume=''"], 1, "checkpoint.resume", "checkpoint.resume=auto"),
     (["optimizer.lr=inf"], 1, "optimizer.lr", "finite"),
     (["optimizer.lr=-1"], 1, "optimizer.lr", "at least 0"),
@@ -139,19 +143,8 @@ def test_rule(overrides: list[str], world_size: int, key: str, says: str) -> Non
         validate(compose([*base, *overrides, *fixes]), processes[0] if processes else world_size)
 
 
-@pytest.mark.parametrize("key", [*CHOICES, *ONLY, *RANGES])
-def test_tables_name_keys_that_exist_and_allow_their_defaults(key: str) -> None:
-    value = get(Config(), key)
-    if key in CHOICES:
-        assert value in CHOICES[key]
-    if key in ONLY:
-        assert value == ONLY[key][0]
-    if key in RANGES and value is not None:
-        assert RANGES[key][0] <= value <= RANGES[key][1]
-
-
 def test_memory_strategies_are_the_layers() -> None:
-    assert set(CHOICES["moe.memory_strategy"]) == {*STRATEGIES, "auto"}
+    assert set(KEYS["moe.memory_strategy"].choices) == {*STRATEGIES, "auto"}
 
 
 @pytest.fixture(scope="module")
@@ -159,16 +152,16 @@ def legal() -> Config:
     return compose(["experiment=gpt_moe_tiny"])
 
 
-@pytest.mark.parametrize("key", RANGES)
-def test_every_range_is_held(key: str, legal: Config) -> None:
-    low, high, with_low, with_high = RANGES[key]
-    section, _, name = key.rpartition(".")
-    whole = "int" in {item.name: str(item.type) for item in dataclasses.fields(get(Config(), section))}[name]
-    outside = [low - 1] + ([] if with_low else [low]) + ([high + 1] if high < float("inf") else [])
-    for value in outside:
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if {key.low, key.above, key.high, key.below} != {None}])
+def test_every_range_is_held(name: str, legal: Config) -> None:
+    key = KEYS[name]
+    whole = int in key.kinds or key.of_items is int
+    outside = [None if key.low is None else key.low - 1, key.above, key.below, None if key.high is None else key.high + 1]
+    for value in (int(number) if whole else float(number) for number in outside if number is not None):
         config = copy.deepcopy(legal)
-        setattr(get(config, section), name, int(value) if whole else float(value))
-        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        section, _, last = name.rpartition(".")
+        setattr(get(config, section) if section else config, last, [value] if key.of_items is int else value)
+        with pytest.raises(ConfigError, match=re.escape(name)):
             validate(config, 1)
 
 

@@ -1,0 +1,40 @@
+"""What differs between the configuration of a checkpoint and that of the run which goes on from it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from configs import derived
+from configs.keys import OnResume
+from configs.schema import KEYS, Config
+from configs.validate import get
+
+
+class Change(NamedTuple):
+    """A key with two values, and what that means to a run that goes on with the second."""
+
+    key: str
+    before: Any
+    after: Any
+    on_resume: OnResume
+
+
+def changes(before: Config, after: Config) -> list[Change]:
+    """Every key whose value differs, in the schema's order."""
+    values = ((name, get(before, name), get(after, name)) for name in KEYS)
+    return [Change(name, old, new, on_resume(name, before, after)) for name, old, new in values if old != new]
+
+
+def on_resume(name: str, before: Config, after: Config) -> OnResume:
+    """What another value of a key means between these configurations: what the schema says, or less."""
+    both = (before, after)
+    if name == "training.steps" and all(c.optimizer.schedule == "constant" or c.optimizer.decay_steps is not None for c in both):
+        return "free"  # the learning rate does not look at the run's end
+    if name == "training.micro_batch_size" and not any(_looks_at_micro_batches(config) for config in both):
+        return "free"  # the loss is a mean over the global batch
+    return KEYS[name].on_resume
+
+
+def _looks_at_micro_batches(config: Config) -> bool:
+    moe = config.moe
+    return derived.is_moe(config) and (moe.aux_loss_coeff > 0 or moe.capacity_factor is not None)

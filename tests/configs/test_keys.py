@@ -1,0 +1,81 @@
+"""Every key of the schema says what it means, what it takes and what a change of it means; nothing else lists keys."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+
+from configs.changes import Change, changes
+from configs.compose import compose
+from configs.keys import OnResume
+from configs.schema import KEYS, Config
+from configs.validate import get, validate
+from models.folder import architecture
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_says_all_of_itself(name: str) -> None:
+    key = KEYS[name]
+    assert key.name == name
+    assert key.default == get(Config(), name)
+    assert key.meaning and key.meaning == key.meaning.strip() and not key.meaning.endswith(".")
+    assert key.on_resume in typing.get_args(OnResume)
+    assert key.rule() and key.kind()
+    assert key.broken_rule(key.default) is None
+    if {int, float} & {*key.kinds, key.of_items} and not key.needed_for:
+        assert (key.low is None) != (key.above is None), "a number has one lower limit"
+        assert key.high is None or key.below is None
+    if key.type is typing.Any:
+        assert key.form, "a key that takes several types says what they look like"
+    if key.choices:
+        assert str in key.kinds and key.default in key.choices and len(key.choices) == len(set(key.choices))
+
+
+def test_the_defaults_are_legal() -> None:
+    validate(Config(), 1)
+
+
+# Decides the weights only where positions are learned, and is data besides; the vocabulary's size counts as resolved.
+PARTLY = {"model.sequence_length"}
+FAMILIES = [
+    ["model=bert_moe_tiny"],
+    ["model=gpt_moe_tiny", "model.qk_norm=true", "model.qk_norm_over=all_heads"],
+    ["model=gpt_tiny", "model.attention=latent"],
+]
+
+
+def test_architecture_is_what_a_folder_of_weights_compares() -> None:
+    compared = {f"{section}.{key}" for text in FAMILIES for section, values in architecture(compose(text), 512).items() for key in values}
+    assert {name for name, key in KEYS.items() if key.architecture} == compared - PARTLY | {"training.precision"}
+    assert not any(KEYS[name].architecture for name in PARTLY)
+
+
+def _changes(before: list[str], after: list[str]) -> list[Change]:
+    return changes(compose(["model=gpt_tiny", *before]), compose(["model=gpt_tiny", *after]))
+
+
+def test_changes_name_each_key_that_differs() -> None:
+    assert _changes([], []) == []
+    assert _changes([], ["training.seed=1", "optimizer.lr=0.5", "parallel.tensor=2"]) == [
+        Change("parallel.tensor", 1, 2, "free"),
+        Change("optimizer.lr", 0.004, 0.5, "say"),
+        Change("training.seed", 1234, 1, "refuse"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "means"),
+    [
+        (["training.steps=9"], "training.steps", "say"),
+        (["training.steps=9", "optimizer.decay_steps=20"], "training.steps", "free"),
+        (["training.steps=9", "optimizer.schedule=constant"], "training.steps", "free"),
+        (["training.micro_batch_size=1"], "training.micro_batch_size", "free"),
+        (["training.micro_batch_size=1", "model=gpt_moe_tiny", "moe.aux_loss_coeff=0"], "training.micro_batch_size", "free"),
+        (["training.micro_batch_size=1", "model=gpt_moe_tiny", "moe.aux_loss_coeff=0.1"], "training.micro_batch_size", "say"),
+        (["training.micro_batch_size=1", "model=gpt_moe_tiny", "moe.capacity_factor=1"], "training.micro_batch_size", "say"),
+    ],
+)
+def test_a_change_may_mean_less_than_it_can(overrides: list[str], key: str, means: str) -> None:
+    found = {change.key: change.on_resume for change in _changes(overrides[1:], overrides)}
+    assert found[key] == means
