@@ -62,6 +62,7 @@ class Source:
 
     name: str
     weight: float | None  # None: by size
+    given: str  # as data.corpus has it
     files: tuple[File, ...] = ()
     megatron: str | None = None
 
@@ -114,8 +115,9 @@ def parse_corpus(corpus: Any) -> list[Source]:
     sources = [_open_source(path, weight) for path, weight in entries]
     if any(with_weight):
         return sources
-    files = tuple(file for source in sources for file in source.files)
-    merged = [Source("+".join(s.name for s in sources if s.files)[:80], None, files)] if files else []
+    texts = [source for source in sources if source.files]
+    files = tuple(file for source in texts for file in source.files)
+    merged = [Source("+".join(s.name for s in texts)[:80], None, " + ".join(s.given for s in texts), files)] if files else []
     return merged + [source for source in sources if source.megatron]
 
 
@@ -132,11 +134,11 @@ def _parse_item(item: Any) -> tuple[str, float | None]:
 
 def _open_source(path: str, weight: float | None) -> Source:
     if path == "stdlib":
-        return Source("stdlib", weight, tuple(_stdlib_files()))
+        return Source("stdlib", weight, path, tuple(_stdlib_files()))
     place = Path(path).expanduser().absolute()
     prefix = str(place.with_suffix("")) if place.suffix in (".bin", ".idx") else str(place)
     if not place.is_dir() and os.path.isfile(f"{prefix}.bin") and os.path.isfile(f"{prefix}.idx"):
-        return Source(Path(prefix).name, weight, megatron=prefix)
+        return Source(Path(prefix).name, weight, path, megatron=prefix)
     if not place.exists():
         raise ConfigError(f"data.corpus={path}: no such file or folder ({place}); data.corpus=stdlib needs none")
     if place.is_dir():
@@ -144,12 +146,12 @@ def _open_source(path: str, weight: float | None) -> Source:
         files = [_file(p, p.relative_to(place).as_posix()) for p in sorted(paths) if _format(p) and not p.name.startswith(".")]
         if not files:
             raise ConfigError(f"data.corpus={path}: the folder holds no file that can be read; supported: {KNOWN}")
-        return Source(place.name, weight, tuple(files))
+        return Source(place.name, weight, path, tuple(files))
     if place.suffix in (".bin", ".idx"):
         raise ConfigError(f"data.corpus={path}: token files come in pairs, but {prefix}.bin and {prefix}.idx are not both there")
     if not _format(place):
         raise ConfigError(f"data.corpus={path}: unknown kind of file; supported: {KNOWN}")
-    return Source(place.name, weight, (_file(place, place.name),))
+    return Source(place.name, weight, path, (_file(place, place.name),))
 
 
 def _uncompressed_name(name: str) -> str:

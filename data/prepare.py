@@ -10,11 +10,12 @@ Processes that need the same data at once take turns at a file lock: the first d
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import functools
 import hashlib
 import io
 import json
 import os
+import platform
 import random
 import re
 import selectors
@@ -32,7 +33,10 @@ import numpy as np
 from tqdm import tqdm
 
 from configs.schema import ConfigError, DataConfig
+from data import lock
 from data.corpus import Document, File, Source, parse_corpus, plan_parts, read_span, unpack
+from data.digest import digest_of, file_digest
+from data.identity import Identity
 from data.indexed import IndexedTokens, token_dtype, write_index
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file, train_tokenizer
 
@@ -68,6 +72,7 @@ class PreparedData:
     num_bad_lines: int = 0
     bad_lines: list[str] = field(default_factory=list)  # the first few, as file:line: reason
     bad_lines_files: list[str] = field(default_factory=list)  # where all of them are listed
+    identity: Identity = field(default_factory=dict)  # what the data are, by content (data/identity.py)
 
 
 def prepare(config: DataConfig, family: str, show_progress: bool = True, rebuild_damaged: bool = False) -> PreparedData:
@@ -91,14 +96,16 @@ def prepare(config: DataConfig, family: str, show_progress: bool = True, rebuild
     if family == "bert":
         _ = tokenizer.cls, tokenizer.sep, tokenizer.mask  # an error now rather than in the workers
     prepared = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
+    split = {"rule": "hash", "fraction": config.validation_fraction}
+    prepared.identity = {"tokenizer": tokenizer.digest, "split": split, "sources": []}
     for source in sources:
         if source.megatron:
-            _add_megatron(prepared, source, config, tokenizer)
+            _add_megatron(prepared, source, config, tokenizer, cache)
         else:
             _add_tokenized(prepared, source, config, family, tokenizer, cache, show_progress, rebuild_damaged)
-    for split in (prepared.train, prepared.valid):
-        total = sum(file.weight for file in split)
-        for file in split:
+    for files in (prepared.train, prepared.valid):
+        total = sum(file.weight for file in files)
+        for file in files:
             file.weight /= total
     return prepared
 
@@ -132,7 +139,7 @@ def _tokenizer(config: DataConfig, sources: list[Source], cache: Path, show_prog
     path = cache / "tokenizers" / f"sentencepiece-{config.vocab_size}-{key}.model"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
-        with _lock(path.with_suffix(".lock"), config.timeout_seconds):
+        with lock.hold(path.with_suffix(".lock"), config.timeout_seconds):
             if not path.exists():
                 if show_progress:
                     print(f"Training a sentencepiece tokenizer of {config.vocab_size} pieces ...", file=sys.stderr, flush=True)
@@ -173,7 +180,7 @@ def _training_texts(files: list[File], text_key: str, scratch: Path) -> Iterator
 # Token files that exist already
 
 
-def _add_megatron(prepared: PreparedData, source: Source, config: DataConfig, tokenizer: Tokenizer) -> None:
+def _add_megatron(prepared: PreparedData, source: Source, config: DataConfig, tokenizer: Tokenizer, cache: Path) -> None:
     assert source.megatron
     tokens = IndexedTokens(source.megatron)
     head = tokens.tokens[:SCANNED_TOKENS]
@@ -184,12 +191,17 @@ def _add_megatron(prepared: PreparedData, source: Source, config: DataConfig, to
             f"{tokenizer.vocab_size} tokens; give the tokenizer that made the file"
         )
     _, lengths = tokens.documents()
+    files = {suffix: file_digest(f"{source.megatron}.{suffix}", cache, config.timeout_seconds) for suffix in ("bin", "idx")}
+    splits = {}
     for split, name in ((prepared.train, "train"), (prepared.valid, "validation")):
         num_tokens = int(lengths[split_mask(len(lengths), name, config.validation_fraction)].sum())
+        digest = digest_of(files, name, prepared.identity["split"])
+        splits[name] = {"tokens": num_tokens, "digest": digest}
         if num_tokens:
             weight = num_tokens if source.weight is None else source.weight
             split.append(TokenFile(source.megatron, weight, num_tokens, name, config.validation_fraction))
     prepared.num_documents += len(lengths)
+    prepared.identity["sources"].append(_source_identity(source, len(lengths), splits["train"], splits["validation"], files))
 
 
 def split_mask(num_documents: int, split: str, validation_fraction: float) -> np.ndarray:
@@ -227,19 +239,26 @@ def _add_tokenized(
     tokenizer_hash = hashlib.sha256(tokenizer_file(tokenizer.path).read_bytes()).hexdigest()
     key = _key(source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction)
     folder = cache / "tokens" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{family}-{key}"
-    done = _read_done(folder, rebuild_damaged)
+    read_done = functools.partial(_read_done, folder, cache, config.timeout_seconds)
+    done = read_done(rebuild_damaged)
     if done is None:
         folder.mkdir(parents=True, exist_ok=True)
-        with _lock(folder / "lock", config.timeout_seconds):
-            done = _read_done(folder, rebuild_damaged)
+        with lock.hold(folder / "lock", config.timeout_seconds):
+            done = read_done(rebuild_damaged)
             if done is None:
-                _tokenize(source, config, family, tokenizer, folder, show_progress)
-                done = _read_done(folder, rebuild_damaged=False)
+                _tokenize(source, config, family, tokenizer, folder, cache, show_progress)
+                done = read_done(False)
                 assert done is not None
     for split, name in ((prepared.train, "train"), (prepared.valid, "valid")):
         num_tokens = done["tokens"][name]
         if num_tokens:
             split.append(TokenFile(str(folder / name), num_tokens if source.weight is None else source.weight, num_tokens))
+    digests = done["digests"]
+    splits = {
+        name: {"tokens": done["tokens"][name], "digest": digest_of(digests[f"{name}.bin"], digests[f"{name}.idx"])}
+        for name in ("train", "valid")
+    }
+    prepared.identity["sources"].append(_source_identity(source, done["documents"], splits["train"], splits["valid"], None))
     prepared.num_documents += done["documents"]
     prepared.num_bytes += done["bytes"]
     prepared.num_bad_lines += done["bad_lines"]
@@ -248,23 +267,35 @@ def _add_tokenized(
         prepared.bad_lines_files.append(str(folder / "bad_lines.txt"))
 
 
-def _read_done(folder: Path, rebuild_damaged: bool) -> dict[str, Any] | None:
+def _source_identity(source: Source, num_documents: int, train: Any, valid: Any, files: dict[str, str] | None) -> dict[str, Any]:
+    """What data/identity.py says of a source."""
+    python = platform.python_version() if any(file.format == "stdlib" for file in source.files) else None
+    names = {"name": source.given, "weight": source.weight, "documents": num_documents}
+    return {**names, "train": train, "valid": valid, "files": files, "python": python}
+
+
+def _read_done(folder: Path, cache: Path, timeout: float, rebuild_damaged: bool) -> dict[str, Any] | None:
     """The summary of finished work; None when there is none. Raises ConfigError when its files are not what was written."""
     try:
         done: dict[str, Any] = json.loads((folder / "done.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
+    written = done.get("digests", {})  # a cache of an earlier version has none
+    done["digests"] = {}
     for name, size in done["sizes"].items():
         path = folder / name
         actual = path.stat().st_size if path.exists() else None
-        if actual != size:
-            if rebuild_damaged:
-                return None
-            found = "is missing" if actual is None else f"has {actual} bytes"
-            raise ConfigError(
-                f"data.cache_dir: {path} {found}, but {size} were written: it was truncated or damaged; delete {folder}, "
-                "or run `python -m data.prepare` with the same data settings to make it again"
-            )
+        if actual == size:
+            done["digests"][name] = file_digest(path, cache, timeout)
+            if done["digests"][name] == written.get(name, done["digests"][name]):
+                continue
+        if rebuild_damaged:
+            return None
+        found = "is missing" if actual is None else f"has {actual} bytes" if actual != size else f"has {size} other bytes"
+        raise ConfigError(
+            f"data.cache_dir: {path} {found}, but {size} were written: it was truncated or damaged; delete {folder}, "
+            "or run `python -m data.prepare` with the same data settings to make it again"
+        )
     if rebuild_damaged:
         try:
             for name in ("train", "valid"):
@@ -274,7 +305,9 @@ def _read_done(folder: Path, rebuild_damaged: bool) -> dict[str, Any] | None:
     return done
 
 
-def _tokenize(source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, folder: Path, show_progress: bool) -> None:
+def _tokenize(
+    source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, folder: Path, cache: Path, show_progress: bool
+) -> None:
     """Unpack, tokenize the parts that are not there yet, and merge them. Called by one process at a time."""
     (folder / "done.json").unlink(missing_ok=True)
     parts_dir, unpacked_dir = folder / "parts", folder / "unpacked"
@@ -304,6 +337,7 @@ def _tokenize(source: Source, config: DataConfig, family: str, tokenizer: Tokeni
         shutil.rmtree(folder)
         problem = f"; all {done['bad_lines']} lines are bad, first: {done['first_bad_lines'][0]}" if done["bad_lines"] else ""
         raise ConfigError(f"data.corpus: {source.name} holds no documents{problem}")
+    done["digests"] = {name: file_digest(folder / name, cache, config.timeout_seconds) for name in done["sizes"]}
     _write_text(folder / "done.json", json.dumps(done, indent=1))
     shutil.rmtree(parts_dir)
     shutil.rmtree(unpacked_dir)
@@ -441,29 +475,6 @@ def _send(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
     with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when its answer is read
         process.stdin.write(json.dumps(message).encode() + b"\n")
         process.stdin.flush()
-
-
-@contextlib.contextmanager
-def _lock(path: Path, timeout: float) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the system drops it when its holder dies. Raises TimeoutError."""
-    with open(path, "a+") as file:
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    raise TimeoutError(
-                        f"waited {timeout} s (data.timeout_seconds) for another process ({file.read().strip() or 'unknown'}) to prepare "
-                        f"the data; raise data.timeout_seconds, or run `python -m data.prepare` first. The lock is {path}"
-                    ) from None
-                time.sleep(0.1)
-        file.truncate(0)
-        file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
-        yield
 
 
 # Command line

@@ -5,6 +5,7 @@ torch and transformers are not imported: the processes that tokenize import this
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -58,6 +59,15 @@ class Tokenizer(ABC):
     @abstractmethod
     def _surfaces(self) -> list[bytes | None]:
         """The bytes that each piece stands for, with its leading space; None for special tokens."""
+
+    @abstractmethod
+    def _content(self) -> bytes:
+        """What decides the ids of a text, apart from the roles."""
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hexadecimal digits that are the same for tokenizers that do the same, wherever they lie and whatever they are called."""
+        return hashlib.sha256(json.dumps([self.eod, self.pad]).encode() + self._content()).hexdigest()[:32]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without special tokens."""
@@ -146,6 +156,9 @@ class SentencePieceTokenizer(Tokenizer):
             return super().encode_batch(texts)
         return self._model.encode(texts, num_threads=1)
 
+    def _content(self) -> bytes:
+        return Path(self.path).read_bytes()
+
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode([int(i) for i in ids])
 
@@ -212,6 +225,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _content(self) -> bytes:
+        # Neither the order and layout of the JSON nor what is switched off above changes an id.
+        spec = {key: value for key, value in self._spec.items() if key not in ("truncation", "padding")}
+        return json.dumps(spec, sort_keys=True).encode()
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -291,6 +309,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             return SentencePieceTokenizer(models[0])
         raise ConfigError(f"data.tokenizer={path}: the folder holds no tokenizer.json and {len(models)} .model files (one is needed)")
     return HuggingFaceTokenizer(place) if place.suffix == ".json" else SentencePieceTokenizer(place)
+
+
+def tokenizer_digest(path: str | Path) -> str:
+    """The content of the tokenizer at `path` (as load_tokenizer takes it) in 32 hexadecimal digits. Raises ConfigError."""
+    return load_tokenizer(path).digest
 
 
 def tokenizer_file(path: str | Path) -> Path:

@@ -1,0 +1,89 @@
+"""What a run was trained on, by content: put into its checkpoints, and compared at the next start.
+
+An identity is what JSON holds:
+
+    {"tokenizer": digest, "split": {"rule": ..., "fraction": ...}, "sources": [source, ...]}
+
+    source: {"name": as data.corpus has it, "weight": float or null, "documents": int,
+             "train": {"tokens": int, "digest": ...}, "valid": the same,
+             "files": {"bin": digest, "idx": digest} of token files that the user has made, else null,
+             "python": the version whose library stdlib is, else null}
+
+Paths and times are no part of it: a corpus that has moved is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Identity = dict[str, Any]
+
+
+def differences(now: Identity, trained: Identity) -> list[str]:
+    """What differs between the data of a start and that of the run, in a sentence each; empty when all is the same.
+
+    What an identity of an earlier version lacks is not compared.
+    """
+    found = []
+    if _differ(now, trained, "tokenizer"):
+        found.append("data.tokenizer has other content than the tokenizer that the run was trained with")
+    split, old_split = now.get("split", {}), trained.get("split", {})
+    if _differ(split, old_split, "fraction"):
+        found.append(f"data.validation_fraction is {split['fraction']}, the run was trained with {old_split['fraction']}")
+    elif _differ(split, old_split, "rule"):
+        found.append(f"the validation split is made by the rule {split['rule']!r}, that of the run by {old_split['rule']!r}")
+    sources, old_sources = now["sources"], trained["sources"]
+    if len(sources) != len(old_sources):
+        return [*found, f"data.corpus has the sources {_names(sources)}; the run was trained on {_names(old_sources)}"]
+    if _reordered(sources, old_sources):
+        return [*found, f"data.corpus has the sources in the order {_names(sources)}; the run was trained with {_names(old_sources)}"]
+    # Other ids, or another share of the documents, have other digests everywhere: only what is counted says more.
+    comparable = not found
+    for source, old in zip(sources, old_sources, strict=True):
+        name = source["name"]
+        if _differ(source, old, "weight"):
+            found.append(f"data.corpus: the weight of {name} is {_weight(source)}, the run was trained with {_weight(old)}")
+        problem = _other_content(source, old, comparable)
+        if problem:
+            found.append(f"data.corpus: {problem}")
+    return found
+
+
+def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool) -> str | None:
+    name, files, old_files = source["name"], source.get("files"), old.get("files")
+    if files and old_files:
+        changed = [suffix for suffix in ("bin", "idx") if files[suffix] != old_files[suffix]]
+        if changed:
+            base = name.removesuffix(".bin").removesuffix(".idx")
+            words = " and ".join(f"{base}.{suffix}" for suffix in changed)
+            return f"{words} {'has' if len(changed) == 1 else 'have'} other bytes than the run was trained on"
+    same_count = source["documents"] == old["documents"]
+    changed = [split for split in ("train", "valid") if source[split] != old[split]]
+    if same_count and not (changed and comparable):
+        return None
+    if source.get("python") and old.get("python") and source["python"] != old["python"]:
+        return f"stdlib is of Python {source['python']}, the run was trained on that of {old['python']}"
+    called = name if name == old["name"] else f"{name} (was {old['name']})"
+    if not same_count:
+        return f"{called} has {source['documents']:,} documents, the run was trained on {old['documents']:,}"
+    called_split = {"train": "training", "valid": "validation"}
+    counts = [f"{called_split[split]} {source[split]['tokens']:,} tokens, then {old[split]['tokens']:,}" for split in changed]
+    return f"{called} has other text than the run was trained on ({'; '.join(counts)})"
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any], key: str) -> bool:
+    return key in one and key in other and one[key] != other[key]
+
+
+def _reordered(sources: list[dict[str, Any]], old: list[dict[str, Any]]) -> bool:
+    """Whether all sources are there, with their content, in another order."""
+    one, other = ([source["train"]["digest"] for source in some] for some in (sources, old))
+    return one != other and sorted(one) == sorted(other)
+
+
+def _names(sources: list[dict[str, Any]]) -> str:
+    return "[" + ", ".join(source["name"] for source in sources) + "]"
+
+
+def _weight(source: dict[str, Any]) -> str:
+    return "by size" if source["weight"] is None else str(source["weight"])

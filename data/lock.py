@@ -1,0 +1,33 @@
+"""A lock that processes on a shared folder take in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def hold(path: Path, timeout: float) -> Iterator[None]:
+    """Hold an exclusive lock on `path`; the system drops it when its holder dies. timeout: seconds. Raises TimeoutError, OSError."""
+    with open(path, "a+") as file:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise TimeoutError(
+                        f"waited {timeout} s (data.timeout_seconds) for another process ({file.read().strip() or 'unknown'}) to prepare "
+                        f"the data; raise data.timeout_seconds, or run `python -m data.prepare` first. The lock is {path}"
+                    ) from None
+                time.sleep(0.1)
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        yield
