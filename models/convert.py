@@ -37,13 +37,15 @@ def import_folder(source: Path, target: Path, part_bytes: int = folders.PART_BYT
     family, config = huggingface.open_config(source)
     assert config.model.vocab_size is not None  # every family's config.json has one
     reader = folders.Reader(source)
+    carried = _carried_files(source)
     with folders.new_folder(target) as partial:
         writer = folders.Writer(partial, part_bytes)
         for name, tensor in huggingface.import_weights(family, config, reader.names(), reader.get):
             writer.add(name, tensor)
         writer.close()
         folders.write_config(partial, folders.description(config, config.model.vocab_size))
-        _carry(source, partial)
+        for path in carried:
+            shutil.copy2(path, partial / path.name)
 
 
 def export_folder(source: Path, target: Path, part_bytes: int = folders.PART_BYTES) -> None:
@@ -52,6 +54,7 @@ def export_folder(source: Path, target: Path, part_bytes: int = folders.PART_BYT
     config = folders.config_from(folders.read_config(source))
     family, hf_config = huggingface.write_config(config)
     reader = folders.Reader(source)
+    carried = _carried_files(source)
     with folders.new_folder(target) as partial:
         writer = folders.Writer(partial, part_bytes)
         dtype = "float32"
@@ -60,13 +63,20 @@ def export_folder(source: Path, target: Path, part_bytes: int = folders.PART_BYT
             dtype = str(tensor.dtype).removeprefix("torch.")
         writer.close()
         (partial / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n")
-        _carry(source, partial)
+        for path in carried:
+            shutil.copy2(path, partial / path.name)
 
 
-def _carry(source: Path, target: Path) -> None:
-    for name in CARRIED_FILES:
-        if (source / name).is_file():
-            shutil.copy2(source / name, target / name)
+def _carried_files(source: Path) -> list[Path]:
+    """The files that go along. Raises ConfigError for one that is none, or a generation config that generation could not use."""
+    paths = [source / name for name in CARRIED_FILES if (source / name).exists()]
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"{path} must be a file.")
+        if path.name == "generation_config.json":
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                folders.read_token_ids(path, key)
+    return paths
 
 
 def _size(text: str) -> int:

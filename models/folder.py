@@ -7,8 +7,12 @@ at a time, and the writer keeps at most one part in memory.
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterator, Sequence
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -26,41 +30,142 @@ from models.weights import gather_logical, load_logical
 
 PART_BYTES = 2 * 1024**3
 INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
 FORMAT = "mixtrain-weights-1"
 
 
 class Reader:
-    """Reads tensors by name from a folder's model.safetensors or its parts. Raises ConfigError where they are missing or broken."""
+    """Reads tensors by name from a folder's model.safetensors or its parts. Raises ConfigError where they are missing or broken, or
+    disagree with the index."""
 
     def __init__(self, folder: Path) -> None:
         # Folders may keep a second copy in another format beside these (consolidated.safetensors).
-        index, single = folder / INDEX_NAME, folder / "model.safetensors"
-        if index.is_file():
-            paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        elif single.is_file():
-            paths = [single]
+        index, single = folder / INDEX_NAME, folder / SINGLE_NAME
+        if os.path.lexists(index) and os.path.lexists(single):
+            raise ConfigError(f"folder {folder} holds {SINGLE_NAME} and {INDEX_NAME}: which of them is the model? Move one away.")
+        parts: dict[str, set[str] | None]  # file -> the tensors that it must hold, where the index says it
+        if os.path.lexists(index):
+            parts = _read_index(index)
+        elif os.path.lexists(single):
+            parts = {SINGLE_NAME: None}
         else:
-            raise ConfigError(f"folder {folder} must hold model.safetensors or {INDEX_NAME} and its parts.")
+            raise ConfigError(f"folder {folder} must hold {SINGLE_NAME} or {INDEX_NAME} and its parts.")
         self.folder = folder
-        try:
-            self._files = [safe_open(path, framework="pt") for path in paths]
-        except Exception as error:  # safetensors raises its own SafetensorError and OSError, with the path in neither
-            raise ConfigError(f"folder {folder} holds a broken safetensors file ({error}); copy it again.") from error
-        self._file_of = {name: file for file in self._files for name in file.keys()}
+        self._file_of: dict[str, Any] = {}
+        for part, expected in sorted(parts.items()):
+            file = _open_safetensors(folder / part)
+            found = set(file.keys())
+            for name in sorted(found & self._file_of.keys()):
+                raise ConfigError(f"tensor {name} is twice in folder {folder}: in {part} and in another file.")
+            if expected is not None and expected != found:
+                name = min(expected ^ found)
+                says, has = ("names", "lacks it") if name in expected else ("does not name", "holds it")
+                raise ConfigError(f"{index} {says} tensor {name} of {part}, which {has}; copy the folder again.")
+            self._file_of.update(dict.fromkeys(found, file))
 
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._file_of)
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The type of the tensor called `name`, without reading it."""
-        return self._file_of[name].get_slice(name)[:0].dtype
+    def dtype(self, name: str) -> str:
+        """The type of the tensor called `name` as safetensors calls it (F32, BF16, I64, ...), without reading it."""
+        return str(self._file_of[name].get_slice(name).get_dtype())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor called `name`, without reading it."""
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def main_dtype(self, names: Iterable[str]) -> torch.dtype:
+        """The type of most of these weights. Others may be kept in fp32, as a router's bias is; raises ConfigError for any other type."""
+        dtypes = {name: self.dtype(name) for name in sorted(names)}
+        sizes: Counter[str] = Counter()
+        for name, dtype in dtypes.items():
+            if dtype not in WEIGHT_DTYPES:
+                raise ConfigError(f"tensor {name} of folder {self.folder} has type {dtype}: it must be F32, BF16 or F16.")
+            sizes[dtype] += math.prod(self.shape(name))
+        main = max(sorted(sizes), key=lambda dtype: sizes[dtype], default="F32")
+        for name, dtype in dtypes.items():
+            if dtype not in (main, "F32"):
+                raise ConfigError(f"tensor {name} of folder {self.folder} has type {dtype}: it must be F32 or, as most are, {main}.")
+        return WEIGHT_DTYPES[main]
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor called `name`, on the host. Raises ConfigError if there is none."""
         if name not in self._file_of:
             raise ConfigError(f"folder {self.folder} has no tensor {name}: it was written for another model.")
         return self._file_of[name].get_tensor(name)
+
+
+def _open_safetensors(path: Path) -> Any:
+    if not path.is_file():
+        what = "is missing" if not os.path.lexists(path) else "is no file"
+        raise ConfigError(f"{path} {what}; copy the folder again.")
+    try:
+        file = safe_open(path, framework="pt")
+    except Exception as error:  # safetensors raises its own SafetensorError and OSError, with the path in neither
+        raise ConfigError(f"{path} is no whole safetensors file ({_one_line(error)}); copy it again.") from error
+    written_by = (file.metadata() or {}).get("format", "pt")
+    if written_by not in ("pt", "mlx"):
+        raise ConfigError(f"{path} has format ({written_by}) in its metadata: it must be pt, as torch's models are saved.")
+    return file
+
+
+def _read_index(path: Path) -> dict[str, set[str] | None]:
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(
+            f"{path} weight_map ({show_json(weight_map)}) must be an object: the name of each tensor, and the file that holds it."
+        )
+    parts: dict[str, set[str] | None] = {}
+    for name, part in weight_map.items():
+        if not isinstance(part, str) or not part.endswith(".safetensors") or Path(part).name != part:
+            raise ConfigError(f"{path} weight_map.{name} ({show_json(part)}) must be the name of a .safetensors file beside it.")
+        names = parts.setdefault(part, set())
+        assert names is not None
+        names.add(name)
+    return parts
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError where there is none, or one that says a key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if twice:
+            raise ConfigError(f"{path} has the key {twice[0]} twice.")
+        return dict(pairs)
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, and numbers of too many digits
+        raise ConfigError(f"{path} is not JSON: {_one_line(error)}.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} ({show_json(content)}) must be a JSON object.")
+    return content
+
+
+def read_token_ids(path: Path, key: str) -> set[int]:
+    """The token ids that a key of a JSON file names: none, one or a list. Raises ConfigError for anything else."""
+    value = read_json(path).get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
+        raise ConfigError(f"{path} {key} ({show_json(value)}) must be a token's id, a list of them, or null.")
+    return set(ids)
+
+
+def show_json(value: Any) -> str:
+    """A value as JSON, short enough for a message."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:70]}..."
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).removesuffix(".")
 
 
 class Writer:
@@ -89,7 +194,7 @@ class Writer:
         self._flush()
         count = len(self._parts)
         if count == 1:
-            self._path(0).rename(self.folder / "model.safetensors")
+            self._path(0).rename(self.folder / SINGLE_NAME)
             return
         weight_map = {}
         for i, names in enumerate(self._parts):
@@ -111,18 +216,23 @@ class Writer:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into that takes the name `folder` only when the block ends well. Raises ConfigError if that is in use."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    """A folder to write into that takes the name `folder` only when the block ends well. Raises ConfigError if that is in use, or
+    cannot be made."""
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"output folder {folder} must be new or empty. Try another name.")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    target = folder.resolve()  # an empty folder may be a link: what it points to is replaced
+    partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex}")  # no name of the user's, nor of another process
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise ConfigError(f"output folder {folder} cannot be made: {error.strerror} ({error.filename}). Try another name.") from error
     try:
         yield partial
+        partial.replace(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    partial.replace(folder)
 
 
 def save_logical_folder(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from configs import derived
 from configs.schema import Config, ConfigError
 from models.families import bert, deepseek_v3, gpt2, llama, mixtral, olmoe, qwen3_moe
 from models.families.rules import Family, Heads, HfConfig, Overrides, Rule
-from models.folder import architecture, config_from
+from models.folder import architecture, config_from, read_json, show_json
 
 Get = Callable[[str], torch.Tensor]
 FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mixtral, qwen3_moe, olmoe, deepseek_v3, bert)}
@@ -21,12 +20,12 @@ FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, 
 def read_config(hf: HfConfig) -> tuple[Family, Overrides]:
     """The family of a config.json and our overrides for it. Raises ConfigError for what is not supported."""
     model_type = hf.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"config.json model_type ({model_type}) is not supported: it must be one of {', '.join(FAMILIES)}.")
     family = FAMILIES[model_type]
     if hf.get("quantization_config") is not None:
-        method = hf["quantization_config"].get("quant_method")
-        raise ConfigError(f"config.json quantization_config ({method}) is not supported: weights must be fp32, bf16 or fp16.")
+        settings = show_json(hf["quantization_config"])
+        raise ConfigError(f"config.json quantization_config ({settings}) is not supported: weights must be fp32, bf16 or fp16.")
     try:
         overrides = family.read(hf)
     except KeyError as error:
@@ -82,12 +81,9 @@ def expand_rules(family: Family, config: Config) -> Iterator[Rule]:
 def open_config(path: Path) -> tuple[Family, Config]:
     """The family and our config of a Hugging Face folder. Raises ConfigError."""
     file = path / "config.json"
-    if not file.is_file():
+    if not file.exists():
         raise ConfigError(f"folder {path} must hold a config.json, as Hugging Face's save_pretrained writes it.")
-    try:
-        family, overrides = read_config(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not JSON: {error}.") from error
+    family, overrides = read_config(read_json(file))
     return family, config_from(overrides)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,7 +101,7 @@ def open_model(
 
 
 def _find(path: Path) -> _Source:
-    if (path / "config.json").is_file():
+    if (path / "config.json").exists():
         return _huggingface(path)
     if any((path / name).exists() for name in (manifest.MANIFEST, manifest.STATE, "checkpoints")):
         return _checkpoint(path)
@@ -126,7 +125,8 @@ def _logical(path: Path) -> _Source:
     vocab_size = config.model.vocab_size
     if vocab_size is None:
         raise ConfigError(f"{path / 'config.yaml'} must say model.vocab_size.")
-    config.training.precision = _stored_precision(folders.Reader(path))
+    reader = folders.Reader(path)
+    config.training.precision = PRECISIONS[reader.main_dtype(reader.names())]
     return _Source(path, config, vocab_size, path, lambda chunks: folders.load_logical_folder(chunks, path, config, vocab_size))
 
 
@@ -142,17 +142,8 @@ def _huggingface(path: Path) -> _Source:
             raise ConfigError(f"weights in {path} do not fit its config.json: {error}.") from error
 
     assert config.model.vocab_size is not None
-    config.training.precision = _stored_precision(reader)
+    config.training.precision = PRECISIONS[reader.main_dtype(reader.names())]
     return _Source(path, config, config.model.vocab_size, path, fill)
-
-
-def _stored_precision(reader: folders.Reader) -> str:
-    """That of most tensors: a router's bias may be kept in more."""
-    dtypes = [reader.dtype(name) for name in sorted(reader.names())]
-    dtype = max(set(dtypes), key=dtypes.count)
-    if dtype not in PRECISIONS:
-        raise ConfigError(f"weights in {reader.folder} are of type {dtype}, which must be one of {', '.join(PRECISIONS.values())}.")
-    return PRECISIONS[dtype]
 
 
 def _layout(overrides: list[str]) -> ParallelConfig:
@@ -182,9 +173,8 @@ def _tokenizer(path: Path, folder: Path, required: bool) -> tuple[Tokenizer | No
     words = load_tokenizer(path) if required or has_one else None
     ends = set() if words is None else {words.eod}
     for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            named = json.loads((folder / name).read_text()).get("eos_token_id")
-            ends.update(named if isinstance(named, list) else [] if named is None else [named])
+        if (folder / name).exists():
+            ends.update(folders.read_token_ids(folder / name, "eos_token_id"))
     return words, ends
 
 
