@@ -13,6 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from configs.architecture import description
 from configs.exit_status import WRONG_CONFIG
 from configs.schema import ConfigError
 from models import folder as folders
@@ -43,7 +44,7 @@ def import_folder(source: Path, target: Path, part_bytes: int = folders.PART_BYT
         for name, tensor in huggingface.import_weights(family, config, reader.names(), reader.get):
             writer.add(name, tensor)
         writer.close()
-        folders.write_config(partial, folders.description(config, config.model.vocab_size))
+        folders.write_config(partial, description(config, config.model.vocab_size))
         for path in carried:
             shutil.copy2(path, partial / path.name)
 

@@ -14,7 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from configs import derived
+from configs.architecture import architecture, description
 from configs.schema import Config, ConfigError
 from models.weights import gather_logical, load_logical
 
@@ -301,56 +301,3 @@ def config_from(overrides: dict[str, dict[str, Any]]) -> Config:
         for key, value in values.items():
             setattr(target, key, value)
     return config
-
-
-def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
-    """What decides names, shapes and meaning of the weights, with every default spelled out; equal for equal models."""
-    model = {key: value for key, value in asdict(config.model).items() if key not in _NOT_ARCHITECTURE}
-    model["vocab_size"] = vocab_size
-    model["ffn_hidden_size"] = derived.ffn_hidden_size(config)
-    model["num_query_groups"] = derived.num_query_groups(config)
-    model["head_dim"] = derived.head_dim(config)
-    model["qkv_bias"] = model["qkv_bias"] or model["linear_bias"]
-    if model["attention"] == "grouped":
-        for key in _LATENT_ONLY:
-            del model[key]
-    else:
-        del model["num_query_groups"]
-    if not model["qk_norm"] or model["qk_norm_over"] == "head":
-        del model["qk_norm_over"]
-    if model["position_embedding"] != "rope":
-        del model["rotary_base"], model["rotary_fraction"]
-    if model["family"] != "bert":
-        del model["sentence_head"]
-    moe: dict[str, Any] = {"num_experts": config.moe.num_experts}
-    if config.moe.num_experts is not None:
-        moe = {key: getattr(config.moe, key) for key in _MOE_ARCHITECTURE}
-        moe["ffn_hidden_size"] = derived.expert_ffn_hidden_size(config)
-        moe["layers"] = derived.moe_layer_pattern(config)
-        if all(moe["layers"]):
-            model["ffn_hidden_size"] = moe["ffn_hidden_size"]  # no dense layer: the value means nothing
-    return {"model": model, "moe": moe}
-
-
-def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
-    """`architecture`, and the other values of the model that its training was set up with: what config.yaml holds."""
-    overrides = architecture(config, vocab_size)
-    overrides["model"].update((key, getattr(config.model, key)) for key in ("hidden_dropout", "attention_dropout", "init_std"))
-    return overrides
-
-
-_LATENT_ONLY = ("attention", "q_lora_rank", "kv_lora_rank", "rotary_head_dim", "value_head_dim")
-_NOT_ARCHITECTURE = {"hidden_dropout", "attention_dropout", "init_std", "backend"}
-_MOE_ARCHITECTURE = (
-    "num_experts",
-    "top_k",
-    "ffn_hidden_size",
-    "shared_expert_ffn_hidden_size",
-    "layers",
-    "router_score",
-    "normalize_top_k",
-    "routed_scaling_factor",
-    "expert_bias",
-    "num_groups",
-    "group_top_k",
-)

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from configs import derived
+from configs.architecture import architecture
 from configs.schema import Config, ConfigError
 from models.families import bert, deepseek_v3, gpt2, llama, mixtral, olmoe, qwen3_moe
 from models.families.rules import Family, Heads, HfConfig, Overrides, Rule
-from models.folder import architecture, config_from, read_json, show_json
+from models.folder import config_from, read_json, show_json
 
 Get = Callable[[str], torch.Tensor]
 FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mixtral, qwen3_moe, olmoe, deepseek_v3, bert)}

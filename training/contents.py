@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 
+from configs.architecture import architecture
 from configs.schema import Config, ConfigError
-from models.folder import architecture
 from optim import state as optimizer_state
 from training.manifest import STATE
 from training.shards import Reader

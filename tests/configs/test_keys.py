@@ -6,12 +6,12 @@ import typing
 
 import pytest
 
+from configs.architecture import architecture
 from configs.changes import Change, changes
 from configs.compose import compose
 from configs.keys import OnResume
 from configs.schema import KEYS, Config
 from configs.validate import get, validate
-from models.folder import architecture
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from configs.architecture import description
 from configs.schema import ConfigError
 from models import convert, folder, huggingface
 from tests.distributed import run
@@ -276,7 +277,7 @@ def test_logical_folder_moves_weights_between_layouts(tmp_path: Path) -> None:
 
 def test_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     config = folder.config_from({"model": {"num_layers": 3, "sequence_length": 8}})
-    folder.write_config(tmp_path, folder.description(config, VOCAB_SIZE))
+    folder.write_config(tmp_path, description(config, VOCAB_SIZE))
     config.model.num_layers, config.model.sequence_length = 2, 16
     with pytest.raises(ConfigError, match="model.num_layers is 2, the folder's 3") as error:
         folder.load_logical_folder([], tmp_path, config, VOCAB_SIZE)
@@ -372,6 +373,6 @@ def test_import_refuses_routing_that_it_does_not_have(family: str, change: dict[
 
 def test_export_names_what_no_family_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = folder.config_from({"model": {"rotary_fraction": 0.5}})
-    folder.write_config(tmp_path, folder.description(config, VOCAB_SIZE))
+    folder.write_config(tmp_path, description(config, VOCAB_SIZE))
     assert convert.main(["export", str(tmp_path), str(tmp_path / "hf")]) == 2
     assert "model.rotary_fraction (0.5; llama has 1.0)" in capsys.readouterr().err

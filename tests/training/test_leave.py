@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from configs.architecture import description
 from models import convert, folder
 from models.folder import config_from
 from tests import distributed
@@ -131,7 +132,7 @@ def _convert_there_and_back(path: Path) -> dict[str, int]:
 def test_converting_keeps_little_in_memory(tmp_path: Path) -> None:
     config = config_from({"model": {"num_layers": 24, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1001}})
     (tmp_path / "ours").mkdir()
-    folder.write_config(tmp_path / "ours", folder.description(config, 1001))
+    folder.write_config(tmp_path / "ours", description(config, 1001))
     writer = folder.Writer(tmp_path / "ours", part_bytes=8_000_000)
     shapes = {"linear_qkv": (3 * 512, 512), "linear_proj": (512, 512), "linear_fc1": (4096, 512), "linear_fc2": (512, 2048)}
     total = 0
