@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.tables import headline, line
-from training.generate import generate
+from training.generation import generate
 from training.open_model import OpenModel, open_model
 
 LLAMA = {

@@ -32,6 +32,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from configs import command
+from configs.exit_status import FAILED, INTERRUPTED
 from configs.schema import ConfigError, DataConfig
 from data import lock
 from data.corpus import Document, File, Source, parse_corpus, plan_parts, read_span, unpack
@@ -530,16 +532,20 @@ def main(arguments: list[str] | None = None) -> int:
     if {"-h", "--help", "help"} & set(arguments):
         print(HELP)
         return 0
+    return command.run(lambda: _prepare(arguments))
+
+
+def _prepare(arguments: list[str]) -> int:
+    config, family = parse_arguments(arguments)
+    begin = time.monotonic()
     try:
-        config, family = parse_arguments(arguments)
-        begin = time.monotonic()
         prepared = prepare(config, family, show_progress=True, rebuild_damaged=True)
-    except (ConfigError, OSError, RuntimeError) as error:
+    except RuntimeError as error:  # a worker died
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     print(f"tokenizer   {prepared.tokenizer_path} ({prepared.vocab_size} tokens)")
     print(f"documents   {prepared.num_documents:,} ({prepared.num_bytes / 1e6:,.1f} MB of text)")
     print(f"bad lines   {prepared.num_bad_lines:,}" + "".join(f"\n            {line}" for line in prepared.bad_lines))

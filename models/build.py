@@ -5,6 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported: see parallel/megatron/startup.py)
+
+# isort: split
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import (

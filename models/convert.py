@@ -13,12 +13,14 @@ import shutil
 import sys
 from pathlib import Path
 
+from configs import command
 from configs.architecture import description
-from configs.exit_status import WRONG_CONFIG
 from configs.schema import ConfigError
-from models import folder as folders
-from models import huggingface
 
+SOURCES = {
+    "import": "a Hugging Face folder, with config.json and *.safetensors",
+    "export": "a folder of `python -m training.export` or of `python -m models.convert import`",
+}
 CARRIED_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -33,14 +35,17 @@ CARRIED_FILES = (
 )
 
 
-def import_folder(source: Path, target: Path, part_bytes: int = folders.PART_BYTES) -> None:
-    """Hugging Face folder -> folder of logical weights, in files of at most `part_bytes`. Raises ConfigError."""
+def import_folder(source: Path, target: Path, part_bytes: int | None = None) -> None:
+    """Hugging Face folder -> folder of logical weights, in files of at most `part_bytes` (2 GB). Raises ConfigError."""
+    from models import folder as folders  # imports torch, seconds that --help need not wait for
+    from models import huggingface
+
     family, config = huggingface.open_config(source)
     assert config.model.vocab_size is not None  # every family's config.json has one
     reader = folders.Reader(source)
     carried = _carried_files(source)
     with folders.new_folder(target) as partial:
-        writer = folders.Writer(partial, part_bytes)
+        writer = folders.Writer(partial, part_bytes or folders.PART_BYTES)
         for name, tensor in huggingface.import_weights(family, config, reader.names(), reader.get):
             writer.add(name, tensor)
         writer.close()
@@ -49,15 +54,18 @@ def import_folder(source: Path, target: Path, part_bytes: int = folders.PART_BYT
             shutil.copy2(path, partial / path.name)
 
 
-def export_folder(source: Path, target: Path, part_bytes: int = folders.PART_BYTES) -> None:
-    """Folder of logical weights -> Hugging Face folder, in files of at most `part_bytes`. Raises ConfigError if no family has such a
-    model."""
+def export_folder(source: Path, target: Path, part_bytes: int | None = None) -> None:
+    """Folder of logical weights -> Hugging Face folder, in files of at most `part_bytes` (2 GB). Raises ConfigError if no family has such
+    a model."""
+    from models import folder as folders
+    from models import huggingface
+
     config = folders.config_from(folders.read_config(source))
     family, hf_config = huggingface.write_config(config)
     reader = folders.Reader(source)
     carried = _carried_files(source)
     with folders.new_folder(target) as partial:
-        writer = folders.Writer(partial, part_bytes)
+        writer = folders.Writer(partial, part_bytes or folders.PART_BYTES)
         dtype = "float32"
         for name, tensor in huggingface.export_weights(family, config, reader.get):
             writer.add(name, tensor)
@@ -70,6 +78,8 @@ def export_folder(source: Path, target: Path, part_bytes: int = folders.PART_BYT
 
 def _carried_files(source: Path) -> list[Path]:
     """The files that go along. Raises ConfigError for one that is none, or a generation config that generation could not use."""
+    from models import folder as folders
+
     paths = [source / name for name in CARRIED_FILES if (source / name).exists()]
     for path in paths:
         if not path.is_file():
@@ -93,16 +103,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("direction", choices=["import", "export"])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--max-shard-size", type=_size, default=folders.PART_BYTES, metavar="2GB", help="of a file; also bounds the memory")
+    parser.add_argument("--max-shard-size", type=_size, metavar="2GB", help="of a file; also bounds the memory")
     options = parser.parse_args(arguments)
-    try:
-        convert = import_folder if options.direction == "import" else export_folder
-        convert(options.source, options.target, options.max_shard_size)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_CONFIG
-    print(f"wrote {options.target}")
-    return 0
+
+    def convert() -> None:
+        if not options.source.is_dir():
+            raise ConfigError(f"{options.source} is no folder. Give {SOURCES[options.direction]}.")
+        {"import": import_folder, "export": export_folder}[options.direction](options.source, options.target, options.max_shard_size)
+        print(f"wrote {options.target}")
+
+    return command.run(convert)
 
 
 if __name__ == "__main__":

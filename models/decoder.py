@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeAlias
 
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported: see parallel/megatron/startup.py)
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

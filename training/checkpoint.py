@@ -16,24 +16,25 @@ import tempfile
 import time
 import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from configs import command
+from training import headers, manifest
+from training.state_file import Progress, in_words, read_state
 
-from configs.exit_status import WRONG_CONFIG
-from configs.schema import ConfigError
-from models import convert
-from training import contents, export, headers, manifest
-from training.contents import Progress, check_same_model, load_weights, read_state
-from training.saver import Saved, SaveError, Saver
-from training.step import Model
+if TYPE_CHECKING:
+    from training.saver import Saved, Saver
+    from training.step import Model
 
-__all__ = ["Progress", "SaveError", "Saved", "check_same_model", "finish_pending", "load", "load_weights", "read_state", "save", "saver_of"]
+__all__ = ["Progress", "finish_pending", "load", "read_state", "save", "saver_of"]
 
 _savers: weakref.WeakKeyDictionary[Model, Saver] = weakref.WeakKeyDictionary()
 
 
 def saver_of(model: Model) -> Saver:
     """What saves this model, one save at a time, in memory that it keeps. The first call is a collective one."""
+    from training.saver import Saver  # imports torch, as others below: seconds that people who look at checkpoints need not wait for
+
     if model not in _savers:
         _savers[model] = Saver(model, model.config.parallel.timeout_seconds)
     return _savers[model]
@@ -53,6 +54,8 @@ def load(model: Model, folder: Path) -> Progress:
 
     A collective call; the model may have taken other steps since. Raises ConfigError on every rank if any cannot read its part.
     """
+    from training import contents
+
     saver_of(model).last_step = None
     return contents.load(model, folder)
 
@@ -95,10 +98,9 @@ def verify(path: Path) -> int:
 def show(path: Path) -> int:
     """Print what the newest good checkpoint of a run, or a given one, holds. Raises ConfigError."""
     folder = manifest.good_checkpoint_at(path)
-    state, files = contents.read_state(folder), manifest.read(folder)
-    layout = {key: value for key, value in state["layout"].items() if value not in (None, False, 1)}
+    state, files = read_state(folder), manifest.read(folder)
     print(f"{folder}: step {state['step']}, {state['consumed_samples']} samples, {_size(sum(entry.size for entry in files.values()))}")
-    print(f"precision {state['precision']}, vocabulary {state['vocab_size']}, written by " + str(layout or "one process"))
+    print(f"precision {state['precision']}, vocabulary {state['vocab_size']}, written by {in_words(state['layout'])}")
     for section, values in state["architecture"].items():
         print(f"{section}: " + ", ".join(f"{key} {value}" for key, value in values.items()))
     print(f"config: {folder / manifest.CONFIG}")
@@ -117,6 +119,12 @@ def show(path: Path) -> int:
 
 def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
     """Write the weights of the newest good checkpoint of a run, or of a given one, to a new folder. Raises ConfigError."""
+    manifest.checkpoints_at(path)  # a wrong path is told at once
+    import torch
+
+    from models import convert
+    from training import export
+
     wanted = None if dtype is None else getattr(torch, dtype)
     if kind == "weights":
         export.export(path, target, wanted)
@@ -153,22 +161,22 @@ def main(arguments: list[str] | None = None) -> int:
         "show": "model, layout and tensors of a checkpoint",
         "convert": "take the weights out, for checkpoint.weights=FOLDER or for Hugging Face",
     }.items():
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("path", type=Path, help="a run folder (its newest good checkpoint) or one of its checkpoints/step_XXXXXXX")
+        subcommand = commands.add_parser(name, help=text, description=text)
+        subcommand.add_argument("path", type=Path, help="a run folder (its newest good checkpoint) or one of its checkpoints/step_XXXXXXX")
         if name == "convert":
-            command.add_argument("target", type=Path, help="a new folder")
-            command.add_argument("--to", choices=["weights", "huggingface"], default="weights")
-            command.add_argument(
+            subcommand.add_argument("target", type=Path, help="a new folder")
+            subcommand.add_argument("--to", choices=["weights", "huggingface"], default="weights")
+            subcommand.add_argument(
                 "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights; default: as the model has them"
             )
     options = parser.parse_args(arguments)
-    try:
+
+    def body() -> int:
         if options.command == "convert":
             return convert_to(options.path, options.target, options.to, options.dtype)
         return {"ls": show_list, "verify": verify, "show": show}[options.command](options.path)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_CONFIG
+
+    return command.run(body)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ training/export.py, `config.yaml`.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,21 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from configs.architecture import architecture
 from configs.schema import Config, ConfigError
 from optim import state as optimizer_state
-from training.manifest import STATE
 from training.shards import Reader
+from training.state_file import Progress, read_state
 from training.step import Model
 
-
-@dataclass
-class Progress:
-    """How far a run is: finished optimizer steps and the training samples they consumed."""
-
-    step: int = 0
-    consumed_samples: int = 0
+__all__ = [
+    "Progress",
+    "check_same_model",
+    "describe",
+    "load",
+    "load_weights",
+    "raise_together",
+    "read_state",
+    "sharded_weights",
+    "tensors_to_save",
+]
 
 
 def check_same_model(config: Config, vocab_size: int, folder: Path) -> None:
@@ -49,21 +52,6 @@ def check_same_model(config: Config, vocab_size: int, folder: Path) -> None:
                 f"{key} ({our_value}) differs from the checkpoint {folder} ({their_value}), which is of another model. "
                 f"Try {key}={their_value}, another name or run_dir, or checkpoint.resume=never."
             )
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself beside its tensors. Raises ConfigError where it does not say it."""
-    try:
-        state = json.loads((folder / STATE).read_bytes())
-        missing = [key for key in _STATE_KEYS if key not in state]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"checkpoint {folder} cannot be read: {STATE}: {error}") from error
-    if missing:
-        raise ConfigError(f"checkpoint {folder} cannot be read: {STATE} does not say {missing[0]}.")
-    return state
-
-
-_STATE_KEYS = ("step", "consumed_samples", "vocab_size", "architecture", "precision", "layout", "optimizer_steps", "loss_scaler")
 
 
 def describe(model: Model, progress: Progress, vocab_size: int) -> dict[str, Any]:

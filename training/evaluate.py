@@ -15,18 +15,21 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from configs.schema import ConfigError
-from models.decoder import Decoder
-from training.open_model import OpenModel, add_model_arguments, open_from, run_command
-from training.scoring import Score, log_likelihoods
+from training.model_command import add_model_arguments, run_command
+
+if TYPE_CHECKING:
+    from models.decoder import Decoder
+    from training.open_model import OpenModel
+    from training.scoring import Score
 
 
 def evaluate_text(model: OpenModel, decoder: Decoder, text: str, length: int, stride: int, batch_size: int) -> Score:
     """The score of a text that follows an end-of-text token, as documents do in training."""
+    from training.scoring import Score, log_likelihoods  # imports torch, as others below: seconds that --help need not wait for
+
     tokenizer = model.needed_tokenizer("Give --tokenizer.")
     tokens = [tokenizer.eod, *tokenizer.encode(text)]
     nats = -float(log_likelihoods(decoder, tokens, length, stride, batch_size).sum())
@@ -34,6 +37,10 @@ def evaluate_text(model: OpenModel, decoder: Decoder, text: str, length: int, st
 
 
 def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Decoder) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from training.scoring import Score
+
     length = options.length or model.config.model.sequence_length
     if decoder.max_length is not None and length > decoder.max_length:
         raise ConfigError(f"--length ({length}) exceeds the model's {decoder.max_length} learned positions. Try {decoder.max_length}.")
@@ -64,6 +71,8 @@ def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Deco
 def _evaluate_tasks(options: argparse.Namespace, model: OpenModel, decoder: Decoder) -> dict[str, Any]:
     # Read by the harness's libraries when they are imported: nothing may be fetched.
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    import torch.distributed as dist
+
     try:
         from training.lm_harness import run_tasks
     except ImportError as error:
@@ -102,6 +111,10 @@ def _main(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} ({value}) must be at least 1.")
     if options.tasks and (options.task_folder is None or not options.task_folder.is_dir()):
         raise ConfigError(f"--task-folder ({options.task_folder}) must be a folder with the tasks' .yaml files.")
+    import torch.distributed as dist
+
+    from training.open_model import open_from
+
     with open_from(options) as model:
         decoder = model.decoder()
         result: dict[str, Any] = {}

@@ -11,22 +11,26 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from configs import command
 from configs.compose import load
-from configs.exit_status import WRONG_CONFIG
-from configs.schema import ConfigError, ParallelConfig
-from models.build import build_model
-from models.folder import save_logical_folder
-from parallel import topology
-from training import contents, manifest
+from configs.schema import ParallelConfig
+from training import manifest
+
+if TYPE_CHECKING:
+    import torch
 
 
 def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
     """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder, as `dtype` (None: as the
     model has them). Returns the checkpoint. Raises ConfigError."""
     good = manifest.good_checkpoint_at(source)
+    from models.build import build_model  # imports torch, as the next three: seconds that --help and a wrong folder need not wait for
+    from models.folder import save_logical_folder
+    from parallel import topology
+    from training import contents
+
     config = load(good / manifest.CONFIG)
     config.parallel = ParallelConfig()
     config.training.device = "cpu"
@@ -51,6 +55,8 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
 def _keep_on_disk(chunks: list[torch.nn.Module], folder: Path) -> None:
     """Put the weights into files of `folder` instead of memory, so that a model may be larger than that. Nothing has been written to
     the memory that they had so far, so it never existed."""
+    import torch
+
     for i, parameter in enumerate(parameter for chunk in chunks for parameter in chunk.parameters()):
         path = folder / str(i)
         stored = torch.from_file(str(path), shared=True, size=parameter.numel(), dtype=parameter.dtype)
@@ -64,17 +70,17 @@ def copy_tokenizer(path: Path, folder: Path) -> None:
         shutil.copyfile(file, folder / ("tokenizer.model" if file.suffix == ".model" else file.name))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m training.export", description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="a run folder, or one of its checkpoints/step_XXXXXXX")
     parser.add_argument("target", type=Path, help="a new folder")
-    arguments = parser.parse_args()
-    try:
-        export(arguments.source, arguments.target)
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return WRONG_CONFIG
-    return 0
+    options = parser.parse_args(arguments)
+
+    def body() -> None:
+        export(options.source, options.target)
+
+    return command.run(body)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from configs.schema import ConfigError
 from data.tokenizer import MASK
-from models import bert
-from training.open_model import OpenModel, add_model_arguments, open_from, run_command
+from training.model_command import add_model_arguments, run_command
+
+if TYPE_CHECKING:
+    from training.open_model import OpenModel
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,6 @@ class Guess:
     probability: float
 
 
-@torch.inference_mode()
 def fill_mask(model: OpenModel, tokens: list[int], mask: int, top_k: int) -> list[list[Guess]]:
     """The `top_k` likeliest tokens for each place of `tokens` that holds the token `mask`. Raises ConfigError."""
     if model.config.model.family != "bert":
@@ -41,10 +41,15 @@ def fill_mask(model: OpenModel, tokens: list[int], mask: int, top_k: int) -> lis
     wrong = [token for token in tokens if not 0 <= token < model.vocab_size]
     if wrong:
         raise ConfigError(f"the text has the token {wrong[0]}: the model's vocabulary ends at {model.vocab_size - 1}.")
+    import torch  # as the next two below, seconds that --help and a wrong argument need not wait for
+
+    from models import bert
+
     device = next(model.chunks[0].parameters()).device
     row = torch.tensor([tokens], device=device)
     batch = {"tokens": row, "types": torch.zeros_like(row), "padding_mask": torch.ones_like(row, dtype=torch.bool)}
-    scores, _ = bert.logits(model.chunks[0], batch, model.vocab_size)
+    with torch.inference_mode():
+        scores, _ = bert.logits(model.chunks[0], batch, model.vocab_size)
     likeliest = scores[0, places].float().softmax(dim=1).topk(min(top_k, model.vocab_size), dim=1)
     return [
         [Guess(token, probability) for token, probability in zip(tokens_of, values, strict=True)]
@@ -78,6 +83,10 @@ def _main(options: argparse.Namespace) -> None:
         raise ConfigError(f"--top-k ({options.top_k}) must be at least 1.")
     if options.ids and options.mask_id is None:
         raise ConfigError("--ids needs --mask-id, the token of a masked place.")
+    import torch.distributed as dist
+
+    from training.open_model import open_from
+
     with open_from(options) as model:
         for text in options.text:
             if options.ids:
@@ -88,7 +97,7 @@ def _main(options: argparse.Namespace) -> None:
             else:
                 tokens, mask = masked_tokens(model, text)
             guesses = fill_mask(model, tokens, mask, options.top_k)
-            if torch.distributed.get_rank() == 0:
+            if dist.get_rank() == 0:
                 _show(model, text, guesses, options)
 
 

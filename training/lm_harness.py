@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 
 from configs.schema import ConfigError
 from models.decoder import Decoder
-from training.generate import Sampling, generate
+from training.generation import Sampling, generate
 from training.open_model import OpenModel
 from training.scoring import log_likelihoods
 

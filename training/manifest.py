@@ -202,6 +202,20 @@ def checkpoints_at(path: Path) -> list[Path]:
     return found
 
 
+def kind_of_model(path: Path) -> str:
+    """What a trained model's folder is: huggingface, checkpoint (also a run) or weights. Raises ConfigError for what is none."""
+    if (path / "config.json").exists():
+        return "huggingface"
+    if any((path / name).exists() for name in (MANIFEST, STATE, "checkpoints")):
+        return "checkpoint"
+    if (path / "config.yaml").is_file():
+        return "weights"
+    raise ConfigError(
+        f"--checkpoint ({path}) is no model: it must be a run folder, one of its checkpoints/step_XXXXXXX, a folder of "
+        "`python -m training.export` or `python -m models.convert`, or a Hugging Face folder with config.json."
+    )
+
+
 def good_checkpoint_at(path: Path) -> Path:
     """The newest checkpoint of a run, or the given one, with every byte checked; says on standard error what it passed over.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import resource
 import sys
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from configs.schema import Config
+
+if TYPE_CHECKING:  # what reads metrics does not wait for it
+    import torch
 
 # Dense bf16/fp16 tensor-core peak of one device in TFLOP/s, from the vendors' data sheets.
 PEAK_TFLOPS = {
@@ -30,6 +31,8 @@ def peak_flops(config: Config, device: torch.device) -> float | None:
         return config.logging.peak_tflops * 1e12
     if device.type != "cuda" or config.training.precision == "fp32":
         return None
+    import torch
+
     name = torch.cuda.get_device_name(device)
     matches = [known for known in PEAK_TFLOPS if known in name]
     return PEAK_TFLOPS[max(matches, key=len)] * 1e12 if matches else None
@@ -38,6 +41,8 @@ def peak_flops(config: Config, device: torch.device) -> float | None:
 def peak_memory_bytes(device: torch.device) -> int:
     """Most device memory that tensors took so far; on a CPU the most memory that this process took."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

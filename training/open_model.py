@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported: see parallel/megatron/startup.py)
+
+# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from configs.compose import compose, load, world_size
-from configs.exit_status import WRONG_CONFIG
 from configs.schema import Config, ConfigError, ParallelConfig
 from configs.validate import validate
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -101,16 +101,7 @@ def open_model(
 
 
 def _find(path: Path) -> _Source:
-    if (path / "config.json").exists():
-        return _huggingface(path)
-    if any((path / name).exists() for name in (manifest.MANIFEST, manifest.STATE, "checkpoints")):
-        return _checkpoint(path)
-    if (path / "config.yaml").is_file():
-        return _logical(path)
-    raise ConfigError(
-        f"--checkpoint ({path}) is no model: it must be a run folder, one of its checkpoints/step_XXXXXXX, a folder of "
-        "`python -m training.export` or `python -m models.convert`, or a Hugging Face folder with config.json."
-    )
+    return {"huggingface": _huggingface, "checkpoint": _checkpoint, "weights": _logical}[manifest.kind_of_model(path)](path)
 
 
 def _checkpoint(path: Path) -> _Source:
@@ -178,32 +169,6 @@ def _tokenizer(path: Path, folder: Path, required: bool) -> tuple[Tokenizer | No
     return words, ends
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the command lines of generate, evaluate and fill_mask have in common
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `open_from` reads."""
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="MODEL", help="run, checkpoint, exported or Hugging Face folder")
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer folder or file; default: the one beside the model")
-    parser.add_argument("--precision", choices=sorted(PRECISIONS.values()), help="of the weights; default: as stored")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("layout", nargs="*", metavar="parallel.KEY=VALUE", help="under torchrun: how the model is split over the ranks")
-
-
 def open_from(options: argparse.Namespace) -> contextlib.AbstractContextManager[OpenModel]:
-    """`open_model` with the command line's arguments."""
+    """`open_model` with the arguments of training/model_command.py."""
     return open_model(options.checkpoint, options.layout, precision=options.precision, device=options.device, tokenizer=options.tokenizer)
-
-
-def run_command(body: Callable[[argparse.Namespace], Any], parser: argparse.ArgumentParser, arguments: list[str] | None) -> int:
-    """Parse, run, and turn a ConfigError into one line and an exit status."""
-    options = parser.parse_args(arguments)
-    try:
-        world_size()
-        body(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_CONFIG
-    return 0

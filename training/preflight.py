@@ -7,11 +7,13 @@ from pathlib import Path
 from configs.schema import Config, ConfigError
 from data.corpus import parse_corpus
 from data.tokenizer import load_tokenizer
+from parallel.devices import refuse_missing
 from training import manifest
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for a missing corpus, tokenizer, checkpoint or weights, a vocabulary that does not fit, an unusable run_dir."""
+    """Raise ConfigError for a device, corpus, tokenizer, checkpoint or weights that is missing, a wrong vocabulary, an unusable run_dir."""
+    refuse_missing(config.training.device, "training.device")
     parse_corpus(config.data.corpus)
     if config.data.tokenizer != "sentencepiece":  # else it is trained here, to a size that the config was checked with
         _check_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)

@@ -9,8 +9,8 @@ from typing import Any
 
 from configs.schema import Config
 from parallel.topology import Topology
-from training.checkpoint import Progress
 from training.health import SkippedSamples
+from training.state_file import Progress
 from training.step import Model, StepResult
 
 Metrics = dict[str, Any]

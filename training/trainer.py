@@ -18,7 +18,7 @@ from data.build import build_data
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer
 from parallel import topology as topology_module
-from training import checkpoint, dry_run, events, plan, recovery, resume, status
+from training import checkpoint, contents, dry_run, events, plan, recovery, resume, status
 from training.callbacks.checkpoints import Checkpoints
 from training.callbacks.early_stop import EarlyStop
 from training.callbacks.evaluation import Evaluation
@@ -41,6 +41,7 @@ from training.health import Health, SkippedSamples
 from training.metrics import expert_load, peak_flops, peak_memory_bytes
 from training.run import Callback, Metrics, Run
 from training.signals import StopSignals
+from training.state_file import in_words
 from training.step import Model
 
 
@@ -182,7 +183,7 @@ class Trainer:
         self._claim = resume.claim(Path(config.run_dir))
         folder = resume.find(config)
         if folder is not None:
-            checkpoint.check_same_model(config, vocab_size, folder)
+            contents.check_same_model(config, vocab_size, folder)
         self._plan = plan.make_plan(config, topology.world_size, vocab_size, topology.device.type)
         plan.refuse_what_cannot_fit(self._plan, topology.device)
         model = Model(config, topology, vocab_size)
@@ -221,18 +222,9 @@ class Trainer:
         (run.run_dir / "config.yaml").write_text(to_yaml(self.config))
         plan.write(self._plan, run.run_dir)
         copy_tokenizer(Path(run.tokenizer.path), run.run_dir / "tokenizer")
-        layout = self.config.parallel
-        sizes = {
-            "data": run.topology.data_size,
-            "tensor": layout.tensor,
-            "pipeline": layout.pipeline,
-            "virtual": layout.virtual_pipeline or 1,
-            "context": layout.context,
-            "expert": layout.expert,
-        }
-        used = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
         print(
-            f"{self.config.name}: {self.config.model.family}, {run.topology.world_size} {run.topology.device.type} rank(s), {used}; "
+            f"{self.config.name}: {self.config.model.family}, {run.topology.device.type}, "
+            f"{in_words({'world_size': run.topology.world_size, **vars(self.config.parallel)})}; "
             f"vocabulary {run.vocab_size}; {self._flops_per_token / 1e6:.1f} MFLOP per token; steps {run.progress.step} to "
             f"{self.config.training.steps} of {run.tokens_per_step} tokens; writing to {run.run_dir}",
             flush=True,

@@ -297,7 +297,7 @@ def test_command_line(config, capsys):
         (["data.corpus=missing.txt"], "missing.txt"),
         (["model.family=t5"], "model.family=t5"),
     ):
-        assert main(wrong) == 1
+        assert main(wrong) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and words in error, error
 

@@ -98,7 +98,7 @@ print(wandb.__version__)
 """
 
 
-@pytest.mark.parametrize("entry", ["training.trainer", "training.generate"])
+@pytest.mark.parametrize("entry", ["training.trainer", "training.open_model"])
 def test_starts_without_what_it_may_not_use(entry: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOADED.replace("ENTRY", entry)], cwd=distributed.ROOT, capture_output=True, text=True, timeout=100

@@ -16,7 +16,8 @@ from configs.schema import ConfigError
 from tests import distributed
 from tests.models.test_huggingface import FAMILIES, VOCAB_SIZE
 from training import generate as command
-from training.generate import Sampling, generate
+from training import generation
+from training.generation import Sampling, generate
 from training.open_model import open_model
 
 GPT_FAMILIES = [name for name in FAMILIES if not name.startswith("bert")]
@@ -113,7 +114,7 @@ def test_draws_follow_the_probabilities() -> None:
     }
     for sampling, weights in cases.items():
         generator = torch.Generator().manual_seed(0)
-        drawn = Counter(command._sample(probabilities.log(), sampling, generator) for _ in range(4000))
+        drawn = Counter(generation._sample(probabilities.log(), sampling, generator) for _ in range(4000))
         for token, weight in enumerate(weights):
             assert abs(drawn[token] / 4000 - weight / sum(weights)) < 0.03, (sampling, token)
             assert (drawn[token] == 0) == (weight == 0)

@@ -57,7 +57,7 @@ def _compare_with_training(run: Run) -> None:
 
 
 def _continuation(overrides: list[str], ranks: int) -> str:
-    from training.generate import continue_text
+    from training.generation import continue_text
     from training.trainer import Trainer
 
     run = Trainer(make_config(overrides, ranks))._build()

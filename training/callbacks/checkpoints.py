@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from training import checkpoint, events, manifest
 from training.run import Callback, Metrics, Run
+from training.saver import Saved, Saver
 
 
 class Checkpoints(Callback):
     """Begins saves, and announces each one once it is complete, on disk and read back."""
 
     def __init__(self) -> None:
-        self._saver: checkpoint.Saver | None = None
+        self._saver: Saver | None = None
 
     def on_start(self, run: Run) -> None:
         self._saver = checkpoint.saver_of(run.model)
@@ -49,7 +50,7 @@ class Checkpoints(Callback):
         folder = manifest.folder_of(run.run_dir, run.progress.step)
         checkpoint.saver_of(run.model).start(run.model, run.progress, folder, run.vocab_size, settings.keep, settings.keep_every)
 
-    def _announce(self, run: Run, saved: checkpoint.Saved | None) -> None:
+    def _announce(self, run: Run, saved: Saved | None) -> None:
         if saved is None or not run.is_main:
             return
         run.say(f"checkpoint {saved.folder}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from training.generate import continue_text
+from training.generation import continue_text
 from training.run import Callback, Run
 
 

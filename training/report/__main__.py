@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from configs.exit_status import WRONG_CONFIG
-from training.report import page, sources
+from configs import command
+from training.report import page
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -15,13 +15,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that the run writes to")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the page goes; default RUN_DIR/report.html")
     options = parser.parse_args(arguments)
-    try:
+
+    def body() -> None:
         path = page.write(options.run_dir, options.output)
-    except (sources.NotARun, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_CONFIG
-    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
-    return 0
+        print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+    return command.run(body)
 
 
 if __name__ == "__main__":

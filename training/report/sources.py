@@ -10,12 +10,13 @@ from typing import Any
 
 import yaml
 
+from configs.schema import ConfigError
 from training import events
 
 Line = dict[str, Any]
 
 
-class NotARun(ValueError):
+class NotARun(ConfigError):
     """The folder holds nothing that a run writes."""
 
 

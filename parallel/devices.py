@@ -1,0 +1,35 @@
+"""Which device a process would get, asked without torch: a wrong one is told before seconds of imports."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+from configs.schema import ConfigError
+
+AMD_DRIVER = Path("/dev/kfd")  # torch for AMD calls its GPUs cuda
+
+
+def refuse_missing(device: str, key: str) -> None:
+    """Raise ConfigError, naming `key`, for "cuda" on a machine without a GPU. Where in doubt it says nothing: torch has the last word."""
+    if device == "cuda" and not _may_have_gpu():
+        raise ConfigError(no_gpu(key))
+
+
+def no_gpu(key: str) -> str:
+    """What to say of a device that is not there."""
+    return f"{key} (cuda) needs a CUDA GPU, and there is none here. Try {key}{' ' if key.startswith('--') else '='}cpu."
+
+
+@functools.cache
+def _may_have_gpu() -> bool:
+    """False where there is neither a driver of AMD's nor one of NVIDIA's that sees a GPU."""
+    if AMD_DRIVER.exists():
+        return True
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int(0)
+        return bool(driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0)
+    except (OSError, AttributeError):
+        return False

@@ -1,0 +1,184 @@
+"""Every tool's command line: it answers without waiting for torch, from any folder, and the same mistake has the same exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from configs import command
+from configs.schema import ConfigError
+from parallel import devices
+from parallel.dtypes import DTYPES
+from tests.distributed import ROOT
+from training import headers, manifest, model_command, state_file
+
+INTERNAL = {"launch.agent", "launch.rank", "data.worker", "moe.kernels"}  # started by scripts and by other programs, not by people
+HEAVY = ("torch", "megatron", "transformers", "wandb", "tensorboard")
+MISSING = "no/such/folder"
+# For each tool: command lines that a wrong path ends.
+WRONG_PATHS = {
+    "train": [[f"data.corpus={MISSING}"], [f"checkpoint.resume={MISSING}"], [f"checkpoint.weights={MISSING}"]],
+    "training.report": [[MISSING], ["a_file"]],
+    "training.checkpoint": [[name, path] for name in ("ls", "verify", "show") for path in (MISSING, "a_file")]
+    + [["convert", MISSING, "new"]],
+    "training.export": [[MISSING, "new"], ["a_file", "new"]],
+    "training.generate": [["--checkpoint", MISSING, "--prompt", "a"], ["--checkpoint", "a_file", "--prompt", "a"]],
+    "training.evaluate": [["--checkpoint", MISSING, "--files", "a_file"], ["--checkpoint", "a_file", "--files", "a_file"]],
+    "training.fill_mask": [["--checkpoint", MISSING, "--text", "[MASK]"], ["--checkpoint", "a_file", "--text", "[MASK]"]],
+    "models.convert": [[direction, path, "new"] for direction in ("import", "export") for path in (MISSING, "a_file")],
+    "data.prepare": [[f"data.corpus={MISSING}"]],
+    "launch.job": [],
+    "launch.submit": [],
+}
+UNKNOWN = {"train": "model.widht=3", "data.prepare": "data.widht=3", "launch.submit": "model.widht=3", "launch.job": "--widht"}
+WRONG_DEVICES = {
+    "train": [["training.device=cuda"], ["training.device=tpu"]],
+    "training.generate": [["--checkpoint", ".", "--device", "cuda"], ["--checkpoint", ".", "--device", "tpu"]],
+}
+RUN = """
+import contextlib, io, json, runpy, sys
+from parallel import devices
+devices._may_have_gpu = lambda: False
+tool, lines, heavy = json.loads(sys.argv[1])
+for line in lines:
+    sys.argv = [tool, *line]
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module(tool, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code
+    print(json.dumps([status, out.getvalue(), err.getvalue(), [name for name in heavy if name in sys.modules]]))
+"""
+
+
+def run_all(folder: Path, lines: dict[str, list[list[str]]]) -> dict[tuple[str, ...], tuple[int, str, str, list[str]]]:
+    """Status, output, errors and loaded libraries of each tool's command lines; a fresh process for each tool, started in `folder`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": ""}
+
+    def of(tool: str) -> list[tuple[int, str, str, list[str]]]:
+        code = [sys.executable, "-c", RUN, json.dumps([tool, lines[tool], HEAVY])]
+        done = subprocess.run(code, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(of, lines)
+        return {(tool, *line): answer for tool, answers in zip(lines, results) for line, answer in zip(lines[tool], answers, strict=True)}
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A folder of a user's, with folders that are called as ours are."""
+    for name in ("data", "models", "training", "configs", "moe"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    (tmp_path / "a_file").write_text("text")
+    return tmp_path
+
+
+def test_every_tool_is_here() -> None:
+    rooms = {path.parent.name for path in ROOT.glob("*/*.py")} - {"tests", "benchmarks"}
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if '\nif __name__ == "__main__":' in path.read_text()]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for path in files}
+    assert names - INTERNAL == WRONG_PATHS.keys() - {"train"}
+
+
+def test_answers_come_from_any_folder_without_torch(elsewhere: Path) -> None:
+    lines: dict[str, list[list[str]]] = {}
+    for tool, wrong in WRONG_PATHS.items():
+        lines[tool] = [["--help"], [UNKNOWN.get(tool, "--widht")], *WRONG_DEVICES.get(tool, []), *wrong]
+    for (tool, *line), (status, out, errors, heavy) in run_all(elsewhere, lines).items():
+        case = (tool, line, out, errors)
+        assert heavy == [], case
+        if line == ["--help"]:
+            assert status == 0 and len(out) > 100 and errors == "", case
+            continue
+        assert status == 2 and "Traceback" not in errors and errors.strip(), case
+        last = errors.strip().splitlines()[-1]
+        named = [word for argument in line for word in (argument, argument.partition("=")[2], argument.partition("=")[0]) if word in last]
+        assert named and "error: " in last, case
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["a_file", "configs", "data", "models", "moe", "training"]
+
+
+def write_checkpoint(folder: Path) -> None:
+    """A checkpoint as another version or rank count might have written it, of one tensor in two parts."""
+    folder.mkdir(parents=True)
+    layout = {"world_size": 8, "tensor": 2, "pipeline": 2, "context": 1, "expert": 2, "virtual_pipeline": None, "sequence": True}
+    state = {
+        "step": 7,
+        "consumed_samples": 56,
+        "vocab_size": 384,
+        "precision": "fp32",
+        "optimizer_steps": [7],
+        "loss_scaler": None,
+        "architecture": {"model": {"num_layers": 2}},
+        "layout": {**layout, "timeout_seconds": 600},
+    }
+    sums = {manifest.STATE: manifest.write_text(folder / manifest.STATE, json.dumps(state))}
+    sums[manifest.CONFIG] = manifest.write_text(folder / manifest.CONFIG, "name: here\n")
+    for rank in range(2):
+        entry = headers.Entry("weight", "F32", (1, 3), (2, 3), (rank, 0), 0, 12)
+        (folder / f"rank_{rank}.safetensors").write_bytes(headers.encode([entry]) + bytes(12))
+        sums[f"rank_{rank}.safetensors"] = manifest.sum_of(folder / f"rank_{rank}.safetensors")
+    manifest.write(folder, 7, sums)
+
+
+def test_checkpoints_are_shown_without_torch(elsewhere: Path) -> None:
+    write_checkpoint(elsewhere / "run/checkpoints/step_0000007")
+    answers = run_all(elsewhere, {"training.checkpoint": [["ls", "run"], ["verify", "run"], ["show", "run"]]})
+    for line, (status, _, errors, heavy) in answers.items():
+        assert (status, errors, heavy) == (0, "", []), line
+    shown = answers["training.checkpoint", "show", "run"][1]
+    assert "written by 8 ranks: data 2 x tensor 2 x pipeline 2 x expert 2 x sequence" in shown
+    assert "weight" in shown and "2 x 3" in shown and "7  " in answers["training.checkpoint", "ls", "run"][1]
+
+
+def test_layouts_in_words() -> None:
+    assert state_file.in_words({"world_size": 1}) == "1 rank"
+    assert state_file.in_words({"world_size": 4, "tensor": 1, "pipeline": 1, "context": 1, "expert": 4, "expert_tensor": None}) == (
+        "4 ranks: data 4 x expert 4"
+    )
+    assert state_file.in_words({"world_size": 4, "pipeline": 4, "virtual_pipeline": 2}) == "4 ranks: pipeline 4 x virtual pipeline 2"
+
+
+def test_the_precisions_are_all_there() -> None:
+    assert list(model_command.PRECISIONS) == sorted(DTYPES)
+
+
+def test_statuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def ends(error: BaseException | None) -> int:
+        def body() -> None:
+            if error is not None:
+                raise error
+
+        return command.run(body)
+
+    assert [ends(None), command.run(lambda: 1)] == [0, 1] and capfd.readouterr().err == ""
+    for error, status, words in (
+        (ConfigError("a.b (3) must be\n  4"), 2, "error: a.b (3) must be 4"),
+        (FileNotFoundError(2, "No such file or directory", "x/y"), 2, "error: x/y: No such file or directory"),
+        (PermissionError(13, "Permission denied", "x"), 2, "error: x: Permission denied"),
+        (OSError(28, "No space left on device", "x"), 1, "error: x: No space left on device"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+    ):
+        assert ends(error) == status
+        assert capfd.readouterr().err == words + "\n"
+    with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
+        ends(ZeroDivisionError())
+
+
+def test_a_gpu_is_looked_for_before_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_may_have_gpu", lambda: False)
+    with pytest.raises(ConfigError, match=r"^training.device \(cuda\) needs a CUDA GPU, .* Try training.device=cpu.$"):
+        devices.refuse_missing("cuda", "training.device")
+    devices.refuse_missing("cpu", "training.device")
+    devices.refuse_missing("auto", "training.device")
+    monkeypatch.setattr(devices, "_may_have_gpu", lambda: True)
+    devices.refuse_missing("cuda", "training.device")
