@@ -72,19 +72,24 @@ def _run(options: list[str], log_dir: Path | None, overrides: list[str]) -> int:
     # Seconds, in which signals are already heard.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
     from torch.distributed.run import parse_args, run
+
+    from launch import rendezvous
 
     with tempfile.TemporaryDirectory(prefix="mixtrain-agent-") as folder:
         mark = Path(folder) / "stopped-early"
         rank = ["--module", "launch.rank", str(mark), str(log_dir or "")]
         try:
-            run(parse_args([*options, "--signals-to-handle", "SIGQUIT", *rank, *overrides]))
+            run(rendezvous.secure(parse_args([*options, "--signals-to-handle", "SIGQUIT", *rank, *overrides])))
         except ChildFailedError as error:
             number, failure = error.get_first_failure()
             message = failure.message if failure.error_file != "<N/A>" or failure.exitcode < 0 else "see its output"
             _say(f"rank {number} on {socket.gethostname()} failed first, with exit status {failure.exitcode}: {' '.join(message.split())}")
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        except RendezvousStateError as error:
+            _say(f"{error}; does anything else write to --master-addr and --master-port? See docs/guide/network.md")
+            return 1
         except RendezvousError as error:
             _say(f"the nodes did not find each other: {' '.join(str(error).split())}; check --master-addr, --master-port and --num-nodes")
             return 1

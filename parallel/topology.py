@@ -20,7 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from configs.derived import expert_tensor_size, model_parallel_size
 from configs.schema import Config, ConfigError
-from parallel import meeting
+from parallel import loopback, meeting
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,17 @@ def initialize(config: Config) -> Topology:
     if not dist.is_initialized():
         timeout = timedelta(seconds=layout.timeout_seconds)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            store = meeting.fresh_store(rank, world_size, timeout) if meeting.launcher_holds_store() else None
+        has_place = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        rank, world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if has_place else (0, 1)
+        if loopback.is_enough(world_size):
+            loopback.use()
+        if meeting.launcher_holds_store() or world_size > 1:
+            fresh = meeting.fresh_store if meeting.launcher_holds_store() else loopback.own_store
+            store = fresh(rank, world_size, timeout)
             place = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
             dist.init_process_group(backend, timeout=timeout, **place)
         else:
+            # Nobody else to meet, so nothing has to listen.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
