@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import ConfigError
+from configs.tokenizer_files import core_file
 
 SPACE = "\u2581"  # sentencepiece writes spaces as this character (and reads it back as a space)
 PAD, EOD, CLS, SEP, MASK = "<pad>", "</s>", "[CLS]", "[SEP]", "[MASK]"
@@ -301,14 +302,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"data.tokenizer={path}: no such file or folder; give a sentencepiece .model file, a Hugging Face folder "
             "or tokenizer.json, or data.tokenizer=sentencepiece to train one"
         )
-    if place.is_dir():
-        if (place / "tokenizer.json").is_file():
-            return HuggingFaceTokenizer(place)
-        models = sorted(place.glob("*.model"))
-        if len(models) == 1:
-            return SentencePieceTokenizer(models[0])
-        raise ConfigError(f"data.tokenizer={path}: the folder holds no tokenizer.json and {len(models)} .model files (one is needed)")
-    return HuggingFaceTokenizer(place) if place.suffix == ".json" else SentencePieceTokenizer(place)
+    core = core_file(place)
+    if core is None:
+        count = len(list(place.glob("*.model")))
+        raise ConfigError(f"data.tokenizer={path}: the folder holds no tokenizer.json and {count} .model files (one is needed)")
+    if core.suffix == ".json":
+        return HuggingFaceTokenizer(place)
+    return SentencePieceTokenizer(core)
 
 
 def tokenizer_digest(path: str | Path) -> str:
@@ -318,11 +318,7 @@ def tokenizer_digest(path: str | Path) -> str:
 
 def tokenizer_file(path: str | Path) -> Path:
     """The file that decides what the tokenizer at `path` does."""
-    place = Path(path)
-    if not place.is_dir():
-        return place
-    json_file = place / "tokenizer.json"
-    return json_file if json_file.is_file() else next(iter(sorted(place.glob("*.model"))), json_file)
+    return core_file(Path(path)) or Path(path)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> None:

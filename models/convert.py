@@ -16,23 +16,13 @@ from pathlib import Path
 from configs import command
 from configs.architecture import description
 from configs.schema import ConfigError
+from configs.tokenizer_files import SETTINGS, VOCABULARIES, tokenizer_files
 
 SOURCES = {
     "import": "a Hugging Face folder, with config.json and *.safetensors",
     "export": "a folder of `python -m training.export` or of `python -m models.convert import`",
 }
-CARRIED_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+GENERATION_CONFIG = "generation_config.json"
 
 
 def import_folder(source: Path, target: Path, part_bytes: int | None = None) -> None:
@@ -50,13 +40,20 @@ def import_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
             writer.add(name, tensor)
         writer.close()
         folders.write_config(partial, description(config, config.model.vocab_size))
-        for path in carried:
-            shutil.copy2(path, partial / path.name)
+        _copy(carried, partial)
 
 
 def export_folder(source: Path, target: Path, part_bytes: int | None = None) -> None:
     """Folder of logical weights -> Hugging Face folder, in files of at most `part_bytes` (2 GB). Raises ConfigError if no family has such
     a model."""
+    from models import folder as folders
+
+    with folders.new_folder(target) as partial:
+        export_into(source, partial, part_bytes)
+
+
+def export_into(source: Path, target: Path, part_bytes: int | None = None) -> None:
+    """Write the files of `export_folder` into a folder that is there. Raises ConfigError."""
     from models import folder as folders
     from models import huggingface
 
@@ -64,30 +61,34 @@ def export_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
     family, hf_config = huggingface.write_config(config)
     reader = folders.Reader(source)
     carried = _carried_files(source)
-    with folders.new_folder(target) as partial:
-        writer = folders.Writer(partial, part_bytes or folders.PART_BYTES)
-        dtype = "float32"
-        for name, tensor in huggingface.export_weights(family, config, reader.get):
-            writer.add(name, tensor)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-        writer.close()
-        (partial / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n")
-        for path in carried:
-            shutil.copy2(path, partial / path.name)
+    writer = folders.Writer(target, part_bytes or folders.PART_BYTES)
+    dtype = "float32"
+    for name, tensor in huggingface.export_weights(family, config, reader.get):
+        writer.add(name, tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+    writer.close()
+    _copy(carried, target)
+    (target / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n")
 
 
-def _carried_files(source: Path) -> list[Path]:
-    """The files that go along. Raises ConfigError for one that is none, or a generation config that generation could not use."""
+def _carried_files(source: Path) -> dict[str, Path]:
+    """The files that go along, by name. Raises ConfigError for one that is none, or a generation config that generation could not use."""
     from models import folder as folders
 
-    paths = [source / name for name in CARRIED_FILES if (source / name).exists()]
-    for path in paths:
-        if not path.is_file():
+    generation = source / GENERATION_CONFIG
+    for path in (source / name for name in (*SETTINGS, *VOCABULARIES, GENERATION_CONFIG)):
+        if path.exists() and not path.is_file():
             raise ConfigError(f"{path} must be a file.")
-        if path.name == "generation_config.json":
-            for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                folders.read_token_ids(path, key)
-    return paths
+    if not generation.exists():
+        return tokenizer_files(source)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        folders.read_token_ids(generation, key)
+    return {**tokenizer_files(source), GENERATION_CONFIG: generation}
+
+
+def _copy(files: dict[str, Path], folder: Path) -> None:
+    for name, path in files.items():
+        shutil.copyfile(path, folder / name)
 
 
 def _size(text: str) -> int:

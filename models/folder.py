@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from configs.architecture import architecture, description
@@ -206,7 +206,14 @@ class Writer:
 
     def _flush(self) -> None:
         if self._part:
-            save_file(self._part, self._path(len(self._parts)), metadata={"format": "pt"})
+            path = self._path(len(self._parts))
+            path.touch()
+            mode = path.stat().st_mode  # safetensors gives its files to nobody but their owner
+            try:
+                save_file(self._part, path, metadata={"format": "pt"})
+            except SafetensorError as error:  # a full disk, for one
+                raise OSError(str(error)) from error
+            path.chmod(mode)
             self._parts.append(list(self._part))
             self._part, self._part_size = {}, 0
 
@@ -246,12 +253,17 @@ def save_logical_folder(
         dist.barrier()
         return
     with new_folder(Path(folder)) as partial:
-        writer = Writer(partial)
-        for name, tensor in gather_logical(chunks):
-            writer.add(name, tensor if dtype is None else tensor.to(dtype))
-        writer.close()
-        write_config(partial, description(config, vocab_size))
+        write_logical(chunks, partial, config, vocab_size, dtype)
     dist.barrier()
+
+
+def write_logical(chunks: Sequence[torch.nn.Module], folder: Path, config: Config, vocab_size: int, dtype: torch.dtype | None) -> None:
+    """Write the files of `save_logical_folder` into a folder; every rank gathers with the one that calls this. Raises OSError."""
+    writer = Writer(folder)
+    for name, tensor in gather_logical(chunks):
+        writer.add(name, tensor if dtype is None else tensor.to(dtype))
+    writer.close()
+    write_config(folder, description(config, vocab_size))
 
 
 def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, config: Config, vocab_size: int) -> None:

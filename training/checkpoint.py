@@ -11,8 +11,8 @@ training/contents.py says what is in it, shards.py how tensors get there, saver.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
-import tempfile
 import time
 import weakref
 from pathlib import Path
@@ -123,15 +123,18 @@ def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
     import torch
 
     from models import convert
+    from models.folder import new_folder
     from training import export
 
     wanted = None if dtype is None else getattr(torch, dtype)
     if kind == "weights":
-        export.export(path, target, wanted)
-        return 0
-    with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".convert-") as between:
-        folder = export.export(path, Path(between) / "weights", wanted)
-        convert.export_folder(Path(between) / "weights", target)
+        folder = export.export(path, target, wanted)
+    else:
+        with new_folder(target) as partial:
+            between = partial / "weights"
+            folder = export.export(path, between, wanted)
+            convert.export_into(between, partial)
+            shutil.rmtree(between)
     print(f"{folder} -> {target}")
     return 0
 

@@ -7,7 +7,7 @@ Writes a folder of logical weights with its config and the tokenizer, from a che
 from __future__ import annotations
 
 import argparse
-import shutil
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from configs import command
 from configs.compose import load
 from configs.schema import ParallelConfig
+from configs.tokenizer_files import copy_tokenizer
 from training import manifest
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
     """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder, as `dtype` (None: as the
-    model has them). Returns the checkpoint. Raises ConfigError."""
+    model has them), with the run's tokenizer. Returns the checkpoint. Raises ConfigError, and OSError where the disk fails."""
     good = manifest.good_checkpoint_at(source)
-    from models.build import build_model  # imports torch, as the next three: seconds that --help and a wrong folder need not wait for
-    from models.folder import save_logical_folder
+    from models import folder as folders  # imports torch, as the next three: seconds that --help and a wrong folder need not wait for
+    from models.build import build_model
     from parallel import topology
     from training import contents
 
@@ -35,39 +36,32 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
     config.parallel = ParallelConfig()
     config.training.device = "cpu"
     vocab_size = contents.read_state(good)["vocab_size"]
-    topology.initialize(config)
-    try:
-        chunks = build_model(config, vocab_size, fill=False)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".export-") as folder:
-            _keep_on_disk(chunks, Path(folder))
+    with folders.new_folder(target) as partial:
+        tokenizer = good.parent.parent / "tokenizer"
+        if tokenizer.is_dir():
+            copy_tokenizer(tokenizer, partial)
+        topology.initialize(config)
+        try:
+            chunks = build_model(config, vocab_size, fill=False)
+            _keep_on_disk(chunks, partial)
             contents.load_weights(chunks, good)
-            save_logical_folder(chunks, target, config, vocab_size, dtype)
-    finally:
-        topology.destroy()
-    run_tokenizer = good.parent.parent / "tokenizer"
-    if run_tokenizer.is_dir():
-        shutil.copytree(run_tokenizer, target, dirs_exist_ok=True)
-    print(f"{good} -> {target}")
+            folders.write_logical(chunks, partial, config, vocab_size, dtype)
+        finally:
+            topology.destroy()
     return good
 
 
 def _keep_on_disk(chunks: list[torch.nn.Module], folder: Path) -> None:
-    """Put the weights into files of `folder` instead of memory, so that a model may be larger than that. Nothing has been written to
-    the memory that they had so far, so it never existed."""
+    """Put the weights on the disk of `folder` instead of in memory, so that a model may be larger than that. Nothing has been written
+    to the memory that they had so far, so it never existed. The files lose their names at once, so that none is left behind."""
     import torch
 
-    for i, parameter in enumerate(parameter for chunk in chunks for parameter in chunk.parameters()):
-        path = folder / str(i)
-        stored = torch.from_file(str(path), shared=True, size=parameter.numel(), dtype=parameter.dtype)
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            # A full disk is an error here; later, in the mapped file, it would end the process without a word.
+            os.posix_fallocate(file.fileno(), 0, max(1, parameter.nbytes))
+            stored = torch.from_file(file.name, shared=True, size=parameter.numel(), dtype=parameter.dtype)
         parameter.data = stored.view(parameter.shape)
-
-
-def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Keep a tokenizer file, or a folder's tokenizer files, under the names that converters look for."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in (".json", ".model", ".txt", ".jinja")]:
-        shutil.copyfile(file, folder / ("tokenizer.model" if file.suffix == ".model" else file.name))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def body() -> None:
-        export(options.source, options.target)
+        print(f"{export(options.source, options.target)} -> {options.target}")
 
     return command.run(body)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from configs.compose import to_yaml
 from configs.derived import is_moe, plans_moe
 from configs.schema import Config
+from configs.tokenizer_files import copy_tokenizer
 from data.build import build_data
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer
@@ -35,7 +36,6 @@ from training.callbacks.step_times import StepTimes
 from training.callbacks.stragglers import Stragglers
 from training.callbacks.tensorboard import TensorBoard
 from training.callbacks.weights_and_biases import WeightsAndBiases
-from training.export import copy_tokenizer
 from training.flops import training_flops_per_token
 from training.health import Health, SkippedSamples
 from training.metrics import expert_load, peak_flops, peak_memory_bytes
