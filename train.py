@@ -5,6 +5,7 @@ The config is composed and checked before anything heavy is imported; training/j
 
 from __future__ import annotations
 
+from configs import last_words
 from configs.compose import run, world_size
 from configs.schema import Config
 from configs.validate import planned_world_size
@@ -22,4 +23,5 @@ def main(config: Config) -> int:
 
 
 if __name__ == "__main__":
+    last_words.of_exceptions()
     run(main)

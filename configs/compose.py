@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from configs import exit_status
+from configs import exit_status, last_words
 from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, one_line, parse
 from configs.schema import Config, ConfigError
 from configs.validate import planned_world_size, usable_world_size, validate
@@ -166,17 +164,8 @@ def _show(args: argparse.Namespace) -> None:
 
 
 def _report(message: str) -> None:
-    """One line on stderr, and for torchrun's closing summary the same line in place of a traceback."""
-    line = f"config error: {one_line(message)}"
-    rank = os.environ.get("RANK")
-    # Every rank speaks: torchrun ends the others as soon as one has failed, so no single rank is sure to be heard.
-    sys.stderr.write(f"[rank {rank}] {line}\n" if rank is not None and os.environ.get("WORLD_SIZE") != "1" else f"{line}\n")
-    sys.stderr.flush()
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        now = str(int(time.time()))
-        content = {"message": {"message": line, "extraInfo": {"py_callstack": line, "timestamp": now}}}
-        Path(error_file).write_text(json.dumps(content), encoding="utf-8")
+    """One line on stderr, and for the launcher."""
+    last_words.say(f"config error: {message}", exit_status.WRONG_CONFIG)
 
 
 def _to_config(content: Any) -> Config:

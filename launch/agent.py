@@ -7,8 +7,8 @@ signals that Slurm warns with, and kills its ranks 30 seconds after SIGTERM, how
 
 * SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, as a SIGTERM, SIGHUP are handed to every rank as soon as it can answer them, also to
   ranks that start later; they then finish their step, save and end (how long that may take is for whoever sent the signal);
-* the status is 0 when all steps are done, 75 when the ranks stopped early on purpose, else that of the first rank that failed, and
-  the last line says which one that was;
+* the status is 0 when all steps are done, 75 when the ranks stopped early on purpose, else that of the rank that failed first, and
+  the last line is that rank's own (configs/last_words.py), or says how it died; a wrong config is not started again;
 * a rank's output under --log-dir is also found by its number: rank_00003.out and .err are links to it;
 * with --min-ranks, a single node that runs out of restarts goes on with fewer ranks, as many as the layout allows.
 """
@@ -23,12 +23,15 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
-from configs.exit_status import STOPPED_EARLY
+from configs.exit_status import STOPPED_EARLY, WRONG_CONFIG
 from configs.schema import ConfigError
 from launch.job import compose_for
 from launch.rank import HANDED_ON
@@ -80,23 +83,114 @@ def _run(options: list[str], log_dir: Path | None, overrides: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mixtrain-agent-") as folder:
         mark = Path(folder) / "stopped-early"
         rank = ["--module", "launch.rank", str(mark), str(log_dir or "")]
+        causes: list[Cause] = []  # why the attempts ended
+        _watch_attempts(causes, mark)
         try:
             run(rendezvous.secure(parse_args([*options, "--signals-to-handle", "SIGQUIT", *rank, *overrides])))
         except ChildFailedError as error:
-            number, failure = error.get_first_failure()
-            message = failure.message if failure.error_file != "<N/A>" or failure.exitcode < 0 else "see its output"
-            _say(f"rank {number} on {socket.gethostname()} failed first, with exit status {failure.exitcode}: {' '.join(message.split())}")
-            return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+            return _last(causes[-1] if causes else _cause(error.failures), log_dir)
         except RendezvousStateError as error:
-            _say(f"{error}; does anything else write to --master-addr and --master-port? See docs/guide/network.md")
-            return 1
+            advice = "does anything else write to --master-addr and --master-port? See docs/guide/network.md"
+            return _last(Cause(f"launch: {error}; {advice}", 1), log_dir)
         except RendezvousError as error:
-            _say(f"the nodes did not find each other: {' '.join(str(error).split())}; check --master-addr, --master-port and --num-nodes")
-            return 1
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if causes:  # the others ended the job, since it had ended here
+                return _last(Cause(f"{causes[-1].line} (and the nodes did not meet again: {reason})", causes[-1].status), log_dir)
+            advice = "check --master-addr, --master-port and --num-nodes"
+            return _last(Cause(f"launch: the nodes did not find each other: {reason}; {advice}", 1), log_dir)
         except SignalException as error:
-            _say(f"ended by {error.sigval.name}")
-            return 128 + error.sigval
+            return _last(Cause(f"launch: ended by {error.sigval.name}", 128 + error.sigval), log_dir)
+        except Exception as error:
+            traceback.print_exc()
+            return _last(Cause(f"launch: {type(error).__name__}: {' '.join(str(error).split())}", 1), log_dir)
         return STOPPED_EARLY if mark.exists() else 0
+
+
+class Cause(NamedTuple):
+    """Why the ranks of this node ended: the line to end with, and the exit status."""
+
+    line: str
+    status: int
+
+
+def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
+    """Which of the failures (by rank) the others follow from. ended: the ranks that had ended before torch ended the rest."""
+    rank, failure = min(failures.items(), key=lambda item: (_blame(item[1]), item[0] not in ended, *_kind(item[1])))
+    words = _words(failure)
+    status = words.get("status", failure.exitcode)  # the launcher's SIGTERM may come before a rank that has spoken has ended
+    if words:
+        return Cause(str(words["line"]), status if status > 0 else 128 - status)
+    who = f"launch: rank {rank} on {socket.gethostname()}"
+    if status < 0:
+        hint = " (from outside, or for want of memory)" if status == -signal.SIGKILL else ""
+        return Cause(f"{who} was killed by {failure.signal_name() if _known(-status) else f'signal {-status}'}{hint}", 128 - status)
+    return Cause(f"{who} failed first, with exit status {status}: see its output", status)
+
+
+def _blame(failure: Any) -> int:
+    """0 for a wrong config, 2 for what torch asked to end, with SIGTERM, since another had failed."""
+    words = _words(failure)
+    if words.get("status", failure.exitcode) == WRONG_CONFIG:
+        return 0
+    return 2 if (failure.exitcode == -signal.SIGTERM and not words) or words.get("status") == STOPPED_EARLY else 1
+
+
+def _kind(failure: Any) -> tuple[int, float]:
+    """Who is killed has no words, and who misses it speaks a moment later; else the first words count."""
+    words = _words(failure)
+    return (1, float(words.get("time", 0))) if words else (0 if failure.exitcode < 0 else 2, 0.0)
+
+
+def _words(failure: Any) -> dict[str, Any]:
+    """What the rank said before it ended (configs/last_words.py); nothing if it did not."""
+    if failure.error_file == "<N/A>":
+        return {}
+    message = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
+    line = " ".join(str(message.get("message", "")).split())
+    return {**message.get("extraInfo", {}), "line": line} if line else {}
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child of this process has ended; its exit status stays for others to take."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # taken already
+        return True
+
+
+def _known(signum: int) -> bool:
+    return any(signum == known for known in signal.Signals)
+
+
+def _watch_attempts(causes: list[Cause], mark: Path) -> None:
+    """Note why each attempt ends, and start no ranks again that stopped on purpose or whose config is wrong."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.launcher import api
+
+    class Agent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            ended = {worker.global_rank for worker in worker_group.workers if _has_ended(int(worker.id))}
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed() and result.failures:
+                mark.unlink(missing_ok=True)  # of ranks that were asked to end for this
+                causes.append(_cause(result.failures, ended))
+                if causes[-1].status in (WRONG_CONFIG, STOPPED_EARLY):
+                    self._remaining_restarts = 0
+                elif self._remaining_restarts > 0:
+                    print(causes[-1].line, file=sys.stderr)
+                    _say(f"starting the ranks again; {self._remaining_restarts - 1} restarts are left then")
+            return result
+
+    api.LocalElasticAgent = Agent  # type: ignore[misc]
+
+
+def _last(cause: Cause, log_dir: Path | None) -> int:
+    """Say the line, leave it in LOG_DIR for whoever started this on several nodes, and give the status."""
+    print(cause.line, file=sys.stderr, flush=True)
+    if log_dir is not None:
+        with contextlib.suppress(OSError):
+            (log_dir / f"end_{socket.gethostname()}").write_text(f"{time.time():.3f} {cause.line}\n")
+    return cause.status
 
 
 def _fewer_ranks(overrides: list[str], ranks: int, least: int) -> int | None:

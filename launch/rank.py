@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+from configs import last_words
 from configs.exit_status import STOPPED_EARLY
 
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # signals that the agent gives to its ranks
@@ -15,6 +16,7 @@ HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # s
 
 def main(mark: str, log_dir: str) -> None:
     """Run train.py with the rest of the command line; on an early stop touch `mark` and end with 0."""
+    last_words.of_exceptions()
     # Slurm signals every process of a job. A rank that cannot answer yet lets it pass: the agent tells it again when it can. So what
     # is pending since the agent blocked it is forgotten here, and warnings stay ignored until training handles them.
     defaults = {signum: signal.signal(signum, signal.SIG_IGN) for signum in HANDED_ON}

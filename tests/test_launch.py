@@ -476,6 +476,21 @@ def test_slurm_job_ends_with_the_status_of_the_run(installed: Sandbox) -> None:
     assert installed.log() == []
 
 
+def test_slurm_job_ends_with_the_line_of_the_node_that_failed_first(installed: Sandbox) -> None:
+    installed.put("scontrol", SCONTROL)
+    srun = """#!/usr/bin/env bash
+folder="runs/some name/logs/61234/attempt_1"
+mkdir -p "$folder"
+echo "9.5 [rank 3] the job ends: rank 0 is dead" >"$folder/end_node-a"
+echo "9.125 [rank 0] config error: some.key (3) must be 4" >"$folder/end_node-b"
+echo "srun: error: node-b: task 1: Exited with exit code 2" >&2
+exit 2
+"""
+    installed.put("srun", srun)
+    result = installed.run("slurm.sbatch", **slurm_variables(installed))
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (2, "[rank 0] config error: some.key (3) must be 4")
+
+
 WARNED_SRUN = """#!/usr/bin/env bash
 trap 'mkdir -p "runs/some name/checkpoints/step_0000012"; exit {status}' USR1
 echo up >>$SANDBOX/log

@@ -1,16 +1,21 @@
-"""launch/agent.py and launch/rank.py with a stand-in for train.py: signals, statuses, restarts and logs."""
+"""launch/agent.py and launch/rank.py with a stand-in for train.py: signals, statuses, restarts, logs and the last line."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from launch import agent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +37,18 @@ for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(signum, lambda signum, _: asked.append(signum))
 if behaviour == "killed_at_first" and attempt == 0 and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
+if behaviour == "killed_then_wrong" and attempt == 0 and rank == 1:
+    os.kill(os.getpid(), signal.SIGSEGV)
+if behaviour == "killed_then_wrong" and attempt == 1 and rank == 0:
+    from configs import last_words
+    last_words.say("config error: some.key (3) must be 4.\\nTry some.key=4", 2)
+    sys.exit(2)
+if behaviour == "raises" and rank == 1:
+    raise LookupError("no such thing\\nanywhere")
+if behaviour in ("killed_then_wrong", "raises"):
+    while time.monotonic() < end and not asked:
+        time.sleep(0.05)
+    sys.exit(1)
 if behaviour == "fails_on_four" and world == 4 and rank == 2:
     sys.exit(7)
 if behaviour in ("slow_to_hear", "deaf") or world == 4:
@@ -112,6 +129,71 @@ def test_status_of_a_failure_is_the_first_failed_ranks(launch: Launch) -> None:
     process = launch.start("--ranks-per-node", "4", "--", "name=fails_on_four")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 7 and "failed first, with exit status 7" in err.splitlines()[-1], out + err
+
+
+def test_last_line_is_the_last_attempts_and_a_wrong_config_is_not_started_again(launch: Launch) -> None:
+    process = launch.start("--ranks-per-node", "2", "--max-restarts", "5", "--log-dir", "logs", "--", "name=killed_then_wrong")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2, out + err
+    lines = err.splitlines()
+    assert lines[-1] == "[rank 0] config error: some.key (3) must be 4. Try some.key=4"
+    assert any(line.startswith("launch: rank 1 on ") and " was killed by SIGSEGV" in line for line in lines)
+    assert launch.log(0) == "rank 0 of 2, attempt 1\n"
+    (left,) = (launch.folder / "logs").glob("end_*")
+    assert left.read_text().split(" ", 1)[1] == lines[-1] + "\n"
+
+
+def test_exception_that_nobody_takes_is_the_last_line(launch: Launch) -> None:
+    process = launch.start("--ranks-per-node", "2", "--", "name=raises")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err.splitlines()[-1]) == (1, "[rank 1] LookupError: no such thing anywhere"), out + err
+
+
+KILLED, SEGV, ASKED = -int(signal.SIGKILL), -int(signal.SIGSEGV), -int(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("ended", "ends", "line", "status"),
+    [  # the ranks that had ended before torch ended the rest; each rank's exit code, and its words with their status and time
+        ([1], {0: (2, ("a", 2, 10.2)), 1: (2, ("b", 2, 10.1))}, "b", 2),
+        ([], {0: (ASKED, ("a", 2, 10.2)), 1: (ASKED, ("b", 2, 10.1))}, "b", 2),  # asked to end when they had spoken
+        ([0], {0: (1, ("lost a rank", 1, 10.2)), 1: (2, ("wrong", 2, 12.1))}, "wrong", 2),
+        ([1], {0: (1, ("rank 1 is dead", 1, 10.0)), 1: (KILLED, None)}, "launch: rank 1 on HOST was killed by SIGKILL", 137),
+        ([0, 1], {0: (1, ("rank 1 is dead", 1, 10.0)), 1: (KILLED, None)}, "launch: rank 1 on HOST was killed by SIGKILL", 137),
+        ([1], {0: (ASKED, None), 1: (SEGV, None)}, "launch: rank 1 on HOST was killed by SIGSEGV", 139),
+        ([0, 3], {0: (75, ("stop", 75, 9.0)), 3: (7, None)}, "launch: rank 3 on HOST failed first, with exit status 7: see its output", 7),
+        ([1], {0: (75, ("stopped 0", 75, 10.0)), 1: (75, ("stopped 1", 75, 10.1))}, "stopped 1", 75),
+        ([0], {0: (1, ("hangs", 1, 10.2)), 1: (KILLED, None)}, "hangs", 1),  # it did not end when asked
+        ([1], {0: (1, None), 1: (1, ("raised", 1, 10.2))}, "raised", 1),
+        ([0], {0: (1, None), 1: (1, ("raised", 1, 10.2))}, "launch: rank 0 on HOST failed first, with exit status 1: see its output", 1),
+        ([5], {5: (ASKED, None)}, "launch: rank 5 on HOST was killed by SIGTERM", 143),
+        ([5], {5: (-63, None)}, "launch: rank 5 on HOST was killed by signal 63", 191),
+    ],
+)
+def test_cause_among_failures(tmp_path: Path, ended: list[int], ends: dict[int, tuple[int, Any]], line: str, status: int) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    failures = {}
+    for rank, (code, said) in ends.items():
+        path = tmp_path / f"{rank}.json"
+        if said is not None:
+            words, end, when = said
+            extra = {"py_callstack": words, "timestamp": str(int(when)), "time": when, "status": end}
+            path.write_text(json.dumps({"message": {"message": words, "extraInfo": extra}}))
+        failures[rank] = ProcessFailure(0, 1, code, str(path))
+    cause = agent._cause(failures, ended)
+    assert cause.status == status
+    assert cause.line.replace(" (from outside, or for want of memory)", "") == line.replace("HOST", socket.gethostname())
+
+
+def test_words_of_another_program_are_taken_too(tmp_path: Path) -> None:
+    """What torch's own `record` leaves, in both of its forms."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    (tmp_path / "dict").write_text(json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "a", "timestamp": "5"}}}))
+    (tmp_path / "text").write_text(json.dumps({"message": "in C++", "timestamp": "5"}))
+    for name, line in (("dict", "E: x"), ("text", "in C++")):
+        assert agent._cause({0: ProcessFailure(0, 1, 3, str(tmp_path / name))}) == agent.Cause(line, 3)
 
 
 def test_second_interrupt_ends_ranks_that_do_not_stop(launch: Launch) -> None:

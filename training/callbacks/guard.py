@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
 
+from configs import last_words
 from configs.schema import Config
 from parallel import collective_log
 from parallel.topology import Topology
@@ -97,15 +96,8 @@ class Guard(Callback):
         os._exit(FAILED)  # the main thread may be inside a collective for good
 
     def say_last_words(self) -> None:
-        """The last line of this rank, also in torchrun's closing summary."""
+        """The last line of this rank, which its launcher repeats."""
         words, self.last_words = self.last_words, None
         if words is None:
             return
-        several = os.environ.get("WORLD_SIZE", "1") != "1"
-        sys.stdout.flush()
-        sys.stderr.write(f"[rank {self._rank}] {words}\n" if several else f"{words}\n")
-        sys.stderr.flush()
-        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if error_file:
-            content = {"message": {"message": words, "extraInfo": {"py_callstack": words, "timestamp": str(int(time.time()))}}}
-            Path(error_file).write_text(json.dumps(content), encoding="utf-8")
+        last_words.say(words, FAILED)
