@@ -14,38 +14,50 @@ Paths and times are no part of it: a corpus that has moved is the same.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 Identity = dict[str, Any]
 
 
-def differences(now: Identity, trained: Identity) -> list[str]:
-    """What differs between the data of a start and that of the run, in a sentence each; empty when all is the same.
+class Difference(NamedTuple):
+    """What is otherwise, in a sentence, and the key of the config that it belongs to."""
+
+    key: str
+    text: str
+
+
+def differences(now: Identity, trained: Identity) -> list[Difference]:
+    """What differs between the data of a start and that of the run; empty when all is the same.
 
     What an identity of an earlier version lacks is not compared.
     """
     found = []
     if _differ(now, trained, "tokenizer"):
-        found.append("data.tokenizer has other content than the tokenizer that the run was trained with")
+        found.append(Difference("data.tokenizer", "data.tokenizer has other content than the tokenizer that the run was trained with"))
     split, old_split = now.get("split", {}), trained.get("split", {})
     if _differ(split, old_split, "fraction"):
-        found.append(f"data.validation_fraction is {split['fraction']}, the run was trained with {old_split['fraction']}")
+        text = f"data.validation_fraction is {split['fraction']}, the run was trained with {old_split['fraction']}"
+        found.append(Difference("data.validation_fraction", text))
     elif _differ(split, old_split, "rule"):
-        found.append(f"the validation split is made by the rule {split['rule']!r}, that of the run by {old_split['rule']!r}")
+        text = f"the validation split is made by the rule {split['rule']!r}, that of the run by {old_split['rule']!r}"
+        found.append(Difference("data.validation_fraction", text))
     sources, old_sources = now["sources"], trained["sources"]
     if len(sources) != len(old_sources):
-        return [*found, f"data.corpus has the sources {_names(sources)}; the run was trained on {_names(old_sources)}"]
+        text = f"data.corpus has the sources {_names(sources)}; the run was trained on {_names(old_sources)}"
+        return [*found, Difference("data.corpus", text)]
     if _reordered(sources, old_sources):
-        return [*found, f"data.corpus has the sources in the order {_names(sources)}; the run was trained with {_names(old_sources)}"]
+        text = f"data.corpus has the sources in the order {_names(sources)}; the run was trained with {_names(old_sources)}"
+        return [*found, Difference("data.corpus", text)]
     # Other ids, or another share of the documents, have other digests everywhere: only what is counted says more.
     comparable = not found
     for source, old in zip(sources, old_sources, strict=True):
         name = source["name"]
         if _differ(source, old, "weight"):
-            found.append(f"data.corpus: the weight of {name} is {_weight(source)}, the run was trained with {_weight(old)}")
+            text = f"data.corpus: the weight of {name} is {_weight(source)}, the run was trained with {_weight(old)}"
+            found.append(Difference("data.corpus", text))
         problem = _other_content(source, old, comparable)
         if problem:
-            found.append(f"data.corpus: {problem}")
+            found.append(Difference("data.corpus", f"data.corpus: {problem}"))
     return found
 
 

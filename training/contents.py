@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 
 from configs.architecture import architecture
-from configs.schema import Config, ConfigError
+from configs.schema import ConfigError
 from optim import state as optimizer_state
 from training.shards import Reader
 from training.state_file import Progress, read_state
@@ -26,7 +26,6 @@ from training.step import Model
 
 __all__ = [
     "Progress",
-    "check_same_model",
     "describe",
     "load",
     "load_weights",
@@ -37,26 +36,10 @@ __all__ = [
 ]
 
 
-def check_same_model(config: Config, vocab_size: int, folder: Path) -> None:
-    """Raise ConfigError when the checkpoint is of another model than the config's, or in another precision."""
-    saved = read_state(folder)
-    theirs, ours = saved["architecture"], architecture(config, vocab_size)
-    for values in (theirs, ours):
-        if values["model"]["position_embedding"] == "rope":  # no weight depends on it
-            values["model"].pop("sequence_length", None)
-    pairs = [(f"{section}.{key}", theirs[section].get(key), value) for section in ours for key, value in ours[section].items()]
-    pairs.append(("training.precision", saved["precision"], config.training.precision))
-    for key, their_value, our_value in pairs:
-        if their_value != our_value:
-            raise ConfigError(
-                f"{key} ({our_value}) differs from the checkpoint {folder} ({their_value}), which is of another model. "
-                f"Try {key}={their_value}, another name or run_dir, or checkpoint.resume=never."
-            )
-
-
-def describe(model: Model, progress: Progress, vocab_size: int) -> dict[str, Any]:
-    """The content of state.json."""
+def describe(model: Model, progress: Progress, vocab_size: int, facts: dict[str, Any]) -> dict[str, Any]:
+    """The content of state.json. `facts`: whose checkpoint it is (`run`) and what it was trained on (`data`)."""
     return {
+        **facts,
         **asdict(progress),
         "vocab_size": vocab_size,
         "architecture": architecture(model.config, vocab_size),

@@ -20,8 +20,8 @@ from typing import Any
 import xxhash
 import yaml
 
-from configs.schema import Config, ConfigError
-from training import headers
+from configs.schema import ConfigError
+from training import headers, record
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -186,10 +186,46 @@ def unreadable(folder: Path, files: Iterable[str]) -> list[str]:
     return [*found, *([lacking] if lacking else [])]
 
 
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoint folders of a run, newest first, good or not."""
+def all_checkpoints(run_dir: Path) -> list[Path]:
+    """All checkpoint folders below a run folder, newest first, good or not, whichever run wrote them."""
     folders = [path for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def run_of(folder: Path) -> str | None:
+    """The id of the run that wrote a checkpoint; None where it does not say: of an earlier version, or damaged."""
+    try:
+        found = json.loads((folder / STATE).read_bytes()).get("run")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def foreign_checkpoints(run_dir: Path) -> list[tuple[Path, str]]:
+    """The checkpoints in a run folder that another run wrote, newest first, each with why. Raises ConfigError for a broken run.json."""
+    held = record.read(run_dir)
+    found = [(folder, run_of(folder)) for folder in all_checkpoints(run_dir)]
+    if held is None:
+        named = {run: folder for folder, run in found if run is not None}
+        return [] if len(named) < 2 else [(folder, f"it is of run {run}") for run, folder in named.items()]
+    # A damaged one does not say whose it is, and is passed over for its damage.
+    unnamed = [folder for folder, run in found if run is None and not held.adopted and problem_with(folder) is None]
+    return [
+        (folder, f"it is of run {run}" if run else "it is of an earlier version")
+        for folder, run in found
+        if run not in (None, held.id) or folder in unnamed
+    ]
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a folder's run, newest first, good or not; none that another run wrote. Raises ConfigError where it
+    cannot be told which run that is."""
+    foreign = foreign_checkpoints(run_dir)
+    if foreign and record.read(run_dir) is None:
+        several = " and ".join(f"{folder.name} ({why})" for folder, why in foreign)
+        raise ConfigError(f"{run_dir} holds checkpoints of several runs, and no {record.RECORD} says which is its own: {several}.")
+    others = [folder for folder, _ in foreign]
+    return [folder for folder in all_checkpoints(run_dir) if folder not in others]
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -221,7 +257,7 @@ def good_checkpoint_at(path: Path) -> Path:
 
     Raises ConfigError where there is none.
     """
-    good, passed_over = _newest_good(checkpoints_at(path), verify)
+    good, passed_over = newest_good(checkpoints_at(path), verify)
     if good is None:
         raise ConfigError(f"{path} holds no good checkpoint: {'; '.join(passed_over)}.")
     for line in passed_over:
@@ -229,39 +265,30 @@ def good_checkpoint_at(path: Path) -> Path:
     return good
 
 
-def find(config: Config, check: Check = verify) -> tuple[Path | None, list[str]]:
-    """The checkpoint to resume from, by `checkpoint.resume`, and a line for each one passed over.
+def newest_good(folders: list[Path], check: Check) -> tuple[Path | None, list[str]]:
+    """The first folder that `check` finds nothing wrong with, and a line for each before it.
 
-    `check` says what is wrong with a folder; the default reads every byte. Raises ConfigError for a path that is no checkpoint.
+    Damaged ones are passed over. One that another version of the code wrote is not understood: raises ConfigError.
     """
-    resume = config.checkpoint.resume
-    if resume == "never":
-        return None, []
-    if resume == "auto":
-        return _newest_good(list_checkpoints(Path(config.run_dir)), check)
-    folder = Path(resume)
-    if not (folder / MANIFEST).exists() and (folder / "checkpoints").is_dir():  # a run folder stands for its newest
-        good, passed_over = _newest_good(list_checkpoints(folder), check)
-        if good is not None:
-            return good, passed_over
-    problem = check(folder)
-    if problem is not None:
-        raise ConfigError(
-            f"checkpoint.resume ({resume}) is no checkpoint: {problem}. Give a folder .../checkpoints/step_XXXXXXX, a run folder that "
-            "holds one, auto (the newest good one in run_dir, or a fresh start) or never."
-        )
-    return folder, []
-
-
-def _newest_good(folders: list[Path], check: Check) -> tuple[Path | None, list[str]]:
-    """The first folder that `check` finds nothing wrong with, and a line for each before it."""
     passed_over: list[str] = []
     for folder in folders:
         problem = check(folder)
         if problem is None:
             return folder, passed_over
+        if is_of_other_format(folder):
+            raise ConfigError(f"checkpoint {folder} cannot be read: {problem}. Use the version that wrote it, or name another.")
         passed_over.append(f"passed over {folder}: {problem}")
     return None, passed_over
+
+
+def is_of_other_format(folder: Path) -> bool:
+    """Whether a whole manifest is there, of a format that this version does not read."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        own_sum = content.pop("xxh3")
+        return bool(content["format"] != FORMAT and own_sum == _self_sum(content))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:

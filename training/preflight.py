@@ -8,19 +8,22 @@ from configs.schema import Config, ConfigError
 from data.corpus import parse_corpus
 from data.tokenizer import load_tokenizer
 from parallel.devices import refuse_missing
-from training import manifest
+from training import manifest, start
 
 
 def check(config: Config) -> None:
     """Raise ConfigError for a device, corpus, tokenizer, checkpoint or weights that is missing, a wrong vocabulary, an unusable run_dir."""
     refuse_missing(config.training.device, "training.device")
     parse_corpus(config.data.corpus)
+    begun = start.find(config, manifest.problem_with)  # the bytes are read once, by all ranks together
+    if begun.checkpoint is not None:
+        start.check_model(config, None, begun.checkpoint)
+        start.changed_settings(config, begun)
+        start.check_tokenizer(config, begun)
     if config.data.tokenizer != "sentencepiece":  # else it is trained here, to a size that the config was checked with
-        _check_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
-    if config.checkpoint.resume not in ("auto", "never"):
-        manifest.find(config, manifest.problem_with)  # its bytes are read once, by all ranks together
+        _check_vocabulary(config, load_tokenizer(start.data_config(config, begun).tokenizer).vocab_size)
     weights = config.checkpoint.weights
-    if weights is not None and not Path(weights, "config.yaml").is_file():
+    if begun.checkpoint is None and weights is not None and not Path(weights, "config.yaml").is_file():
         raise ConfigError(f"checkpoint.weights ({weights}) must be a folder of `python -m models.convert import`: it has no config.yaml.")
     try:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)

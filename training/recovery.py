@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 
 from training import checkpoint, diagnosis, events, manifest, resume
@@ -66,9 +65,7 @@ def _stop(run: Run, health: Health, text: str, kind: str, finding: Finding | Non
 
 def _go_back(run: Run, text: str, checkpoints: Checkpoints) -> None:
     checkpoints.finish_pending(run)
-    newest = copy.deepcopy(run.config)
-    newest.checkpoint.resume = "auto"
-    folder = resume.find(newest)
+    folder = resume.newest(run.run_dir)
     if folder is None:
         raise UnhealthyRun(f"{text}. There is no checkpoint to go back to. Try training.nonfinite=skip, or a smaller checkpoint.interval.")
     before = run.progress.step

@@ -1,4 +1,4 @@
-"""How a run starts: alone in its folder, and from the newest checkpoint that all ranks together found good."""
+"""How a run starts: alone in its folder, and from the newest checkpoint that all ranks together found good; training/start.py decides."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from configs.changes import Change
 from configs.schema import Config, ConfigError
-from training import contents, events, manifest
+from data.identity import Identity
+from training import contents, events, manifest, start, status
+from training.record import Keeper, Record
+from training.start import Start
 
 LOCK = "job.lock"
 GRACE = 3.0  # seconds that a job which was just killed has to let go of its folder
@@ -26,6 +32,8 @@ class Claim:
 
     def __init__(self, run_dir: Path):
         """Wait at most GRACE seconds for the lock. Raises ConfigError where another job holds it, or the folder cannot be written."""
+        self._run_dir = run_dir
+        self._keeper: Keeper | None = None
         path = run_dir / LOCK
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -59,8 +67,19 @@ class Claim:
             print(f"run_dir has no locks ({error.strerror}): nothing keeps a second job out of it", flush=True)
         return True
 
+    def keep(self, record: Record) -> None:
+        """Write the record of the run that this process works on from now on. Raises OSError."""
+        self._keeper = Keeper(self._run_dir, record)
+
+    def note_saved(self, step: int) -> None:
+        """A checkpoint of this step is announced: a later start must find one. Raises OSError."""
+        if self._keeper is not None:
+            self._keeper.note(saved=step)
+
     def release(self) -> None:
         """Let another job have the folder."""
+        if self._keeper is not None:
+            self._keeper.close()
         self._file.close()
 
 
@@ -83,18 +102,78 @@ def claim(run_dir: Path) -> Claim | None:
     return held
 
 
-def find(config: Config) -> Path | None:
-    """The checkpoint to start from, the same on every rank, or None. Every byte of it was read, each by one of the ranks.
+@dataclass(frozen=True)
+class Beginning:
+    """How this job starts, and what is otherwise than the checkpoint says; the same on every rank."""
 
-    Says, once, which checkpoints it passed over. A collective call. Raises ConfigError on every rank.
+    start: Start
+    settings: list[Change]
+    data: list[str]  # sentences
+
+
+def find(config: Config, vocab_size: int, identity: Identity) -> Beginning:
+    """How the command starts, with every byte of its checkpoint read, each by one of the ranks, and everything compared that the
+    checkpoint was trained with. Says, once, which checkpoints it passed over. A collective call. Raises ConfigError on every rank.
     """
-    folder, problem = None, None
+
+    def decide() -> Beginning:
+        found = start.find(config, _check_together)
+        for line in found.passed_over:
+            print(line, flush=True)
+            events.record(Path(config.run_dir), "checkpoint_passed_over", line)
+        if found.checkpoint is not None:
+            start.check_model(config, vocab_size, found.checkpoint)
+        return Beginning(found, start.changed_settings(config, found), start.changed_data(config, found, identity))
+
+    answer = _with_checks(decide)
+    assert isinstance(answer, Beginning)
+    return answer
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The newest checkpoint of the run in a folder that is good, every byte of it read; None where there is none. A collective call."""
+
+    def look() -> Path | None:
+        good, passed_over = manifest.newest_good(manifest.list_checkpoints(run_dir), _check_together)
+        for line in passed_over:
+            print(line, flush=True)
+            events.record(run_dir, "checkpoint_passed_over", line)
+        return good
+
+    answer: Path | None = _with_checks(look)
+    return answer
+
+
+def say(config: Config, beginning: Beginning, step: int) -> None:
+    """Print and record how the run starts. Rank 0 calls it, once the checkpoint's state is taken. Raises OSError."""
+    run_dir, found = Path(config.run_dir), beginning.start
+    if status.read(run_dir).get("state") == "running" and not found.is_new:  # we hold the folder: that process is gone
+        text = "the attempt before this one ended without a word"
+        print(text, flush=True)
+        events.record(run_dir, "ended_hard", text, step=start.last_step(run_dir))
+    line = found.line(step)
+    if found.record.adopted and found.checkpoint is not None and manifest.run_of(found.checkpoint) is None:
+        line += "; its checkpoint is of an earlier version, which names neither tokenizer nor data: they are taken from its folder"
+    print(line, flush=True)
+    events.record(run_dir, "run_started" if found.is_new else "run_goes_on", line, step=step, run=found.record.id)
+    if found.checkpoint is not None:
+        text = f"resumed from {found.checkpoint} at step {step}"
+        print(text, flush=True)
+        events.record(run_dir, "resumed", text, step=step)
+    changed = start.in_words(beginning.settings, beginning.data)
+    if changed:
+        text = f"it goes on with other settings than its checkpoint: {changed}"
+        print(text, flush=True)
+        values = {change.key: [change.before, change.after] for change in beginning.settings}
+        events.record(run_dir, "settings_changed", text, step=step, settings=values, data=beginning.data)
+
+
+def _with_checks(work: Callable[[], Any]) -> Any:
+    """Do `work` on rank 0, which may call `_check_together`, while the other ranks check with it. Raises ConfigError on every rank."""
+    answer, problem = None, None
     if dist.get_rank() == 0:
         try:
-            folder, passed_over = manifest.find(config, _check_together)
-            for line in passed_over:
-                print(line, flush=True)
-                events.record(Path(config.run_dir), "checkpoint_passed_over", line)
+            answer = work()
         except (OSError, ValueError) as error:  # ConfigError, or a file that went away meanwhile
             problem = str(error)
         _broadcast(None)  # no more to check
@@ -102,8 +181,7 @@ def find(config: Config) -> Path | None:
         while (candidate := _broadcast(None)) is not None:
             _check_share(*candidate)
     contents.raise_together(problem)
-    answer = _broadcast(None if folder is None else (folder, {}))
-    return None if answer is None else answer[0]
+    return _broadcast(answer)
 
 
 def _check_together(folder: Path) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 from configs.schema import Config
 from parallel.topology import Topology
 from training.health import SkippedSamples
+from training.resume import Claim
 from training.state_file import Progress
 from training.step import Model, StepResult
 
@@ -33,6 +34,8 @@ class Run:
     stop_reason: str | None = None  # why the run shall end after this step, the same on every rank
     tokens_per_expert: Any = None  # [layers, experts] of the last step, on the host; None for a dense model
     result: StepResult | None = None  # of the last step
+    claim: Claim | None = None  # rank 0's hold on run_dir
+    facts: dict[str, Any] = field(default_factory=dict)  # whose checkpoints these are, and what they were trained on
 
     @property
     def run_dir(self) -> Path:

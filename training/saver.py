@@ -71,8 +71,17 @@ class Saver:
         """Whether a save is under way; the same on every rank."""
         return self._save is not None
 
-    def start(self, model: Model, progress: Progress, folder: Path, vocab_size: int, keep: int = 0, keep_every: int = 0) -> Saved | None:
-        """Take a snapshot, and begin to write it. Waits for an earlier save first, and returns that.
+    def start(
+        self,
+        model: Model,
+        progress: Progress,
+        folder: Path,
+        vocab_size: int,
+        keep: int = 0,
+        keep_every: int = 0,
+        facts: dict[str, Any] | None = None,
+    ) -> Saved | None:
+        """Take a snapshot, and begin to write it. Waits for an earlier save first, and returns that. `facts`: see contents.describe.
 
         Once the checkpoint is in place, older ones are deleted as manifest.prune says. Raises SaveError for the earlier save.
         """
@@ -82,7 +91,7 @@ class Saver:
         begin = time.perf_counter()
         with model.frozen_weights():
             self._snapshot.take(contents.tensors_to_save(model))
-        state = contents.describe(model, progress, vocab_size)
+        state = contents.describe(model, progress, vocab_size, facts or {})
         small = {manifest.CONFIG: self._config, manifest.STATE: json.dumps(state, indent=1)}
         self._save = _Save(folder, progress.step, small, self._snapshot, keep, keep_every, begin)
         self.last_step = progress.step

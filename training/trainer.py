@@ -19,7 +19,7 @@ from data.build import build_data
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer
 from parallel import topology as topology_module
-from training import checkpoint, contents, dry_run, events, plan, recovery, resume, status
+from training import checkpoint, dry_run, kept_tokenizer, manifest, plan, recovery, resume, start, status
 from training.callbacks.checkpoints import Checkpoints
 from training.callbacks.early_stop import EarlyStop
 from training.callbacks.evaluation import Evaluation
@@ -41,6 +41,7 @@ from training.health import Health, SkippedSamples
 from training.metrics import expert_load, peak_flops, peak_memory_bytes
 from training.run import Callback, Metrics, Run
 from training.signals import StopSignals
+from training.start import Start
 from training.state_file import in_words
 from training.step import Model
 
@@ -174,29 +175,28 @@ class Trainer:
         config = self.config
         is_main = int(os.environ.get("RANK", "0")) == 0
         topology_module.choose_device(config)  # a wrong device is told before a corpus is prepared
-        prepared = prepare(config.data, config.model.family, show_progress=is_main and config.logging.progress)
+        early = start.find(config, manifest.problem_with)  # every byte is read once all ranks are there
+        data_config = start.data_config(config, early)
+        prepared = prepare(data_config, config.model.family, show_progress=is_main and config.logging.progress)
         tokenizer = load_tokenizer(prepared.tokenizer_path)
         vocab_size = config.model.vocab_size or tokenizer.vocab_size
         topology = topology_module.initialize(config)
         for callback in self.callbacks:
             callback.on_join(topology)
         self._claim = resume.claim(Path(config.run_dir))
-        folder = resume.find(config)
-        if folder is not None:
-            contents.check_same_model(config, vocab_size, folder)
+        beginning = resume.find(config, vocab_size, prepared.identity)
+        folder = beginning.start.checkpoint
         self._plan = plan.make_plan(config, topology.world_size, vocab_size, topology.device.type)
         plan.refuse_what_cannot_fit(self._plan, topology.device)
         model = Model(config, topology, vocab_size)
         progress = checkpoint.Progress()
         if folder is not None:
             progress = checkpoint.load(model, folder)
-            if topology.rank == 0:
-                line = f"resumed from {folder} at step {progress.step}"
-                print(line, flush=True)
-                events.record(Path(config.run_dir), "resumed", line, step=progress.step)
         elif config.checkpoint.weights is not None:
             model.load_weights(Path(config.checkpoint.weights), vocab_size)
-        skipped = SkippedSamples.load(Path(config.run_dir), afresh=config.checkpoint.resume == "never")
+        if topology.rank == 0:
+            resume.say(config, beginning, progress.step)
+        skipped = SkippedSamples.load(Path(config.run_dir), afresh=beginning.start.is_new)
 
         def data(consumed: int) -> Any:
             return build_data(config, prepared, rank=topology.data_rank, world_size=topology.data_size, consumed_samples=consumed)
@@ -206,7 +206,8 @@ class Trainer:
         self._peak_flops = peak_flops(config, topology.device)
         run = Run(config, topology, model, vocab_size, tokenizer, loader, make_validation_loader, progress, skipped=skipped)
         run.make_loader = lambda consumed: data(consumed)[0]
-        self._describe(run)
+        run.claim, run.facts = self._claim, {"run": beginning.start.record.id, "data": prepared.identity}
+        self._describe(run, beginning.start)
         if dry_run.wanted(config, topology.device):
             dry_run.first_batch(model, self._plan)
         return run
@@ -215,13 +216,14 @@ class Trainer:
         if self._claim is not None:
             self._claim.release()
 
-    def _describe(self, run: Run) -> None:
-        if not run.is_main:
+    def _describe(self, run: Run, begun: Start) -> None:
+        if self._claim is None:
             return
         run.run_dir.mkdir(parents=True, exist_ok=True)
         (run.run_dir / "config.yaml").write_text(to_yaml(self.config))
         plan.write(self._plan, run.run_dir)
-        copy_tokenizer(Path(run.tokenizer.path), run.run_dir / "tokenizer")
+        copy_tokenizer(Path(run.tokenizer.path), kept_tokenizer.place_for(run.run_dir, run.tokenizer.digest))
+        self._claim.keep(begun.record)
         print(
             f"{self.config.name}: {self.config.model.family}, {run.topology.device.type}, "
             f"{in_words({'world_size': run.topology.world_size, **vars(self.config.parallel)})}; "

@@ -64,7 +64,7 @@ def test_token_files_of_equal_size_and_other_bytes(config, own, change, monkeypa
     time.sleep(0.02)  # longer than the file system's tick
     flip(Path(f"{own}.bin"), **change)
     now = prepare(config, "gpt", False).identity
-    assert differences(now, trained) == [f"data.corpus: {own}.bin has other bytes than the run was trained on"]
+    assert [found.text for found in differences(now, trained)] == [f"data.corpus: {own}.bin has other bytes than the run was trained on"]
 
 
 def test_prepared_files_of_equal_size_and_other_bytes(config):
@@ -169,7 +169,7 @@ def identity(*sources, tokenizer="t", fraction=0.02, rule="hash"):
     ],
 )
 def test_what_differs_is_said(now, trained, words):
-    assert differences(now, trained) == words
+    assert [found.text for found in differences(now, trained)] == words
 
 
 def test_tokenizers_by_content(model_path, texts, tmp_path):

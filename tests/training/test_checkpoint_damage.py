@@ -22,7 +22,7 @@ from tests.distributed import RankError
 from tests.test_rooms import ROOT, own_modules
 from tests.tolerances import FP32_LOSS
 from tests.training.helpers import largest_difference, train_on_ranks
-from training import events, manifest
+from training import events, manifest, start
 from training.open_model import open_model
 
 RUN = ["experiment=gpt_moe_tiny", "model.hidden_size=32", "model.num_layers=2", "checkpoint.interval=2", "parallel.expert=2"]
@@ -101,13 +101,13 @@ def test_every_damage_is_found_and_passed_over(run_dir: Path, tmp_path: Path) ->
         assert changed, f"{damage.__name__} of {name} did nothing"
         problem = manifest.verify(damaged)
         assert problem is not None and name in problem and "\n" not in problem, (name, damage.__name__, problem)
-        found, passed_over = manifest.find(auto(copy))
-        assert found == manifest.folder_of(copy, 4)
-        assert passed_over == [f"passed over {damaged}: {problem}"]
-        config = auto(copy)
+        found = start.find(auto(copy))
+        assert found.checkpoint == manifest.folder_of(copy, 4)
+        assert found.passed_over == (f"passed over {damaged}: {problem}",)
+        config = auto(tmp_path / "other")
         config.checkpoint.resume = str(damaged)
         with pytest.raises(ConfigError, match="is no checkpoint"):
-            manifest.find(config)
+            start.find(config)
         with pytest.raises(ConfigError, match="holds no good checkpoint"):
             manifest.good_checkpoint_at(damaged)
 
@@ -244,8 +244,9 @@ def test_a_planted_payload_never_runs(run_dir: Path, tmp_path: Path, name: str) 
                 (folder / planted).write_bytes(bare_pickle(mark, b""))
             if recomputed:
                 manifest.write(folder, 5, {file: manifest.sum_of(folder / file) for file in FILES if file != "manifest.json"})
-            found, (said,) = manifest.find(auto(copy))
-            assert found == manifest.folder_of(copy, 4)
+            found = start.find(auto(copy))
+            (said,) = found.passed_over
+            assert found.checkpoint == manifest.folder_of(copy, 4)
             assert said.startswith(f"passed over {folder}: its ") and name in said and "\n" not in said
             if recomputed or name == "manifest.json":
                 (answers,) = distributed.run(use_everything, 1, str(folder), str(copy / "out"))

@@ -163,9 +163,9 @@ def test_checkpoint_of_another_model(finished: tuple[list[str], Path], tmp_path:
     """Also under auto: starting afresh in the folder of another run would delete it bit by bit."""
     overrides, folder = finished
     shutil.copytree(folder, tmp_path / "run")
-    for more in ([], [f"checkpoint.resume={folder}"]):
+    for name, more in (("run", []), ("other", [f"checkpoint.resume={folder}"])):
         with pytest.raises(RankError, match=r"model.num_layers \(2\) differs from the checkpoint .* \(4\)") as caught:
-            run([*overrides, *more, "model.num_layers=2"], 1, tmp_path / "run")
+            run([*overrides, *more, "model.num_layers=2"], 1, tmp_path / name)
         assert isinstance(caught.value.__cause__, ConfigError)
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
 

@@ -48,11 +48,13 @@ class Checkpoints(Callback):
         self.finish_pending(run)
         settings = run.config.checkpoint
         folder = manifest.folder_of(run.run_dir, run.progress.step)
-        checkpoint.saver_of(run.model).start(run.model, run.progress, folder, run.vocab_size, settings.keep, settings.keep_every)
+        checkpoint.saver_of(run.model).start(run.model, run.progress, folder, run.vocab_size, settings.keep, settings.keep_every, run.facts)
 
     def _announce(self, run: Run, saved: Saved | None) -> None:
         if saved is None or not run.is_main:
             return
+        if run.claim is not None:
+            run.claim.note_saved(saved.step)
         run.say(f"checkpoint {saved.folder}")
         if saved.complaint is not None:
             run.say(saved.complaint)

@@ -1,0 +1,54 @@
+"""The tokenizer that a run keeps beside its checkpoints, known by content: a checkpoint's tokens mean nothing with another one.
+
+`run_dir/tokenizer` is the newest; one that was exchanged by name (`checkpoint.accept_changes`) stays, as `tokenizer-DIGEST`, for the
+checkpoints that were trained with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs.schema import ConfigError
+from data.tokenizer import tokenizer_digest
+from training.state_file import read_state
+
+FOLDER = "tokenizer"
+
+
+def digest_of(checkpoint: Path) -> str | None:
+    """The digest of the tokenizer that a checkpoint was trained with: named by it, or taken from its run folder where an earlier
+    version wrote it. None where neither says. Raises ConfigError for a broken checkpoint or tokenizer."""
+    data = read_state(checkpoint).get("data")
+    if data is not None:
+        return str(data["tokenizer"])
+    folder = checkpoint.parent.parent / FOLDER
+    return tokenizer_digest(folder) if folder.is_dir() else None
+
+
+def of_checkpoint(checkpoint: Path) -> Path | None:
+    """The kept tokenizer that a checkpoint was trained with; None where none is kept beside it.
+
+    Raises ConfigError where one is kept, and none is the checkpoint's.
+    """
+    run_dir, wanted = checkpoint.absolute().parent.parent, digest_of(checkpoint)
+    kept = [run_dir / FOLDER, *run_dir.glob(f"{FOLDER}-*")]
+    kept = [folder for folder in kept if folder.is_dir() and any(folder.iterdir())]
+    if not kept or wanted is None:
+        return None
+    for folder in kept:
+        if tokenizer_digest(folder) == wanted:
+            return folder
+    raise ConfigError(
+        f"{kept[0]} has other content than the tokenizer that checkpoint {checkpoint} was trained with: its weights would read "
+        "other tokens. Put the run's own tokenizer back."
+    )
+
+
+def place_for(run_dir: Path, digest: str) -> Path:
+    """Where a run's tokenizer of this digest is kept: `tokenizer`, from which one of other content has moved away. Raises OSError."""
+    folder = run_dir / FOLDER
+    if folder.is_dir() and any(folder.iterdir()):
+        old = tokenizer_digest(folder)
+        if old != digest:
+            folder.rename(run_dir / f"{FOLDER}-{old[:8]}")
+    return folder

@@ -1,0 +1,281 @@
+"""What a command does in its run_dir: begin a run, go on with the one that is there, or refuse. Reads small files, without torch.
+
+`checkpoint.resume` says where a run that has not started begins. A run that has taken a step goes on, by the same command or by
+`auto`; any other way to start is refused. docs/guide/resume.md has the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.architecture import architecture
+from configs.changes import Change, changes
+from configs.compose import load
+from configs.schema import Config, ConfigError, DataConfig
+from data.identity import Identity, differences
+from data.tokenizer import tokenizer_digest
+from training import kept_tokenizer, manifest, record
+from training.record import Record
+from training.state_file import read_state
+
+METRICS = "metrics.jsonl"
+TAIL_BYTES = 1 << 20  # of metrics.jsonl, in which its last whole line lies
+# Known by content where the checkpoint says what it was trained on: the same data under another name are the same.
+BY_CONTENT = ("data.corpus", "data.text_key", "data.tokenizer")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a command starts. `checkpoint`: whose state it takes; None: from the beginning."""
+
+    record: Record
+    checkpoint: Path | None
+    is_new: bool  # nobody has taken a step of this run
+    passed_over: tuple[str, ...] = ()  # a line for each checkpoint that is not good
+
+    def line(self, step: int) -> str:
+        """What is said of it, once the step is known that the checkpoint is of."""
+        run = f"run {self.record.id}"
+        if not self.is_new:
+            again = "goes on at" if step or self.record.checkpoint else "was stopped before its first checkpoint, and begins again at"
+            return f"{run} {again} step {step} ({self.record.began})"
+        return f"{run} {self.record.began.replace('started', 'starts')}" + (f", at step {step}" if self.checkpoint else "")
+
+
+def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
+    """What the command of `config` does in its run_dir. `check` says what is wrong with a checkpoint; the default reads every byte.
+
+    Raises ConfigError where it must not start so.
+    """
+    run_dir = Path(config.run_dir)
+    held = record.read(run_dir) or _adopted(run_dir)
+    if held is None:
+        return _begin(config, check)
+    foreign = [f"{folder.name} ({why})" for folder, why in manifest.foreign_checkpoints(run_dir)]
+    if foreign:
+        raise ConfigError(
+            f"run_dir ({run_dir}) holds run {held.id} and checkpoints of another: {', '.join(foreign)}. "
+            f"Move them out of {run_dir / 'checkpoints'}, or choose another run_dir."
+        )
+    own = manifest.list_checkpoints(run_dir)
+    step = max([last_step(run_dir), held.saved, *(int(folder.name[5:]) for folder in own)])
+    if step == 0 and not own:
+        return _begin(config, check, held.id)
+    holds = f"run_dir ({run_dir}) holds run {held.id} at step {step}"
+    resume, weights = record.way(config)
+    if resume not in ("auto", held.resume):
+        raise ConfigError(f"{holds}, which {held.began}, and checkpoint.resume={resume} begins another. {_ADVICE}.")
+    good, passed_over = manifest.newest_good(own, check)
+    if good is not None:
+        return Start(held, good, False, tuple(passed_over))
+    if own:
+        raise ConfigError(f"{holds}, and none of its checkpoints is good: {'; '.join(passed_over)}. Mend one, or choose another run_dir.")
+    if held.saved:
+        raise ConfigError(f"{holds}, and its checkpoint of step {held.saved} is gone. Put it back, or choose another run_dir.")
+    if held.checkpoint is not None:
+        folder = _named(held.checkpoint, check)
+        return Start(held, folder, False)
+    if weights != held.weights:
+        raise ConfigError(f"{holds}, which {held.began}, and checkpoint.weights is {config.checkpoint.weights}. Choose another run_dir.")
+    return Start(held, None, False)
+
+
+_ADVICE = "Choose another run_dir, or checkpoint.resume=auto to go on with this one"
+
+
+def _begin(config: Config, check: manifest.Check, run_id: str | None = None) -> Start:
+    """A run that nobody has taken a step of: the command says where it begins."""
+    folder: Path | None = None
+    passed_over: list[str] = []
+    if config.checkpoint.resume not in ("auto", "never"):
+        folder, passed_over = _from_path(config.checkpoint.resume, check)
+    begun = record.new(config, folder)
+    if run_id is not None:
+        begun = dataclasses.replace(begun, id=run_id)
+    return Start(begun, folder, True, tuple(passed_over))
+
+
+def _from_path(path: str, check: manifest.Check) -> tuple[Path, list[str]]:
+    """The checkpoint that checkpoint.resume=PATH stands for. Raises ConfigError for a path that is none."""
+    folder = Path(path)
+    if not (folder / manifest.MANIFEST).exists() and (folder / "checkpoints").is_dir():  # a run folder stands for its newest
+        good, passed_over = manifest.newest_good(manifest.list_checkpoints(folder), check)
+        if good is not None:
+            return good, passed_over
+    return _named(path, check), []
+
+
+def _named(path: str, check: manifest.Check) -> Path:
+    folder = Path(path)
+    problem = check(folder)
+    if problem is not None:
+        raise ConfigError(
+            f"checkpoint.resume ({path}) is no checkpoint: {problem}. Give a folder .../checkpoints/step_XXXXXXX, a run folder that "
+            "holds one, auto (the newest good one in run_dir, or a fresh start) or never."
+        )
+    return folder
+
+
+def _adopted(run_dir: Path) -> Record | None:
+    """The record of a run whose folder has none, as an earlier version left it; None for a folder without a run. Raises ConfigError."""
+    folders, last = manifest.all_checkpoints(run_dir), last_step(run_dir)
+    if not folders and last == 0:
+        return None
+    manifest.list_checkpoints(run_dir)  # of one run
+    ids = sorted({run for folder in folders if (run := manifest.run_of(folder)) is not None})
+    later = [folder.name for folder in folders if int(folder.name[5:]) > last > 0]
+    if later and not ids:  # a step's metrics are written before its checkpoint
+        raise ConfigError(
+            f"run_dir ({run_dir}) holds a run at step {last} and checkpoints of an earlier one: {', '.join(later)}. "
+            f"Move them out of {run_dir / 'checkpoints'}, or choose another run_dir."
+        )
+    began = {"resume": "auto", "weights": None}
+    try:
+        began |= yaml.safe_load((run_dir / manifest.CONFIG).read_text())["checkpoint"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        pass  # auto goes on with any run
+    resume, weights = str(began["resume"]), began["weights"]
+    config = Config()
+    config.checkpoint.resume, config.checkpoint.weights = resume, weights
+    found = record.new(config, None if resume in ("auto", "never") else Path(resume))
+    return dataclasses.replace(found, id=ids[0] if ids else found.id, adopted=not ids)
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that metrics.jsonl holds; 0 where it holds none."""
+    try:
+        with open(run_dir / METRICS, "rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
+            lines = stream.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue  # the end of a line that a kill cut off
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What differs from the checkpoint
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def data_config(config: Config, start: Start) -> DataConfig:
+    """The data settings to prepare with: those of the config, and the tokenizer that the checkpoint was trained with."""
+    accepted = config.checkpoint.accept_changes
+    if start.checkpoint is None or "data.tokenizer" in accepted or "data.vocab_size" in accepted:
+        return config.data
+    kept = kept_tokenizer.of_checkpoint(start.checkpoint)
+    if kept is None:
+        return config.data
+    named = config.data.tokenizer
+    if named != "sentencepiece" and (Path(named).exists() or named != load(start.checkpoint / manifest.CONFIG).data.tokenizer):
+        return config.data  # its content is compared
+    return dataclasses.replace(config.data, tokenizer=str(kept))
+
+
+def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
+    """Raise ConfigError when the checkpoint is of another model than the config's, or in another precision.
+
+    vocab_size: None where it is not known yet, and taken for the checkpoint's.
+    """
+    saved = read_state(folder)
+    theirs, ours = saved["architecture"], architecture(config, vocab_size or saved["vocab_size"])
+    for values in (theirs, ours):
+        if values["model"]["position_embedding"] == "rope":  # no weight depends on it
+            values["model"].pop("sequence_length", None)
+    pairs = [(f"{section}.{key}", theirs[section].get(key), value) for section in ours for key, value in ours[section].items()]
+    pairs.append(("training.precision", saved["precision"], config.training.precision))
+    for key, their_value, our_value in pairs:
+        if their_value != our_value:
+            raise ConfigError(
+                f"{key} ({_show(our_value)}) differs from the checkpoint {folder} ({_show(their_value)}), which is of another model. "
+                f"Try {key}={_show(their_value)}, or another name or run_dir."
+            )
+
+
+def changed_settings(config: Config, start: Start) -> list[Change]:
+    """What the config says otherwise than the checkpoint's. Raises ConfigError for what must be accepted by name and is not."""
+    if start.checkpoint is None:
+        return []
+    saved = load(start.checkpoint / manifest.CONFIG)
+    found = [change for change in changes(saved, config) if not (change.key == "data.corpus" and _same_place(change.before, change.after))]
+    known = "data" in read_state(start.checkpoint)
+    accepted = config.checkpoint.accept_changes
+    refused = [
+        change
+        for change in found
+        if change.on_resume == "refuse" and change.key not in accepted and not (known and change.key in BY_CONTENT)
+    ]
+    if refused:
+        first, keys = refused[0], ",".join(change.key for change in refused)
+        more = f" (and {', '.join(change.key for change in refused[1:])})" if len(refused) > 1 else ""
+        raise ConfigError(
+            f"{first.key} ({_show(first.after)}) was {_show(first.before)} when {start.checkpoint} was written{more}: training and "
+            "validation documents, or the order or meaning of samples, would change under the run. Try "
+            f"{first.key}={_show(first.before)}, or checkpoint.accept_changes=[{keys}] to go on all the same."
+        )
+    return [change for change in found if change.on_resume != "free"]
+
+
+def changed_data(config: Config, start: Start, identity: Identity) -> list[str]:
+    """What the data are otherwise than what the checkpoint was trained on, a sentence each. Raises ConfigError for what must be
+    accepted by name and is not."""
+    if start.checkpoint is None:
+        return []
+    trained = read_state(start.checkpoint).get("data")
+    found = [] if trained is None else differences(identity, trained)
+    refused = [change for change in found if change.key not in config.checkpoint.accept_changes]
+    if refused:
+        keys = ",".join(dict.fromkeys(change.key for change in refused))
+        raise ConfigError(
+            f"{'; '.join(change.text for change in refused)}: the run of {start.checkpoint} would go on with other data. Put them "
+            f"back, or checkpoint.accept_changes=[{keys}] to go on all the same."
+        )
+    return [change.text for change in found]
+
+
+def check_tokenizer(config: Config, start: Start) -> None:
+    """Raise ConfigError, before a corpus is touched, for a named tokenizer that is not the checkpoint's."""
+    if start.checkpoint is None or config.data.tokenizer == "sentencepiece" or "data.tokenizer" in config.checkpoint.accept_changes:
+        return
+    trained = kept_tokenizer.digest_of(start.checkpoint)
+    place = Path(data_config(config, start).tokenizer).expanduser()
+    if trained is not None and tokenizer_digest(place) != trained:
+        raise ConfigError(
+            f"data.tokenizer ({config.data.tokenizer}) has other content than the tokenizer that {start.checkpoint} was trained with: "
+            "its weights would read other tokens. Put that one back, or begin another run."
+        )
+
+
+def in_words(found: Iterable[Change], sentences: Iterable[str]) -> str:
+    """One short paragraph of what differs; empty where nothing does."""
+    values = [f"{change.key} {_show(change.before)} -> {_show(change.after)}" for change in found]
+    return "; ".join([*values, *sentences])
+
+
+def _same_place(one: Any, other: Any) -> bool:
+    """Whether two values of data.corpus name the same files."""
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(item) for item in value]
+        if isinstance(value, dict):
+            return {**value, "path": resolved(value.get("path"))}
+        return str(Path(value).expanduser().absolute()) if isinstance(value, str) and value != "stdlib" else value
+
+    return bool(resolved(one) == resolved(other))
+
+
+def _show(value: Any) -> str:
+    """A value as it is typed on a command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
