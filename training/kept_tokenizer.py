@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from configs.schema import ConfigError
-from data.tokenizer import tokenizer_digest
+from configs.tokenizer_files import copy_tokenizer
+from data.tokenizer import Tokenizer, tokenizer_digest
 from training.state_file import read_state
 
 FOLDER = "tokenizer"
@@ -44,11 +45,12 @@ def of_checkpoint(checkpoint: Path) -> Path | None:
     )
 
 
-def place_for(run_dir: Path, digest: str) -> Path:
-    """Where a run's tokenizer of this digest is kept: `tokenizer`, from which one of other content has moved away. Raises OSError."""
+def keep(run_dir: Path, tokenizer: Tokenizer) -> None:
+    """Keep a run's tokenizer in `tokenizer`, from which one of other content moves away first. Raises OSError."""
     folder = run_dir / FOLDER
     if folder.is_dir() and any(folder.iterdir()):
         old = tokenizer_digest(folder)
-        if old != digest:
-            folder.rename(run_dir / f"{FOLDER}-{old[:8]}")
-    return folder
+        if old == tokenizer.digest:
+            return
+        folder.rename(run_dir / f"{FOLDER}-{old[:8]}")
+    copy_tokenizer(Path(tokenizer.path), folder)

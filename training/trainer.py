@@ -14,7 +14,6 @@ import torch.distributed as dist
 from configs.compose import to_yaml
 from configs.derived import is_moe, plans_moe
 from configs.schema import Config
-from configs.tokenizer_files import copy_tokenizer
 from data.build import build_data
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer
@@ -222,7 +221,7 @@ class Trainer:
         run.run_dir.mkdir(parents=True, exist_ok=True)
         (run.run_dir / "config.yaml").write_text(to_yaml(self.config))
         plan.write(self._plan, run.run_dir)
-        copy_tokenizer(Path(run.tokenizer.path), kept_tokenizer.place_for(run.run_dir, run.tokenizer.digest))
+        kept_tokenizer.keep(run.run_dir, run.tokenizer)
         self._claim.keep(begun.record)
         print(
             f"{self.config.name}: {self.config.model.family}, {run.topology.device.type}, "
