@@ -34,10 +34,13 @@ def use() -> None:
 
 
 def own_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
-    """Rank 0's store where no launcher holds one and MASTER_ADDR is the loopback; None where torch's own way is right."""
+    """The job's store where no launcher holds one: rank 0 does. All ranks call it. None where MASTER_ADDR is not the loopback: there
+    torch's own way is right."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if rank != 0 or not port or not _is_loopback(address):
+    if not port or not _is_loopback(address):
         return None
+    if rank != 0:
+        return dist.TCPStore(address, int(port), world_size, is_master=False, timeout=timeout)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, int(port)), family=family)
     return dist.TCPStore(address, int(port), world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())

@@ -61,9 +61,16 @@ def listened_on(process: subprocess.Popen[str], seconds: float) -> dict[tuple[Ad
     while process.poll() is None:
         seen.update(listening(process.pid))
         if time.monotonic() > deadline:
-            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
+            kill_family(process)
             raise TimeoutError(f"{process.args!r} runs for more than {seconds:g} s")
         time.sleep(POLL)
     return seen
+
+
+def kill_family(process: subprocess.Popen[str]) -> None:
+    """End a process and its descendants at once, if it still runs."""
+    if process.poll() is None:
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
