@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from tqdm import tqdm
@@ -409,6 +409,20 @@ def _write_text(path: Path, text: str) -> None:
 # Processes
 
 
+class _Lines:
+    """What tqdm writes to: each of its pictures becomes a line of a log."""
+
+    def __init__(self, log: TextIO):
+        self._log = log
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self._log.write(text.strip() + "\n")
+
+    def flush(self) -> None:
+        self._log.flush()
+
+
 def _run_jobs(
     jobs: list[dict[str, Any]], settings: dict[str, Any], num_workers: int, timeout: float, verb: str, ready: int, show_progress: bool
 ) -> None:
@@ -422,7 +436,10 @@ def _run_jobs(
     processes: list[subprocess.Popen[bytes]] = []
     selector = selectors.DefaultSelector()
     total = ready + sum(job["size"] for job in jobs)
-    bar = tqdm(total=total, initial=ready, unit="B", unit_scale=True, desc=verb, disable=not show_progress, mininterval=0.5)
+    look: dict[str, Any] = {"dynamic_ncols": True, "mininterval": 0.5}
+    if not sys.stderr.isatty():  # a log: plain lines, and not many
+        look = {"file": _Lines(sys.stderr), "mininterval": 30.0, "bar_format": "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}"}
+    bar = tqdm(total=total, initial=ready, unit="B", unit_scale=True, desc=verb, disable=not show_progress, **look)
     try:
         with bar:
             for _ in range(min(num_workers, len(jobs))):

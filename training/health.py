@@ -124,6 +124,10 @@ class SkippedSamples:
                 position = skip.end
         return position
 
+    def count_before(self, position: int) -> int:
+        """How many of the samples before `position` were passed over."""
+        return sum(skip.end - skip.first for skip in self._skips if skip.end <= position)
+
     def add(self, skip: Skip, *, write: bool) -> None:
         """Never use these samples; one rank writes it down."""
         self._skips.append(skip)

@@ -54,6 +54,12 @@ class Run:
     def tokens_per_step(self) -> int:
         return self.config.training.global_batch_size * self.config.model.sequence_length
 
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens that the steps so far were taken on, without those that were passed over."""
+        samples = self.progress.consumed_samples - self.skipped.count_before(self.progress.consumed_samples)
+        return samples * self.config.model.sequence_length
+
     def seek(self) -> None:
         """Bring the loader to the next samples that may be used."""
         position = self.skipped.next_position(self.progress.consumed_samples, self.config.training.global_batch_size)

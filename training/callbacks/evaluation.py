@@ -9,12 +9,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from data.build import entropy, label_counts
+from training.console import stamp
 from training.run import Callback, Metrics, Run
 from training.step import Batch
 
 
 class Evaluation(Callback):
-    """Adds `validation_loss` to the metrics; at the end prints it next to the unigram entropy of the same tokens."""
+    """Adds `validation_loss` to the metrics, and says it next to the unigram entropy of the same tokens."""
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         interval = run.config.training.eval_interval
@@ -24,8 +25,11 @@ class Evaluation(Callback):
         metrics["validation_loss"] = loss
         metrics["unigram_entropy"] = entropy
         metrics.update({f"validation_{name}": value for name, value in extra.items()})
-        if run.is_last_step:
-            run.say(f"validation loss {loss:.4f} nats, {entropy - loss:.4f} below the unigram entropy of the same tokens ({entropy:.4f})")
+        seen = f"{stamp()} step {metrics['step']}/{run.config.training.steps} | {run.tokens_seen:,} tokens"
+        apart = (
+            f"{abs(entropy - loss):.4f} {'below' if loss <= entropy else 'above'} the unigram entropy of the same tokens ({entropy:.4f})"
+        )
+        run.say(f"{seen} | validation loss {loss:.4f} nats, {apart}")
 
 
 def evaluate(run: Run) -> tuple[float, dict[str, float], float]:

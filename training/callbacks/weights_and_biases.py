@@ -24,12 +24,13 @@ class WeightsAndBiases(Callback):
             return
         import wandb  # imports for a second; only where it is used
 
+        wandb.setup(wandb.Settings(silent=True))  # its greetings, hints and warnings are not the run's
         if mode == "auto":
-            mode = "online" if wandb.api.api_key else "offline"
+            mode = "online" if wandb.login(prompt=False) else "offline"
         self._run = wandb.init(
             project=run.config.logging.wandb_project,
             name=run.config.name,
-            id=hashlib.sha256(str(run.run_dir.resolve()).encode()).hexdigest()[:16],
+            id=_run_id(run),
             dir=str(run.run_dir),
             config=asdict(run.config),
             mode=mode,
@@ -60,3 +61,8 @@ class WeightsAndBiases(Callback):
         finally:
             if self._run is not None:
                 self._run.finish()
+
+
+def _run_id(run: Run) -> str:
+    """The name under which the service knows this run, also when it goes on."""
+    return hashlib.sha256(str(run.run_dir.resolve()).encode()).hexdigest()[:16]
