@@ -39,6 +39,7 @@ def build_optimizer(config: Config, chunks: list[torch.nn.Module]) -> MegatronOp
         chunks,
         use_gloo_process_groups=False,
     )
+    share_scaler(optimizer)
     for member in members(optimizer):
         if isinstance(member.optimizer, torch.optim.AdamW):
             for group in member.optimizer.param_groups:
@@ -49,6 +50,20 @@ def build_optimizer(config: Config, chunks: list[torch.nn.Module]) -> MegatronOp
 def members(optimizer: MegatronOptimizer) -> list[Any]:
     """The single optimizers inside Megatron's chain (dense parameters, expert parameters)."""
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def scaler_of(optimizer: MegatronOptimizer) -> Any:
+    """The fp16 loss scaler, or None in other precisions."""
+    return next((scaler for member in members(optimizer) if (scaler := getattr(member, "grad_scaler", None)) is not None), None)
+
+
+def share_scaler(optimizer: MegatronOptimizer) -> None:
+    """Let all members unscale by the scale that the loss is multiplied with. Megatron gives each a scaler of its own: once gradients
+    of the experts alone have overflowed, they would be divided by half of that scale for ever."""
+    scaler = scaler_of(optimizer)
+    for member in members(optimizer):
+        if getattr(member, "grad_scaler", None) is not None:
+            member.grad_scaler = scaler
 
 
 def param_groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:

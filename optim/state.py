@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_p
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from optim.build import members
+from optim.build import members, scaler_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -194,7 +194,7 @@ def steps_taken(optimizer: MegatronOptimizer) -> int:
 
 def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
     """The fp16 loss scaler's numbers, or None in other precisions."""
-    scaler = getattr(members(optimizer)[0], "grad_scaler", None)
+    scaler = scaler_of(optimizer)
     if scaler is None:
         return None
     return {
@@ -204,11 +204,28 @@ def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
     }
 
 
+def loss_scale(optimizer: MegatronOptimizer) -> tuple[float, float]:
+    """The fp16 loss scale as it is now and the lowest that it may fall to."""
+    scaler = scaler_of(optimizer)
+    return float(scaler._scale), float(scaler.min_scale)
+
+
 def restore_scaler(optimizer: MegatronOptimizer, saved: dict[str, float] | None) -> None:
     """Undo `scaler_state`; None leaves the initial scale."""
-    for member in members(optimizer):
-        scaler = getattr(member, "grad_scaler", None)
-        if scaler is not None and saved is not None:
-            scaler._scale.fill_(saved["scale"])
-            scaler._growth_tracker = int(saved["growth_tracker"])
-            scaler._hysteresis_tracker = int(saved["hysteresis_tracker"])
+    scaler = scaler_of(optimizer)
+    if scaler is not None and saved is not None:
+        scaler._scale = torch.full_like(scaler._scale, saved["scale"])
+        scaler._growth_tracker = int(saved["growth_tracker"])
+        scaler._hysteresis_tracker = int(saved["hysteresis_tracker"])
+
+
+def named_state(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]) -> Iterator[tuple[int, str, str, torch.Tensor]]:
+    """What this rank's optimizer holds beside the model's parameters: (chunk, parameter's name, kind, tensor) of each part."""
+    parameters = list(_parameters(chunks))
+    for (name, parameter), owned in zip(parameters, _find_owned(optimizer, parameters), strict=True):
+        if owned is None:
+            continue
+        held = {} if parameter.dtype == torch.float32 else {"master": owned.main}
+        held |= {kind: owned.state[kind] for kind in MOMENTS if kind in owned.state}
+        chunk, _, rest = name.partition(".")
+        yield from ((int(chunk), rest, kind, value) for kind, value in held.items())

@@ -9,16 +9,26 @@ import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from optim.build import members
+from optim.build import members, scaler_of
 
 
 @torch.no_grad()
 def prepare(optimizer: MegatronOptimizer) -> float | None:
-    """The gradients' norm over the whole model, before clipping; None where fp16 gradients overflowed their scale, which is lowered.
+    """The gradients' norm over the whole model, before clipping; None where fp16 gradients overflowed their scale, which is then lowered.
 
     A collective call. Not finite where any gradient is not.
     """
-    if optimizer.prepare_grads():
+    scaler = scaler_of(optimizer)
+    if scaler is None:
+        overflowed = bool(optimizer.prepare_grads())
+    else:
+        scaler.update = lambda found: None  # all members share it (optim/build.py): it counts a step once, not each member
+        try:
+            overflowed = bool(optimizer.prepare_grads())
+        finally:
+            del scaler.update
+        scaler.update(overflowed)
+    if overflowed:
         return None
     return float(optimizer.get_grad_norm())
 
