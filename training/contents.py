@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -20,6 +19,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from configs.architecture import architecture
 from configs.schema import ConfigError
 from optim import state as optimizer_state
+from training.rewind import random_states, restore_random_states
 from training.shards import Reader
 from training.state_file import Progress, read_state
 from training.step import Model
@@ -52,7 +52,7 @@ def describe(model: Model, progress: Progress, vocab_size: int, facts: dict[str,
 
 def tensors_to_save(model: Model) -> list[ShardedTensor]:
     """What this rank writes of a model between two steps: views, but for the random number states."""
-    tensors = [*_model_tensors(model), *_random_tensors(_random_states())]
+    tensors = [*_model_tensors(model), *_random_tensors(random_states())]
     return [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
 
 
@@ -75,13 +75,13 @@ def _load(model: Model, folder: Path) -> Progress:
             reader.fill(tensor)
     optimizer_state.restore_scaler(model.optimizer, state["loss_scaler"])
     if state["layout"] == _layout(model):
-        states = {name: torch.empty_like(value) for name, value in _random_states().items()}
+        states = {name: torch.empty_like(value) for name, value in random_states().items()}
         tensors = _random_tensors(states)
         if all(tensor.key in reader for tensor in tensors):  # else another kind of device saved it
             for tensor in tensors:
                 reader.fill(tensor)
-            _restore_random_states(states)
-    return Progress(state["step"], state["consumed_samples"])
+            restore_random_states(states)
+    return Progress(state["step"], state["consumed_samples"], state.get("health"))
 
 
 def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:
@@ -127,26 +127,9 @@ def _layout(model: Model) -> dict[str, Any]:
     return {"world_size": model.topology.world_size, **asdict(model.config.parallel)}
 
 
-def _random_states() -> dict[str, torch.Tensor]:
-    states = {"host": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["device"] = torch.cuda.get_rng_state()
-    for name, tracked in tensor_parallel.get_cuda_rng_tracker().get_states().items():
-        states[f"tracker.{name}"] = tracked.cpu()
-    return states
-
-
 def _random_tensors(states: dict[str, torch.Tensor]) -> list[ShardedTensor]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return [
         ShardedTensor.from_rank_offsets(f"random.{name}", value, (0, rank, world_size), prepend_axis_num=1)
         for name, value in states.items()
     ]
-
-
-def _restore_random_states(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["host"])
-    if "device" in states:
-        torch.cuda.set_rng_state(states["device"])
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    tracker.set_states({name.removeprefix("tracker."): value for name, value in states.items() if name.startswith("tracker.")})

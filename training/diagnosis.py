@@ -12,11 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optim.state import named_state
 from training.step import Batch, Model
 
 # What is wrong first, from cause to effect.
 WEIGHTS, FORWARD, BACKWARD, LOSS = range(4)
-PHASES = ("in the weights", "in the forward pass", "in the backward pass", "in its share of the loss, but not in a second pass")
+PHASES = (
+    "in the weights or the optimizer's state",
+    "in the forward pass",
+    "in the backward pass",
+    "in its share of the loss, but not in a second pass",
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class Finding:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.what} on rank {self.rank} ({self.host}), {PHASES[self.phase]}, micro-batch {self.micro_batch + 1}"
+        when = "" if self.phase == WEIGHTS else f", micro-batch {self.micro_batch + 1}"
+        return f"{self.what} on rank {self.rank} ({self.host}), {PHASES[self.phase]}{when}"
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -44,9 +51,21 @@ def find_first(model: Model, batches: Sequence[Batch]) -> Finding | None:
 
     None: the second pass was fine, as after a fault of the hardware. Leaves gradients behind, no other trace.
     """
-    mine = _in_weights(model) or _in_passes(model, batches)
+    found = damage(model)
+    if found is not None:
+        return found
+    mine = _in_passes(model, batches)
     if mine is None and not model.finite_here:
         mine = _finding(LOSS, 0, 0, 0, "the loss")
+    return _first_of_all(mine)
+
+
+def damage(model: Model) -> Finding | None:
+    """The first parameter, or part of the optimizer's state, that is not finite, the same on every rank. A collective call."""
+    return _first_of_all(_in_weights(model))
+
+
+def _first_of_all(mine: Finding | None) -> Finding | None:
     findings: list[Finding | None] = [None] * dist.get_world_size()
     dist.all_gather_object(findings, mine)
     found = [finding for finding in findings if finding is not None]
@@ -64,7 +83,20 @@ def _in_weights(model: Model) -> Finding | None:
                 if not _is_finite(parameter):
                     layer, what = _name(chunk, name, model.config.model.num_layers)
                     return _finding(WEIGHTS, 0, layer, 0, what)
+    for i, name, kind, value in named_state(model.optimizer, model.chunks):
+        if not _is_finite(value):
+            chunk = model.bare_chunks[i]
+            layer, what = _name(chunk, _inside(chunk, name), model.config.model.num_layers)
+            return _finding(WEIGHTS, 0, layer, 1, f"the optimizer's {kind} of {what}")
     return None
+
+
+def _inside(chunk: torch.nn.Module, name: str) -> str:
+    """The name in the bare chunk of a parameter that its wrappers call `module.module.NAME`."""
+    own = dict(chunk.named_parameters())
+    while name not in own:
+        name = name.partition(".")[2]
+    return name
 
 
 def _in_passes(model: Model, batches: Sequence[Batch]) -> Finding | None:

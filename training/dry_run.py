@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from megatron.core import tensor_parallel
 
 from configs.schema import Config, ConfigError
 from optim.build import members
@@ -62,23 +61,14 @@ def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0) 
 
 @contextmanager
 def _left_as_it_was(model: Model) -> Iterator[None]:
-    device = model.topology.device
-    buffers = [(buffer, buffer.clone()) for chunk in model.bare_chunks for buffer in chunk.buffers()]  # routers' biases and counts
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    states, host = {name: state.clone() for name, state in tracker.get_states().items()}, torch.get_rng_state()
-    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    device, mark = model.topology.device, model.mark()
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
-        tracker.set_states(states)
-        torch.set_rng_state(host)
-        if of_device is not None:
-            torch.cuda.set_rng_state(of_device, device)
+        mark.restore()
+        if device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)

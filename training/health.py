@@ -2,7 +2,9 @@
 
 skip: the batch is passed over, and the next one takes its step. rollback: the last good checkpoint is loaded first. stop: the run ends.
 A batch once passed over stays so: its samples are on record in `run_dir/skipped_samples.json`, and every later start passes over
-them too, so that the data of a step follows from the checkpoint and that file alone. (Skipping batches at a loss spike: PaLM,
+them too, so that the data of a step follows from the checkpoint and that file alone. Where refusals go on and on it was not the data:
+the run ends, and the batches that it passed over on the way are taken off the record. Damaged weights never count against a batch.
+(Skipping batches at a loss spike: PaLM,
 Chowdhery et al. 2022, section 5.1.)
 """
 
@@ -16,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,6 +28,7 @@ SKIPPED = "skipped_samples.json"
 WINDOW = 64  # steps whose median loss a spike is measured against
 LEAST_STEPS = 8  # of them before a spike can be told from a start
 MOST_IN_A_ROW = 10  # batches refused without a step between them: by then it is not the data
+MOST_DAMAGES = 3  # times that the run goes back to a checkpoint because its weights were damaged, without a new step between them
 
 
 class UnhealthyRun(RuntimeError):
@@ -50,13 +54,17 @@ class Skip:
 
 
 class Health:
-    """Judges each step by numbers that are the same on all ranks, so that all decide alike."""
+    """Judges each step by numbers that are the same on all ranks, so that all decide alike. Its state is in every checkpoint."""
 
     def __init__(self, config: Config):
         self._settings = config.training
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._refused_in_a_row = 0
+        self._damages_in_a_row = 0
         self._furthest = 0
+        self._marked: list[tuple[int, int]] = []  # samples [first, end) passed over by the refusals in a row
+        self.without_update = 0  # steps whose fp16 gradients overflowed, in all
+        self.without_update_in_a_row = 0
 
     def judge(self, loss: float, finite: bool) -> Refusal | None:
         """Whether a step with this loss may be taken; `finite` tells of the gradients."""
@@ -71,22 +79,103 @@ class Health:
                 return Refusal("loss_spike", f"the loss {loss:.4f} is {loss / usual:.2f} times the usual {usual:.4f}")
         return None
 
-    def taken(self, loss: float, step: int) -> None:
-        """A step was taken."""
+    def taken(self, loss: float, step: int, updated: bool = True) -> None:
+        """A step was taken; `updated` tells whether it changed the weights."""
         self._losses.append(loss)
+        self.without_update += not updated
+        self.without_update_in_a_row = 0 if updated else self.without_update_in_a_row + 1
         if step > self._furthest:  # steps taken again after a rollback prove nothing
-            self._furthest, self._refused_in_a_row = step, 0
+            self._furthest = step
+            self.start_over()
 
-    def policy(self, refusal: Refusal) -> str:
-        """skip, rollback or stop. The one that is configured, unless it has led nowhere."""
+    def policy(self, refusal: Refusal, damaged: bool = False) -> str:
+        """skip, rollback or stop. The one that is configured, unless it has led nowhere; no batch is skipped for damaged weights."""
         self._refused_in_a_row += 1
-        if self._refused_in_a_row > MOST_IN_A_ROW:
+        self._damages_in_a_row += damaged
+        if self.gave_up:
             return "stop"
-        return self._settings.nonfinite if refusal.kind == "nonfinite" else self._settings.spike
+        configured = self._settings.nonfinite if refusal.kind == "nonfinite" else self._settings.spike
+        return "stop" if damaged and configured == "skip" else configured
 
     @property
     def gave_up(self) -> bool:
-        return self._refused_in_a_row > MOST_IN_A_ROW
+        """Whether the configured policy has led nowhere."""
+        return self._refused_in_a_row > MOST_IN_A_ROW or self._damages_in_a_row > MOST_DAMAGES
+
+    def passed_over(self, skip: Skip) -> None:
+        """A batch is passed over for good, unless this leads nowhere."""
+        self._marked.append((skip.first, skip.end))
+
+    def start_over(self) -> list[tuple[int, int]]:
+        """Forget the refusals in a row. The samples [first, end) that were passed over meanwhile."""
+        marked, self._marked = self._marked, []
+        self._refused_in_a_row = self._damages_in_a_row = 0
+        return marked
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON has it: floats read back exactly."""
+        return {
+            "losses": list(self._losses),
+            "furthest": self._furthest,
+            "refused_in_a_row": self._refused_in_a_row,
+            "damages_in_a_row": self._damages_in_a_row,
+            "marked": [list(pair) for pair in self._marked],
+            "without_update": self.without_update,
+            "without_update_in_a_row": self.without_update_in_a_row,
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Undo `state`. Raises KeyError, TypeError or ValueError where it is none."""
+        self._furthest = int(state["furthest"])
+        self._refused_in_a_row, self._damages_in_a_row = int(state["refused_in_a_row"]), int(state["damages_in_a_row"])
+        self._marked = [(int(first), int(end)) for first, end in state["marked"]]
+        self.go_back(state)
+
+    def go_back(self, state: dict[str, Any]) -> None:
+        """Take the losses of an older checkpoint, where the run goes on; what leads nowhere is counted on."""
+        self._losses = deque((float(loss) for loss in state["losses"]), maxlen=WINDOW)
+        self.without_update, self.without_update_in_a_row = int(state["without_update"]), int(state["without_update_in_a_row"])
+
+
+def kept_state(state: dict[str, Any] | None, step: int, folder: Path) -> tuple[dict[str, Any], str | None]:
+    """What the checkpoint in `folder` keeps of the health; for one that keeps nothing (None) the losses of metrics.jsonl up to its step
+    beside it, and a line that says so. Rank 0 reads, all hear. A collective call."""
+    if state is not None:
+        return state, None
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        box[0] = _from_metrics(folder.parent.parent / "metrics.jsonl", step)
+    dist.broadcast_object_list(box, src=0)
+    lines, found = box[0]
+    in_a_row = next((i for i, (_, updated) in enumerate(reversed(lines)) if updated), len(lines))
+    kept = {
+        "losses": [loss for loss, _ in lines[-WINDOW:]],
+        "furthest": step,
+        "refused_in_a_row": 0,
+        "damages_in_a_row": 0,
+        "marked": [],
+        "without_update": sum(not updated for _, updated in lines),
+        "without_update_in_a_row": in_a_row,
+    }
+    return kept, f"{folder} is of an earlier version, which kept no losses to measure spikes against: {found}"
+
+
+def _from_metrics(path: Path, step: int) -> tuple[list[tuple[float, bool]], str]:
+    """Loss and whether there was an update of each step on record up to `step`; and what was found, in words."""
+    lines: dict[int, tuple[float, bool]] = {}
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                try:
+                    content = json.loads(line)
+                    number, loss = int(content["step"]), float(content["loss"])
+                except (ValueError, KeyError, TypeError):
+                    continue  # the end of a line that a kill cut off
+                if number <= step:
+                    lines[number] = loss, bool(content.get("updated", True))
+    except OSError as error:
+        return [], f"{path} cannot be read ({error.strerror}), so there are none to begin with"
+    return [lines[number] for number in sorted(lines)], f"those of the last {min(len(lines), WINDOW)} steps are taken from {path}"
 
 
 class SkippedSamples:
@@ -131,6 +220,14 @@ class SkippedSamples:
     def add(self, skip: Skip, *, write: bool) -> None:
         """Never use these samples; one rank writes it down."""
         self._skips.append(skip)
+        self._write(write)
+
+    def take_back(self, ranges: Sequence[tuple[int, int]], *, write: bool) -> None:
+        """These samples [first, end) may be used after all; one rank writes it down."""
+        self._skips = [skip for skip in self._skips if (skip.first, skip.end) not in ranges]
+        self._write(write)
+
+    def _write(self, write: bool) -> None:
         if write:
             temporary = self._path.with_suffix(".tmp")
             with open(temporary, "w") as stream:

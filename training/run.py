@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.schema import Config
 from parallel.topology import Topology
-from training.health import SkippedSamples
+from training.health import Health, SkippedSamples
 from training.resume import Claim
 from training.state_file import Progress
 from training.step import Model, StepResult
@@ -30,6 +30,7 @@ class Run:
     make_validation_loader: Callable[[], Any]
     progress: Progress = field(default_factory=Progress)
     skipped: SkippedSamples = field(default_factory=lambda: SkippedSamples(Path()))
+    health: Health | None = None
     make_loader: Callable[[int], Any] | None = None  # the training loader after so many consumed samples
     stop_reason: str | None = None  # why the run shall end after this step, the same on every rank
     tokens_per_expert: Any = None  # [layers, experts] of the last step, on the host; None for a dense model

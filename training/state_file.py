@@ -13,10 +13,11 @@ from training.manifest import STATE
 
 @dataclass
 class Progress:
-    """How far a run is: finished optimizer steps and the training samples they consumed."""
+    """How far a run is: finished optimizer steps and the training samples they consumed; what training/health.py decides by."""
 
     step: int = 0
     consumed_samples: int = 0
+    health: dict[str, Any] | None = None
 
 
 def read_state(folder: Path) -> dict[str, Any]:

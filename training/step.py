@@ -32,6 +32,7 @@ from optim import update
 from optim.build import build_optimizer, set_learning_rate
 from parallel.topology import Topology
 from training.health import Refusal
+from training.rewind import Mark
 
 Batch = dict[str, torch.Tensor]
 _BROKEN = "gradients_not_finite"  # along with the losses: how many ranks found it so
@@ -66,6 +67,7 @@ class Model:
         self.bare_chunks = build_model(config, vocab_size)
         self.chunks = _wrap(config, self.bare_chunks)
         self.optimizer = build_optimizer(config, self.chunks)
+        self._buffers = [buffer for chunk in self.bare_chunks for buffer in chunk.buffers()]
         self._schedule = get_forward_backward_func()
         self._connect()
         # What callbacks want summed over all ranks at the end of a step: float64 on the device, of the same names and shapes on
@@ -98,8 +100,9 @@ class Model:
     def train_step(self, batches: Sequence[Batch], step: int, judge: Judge | None = None) -> StepResult:
         """Take optimizer step `step` (from 1) on this rank's micro-batches of the global batch, unless the judge refuses it.
 
-        The judge is asked before the optimizer is touched, and hears the same on every rank.
+        The judge is asked before the optimizer is touched, and hears the same on every rank. A refused step leaves no trace but gradients.
         """
+        mark = self.mark() if judge is not None else None
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -123,18 +126,26 @@ class Model:
         result.refusal = judge(loss, finite) if judge is not None else None
         if result.refusal is not None:
             self.finite_here = bool(sums.isfinite().all())
+            assert mark is not None
+            mark.restore()
         elif grad_norm is not None:
             result.updated = update.apply(self.optimizer, grad_norm)
         return result
 
+    def mark(self) -> Mark:
+        """What passes change beside gradients, as it is now, to be put back."""
+        return Mark(self._buffers, self.optimizer)
+
     def run_again(self, batches: Sequence[Batch]) -> None:
         """Forward and backward passes of a refused step once more, for those who watch them; nothing is changed but gradients."""
+        mark = self.mark()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(batches, forward_only=False)
         if self.watch is not None:
             self.watch.take()
+        mark.restore()
 
     def _report_routers(self, report: RouterReport, num_micro_batches: int, result: StepResult) -> None:
         """Put the routers' numbers into the step's result: means per token or per micro-batch, and counts of the global batch."""

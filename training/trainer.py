@@ -25,6 +25,7 @@ from training.callbacks.evaluation import Evaluation
 from training.callbacks.expert_planning import ExpertPlanning
 from training.callbacks.gradient_parts import GradientParts
 from training.callbacks.guard import Guard
+from training.callbacks.loss_scale import LossScale
 from training.callbacks.memory_tiers import MemoryTiers
 from training.callbacks.metrics_file import MetricsFile
 from training.callbacks.moe_layers import MoELayers
@@ -36,7 +37,7 @@ from training.callbacks.stragglers import Stragglers
 from training.callbacks.tensorboard import TensorBoard
 from training.callbacks.weights_and_biases import WeightsAndBiases
 from training.flops import training_flops_per_token
-from training.health import Health, SkippedSamples
+from training.health import Health, SkippedSamples, kept_state
 from training.metrics import expert_load, peak_flops, peak_memory_bytes
 from training.run import Callback, Metrics, Run
 from training.signals import StopSignals
@@ -67,6 +68,7 @@ class Trainer:
             GradientParts(),
             MemoryTiers(),
             MetricsFile(),
+            LossScale(),  # a step without an update is on record
             ProgressLine(),
             TensorBoard(),
             WeightsAndBiases(),
@@ -142,7 +144,7 @@ class Trainer:
         if result.refusal is not None:
             recovery.handle(run, self._health, batches, result, self._checkpoints, self._rolled_back)
             return None
-        self._health.taken(result.loss, run.progress.step + 1)
+        self._health.taken(result.loss, run.progress.step + 1, result.updated)
         run.progress.step += 1
         run.progress.consumed_samples += self.config.training.global_batch_size
         seconds = time.perf_counter() - start
@@ -191,6 +193,10 @@ class Trainer:
         progress = checkpoint.Progress()
         if folder is not None:
             progress = checkpoint.load(model, folder)
+            kept, line = kept_state(progress.health, progress.step, folder)
+            self._health.resume(kept)
+            if line is not None and topology.rank == 0:
+                print(line, flush=True)
         elif config.checkpoint.weights is not None:
             model.load_weights(Path(config.checkpoint.weights), vocab_size)
         if topology.rank == 0:
@@ -203,7 +209,9 @@ class Trainer:
         loader, make_validation_loader = data(progress.consumed_samples)
         self._flops_per_token = training_flops_per_token(config, vocab_size)
         self._peak_flops = peak_flops(config, topology.device)
-        run = Run(config, topology, model, vocab_size, tokenizer, loader, make_validation_loader, progress, skipped=skipped)
+        run = Run(
+            config, topology, model, vocab_size, tokenizer, loader, make_validation_loader, progress, skipped=skipped, health=self._health
+        )
         run.make_loader = lambda consumed: data(consumed)[0]
         run.claim, run.facts = self._claim, {"run": beginning.start.record.id, "data": prepared.identity}
         self._describe(run, beginning.start)

@@ -13,15 +13,21 @@ from configs.schema import Config
 from tests import distributed
 from tests.distributed import RankError
 from tests.training.helpers import Lines, make_config, read_metrics
-from training import events
-from training.health import LEAST_STEPS, MOST_IN_A_ROW, Health, Refusal, Skip, SkippedSamples, UnhealthyRun
+from tests.training.test_step import batches_of, build, small
+from training import events, manifest
+from training.callbacks import loss_scale
+from training.health import LEAST_STEPS, MOST_DAMAGES, MOST_IN_A_ROW, WINDOW, Health, Refusal, Skip, SkippedSamples, UnhealthyRun
 
 SAMPLES = 8  # a step
 KEYS = ("step", "loss", "grad_norm")
+INF = float("inf")
+# What passes change before the optimizer is asked: random numbers and the routers' biases.
+TRACES = ["model.hidden_dropout=0.1", "moe.expert_bias=true", "moe.expert_bias_rate=0.1", "moe.router_score=sigmoid"]
 
 
 def train_with_fault(config: Config, rank: int, first_samples: list[int], where: str, value: float) -> Lines:
-    """Train on the ranks of the pool; on one rank the output (or its gradient) of a module is spoilt for steps of certain samples."""
+    """Train on the ranks of the pool; on one rank the output (or its gradient) of a module is spoilt for steps of certain samples, or
+    (`weight`) its first parameter after certain steps."""
     import torch.distributed as dist
 
     from training.run import Callback, Metrics, Run
@@ -33,7 +39,7 @@ def train_with_fault(config: Config, rank: int, first_samples: list[int], where:
     class Fault(Callback):
         def on_start(self, run: Run) -> None:
             self.run = run
-            if dist.get_rank() == rank:
+            if dist.get_rank() == rank and kind != "weight":
                 for chunk in run.model.bare_chunks:
                     modules = dict(chunk.named_modules())
                     if name in modules:
@@ -50,6 +56,10 @@ def train_with_fault(config: Config, rank: int, first_samples: list[int], where:
 
         def after_step(self, run: Run, metrics: Metrics) -> None:
             taken.append(dict(metrics))
+            if kind == "weight" and dist.get_rank() == rank and run.progress.step in first_samples:
+                first_samples.remove(run.progress.step)
+                parameter = run.model.bare_chunks[0].get_submodule(name).get_parameter("weight")
+                parameter.data.view(-1)[-1] = value
 
     trainer = Trainer(config)
     trainer.callbacks.append(Fault())
@@ -76,9 +86,9 @@ def picked(lines: Lines) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("ranks", "rank", "layout", "where", "value", "says"),
     [
-        (2, 1, ["experiment=gpt_tiny"], "decoder.layers.1.self_attention", float("inf"), "first layer 2 of 4 (self_attention) on rank 1"),
+        (2, 1, ["experiment=gpt_tiny"], "decoder.layers.1.self_attention", INF, "first layer 2 of 4 (self_attention) on rank 1"),
         (2, 1, ["experiment=gpt_tiny", "parallel.pipeline=2"], "decoder.layers.1.mlp", float("nan"), "first layer 4 of 4 (mlp) on rank 1"),
-        (2, 0, ["experiment=gpt_moe_tiny", "parallel.expert=2"], "decoder.layers.0.mlp:gradient", float("inf"), "in the backward pass"),
+        (2, 0, ["experiment=gpt_moe_tiny", "parallel.expert=2", *TRACES], "decoder.layers.0.mlp:gradient", INF, "in the backward pass"),
         (2, 1, ["experiment=bert_tiny", "parallel.tensor=2"], "encoder.layers.0.mlp", float("nan"), "first layer 1 of"),
     ],
 )
@@ -130,18 +140,135 @@ def test_stop_saves_the_last_good_step(data: list[str], tmp_path: Path) -> None:
     assert [line["step"] for line in run([*overrides, "training.nonfinite=skip"], 2, 0, [3 * SAMPLES], value=float("nan"))] == [4, 5, 6]
 
 
-def test_damage_that_stays_ends_the_run(data: list[str], tmp_path: Path) -> None:
+def test_refusals_that_never_end_blame_no_batch(data: list[str], tmp_path: Path) -> None:
     """Every batch is refused: to skip all of them would waste the data and hide the cause."""
     overrides = ["experiment=gpt_tiny", *data, "training.nonfinite=skip", f"run_dir={tmp_path}"]
     with pytest.raises(RankError, match=f"{MOST_IN_A_ROW + 1} refused batches in a row"):
         run(overrides, 1, 0, range(2 * SAMPLES, 100 * SAMPLES), value=float("nan"))
+    assert json.loads((tmp_path / "skipped_samples.json").read_text()) == []
+    assert len(told(tmp_path, "batches_taken_back")["samples"]) == MOST_IN_A_ROW
+    assert [line["step"] for line in run(overrides, 1)] == [3, 4, 5, 6]  # the fault is mended: all samples are used
+
+
+WEIGHT = "decoder.layers.1.self_attention.linear_proj"
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_damaged_weights_blame_no_batch(data: list[str], tmp_path: Path, policy: str) -> None:
+    overrides = ["experiment=gpt_tiny", *data, f"training.nonfinite={policy}", "checkpoint.interval=2", f"run_dir={tmp_path}"]
+    overrides.append("optimizer.distributed=false")  # no gather: the damage stays where it is
+    fault = (2, 1, [3], f"{WEIGHT}:weight", float("nan"))
+    if policy == "rollback":
+        lines = run(overrides, *fault)
+        assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6] and picked(lines[2:3]) == picked(lines[3:4])
+        assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 7))
+    else:
+        with pytest.raises(RankError, match="damaged, and were not saved. To go back .*training.nonfinite=rollback") as caught:
+            run(overrides, *fault)
+        assert isinstance(caught.value.__cause__, UnhealthyRun)
+    event = told(tmp_path, "nonfinite")
+    assert "first layer 2 of 4 (self_attention.linear_proj.weight) on rank 1" in event["text"] and event["lost_rank"] == 1
+    assert not (tmp_path / "skipped_samples.json").exists()
+
+
+def test_damage_that_comes_back_ends_the_run() -> None:
+    health, damage = Health(make_config(["training.nonfinite=rollback"])), Refusal("nonfinite", "")
+    assert [health.policy(damage, damaged=True) for _ in range(MOST_DAMAGES + 1)] == ["rollback"] * MOST_DAMAGES + ["stop"]
+    health.taken(1.0, 1)
+    assert health.policy(damage, damaged=True) == "rollback"
+    assert Health(make_config(["training.nonfinite=skip"])).policy(damage, damaged=True) == "stop"
+
+
+def find_damage(config: Config) -> list[str]:
+    from optim.state import named_state
+    from training import diagnosis
+
+    model = build(config)
+    model.train_step(batches_of(config, 1), 1)
+    found = [str(diagnosis.damage(model))]
+    *_, (_, _, _, moment) = (part for part in named_state(model.optimizer, model.chunks) if part[2] == "exp_avg_sq")
+    moment.view(-1)[0] = INF
+    return [*found, str(diagnosis.damage(model))]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_damage_of_the_optimizer_is_named(precision: str) -> None:
+    (found,) = distributed.run(find_damage, 1, small("gpt_moe_tiny", f"training.precision={precision}", micro=4))
+    assert found[0] == "None" and found[1].startswith("the optimizer's exp_avg_sq of ") and " on rank 0 " in found[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fp16
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def fp16(data: list[str], run_dir: Path, scale: float, steps: int) -> list[str]:
+    more = ["training.precision=fp16", f"training.initial_loss_scale={scale}", f"training.steps={steps}", "checkpoint=off"]
+    return ["experiment=gpt_tiny", *data, *more, f"run_dir={run_dir}"]
 
 
 def test_fp16_overflow_is_no_fault(data: list[str], tmp_path: Path) -> None:
-    overrides = ["experiment=gpt_tiny", *data, "training.precision=fp16", "training.initial_loss_scale=1e30", f"run_dir={tmp_path}"]
-    lines = run([*overrides, "checkpoint=off"], 1)
-    assert not lines[0]["updated"] and [line["step"] for line in lines] == list(range(1, 7))
+    lines = run(fp16(data, tmp_path, 2.0**22, 8), 1)
+    assert not lines[0]["updated"] and any(line["updated"] for line in lines) and [line["step"] for line in lines] == list(range(1, 9))
+    said = [event for event in events.read(tmp_path) if event["kind"] == "no_update"]
+    assert [event["step"] for event in said] == [line["step"] for line in lines if not line["updated"]]
+    assert [event["in_all"] for event in said] == list(range(1, len(said) + 1))
     assert not [event for event in events.read(tmp_path) if event["kind"] == "nonfinite"]
+
+
+def test_fp16_that_never_updates_is_not_finished(data: list[str], tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="after step 4: no step made an update, as fp16 gradients overflowed") as caught:
+        run(fp16(data, tmp_path, 1e30, 4), 1)
+    assert isinstance(caught.value.__cause__, UnhealthyRun)
+
+
+@pytest.mark.parametrize(
+    ("scale", "in_a_row", "steps_left", "updates", "says"),
+    [
+        (512.0, 3, 10, 5, None),
+        (512.0, 3, 0, 5, None),
+        (1e30, 20, 10, 0, None),
+        (1e30, 20, 0, 0, "no step made an update"),
+        (1.0, 17, 10, 5, "the last 17 made no update"),
+        (1e20, loss_scale.MOST_IN_A_ROW, 10, 5, f"the last {loss_scale.MOST_IN_A_ROW} made no update"),
+    ],
+)
+def test_when_fp16_is_hopeless(scale: float, in_a_row: int, steps_left: int, updates: int, says: str | None) -> None:
+    assert loss_scale.hopeless(scale, 1.0, in_a_row, steps_left, updates) == says
+
+
+def overflow_experts(config: Config) -> list[tuple[float, ...]]:
+    import torch.distributed as dist
+
+    from optim import update
+    from optim.build import members
+
+    model = build(config)
+    scales = []
+    for spoilt in (True, True, False):
+        for chunk in model.chunks:
+            chunk.zero_grad_buffer()
+        model.optimizer.zero_grad()
+        if spoilt:
+            experts = [p for name, p in model.bare_chunks[0].named_parameters() if "experts" in name]
+            if dist.get_rank() == 0:
+                experts[0].main_grad.view(-1)[0] = INF
+        assert (update.prepare(model.optimizer) is None) == spoilt
+        scales.append(tuple(float(member.grad_scaler._scale) for member in members(model.optimizer)))
+    return scales
+
+
+def test_experts_and_the_rest_have_one_loss_scale() -> None:
+    """The loss has one: gradients of experts that were divided by another would be too large for ever."""
+    config = small("gpt_moe_tiny", "training.precision=fp16", "training.initial_loss_scale=1024", micro=4)
+    config.parallel.expert = 2
+    scales = distributed.run(overflow_experts, 2, config)
+    assert scales == [[(1024.0, 1024.0), (512.0, 512.0), (512.0, 512.0)]] * 2  # Megatron's hysteresis is 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Spikes
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def judge(health: Health, loss: float, step: int = 0) -> Refusal | None:
@@ -178,6 +305,54 @@ def test_a_spike_is_skipped(data: list[str], tmp_path: Path) -> None:
     lines = run(overrides, 2, 1, [spoilt], "output_layer", 40.0)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert told(tmp_path, "loss_spike")["step"] == LEAST_STEPS + 1 and told(tmp_path, "batch_skipped")["first"] == spoilt
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["kept", "of an earlier version"])
+def test_a_resumed_run_sees_the_same_spikes(data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], old: bool) -> None:
+    """Stopped where the window is filled in part, once more with a checkpoint that does not keep it."""
+    steps = LEAST_STEPS + 3
+    more = ["training.spike_factor=1.2", "model.hidden_dropout=0.1", f"optimizer.decay_steps={steps}"]
+    overrides = ["experiment=gpt_tiny", *data, *more, "checkpoint.interval=3"]
+    fault = (1, 0, [(LEAST_STEPS + 1) * SAMPLES], "output_layer", 40.0)
+    whole = run([*overrides, f"training.steps={steps}", f"run_dir={tmp_path / 'whole'}"], *fault)
+    again = [*overrides, f"run_dir={tmp_path / 'again'}"]
+    first = run([*again, f"training.steps={LEAST_STEPS - 2}"], *fault)
+    if old:
+        forget_health(manifest.folder_of(tmp_path / "again", LEAST_STEPS - 2))
+    capfd.readouterr()
+    rest = run([*again, f"training.steps={steps}"], *fault)
+    assert picked(first + rest) == picked(whole) and len(whole) == steps
+    skipped = [json.loads((tmp_path / name / "skipped_samples.json").read_text()) for name in ("whole", "again")]
+    assert skipped[0] == skipped[1] and len(skipped[0]) == 1
+    said = [line for line in capfd.readouterr().out.splitlines() if "of an earlier version, which kept no losses" in line]
+    assert len(said) == old and all("those of the last 6 steps are taken from" in line for line in said)
+
+
+def forget_health(folder: Path) -> None:
+    """Make of a checkpoint what an earlier version would have written."""
+    state = json.loads((folder / manifest.STATE).read_text())
+    del state["health"]
+    files = manifest.read(folder)
+    files[manifest.STATE] = manifest.write_text(folder / manifest.STATE, json.dumps(state))
+    manifest.write(folder, state["step"], files)
+
+
+def test_health_reads_back_exactly() -> None:
+    config = make_config(["training.spike_factor=1.5"])
+    health = Health(config)
+    for step in range(1, 100):
+        health.taken(1 / step, step, step % 7 != 0)
+    health.policy(Refusal("nonfinite", ""))
+    health.passed_over(Skip(8, 16, 100, ""))
+    kept = json.loads(json.dumps(health.state()))
+    again = Health(config)
+    again.resume(kept)
+    assert again.state() == health.state() and kept["losses"][-1] == 1 / 99 and len(kept["losses"]) == WINDOW
+    for step in range(100, 110):
+        again.taken(5.0, step)
+    again.policy(Refusal("nonfinite", ""))
+    again.go_back(kept)
+    assert again.state() == {**kept, "furthest": 109, "refused_in_a_row": 1, "marked": []}  # else it would go back for ever
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,7 @@ def one_thread(config: Config) -> helpers.Lines:
     return helpers.train(config)
 
 
-SPIKE_WINDOW_IS_LOST = pytest.mark.xfail(strict=True, reason="the spike window is not in the checkpoint")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SPIKE_WINDOW_IS_LOST) if name == "spike" else name for name in RECORDED["runs"]])
+@pytest.mark.parametrize("name", RECORDED["runs"])
 def test_an_old_run_goes_on_as_it_would_have(name: str, tmp_path: Path) -> None:
     recorded = RECORDED["runs"][name]
     config = unpack(name, tmp_path)

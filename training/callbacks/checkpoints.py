@@ -48,6 +48,8 @@ class Checkpoints(Callback):
         self.finish_pending(run)
         settings = run.config.checkpoint
         folder = manifest.folder_of(run.run_dir, run.progress.step)
+        if run.health is not None:
+            run.progress.health = run.health.state()
         checkpoint.saver_of(run.model).start(run.model, run.progress, folder, run.vocab_size, settings.keep, settings.keep_every, run.facts)
 
     def _announce(self, run: Run, saved: Saved | None) -> None:
