@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from configs import exit_status, last_words
+from configs import exit_status, last_words, weights
 from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, one_line, parse
 from configs.schema import Config, ConfigError
 from configs.validate import planned_world_size, usable_world_size, validate
@@ -51,11 +51,14 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             composed = hydra_compose(PRIMARY, [*extra, *overrides])
-        return _to_config(composed)
+        config = _to_config(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
     except YAMLError as error:
         raise ConfigError(f"cannot read a preset: {one_line(str(error))}") from error
+    if config.checkpoint.weights is not None:
+        weights.adopt(config, {parse(text).key_or_group for text in overrides})
+    return config
 
 
 def load(path: str | Path) -> Config:

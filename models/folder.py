@@ -26,13 +26,13 @@ from safetensors.torch import save_file
 
 from configs.architecture import architecture, description
 from configs.schema import Config, ConfigError
+from configs.weights import FORMAT, means_nothing, read_config
 from models.weights import gather_logical, load_logical
 
 PART_BYTES = 2 * 1024**3
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
-FORMAT = "mixtrain-weights-1"
 
 
 class Reader:
@@ -274,10 +274,7 @@ def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, c
         f"{section}.{key} is {value}, the folder's {theirs[section].get(key)}"
         for section, values in architecture(config, vocab_size).items()
         for key, value in values.items()
-        if theirs[section].get(key) != value
-        # Rotary positions have no weights of a length, and both sentence heads have the same.
-        and not (key == "sequence_length" and config.model.position_embedding == "rope")
-        and not (key == "sentence_head" and "none" not in (value, theirs[section].get(key)))
+        if theirs[section].get(key) != value and not means_nothing(config, f"{section}.{key}", value, theirs[section].get(key))
     ]
     if wrong:
         raise ConfigError(f"weights in {folder} are of another model: {'; '.join(wrong)}. Take the values of {folder / 'config.yaml'}.")
@@ -291,15 +288,6 @@ def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, c
 def write_config(folder: Path, overrides: dict[str, dict[str, Any]]) -> None:
     """Write config.yaml: the model as overrides of the sections `model` and `moe`."""
     (folder / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT, **overrides}, sort_keys=False))
-
-
-def read_config(folder: Path) -> dict[str, dict[str, Any]]:
-    """The overrides of a folder of logical weights. Raises ConfigError where there is no such folder."""
-    path = folder / "config.yaml"
-    content = yaml.safe_load(path.read_text()) if path.is_file() else None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f"folder {folder} must hold a config.yaml of format {FORMAT}, as `python -m models.convert import` writes it.")
-    return {"model": content["model"], "moe": content["moe"]}
 
 
 def config_from(overrides: dict[str, dict[str, Any]]) -> Config:

@@ -17,7 +17,7 @@ from configs import command
 from configs.compose import load
 from configs.schema import ParallelConfig
 from configs.tokenizer_files import copy_tokenizer
-from training import manifest
+from training import kept_tokenizer, manifest
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
     """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder, as `dtype` (None: as the
     model has them), with the run's tokenizer. Returns the checkpoint. Raises ConfigError, and OSError where the disk fails."""
     good = manifest.good_checkpoint_at(source)
+    tokenizer = kept_tokenizer.of_checkpoint(good)
     from models import folder as folders  # imports torch, as the next three: seconds that --help and a wrong folder need not wait for
     from models.build import build_model
     from parallel import topology
@@ -37,8 +38,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
     config.training.device = "cpu"
     vocab_size = contents.read_state(good)["vocab_size"]
     with folders.new_folder(target) as partial:
-        tokenizer = good.parent.parent / "tokenizer"
-        if tokenizer.is_dir():
+        if tokenizer is not None:
             copy_tokenizer(tokenizer, partial)
         topology.initialize(config)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from models.decoder import Decoder
 from models.weights import load_logical
 from parallel import topology
 from parallel.dtypes import DTYPES
-from training import contents, manifest
+from training import contents, kept_tokenizer, manifest
 
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -63,6 +64,7 @@ class _Source:
     vocab_size: int
     tokenizer: Path
     load: Callable[[list[torch.nn.Module]], None]
+    trained_with: str | None = None  # digest of the tokenizer, where another one is asked for by name
 
 
 @contextlib.contextmanager
@@ -73,7 +75,7 @@ def open_model(
 
     `precision` is the stored one by default. A collective call under torchrun. Raises ConfigError.
     """
-    source = _find(path)
+    source = _find(path, tokenizer is not None)
     config = source.config
     config.parallel = _layout(overrides or [])
     _check_layout(config)
@@ -85,6 +87,8 @@ def open_model(
     words, end_tokens = _tokenizer(tokenizer or source.tokenizer, source.folder, required=tokenizer is not None)
     if words is not None and words.vocab_size > source.vocab_size:
         raise ConfigError(f"the tokenizer {words.path} has {words.vocab_size} tokens, but the model of {path} only {source.vocab_size}.")
+    if words is not None and source.trained_with not in (None, words.digest):
+        print(f"the tokenizer {words.path} is not the one that {source.folder} was trained with", file=sys.stderr)
     joined = dist.is_initialized()
     topology.initialize(config)
     try:
@@ -100,18 +104,20 @@ def open_model(
             topology.destroy()
 
 
-def _find(path: Path) -> _Source:
-    return {"huggingface": _huggingface, "checkpoint": _checkpoint, "weights": _logical}[manifest.kind_of_model(path)](path)
+def _find(path: Path, named: bool) -> _Source:
+    """`named`: another tokenizer than the one beside the model is asked for."""
+    return {"huggingface": _huggingface, "checkpoint": _checkpoint, "weights": _logical}[manifest.kind_of_model(path)](path, named)
 
 
-def _checkpoint(path: Path) -> _Source:
+def _checkpoint(path: Path, named: bool) -> _Source:
     newest = manifest.good_checkpoint_at(path)
     config = load(newest / manifest.CONFIG)
     vocab_size = contents.read_state(newest)["vocab_size"]
-    return _Source(newest, config, vocab_size, newest.parent.parent / "tokenizer", lambda chunks: contents.load_weights(chunks, newest))
+    own, trained = (None, kept_tokenizer.digest_of(newest)) if named else (kept_tokenizer.of_checkpoint(newest), None)
+    return _Source(newest, config, vocab_size, own or newest, lambda chunks: contents.load_weights(chunks, newest), trained)
 
 
-def _logical(path: Path) -> _Source:
+def _logical(path: Path, named: bool) -> _Source:
     config = folders.config_from(folders.read_config(path))
     vocab_size = config.model.vocab_size
     if vocab_size is None:
@@ -121,7 +127,7 @@ def _logical(path: Path) -> _Source:
     return _Source(path, config, vocab_size, path, lambda chunks: folders.load_logical_folder(chunks, path, config, vocab_size))
 
 
-def _huggingface(path: Path) -> _Source:
+def _huggingface(path: Path, named: bool) -> _Source:
     family, config = huggingface.open_config(path)
     reader = folders.Reader(path)
     get = huggingface.logical_reader(family, config, reader.names(), reader.get)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from configs.schema import Config, ConfigError
+from configs.tokenizer_files import core_file
 from data.corpus import parse_corpus
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, tokenizer_digest
 from parallel.devices import refuse_missing
 from training import manifest, start
 
@@ -22,9 +23,8 @@ def check(config: Config) -> None:
         start.check_tokenizer(config, begun)
     if config.data.tokenizer != "sentencepiece":  # else it is trained here, to a size that the config was checked with
         _check_vocabulary(config, load_tokenizer(start.data_config(config, begun).tokenizer).vocab_size)
-    weights = config.checkpoint.weights
-    if begun.checkpoint is None and weights is not None and not Path(weights, "config.yaml").is_file():
-        raise ConfigError(f"checkpoint.weights ({weights}) must be a folder of `python -m models.convert import`: it has no config.yaml.")
+    if begun.checkpoint is None and config.checkpoint.weights is not None:
+        _check_tokenizer_of(Path(config.checkpoint.weights), config.data.tokenizer)
     try:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -36,4 +36,12 @@ def _check_vocabulary(config: Config, tokenizer_size: int) -> None:
         raise ConfigError(
             f"model.vocab_size ({config.model.vocab_size}) must be at least the vocabulary of data.tokenizer ({tokenizer_size}): "
             f"some tokens would have no embedding. Try model.vocab_size={tokenizer_size}, or null to follow the tokenizer."
+        )
+
+
+def _check_tokenizer_of(weights: Path, named: str) -> None:
+    if core_file(weights) is not None and tokenizer_digest(named) != tokenizer_digest(weights):
+        raise ConfigError(
+            f"data.tokenizer ({named}) has other content than the tokenizer in checkpoint.weights ({weights}): the weights would read "
+            f"other tokens. Leave data.tokenizer out, or try data.tokenizer={weights}."
         )

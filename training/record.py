@@ -99,6 +99,11 @@ def write(run_dir: Path, record: Record) -> None:
         raise
 
 
+def this_process() -> dict[str, Any]:
+    """Host, pid and start of the process that asks, as `is_alive` compares them."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "process_started": psutil.Process().create_time()}
+
+
 def is_alive(record: Record) -> bool:
     """Whether the process that the record names is still at work: on this host by its pid and start, elsewhere by its heartbeat."""
     if record.host != socket.gethostname():
@@ -114,9 +119,8 @@ class Keeper:
 
     def __init__(self, run_dir: Path, record: Record):
         """Raises OSError where the record cannot be written."""
-        started = psutil.Process().create_time()
         self._run_dir, self._lock, self._ended = run_dir, threading.Lock(), threading.Event()
-        self.record = dataclasses.replace(record, host=socket.gethostname(), pid=os.getpid(), process_started=started)
+        self.record = dataclasses.replace(record, **this_process())
         self.note()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()

@@ -1,12 +1,21 @@
-"""`run_dir/status.json`: how the run is, for launchers and people: running, finished, stopped_early or failed."""
+"""`run_dir/status.json`: how the run is, for launchers and people: running, finished, stopped_early or failed.
+
+`python -m training.status RUN_DIR` also looks whether one that says running is: `died` where its process is gone.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from configs import command
+from configs.schema import ConfigError
+from training import record
 
 STATUS = "status.json"
 
@@ -35,3 +44,36 @@ def of_this_launch(run_dir: Path) -> dict[str, Any]:
         return {}
     content = read(run_dir)
     return content if content.get("launch") == os.environ.get("TORCHELASTIC_RUN_ID", "") else {}
+
+
+def now(run_dir: Path) -> dict[str, Any]:
+    """What `read` gives, but `died` for a run that says running and whose process is gone. Raises ConfigError for a broken run.json."""
+    content, held = read(run_dir), record.read(run_dir)
+    if content.get("state") != "running" or held is None or record.is_alive(held):
+        return content
+    sign = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held.heartbeat))
+    return {
+        **content,
+        "state": "died",
+        "text": f"process {held.pid} on {held.host} ended without a word; last sign of life: {sign}",
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m training.status", description="Say how a run is, and whether it is still at work.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--json", action="store_true", help="print status.json's object, with the state as it is now")
+    options = parser.parse_args(arguments)
+
+    def body() -> None:
+        content = now(options.run_dir)
+        if not content:
+            raise ConfigError(f"{options.run_dir} holds no {STATUS}: no run has started there. Give a run folder, such as runs/quickstart.")
+        print(json.dumps(content) if options.json else f"{content['state']} after step {content['step']}: {content['text']}")
+
+    return command.run(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from training import events, status
+from training import events, record, status
 from training.run import Callback, Metrics, Run
 from training.signals import ASKING, StopSignals
 
@@ -31,7 +31,8 @@ class EarlyStop(Callback):
         self._end = None if limit is None else time.monotonic() + 60.0 * limit - (now - begin)
         run.model.along["early_stop"] = lambda: torch.tensor(self._votes(), dtype=torch.float64, device=run.topology.device)
         if run.is_main:
-            status.write(run.run_dir, "running", run.progress.step, "running", steps=run.config.training.steps, started=begin)
+            who = {"run": run.facts.get("run"), **record.this_process()}
+            status.write(run.run_dir, "running", run.progress.step, "running", steps=run.config.training.steps, started=begin, **who)
         if self._signals is not None:
             self._signals.install()
 

@@ -1,0 +1,122 @@
+"""A folder of logical weights brings the model that they are of: what `checkpoint.weights` sets beside itself.
+
+The folder's config.yaml has the sections `model` and `moe`; what a preset says otherwise gives way, what the command line says
+otherwise is refused. Its tokenizer is the run's, unless another of the same content is named.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.architecture import architecture
+from configs.schema import KEYS, Config, ConfigError
+from configs.tokenizer_files import core_file
+from configs.validate import get, show
+
+FORMAT = "mixtrain-weights-1"
+SECTIONS = ("model", "moe")
+
+
+def read_config(folder: Path) -> dict[str, dict[str, Any]]:
+    """The sections `model` and `moe` of a folder of logical weights. Raises ConfigError where there is no such folder."""
+    path = folder / "config.yaml"
+    try:
+        content = yaml.safe_load(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ConfigError(f"folder {folder} must hold a config.yaml of format {FORMAT}, as `python -m models.convert import` writes it.")
+    found = {section: content.get(section) for section in SECTIONS}
+    for section, values in found.items():
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: {section} must be a section of keys, not {values}.")
+        for key, value in values.items():
+            if f"{section}.{key}" not in KEYS:
+                raise ConfigError(f"{path}: {section}.{key} is no key of this version.")
+            try:
+                OmegaConf.merge(OmegaConf.structured(Config), {section: {key: value}})
+            except OmegaConfBaseException as error:
+                raise ConfigError(f"{path}: {section}.{key} ({value}) must be {KEYS[f'{section}.{key}'].rule()}.") from error
+    return {section: dict(values) for section, values in found.items() if values is not None}
+
+
+def adopt(config: Config, named: set[str]) -> None:
+    """Give a composed config with `checkpoint.weights` the folder's model and tokenizer.
+
+    named: keys and groups of the command line. Raises ConfigError where the folder is none, or where these name another model.
+    """
+    assert config.checkpoint.weights is not None
+    folder = Path(config.checkpoint.weights)
+    if not folder.exists() and _adopt_again(config, named):
+        return
+    theirs = read_config(folder)
+    _adopt_model(config, theirs, named, folder)
+    if config.data.tokenizer == KEYS["data.tokenizer"].default:
+        if core_file(folder) is None:
+            raise ConfigError(
+                f"checkpoint.weights ({folder}) comes without a tokenizer, and its weights mean nothing with another than their own. "
+                "Name it: data.tokenizer=PATH."
+            )
+        config.data.tokenizer = str(folder)
+
+
+def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[str], origin: Path) -> None:
+    is_dense = theirs["moe"].get("num_experts") is None
+    for name, key in KEYS.items():
+        section, _, last = name.partition(".")
+        asked = name in named or section in named or "experiment" in named
+        if section not in SECTIONS:
+            continue
+        if last in theirs[section] and (not asked or name == "model.vocab_size" and name not in named):
+            _put(config, name, copy.deepcopy(theirs[section][last]))
+        elif not asked and (key.architecture or (section == "moe" and is_dense)):
+            _put(config, name, key.fresh_default())
+    vocab_size = get(config, "model.vocab_size")
+    ours = architecture(config, vocab_size)
+    for section in SECTIONS:
+        for last in dict.fromkeys([*ours[section], *(key for key in theirs[section] if KEYS[f"{section}.{key}"].architecture)]):
+            name, mine, their = f"{section}.{last}", ours[section].get(last), theirs[section].get(last)
+            if mine != their and not means_nothing(config, name, mine, their):
+                raise ConfigError(
+                    f"{name} ({show(mine)}) is {show(their)} in checkpoint.weights ({origin}), which brings its model. "
+                    f"Leave {name} and presets of another model out."
+                )
+
+
+def means_nothing(config: Config, name: str, one: Any, other: Any) -> bool:
+    """Whether weights fit both values: rotary positions have no weights of a length, and both sentence heads have the same."""
+    if name == "model.sequence_length":
+        return config.model.position_embedding == "rope"
+    return name == "model.sentence_head" and "none" not in (one, other)
+
+
+def _adopt_again(config: Config, named: set[str]) -> bool:
+    """Take the model from the run's own config, where a run that has begun from these weights outlived their folder."""
+    path = Path(config.run_dir) / "config.yaml"
+    try:
+        kept = yaml.safe_load(path.read_bytes())
+        if kept["checkpoint"]["weights"] != config.checkpoint.weights or not (path.parent / "checkpoints").is_dir():
+            return False
+        theirs = {section: {key: value for key, value in kept[section].items() if key != "placement"} for section in SECTIONS}
+        tokenizer = kept["data"]["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        return False
+    for section, values in theirs.items():
+        for last, value in values.items():
+            name = f"{section}.{last}"
+            if name in KEYS and KEYS[name].architecture and not {name, section, "experiment"} & named:
+                _put(config, name, value)
+    if config.data.tokenizer == KEYS["data.tokenizer"].default:
+        config.data.tokenizer = tokenizer
+    return True
+
+
+def _put(config: Config, name: str, value: Any) -> None:
+    section, _, last = name.rpartition(".")
+    setattr(get(config, section), last, value)
