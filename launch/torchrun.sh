@@ -27,6 +27,8 @@ Exit status: 0 when all steps are done; 75 when the run stopped early on purpose
 on; anything else is a failure, that of the rank that failed first. SIGTERM, SIGHUP, Ctrl-C, SIGUSR1 and SIGUSR2 make the ranks
 finish their step, save and stop; a second Ctrl-C ends them at once.
 
+One node listens on the loopback alone. Several nodes ask nobody who he is: docs/guide/network.md says how to keep others away.
+
 Example, on the second of two nodes:
   bash launch/torchrun.sh --num-nodes 2 --node-rank 1 --master-addr node-a experiment=gpt_moe_small parallel.expert=8
 TEXT

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import psutil
 import torch
@@ -180,7 +180,11 @@ class Watchdog:
         beat = self._beat()
         self._store.set(self._key("beat", self.rank), json.dumps(asdict(beat)))
         if self._store.check([self._key("verdict")]):
-            self._end(_read_verdict(self._store.get(self._key("verdict"))), written=False)
+            try:
+                verdict = _read_verdict(self._store.get(self._key("verdict")), self.world_size)
+            except ValueError as error:
+                verdict = self._lost_store(f"holds a verdict that no rank has written ({error}); see docs/guide/network.md")
+            self._end(verdict, written=False)
             return
         for rank in self._watched:
             self._look_at(rank, now)
@@ -278,7 +282,7 @@ class Watchdog:
     def _decide(self, mine: Verdict) -> Verdict:
         """Write a verdict unless there is one, and act on the one that counts."""
         text = json.dumps(asdict(mine))
-        counts = _read_verdict(self._store.compare_set(self._key("verdict"), "", text))
+        counts = _read_verdict(self._store.compare_set(self._key("verdict"), "", text), self.world_size)
         self._end(counts, written=counts == mine)
         return counts
 
@@ -357,5 +361,12 @@ def _is_gone(error: Exception) -> bool:
     return isinstance(error, dist.DistNetworkError) or "Connection" in str(error) or "Broken pipe" in str(error)
 
 
-def _read_verdict(text: bytes) -> Verdict:
-    return Verdict(**json.loads(text))
+def _read_verdict(text: bytes, world_size: int) -> Verdict:
+    """Raises ValueError for what no rank writes."""
+    fields = json.loads(text)
+    if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != get_type_hints(Verdict):
+        raise ValueError("its fields are others")
+    verdict = Verdict(**fields)
+    if verdict.rank not in range(world_size):
+        raise ValueError(f"of rank {verdict.rank}, where there are {world_size}")
+    return verdict

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -42,14 +43,14 @@ def network_address() -> str | None:
     return outside[0] if outside and may else None
 
 
-def start(command: list[str], run_dir: Path, cache: Path, host: str | None, namespace: int | None = None) -> subprocess.Popen[str]:
+def start(command: list[str], run_dir: Path, data: list[str], host: str | None, namespace: int | None = None) -> subprocess.Popen[str]:
     """A run in a fresh environment: nothing says where gloo and NCCL shall listen.
 
     Many machines give their own name a loopback address, so that gloo listens there by itself. `host` is the host's name instead.
     """
     env = {key: value for key, value in os.environ.items() if key not in (*PLACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return subprocess.Popen(
-        [*place(host, namespace), *command, *TINY, f"run_dir={run_dir}", f"data.cache_dir={cache}"],
+        [*place(host, namespace), *command, *TINY, *data, f"run_dir={run_dir}"],
         cwd=ROOT,
         env=env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
@@ -74,8 +75,12 @@ def test_the_probe_sees_what_listens_everywhere() -> None:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that train on a few files with a small tokenizer; prepared by the first run."""
+    corpus, cache = tmp_path_factory.mktemp("corpus"), tmp_path_factory.mktemp("cache")
+    for module in ("argparse", "ast", "datetime", "inspect"):
+        shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{module}.py", corpus)
+    return [f"data.corpus={corpus}", f"data.cache_dir={cache}", "data.vocab_size=384", "data.validation_fraction=0.2"]
 
 
 LAUNCHES = {
@@ -85,10 +90,10 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_a_run_on_one_node_listens_on_the_loopback_alone(launch: str, tmp_path: Path, cache: Path) -> None:
+def test_a_run_on_one_node_listens_on_the_loopback_alone(launch: str, tmp_path: Path, data: list[str]) -> None:
     """From its first line to its end; the first of them prepares the data."""
     command, fewest = LAUNCHES[launch]
-    process = start(command, tmp_path / "run", cache, network_address())
+    process = start(command, tmp_path / "run", data, network_address())
     seen = sockets.listened_on(process, 100.0)
     output = process.communicate()[0]
     assert process.returncode == 0, output
@@ -153,7 +158,7 @@ def test_torch_reads_the_state_of_a_rendezvous_as_json(tmp_path: Path, monkeypat
 
 
 @pytest.mark.netns
-def test_what_a_stranger_writes_to_a_run_on_two_nodes_is_not_run(tmp_path: Path, cache: Path) -> None:
+def test_what_a_stranger_writes_to_a_run_on_two_nodes_is_not_run(tmp_path: Path, data: list[str]) -> None:
     """Nonsense leaves the run alone; a state of the rendezvous that is none ends it, on each node with one line."""
     network, mark, metrics = _Network(3, UNCAPPED), tmp_path / "mark", tmp_path / "run" / "metrics.jsonl"
     processes: list[subprocess.Popen[str]] = []
@@ -161,7 +166,7 @@ def test_what_a_stranger_writes_to_a_run_on_two_nodes_is_not_run(tmp_path: Path,
         for node in (0, 1):
             options = ["--num-nodes", "2", "--node-rank", str(node), "--master-addr", address(0), "--ranks-per-node", "1", "--"]
             command = ["bash", "launch/torchrun.sh", *options, "training.steps=100000", "logging=quiet"]
-            processes.append(start(command, tmp_path / "run", cache, address(node), network.namespaces[node]))
+            processes.append(start(command, tmp_path / "run", data, address(node), network.namespaces[node]))
         wait_for_steps(metrics, 1)
         held = [sockets.listening(process.pid) for process in processes]
         stores = [f"{address(0)}:{port}" for (_, port), holders in held[0].items() if "launch.agent" in holders[0]]
