@@ -183,7 +183,7 @@ class DataConfig:
     vocab_size: int = key(4096, "tokens of a tokenizer trained here", "refuse", low=1)
     cache_dir: str = key("cache", "folder of tokenizers and token files; safe to delete", "free")
     validation_fraction: float = key(
-        0.02, "share of the documents for validation, chosen by a hash of their names", "refuse", above=0, below=1
+        0.02, "share of the text for validation: whole documents by a hash of their names, the last one cut", "refuse", above=0, below=1
     )
     num_workers: Optional[int] = key(None, "processes that tokenize; null: all cores", "free", low=1)
     prefetch: int = key(4, "steps of batches made ahead", "free", low=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -11,6 +12,7 @@ from configs.schema import Config, ConfigError
 from data.loader import Loader
 from data.prepare import PreparedData, TokenFile
 from data.samples import BertSamples, GPTSamples
+from data.split import LEAST_PIECE, LINE_REACH
 from data.tokenizer import load_tokenizer
 
 
@@ -42,6 +44,7 @@ def build_data(
         return _samples(config, prepared, prepared.valid, shuffle=False)
 
     if training.eval_interval:
+        _check_validation(config, prepared)
         validation_samples()  # an error now rather than at the first evaluation
     train_loader = loader(_samples(config, prepared, prepared.train, shuffle=True), consumed_samples, None)
     return train_loader, lambda: loader(validation_samples(), 0, training.eval_batches)
@@ -56,6 +59,27 @@ def _check_vocabulary(config: Config, prepared: PreparedData) -> None:
         )
     if prepared.family != config.model.family:
         raise ConfigError(f"model.family={config.model.family}: the data was prepared for {prepared.family}; prepare it for this family")
+
+
+def _check_validation(config: Config, prepared: PreparedData) -> None:
+    """Raise ConfigError, with a fraction that works, where validation is less than one sample."""
+    fraction = config.data.validation_fraction
+    needed = config.model.sequence_length + 1 if config.model.family == "gpt" else 2 * LEAST_PIECE
+    for source in prepared.identity.get("sources", ()):
+        valid = source["valid"]["tokens"]
+        total = source["train"]["tokens"] + valid
+        enough = valid >= needed or (valid > 0 and config.model.family != "gpt")  # any sentence is a sample of BERT
+        if enough or (valid == 0 and prepared.valid):
+            continue
+        works = math.ceil((needed + LINE_REACH) / total * 1000) / 1000
+        has = f"data.validation_fraction ({fraction}) leaves {valid:,} of the {total:,} tokens of {source['name']} for validation, "
+        if total * (1 - works) < needed + LINE_REACH:
+            longest = max(1, total // 2 - LINE_REACH - 1)
+            raise ConfigError(
+                f"{has}and a sample takes {needed:,}: too little text for training and validation. Try model.sequence_length={longest}, "
+                "or training.eval_interval=0"
+            )
+        raise ConfigError(f"{has}and a sample takes {needed:,}. Try data.validation_fraction={works}, or training.eval_interval=0")
 
 
 def _samples(config: Config, prepared: PreparedData, files: list[TokenFile], shuffle: bool) -> GPTSamples | BertSamples:

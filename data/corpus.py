@@ -66,6 +66,11 @@ class Source:
     files: tuple[File, ...] = ()
     megatron: str | None = None
 
+    @property
+    def is_stdlib(self) -> bool:
+        """Whether it is the standard library and nothing else."""
+        return bool(self.files) and all(file.format in ("stdlib", "topics") for file in self.files)
+
     def identity(self) -> list[Any]:
         """What decides the content: paths, sizes and times of change."""
         return [self.megatron, [[file.path, file.name, file.format, file.size, file.mtime_ns] for file in self.files]]

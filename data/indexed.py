@@ -91,15 +91,15 @@ class IndexedTokens:
         self.sequence_starts = pointers // self.dtype.itemsize
         self.tokens = np.memmap(bin_path, mode="r", dtype=self.dtype) if bin_bytes else np.zeros(0, self.dtype)
 
-    def documents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Start and length in tokens, both int64 [number of documents], of every document."""
-        bounds = np.asarray(self.document_bounds)
-        if len(bounds) < 2:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        ends = np.append(self.sequence_starts, self.sequence_starts[-1:] + self.sequence_lengths[-1:])
-        # A document's sequences lie one after the other, so it reaches from its first to the start of what follows.
-        starts, stops = ends[bounds[:-1]], ends[bounds[1:]]
-        return starts, stops - starts
+
+def documents(starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Start and length in tokens, both int64 [number of documents], of every document of an index (as IndexedTokens has it)."""
+    if len(bounds) < 2:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    ends = np.append(starts, starts[-1:] + lengths[-1:])
+    # A document's sequences lie one after the other, so it reaches from its first to the start of what follows.
+    first, stop = ends[bounds[:-1]], ends[bounds[1:]]
+    return first, stop - first
 
 
 def write_tokens(prefix: Path, dtype: type[np.generic], documents: Sequence[Sequence[Sequence[int] | np.ndarray]]) -> None:

@@ -39,7 +39,8 @@ from data import lock
 from data.corpus import Document, File, Source, parse_corpus, plan_parts, read_span, unpack
 from data.digest import digest_of, file_digest
 from data.identity import Identity
-from data.indexed import IndexedTokens, token_dtype, write_index
+from data.indexed import IndexedTokens, documents, token_dtype, write_index
+from data.split import Split, cut_document, cut_place, hash_suffices, split_documents, split_index
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file, train_tokenizer
 
 FORMAT_VERSION = 1  # part of every key: raise it when the same inputs give other files
@@ -58,6 +59,7 @@ class TokenFile:
     num_tokens: int
     split: str = "all"
     validation_fraction: float = 0.0
+    split_rule: str = "hash"
 
 
 @dataclass
@@ -77,10 +79,14 @@ class PreparedData:
     identity: Identity = field(default_factory=dict)  # what the data are, by content (data/identity.py)
 
 
-def prepare(config: DataConfig, family: str, show_progress: bool = True, rebuild_damaged: bool = False) -> PreparedData:
+def prepare(
+    config: DataConfig, family: str, show_progress: bool = True, rebuild_damaged: bool = False, split_rule: str = "exact"
+) -> PreparedData:
     """Make tokenizer and token files for `config`, or find them done. family: gpt | bert.
 
     Any number of processes may call it at once, with the same arguments (only the one that works shows progress).
+    `split_rule`: how validation is chosen (data/split.py); a run goes on with the one that its data have, before `exact` that was
+    `hash`.
     `rebuild_damaged`: make token files anew whose size is not what was written; else that is an error.
     Raises ConfigError for what is wrong with the config, a file or the cache, RuntimeError when a worker process dies,
     TimeoutError when another process does not finish within data.timeout_seconds.
@@ -98,7 +104,7 @@ def prepare(config: DataConfig, family: str, show_progress: bool = True, rebuild
     if family == "bert":
         _ = tokenizer.cls, tokenizer.sep, tokenizer.mask  # an error now rather than in the workers
     prepared = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
-    split = {"rule": "hash", "fraction": config.validation_fraction}
+    split = {"rule": split_rule, "fraction": config.validation_fraction}
     prepared.identity = {"tokenizer": tokenizer.digest, "split": split, "sources": []}
     for source in sources:
         if source.megatron:
@@ -192,37 +198,22 @@ def _add_megatron(prepared: PreparedData, source: Source, config: DataConfig, to
             f"data.tokenizer={config.tokenizer}: {source.megatron}.bin holds token {largest}, but this tokenizer has only "
             f"{tokenizer.vocab_size} tokens; give the tokenizer that made the file"
         )
-    _, lengths = tokens.documents()
     files = {suffix: file_digest(f"{source.megatron}.{suffix}", cache, config.timeout_seconds) for suffix in ("bin", "idx")}
+    split = prepared.identity["split"]
+    *index, held_out = split_index(
+        tokens.sequence_starts, np.asarray(tokens.sequence_lengths), np.asarray(tokens.document_bounds), split["fraction"], split["rule"]
+    )
+    lengths = documents(*index)[1]
     splits = {}
-    for split, name in ((prepared.train, "train"), (prepared.valid, "validation")):
-        num_tokens = int(lengths[split_mask(len(lengths), name, config.validation_fraction)].sum())
-        digest = digest_of(files, name, prepared.identity["split"])
-        splits[name] = {"tokens": num_tokens, "digest": digest}
+    for blend, name, wanted in ((prepared.train, "train", ~held_out), (prepared.valid, "validation", held_out)):
+        num_tokens = int(lengths[wanted].sum())
+        splits[name] = {"tokens": num_tokens, "digest": digest_of(files, name, split)}
         if num_tokens:
             weight = num_tokens if source.weight is None else source.weight
-            split.append(TokenFile(source.megatron, weight, num_tokens, name, config.validation_fraction))
-    prepared.num_documents += len(lengths)
-    prepared.identity["sources"].append(_source_identity(source, len(lengths), splits["train"], splits["validation"], files))
-
-
-def split_mask(num_documents: int, split: str, validation_fraction: float) -> np.ndarray:
-    """bool [num_documents]: which documents of a foreign token file belong to a split, by a hash of their number (splitmix64)."""
-    if split == "all":
-        return np.ones(num_documents, dtype=bool)
-    x = np.arange(1, num_documents + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    held_out = _held_out(x ^ (x >> np.uint64(31)), validation_fraction)
-    return held_out if split == "validation" else ~held_out
-
-
-def _held_out(hashes: np.ndarray, fraction: float) -> np.ndarray:
-    """Which documents are for validation: those with small hashes, and one at least when there are two or more."""
-    held_out = hashes < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
-    if fraction > 0 and len(hashes) > 1 and not held_out.any():
-        held_out[np.argmin(hashes)] = True
-    return held_out
+            blend.append(TokenFile(source.megatron, weight, num_tokens, name, split["fraction"], split["rule"]))
+    num_documents = max(len(tokens.document_bounds) - 1, 0)
+    prepared.num_documents += num_documents
+    prepared.identity["sources"].append(_source_identity(source, num_documents, splits["train"], splits["validation"], files))
 
 
 # Tokenization
@@ -239,18 +230,21 @@ def _add_tokenized(
     rebuild_damaged: bool,
 ) -> None:
     tokenizer_hash = hashlib.sha256(tokenizer_file(tokenizer.path).read_bytes()).hexdigest()
-    key = _key(source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction)
+    named = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
+    key = _key(source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction, *named)
     folder = cache / "tokens" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{family}-{key}"
-    read_done = functools.partial(_read_done, folder, cache, config.timeout_seconds)
-    done = read_done(rebuild_damaged)
+    rule = prepared.identity["split"]["rule"]
+    find = functools.partial(_find_done, folder, source, config, cache, rule)
+    done = find(rebuild_damaged)
     if done is None:
         folder.mkdir(parents=True, exist_ok=True)
         with lock.hold(folder / "lock", config.timeout_seconds):
-            done = read_done(rebuild_damaged)
+            done = find(rebuild_damaged)
             if done is None:
-                _tokenize(source, config, family, tokenizer, folder, cache, show_progress)
-                done = read_done(False)
+                _tokenize(source, config, family, tokenizer, folder, cache, rule, show_progress)
+                done = find(False)
                 assert done is not None
+    folder = Path(done["folder"])
     for split, name in ((prepared.train, "train"), (prepared.valid, "valid")):
         num_tokens = done["tokens"][name]
         if num_tokens:
@@ -276,12 +270,27 @@ def _source_identity(source: Source, num_documents: int, train: Any, valid: Any,
     return {**names, "train": train, "valid": valid, "files": files, "python": python}
 
 
-def _read_done(folder: Path, cache: Path, timeout: float, rebuild_damaged: bool) -> dict[str, Any] | None:
-    """The summary of finished work; None when there is none. Raises ConfigError when its files are not what was written."""
-    try:
-        done: dict[str, Any] = json.loads((folder / "done.json").read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
+def _find_done(folder: Path, source: Source, config: DataConfig, cache: Path, rule: str, rebuild_damaged: bool) -> dict[str, Any] | None:
+    """The summary of finished work, with its `folder`; None when there is none. Raises ConfigError when it was damaged.
+
+    The split by hash lies in `folder`, as it did before there was another; one that `exact` makes otherwise in its folder `exact`.
+    """
+    for place in [folder / "exact", folder] if rule == "exact" else [folder]:
+        try:
+            done: dict[str, Any] = json.loads((place / "done.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            continue
+        done["folder"] = str(place)
+        if rule == "exact" and place == folder:
+            tokens = done["tokens"]
+            if not hash_suffices(done["documents"], tokens["train"], tokens["valid"], config.validation_fraction, source.is_stdlib):
+                continue
+        return _checked(done, place, cache, config.timeout_seconds, rebuild_damaged)
+    return None
+
+
+def _checked(done: dict[str, Any], folder: Path, cache: Path, timeout: float, rebuild_damaged: bool) -> dict[str, Any] | None:
+    """The summary, with the files' digests as they are now; None where they were damaged and are to be made again."""
     written = done.get("digests", {})  # a cache of an earlier version has none
     done["digests"] = {}
     for name, size in done["sizes"].items():
@@ -308,10 +317,9 @@ def _read_done(folder: Path, cache: Path, timeout: float, rebuild_damaged: bool)
 
 
 def _tokenize(
-    source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, folder: Path, cache: Path, show_progress: bool
+    source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, folder: Path, cache: Path, rule: str, show_progress: bool
 ) -> None:
     """Unpack, tokenize the parts that are not there yet, and merge them. Called by one process at a time."""
-    (folder / "done.json").unlink(missing_ok=True)
     parts_dir, unpacked_dir = folder / "parts", folder / "unpacked"
     parts_dir.mkdir(exist_ok=True)
     unpacked_dir.mkdir(exist_ok=True)
@@ -334,23 +342,39 @@ def _tokenize(
     ready = sum(sizes) - sum(sizes[i] for i in missing)
     _run_jobs(jobs, settings, workers, config.timeout_seconds, "tokenizing", ready, show_progress)
 
-    done = _merge(outs, folder, token_dtype(tokenizer.vocab_size), config.validation_fraction)
+    hashes, lengths = _documents(outs)
+    split = split_documents(hashes, lengths, config.validation_fraction, rule, source.is_stdlib)
+    target = folder if split.by_hash else folder / "exact"
+    target.mkdir(exist_ok=True)
+    (target / "done.json").unlink(missing_ok=True)
+    done = _merge(outs, target, tokenizer, family, split)
     if not done["documents"]:
         shutil.rmtree(folder)
         problem = f"; all {done['bad_lines']} lines are bad, first: {done['first_bad_lines'][0]}" if done["bad_lines"] else ""
         raise ConfigError(f"data.corpus: {source.name} holds no documents{problem}")
-    done["digests"] = {name: file_digest(folder / name, cache, config.timeout_seconds) for name in done["sizes"]}
-    _write_text(folder / "done.json", json.dumps(done, indent=1))
+    done["digests"] = {name: file_digest(target / name, cache, config.timeout_seconds) for name in done["sizes"]}
+    _write_text(target / "done.json", json.dumps(done, indent=1))
     shutil.rmtree(parts_dir)
     shutil.rmtree(unpacked_dir)
     if show_progress and done["bad_lines"]:
         shown = "".join(f"\n  {line}" for line in done["first_bad_lines"])
-        print(f"{done['bad_lines']} bad lines were left out, listed in {folder / 'bad_lines.txt'}:{shown}", file=sys.stderr, flush=True)
+        print(f"{done['bad_lines']} bad lines were left out, listed in {target / 'bad_lines.txt'}:{shown}", file=sys.stderr, flush=True)
 
 
-def _merge(parts: list[Path], folder: Path, dtype: type[np.generic], validation_fraction: float) -> dict[str, Any]:
+def _documents(parts: list[Path]) -> tuple[np.ndarray, np.ndarray]:
+    """Hash and length in tokens of every document of the parts."""
+    hashes, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+    for part in parts:
+        arrays = _load(part)
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(arrays["sequence_lengths"], dtype=np.int64)])
+        hashes.append(arrays["hashes"])
+        lengths.append(np.diff(ends[np.concatenate([np.zeros(1, np.int64), np.cumsum(arrays["sequences_per_document"])])]))
+    return np.concatenate(hashes), np.concatenate(lengths)
+
+
+def _merge(parts: list[Path], folder: Path, tokenizer: Tokenizer, family: str, split: Split) -> dict[str, Any]:
     """Concatenate the parts into train and valid files. Returns the summary, with the sizes of what was written."""
-    held_out = _held_out(np.concatenate([_load(part)["hashes"] for part in parts]), validation_fraction)
+    dtype = token_dtype(tokenizer.vocab_size)
     names = ("train", "valid")
     lengths: dict[str, list[np.ndarray]] = {name: [] for name in names}
     counts: dict[str, list[np.ndarray]] = {name: [] for name in names}
@@ -363,7 +387,12 @@ def _merge(parts: list[Path], folder: Path, dtype: type[np.generic], validation_
             per_document, per_sequence = arrays["sequences_per_document"], arrays["sequence_lengths"]
             tokens = np.fromfile(part.with_suffix(".bin"), dtype)
             assert len(tokens) == per_sequence.sum(dtype=np.int64), part
-            in_valid = held_out[first : first + len(per_document)]
+            in_valid = split.held_out[first : first + len(per_document)]
+            first += len(in_valid)
+            if split.cut is not None and first - len(in_valid) <= split.cut < first:
+                number = split.cut - first + len(in_valid)
+                tokens, per_sequence, per_document = _cut(tokens, per_sequence, per_document, number, split.tail, tokenizer, family)
+                in_valid = np.insert(in_valid, number + 1, True)
             sequence_in_valid = np.repeat(in_valid, per_document)
             for name, wanted in (("train", False), ("valid", True)):
                 lengths[name].append(per_sequence[sequence_in_valid == wanted])
@@ -375,7 +404,6 @@ def _merge(parts: list[Path], folder: Path, dtype: type[np.generic], validation_
             for end in ends:
                 bins["valid" if wanted else "train"].write(tokens[begin:end].data)
                 begin, wanted = end, not wanted
-            first += len(per_document)
             num_bytes += int(arrays["num_bytes"])
             bad += arrays["bad_lines"].tolist()
     for name in names:
@@ -393,6 +421,23 @@ def _merge(parts: list[Path], folder: Path, dtype: type[np.generic], validation_
         "first_bad_lines": bad[:SHOWN_BAD_LINES],
         "sizes": {file: (folder / file).stat().st_size for file in files},
     }
+
+
+def _cut(
+    tokens: np.ndarray, per_sequence: np.ndarray, per_document: np.ndarray, number: int, tail: int, tokenizer: Tokenizer, family: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arrays of a part in which document `number` is made two, of which the second has about `tail` tokens."""
+    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_document)])
+    starts = np.cumsum(per_sequence, dtype=np.int64) - per_sequence
+    first, last = int(bounds[number]), int(bounds[number + 1])
+    begin = int(starts[first])
+    content = tokens[begin : begin + int(per_sequence[first:last].sum())]
+    place = cut_place(per_sequence[first:last], tail, content, (tokenizer.line_ends(), tokenizer.word_starts()))
+    _, per_sequence, bounds = cut_document(starts, per_sequence, bounds, number, place)
+    if family == "gpt":  # a document is one sequence, which ends with end-of-document
+        tokens = np.insert(tokens, begin + place, tokenizer.eod)
+        per_sequence[first] += 1
+    return tokens, per_sequence, np.diff(bounds)
 
 
 def _load(part: Path) -> Any:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from configs.schema import ConfigError
-from data.indexed import IndexedTokens
-from data.prepare import TokenFile, split_mask
+from data.indexed import IndexedTokens, documents
+from data.prepare import TokenFile
+from data.split import split_index
 from data.tokenizer import Tokenizer
 
 BLEND_PERIOD = 10_000  # samples after which the pattern of a blend repeats; weights are rounded to 1/BLEND_PERIOD
@@ -76,6 +77,15 @@ class _Epochs:
             return self._kept[epoch]
 
 
+def _of_split(file: TokenFile, indexed: IndexedTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """starts, lengths [n] and document bounds [d + 1] of a token file, and which documents belong to the split [d]."""
+    index = (indexed.sequence_starts, np.asarray(indexed.sequence_lengths), np.asarray(indexed.document_bounds))
+    if file.split == "all":
+        return *index, np.ones(max(len(index[2]) - 1, 0), dtype=bool)
+    starts, lengths, bounds, held_out = split_index(*index, file.validation_fraction, file.split_rule)
+    return starts, lengths, bounds, held_out if file.split == "validation" else ~held_out
+
+
 class _GPTFile:
     """The windows of one token file."""
 
@@ -85,8 +95,9 @@ class _GPTFile:
         self.seed, self.number, self.shuffle = seed, number, shuffle
         indexed = IndexedTokens(file.prefix)
         self.tokens = indexed.tokens
-        starts, lengths = indexed.documents()
-        wanted = split_mask(len(lengths), file.split, file.validation_fraction) & (lengths > 0)
+        *index, wanted = _of_split(file, indexed)
+        starts, lengths = documents(*index)
+        wanted &= lengths > 0
         self.starts, self.lengths = starts[wanted], lengths[wanted]
         total = int(self.lengths.sum())
         self.num_samples = (total - 1) // sequence_length
@@ -161,8 +172,8 @@ class GPTSamples:
 def _check_files(files: Sequence[TokenFile]) -> None:
     if not files:
         raise ConfigError(
-            "data.validation_fraction: this split of the corpus has no documents; raise data.validation_fraction (0.02 works when there "
-            "are two or more documents), or set training.eval_interval=0"
+            "data.validation_fraction: this split of the corpus has no documents; raise data.validation_fraction, "
+            "or set training.eval_interval=0"
         )
 
 
@@ -193,13 +204,12 @@ class _BertFile:
         self.seed, self.number, self.shuffle = seed, number, shuffle
         indexed = IndexedTokens(file.prefix)
         self.tokens = indexed.tokens
-        bounds = np.asarray(indexed.document_bounds)
-        lengths = np.asarray(indexed.sequence_lengths)
+        starts, lengths, bounds, in_split = _of_split(file, indexed)
         self.firsts, self.lasts = segment_documents(lengths, bounds, target)
         # Where each sentence starts, in tokens; one more entry for the end.
-        self.places = np.concatenate([indexed.sequence_starts, [len(self.tokens)]])
+        self.places = np.concatenate([starts, [len(self.tokens)]])
         self.documents = np.searchsorted(bounds, self.firsts, side="right") - 1
-        wanted = split_mask(len(bounds) - 1, file.split, file.validation_fraction)[self.documents]
+        wanted = in_split[self.documents]
         wanted &= self.places[self.lasts] - self.places[self.firsts] >= least_tokens
         self.firsts, self.lasts, self.documents = self.firsts[wanted], self.lasts[wanted], self.documents[wanted]
         self.num_samples = len(self.firsts)

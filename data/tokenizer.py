@@ -44,6 +44,7 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int
     pad: int
+    named_eod: int | None = None  # eod, where a file beside the tokenizer's names another than the usual one
 
     @abstractmethod
     def encode_array(self, text: str) -> np.ndarray:
@@ -102,6 +103,10 @@ class Tokenizer(ABC):
     def special_ids(self) -> np.ndarray:
         """Ids that stand for no text, ascending."""
         return np.flatnonzero([surface is None for surface in self._surfaces()])
+
+    def line_ends(self) -> np.ndarray:
+        """bool [vocab_size]: a line ends with this piece, apart from spaces."""
+        return np.array([surface is not None and surface.rstrip(b" \t").endswith(b"\n") for surface in self._surfaces()], dtype=bool)
 
     def word_starts(self) -> np.ndarray:
         """bool [vocab_size]: this piece always begins a word (it starts with a space or a symbol, or is special)."""
@@ -205,6 +210,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 "and no eos_token in tokenizer_config.json"
             )
         self.eod = eod
+        self.named_eod = eod if eod != self._find(EOD_NAMES) else None
         pad = self._find([*named.get("pad_token", ()), *PAD_NAMES])
         self.pad = eod if pad is None else pad
 

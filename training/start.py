@@ -183,6 +183,13 @@ def data_config(config: Config, start: Start) -> DataConfig:
     return dataclasses.replace(config.data, tokenizer=str(kept))
 
 
+def split_rule(start: Start) -> str:
+    """How validation is chosen (data/split.py): as it was for the checkpoint. Before it was recorded it was by hash."""
+    if start.checkpoint is None:
+        return "exact"
+    return str(read_state(start.checkpoint).get("data", {}).get("split", {}).get("rule", "hash"))
+
+
 def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
     """Raise ConfigError when the checkpoint is of another model than the config's, or in another precision.
 

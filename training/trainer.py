@@ -178,7 +178,8 @@ class Trainer:
         topology_module.choose_device(config)  # a wrong device is told before a corpus is prepared
         early = start.find(config, manifest.problem_with)  # every byte is read once all ranks are there
         data_config = start.data_config(config, early)
-        prepared = prepare(data_config, config.model.family, show_progress=is_main and config.logging.progress)
+        show_progress, rule = is_main and config.logging.progress, start.split_rule(early)
+        prepared = prepare(data_config, config.model.family, show_progress, split_rule=rule)
         tokenizer = load_tokenizer(prepared.tokenizer_path)
         vocab_size = config.model.vocab_size or tokenizer.vocab_size
         topology = topology_module.initialize(config)

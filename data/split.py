@@ -1,0 +1,128 @@
+"""Which documents are for validation.
+
+`hash`: the documents whose names hash to less than data.validation_fraction of the range, and one at least. Of few documents, or of
+documents of very different sizes, that is any share of the tokens.
+
+`exact` (what a fresh run gets): documents in the order of their hashes until the share is reached, and of the last one its end, cut
+at a line. Where that would gain nothing the split by hash stays: for many documents whose share it meets, and for the standard
+library, whose figures are recorded. Both depend on the documents alone, not on where they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.indexed import documents
+
+RULES = ("hash", "exact")
+MANY_DOCUMENTS, CLOSE = 5_000, 0.1  # so many documents with the share met within this fraction of it: the split by hash stays
+LEAST_PIECE = 8  # tokens: less is not cut off a document
+LINE_REACH = 32  # tokens from the exact place to the line end, or else the word, that is taken instead
+
+
+@dataclass(frozen=True)
+class Split:
+    """held_out [documents] bool: whole documents of validation. `cut`: a document that is not, but for its last `tail` tokens.
+
+    by_hash: what the rule `hash` gives.
+    """
+
+    held_out: np.ndarray
+    by_hash: bool
+    cut: int | None = None
+    tail: int = 0
+
+
+def split_documents(hashes: np.ndarray, lengths: np.ndarray, fraction: float, rule: str, is_stdlib: bool = False) -> Split:
+    """Split documents by their hashes uint64 [d] and lengths in tokens [d]."""
+    assert rule in RULES, rule
+    by_hash = _by_hash(hashes, fraction)
+    total, held_out = int(lengths.sum()), int(lengths[by_hash].sum())
+    if rule == "hash" or hash_suffices(len(hashes), total - held_out, held_out, fraction, is_stdlib):
+        return Split(by_hash, True)
+    target = round(fraction * total)
+    order = np.argsort(hashes, kind="stable")
+    ends = np.cumsum(lengths[order])
+    whole = int(np.searchsorted(ends, target, side="right"))
+    mask = np.zeros(len(hashes), dtype=bool)
+    mask[order[:whole]] = True
+    tail = target - (int(ends[whole - 1]) if whole else 0)
+    if tail < LEAST_PIECE:
+        return Split(mask, False)
+    return Split(mask, False, int(order[whole]), tail)
+
+
+def hash_suffices(num_documents: int, train: int, valid: int, fraction: float, is_stdlib: bool) -> bool:
+    """Whether `exact` leaves the split by hash, which has put these tokens into training and validation."""
+    if is_stdlib or fraction == 0:
+        return True
+    return num_documents >= MANY_DOCUMENTS and abs(valid - fraction * (train + valid)) <= CLOSE * fraction * (train + valid)
+
+
+def _by_hash(hashes: np.ndarray, fraction: float) -> np.ndarray:
+    held_out = hashes < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    if fraction > 0 and len(hashes) > 1 and not held_out.any():
+        held_out[np.argmin(hashes)] = True
+    return held_out
+
+
+def number_hashes(num_documents: int) -> np.ndarray:
+    """Hashes of documents that have numbers but no names: uint64 [num_documents] (splitmix64)."""
+    x = np.arange(1, num_documents + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def cut_place(lengths: np.ndarray, tail: int, tokens: np.ndarray | None = None, marks: tuple[np.ndarray, np.ndarray] | None = None) -> int:
+    """Where to cut a document of sequences with these lengths so that about `tail` of its tokens are for validation: how many are not.
+
+    That is between two of its sequences; else, by its tokens [n] and `marks` (bool [vocabulary]: a token ends a line, and it begins
+    a word), between lines or before a word; each where one is near, else at the very token.
+    """
+    ends = np.cumsum(lengths)
+    wanted = int(ends[-1]) - tail
+    choices = [ends[(ends > 0) & (ends < ends[-1])]]
+    if tokens is not None and marks is not None:
+        ends_line, begins_word = marks
+        window = np.arange(max(1, wanted - LINE_REACH), min(len(tokens) - 1, wanted + LINE_REACH) + 1)
+        choices += [window[ends_line[tokens[window - 1]]], window[begins_word[tokens[window]]]]
+    for places in choices:
+        if len(places) and np.abs(places - wanted).min() <= LINE_REACH:
+            return int(places[np.argmin(np.abs(places - wanted))])
+    return wanted
+
+
+def cut_document(
+    starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, number: int, place: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Make document `number` two, of which the first has `place` tokens, in an index: sequence_starts, sequence_lengths [n], and
+    document_bounds [d + 1] (see IndexedTokens)."""
+    first, last = int(bounds[number]), int(bounds[number + 1])
+    ends = np.cumsum(lengths[first:last], dtype=np.int64)
+    inside = int(np.searchsorted(ends, place))
+    sequence = first + inside
+    bounds = np.array(bounds)
+    if ends[inside] != place:  # in the middle of a sequence, which becomes two
+        kept = place - int(ends[inside] - lengths[sequence])
+        starts = np.insert(starts, sequence + 1, starts[sequence] + kept)
+        lengths = np.insert(lengths, sequence + 1, lengths[sequence] - kept)
+        lengths[sequence] = kept
+        bounds[number + 1 :] += 1
+    return starts, lengths, np.insert(bounds, number + 1, sequence + 1)
+
+
+def split_index(
+    starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, fraction: float, rule: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Split a token file that the user has made: its index, with the document that is cut made two, and which are held out [d]."""
+    in_document = documents(starts, lengths, bounds)[1]
+    split = split_documents(number_hashes(len(in_document)), in_document, fraction, rule)
+    held_out = split.held_out
+    if split.cut is not None:
+        of_cut = lengths[int(bounds[split.cut]) : int(bounds[split.cut + 1])]
+        starts, lengths, bounds = cut_document(starts, lengths, bounds, split.cut, cut_place(of_cut, split.tail))
+        held_out = np.insert(held_out, split.cut + 1, True)
+    return starts, lengths, bounds, held_out

@@ -1,0 +1,166 @@
+"""Validation takes the share that data.validation_fraction asks for, and a run keeps the split that it has."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.compose import compose
+from configs.schema import ConfigError
+from data.build import build_data
+from data.corpus import document_hash
+from data.indexed import IndexedTokens, documents, write_tokens
+from data.prepare import prepare
+from data.samples import GPTSamples, _of_split
+from data.split import LINE_REACH, number_hashes, split_documents, split_index
+from data.tokenizer import load_tokenizer
+from tests.data.conftest import make_text
+
+RNG = np.random.default_rng(0)
+SIZES = {
+    "one": [5000],
+    "two, of which one is huge": [40, 90_000],
+    "ten": RNG.integers(100, 3000, 10),
+    "hundred": RNG.integers(1, 500, 100),
+    "skewed": RNG.pareto(0.7, 300).astype(np.int64) + 1,
+    "many": RNG.integers(1, 500, 20_000),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("fraction", [0.001, 0.02, 0.1, 0.5, 0.9])
+def test_any_documents_are_split_at_the_fraction(name, fraction):
+    lengths = np.asarray(SIZES[name])
+    for hashes in (number_hashes(len(lengths)), RNG.integers(0, 2**63, len(lengths)).astype(np.uint64)):
+        split = split_documents(hashes, lengths, fraction, "exact")
+        held_out = int(lengths[split.held_out].sum()) + split.tail
+        if split.by_hash:
+            assert name == "many" and abs(held_out - fraction * lengths.sum()) <= 0.1 * fraction * lengths.sum()
+        else:
+            assert abs(held_out - fraction * lengths.sum()) <= 8
+        if split.cut is not None:
+            assert not split.held_out[split.cut] and 0 < split.tail < lengths[split.cut]
+
+
+def test_the_split_by_hash_is_as_it_was():
+    lengths, hashes = np.full(1000, 10), np.array([document_hash(f"a.jsonl@{i}") for i in range(1000)], dtype=np.uint64)
+    split = split_documents(hashes, lengths, 0.05, "hash")
+    assert split.by_hash and split.cut is None and (split.held_out == (hashes < int(0.05 * 2.0**64))).all()
+    assert (split_documents(hashes, lengths, 0.05, "exact", is_stdlib=True).held_out == split.held_out).all()
+    assert split_documents(number_hashes(2), lengths[:2], 0.01, "hash").held_out.sum() == 1
+    assert not split_documents(number_hashes(5), lengths[:5], 0.0, "exact").held_out.any()
+
+
+def text_of(prepared, tokenizer) -> dict[str, str]:
+    """The text of either split, in the order of the file, without what is no text."""
+    found = {}
+    for name, files in (("train", prepared.train), ("valid", prepared.valid)):
+        found[name] = "".join(tokenizer.decode(IndexedTokens(file.prefix).tokens[:].tolist()) for file in files)
+    return found
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_a_small_text_file_is_cut_at_a_line(config, tmp_path, tokenizer, family):
+    lines = [f"{' '.join(random.Random(i).choices(['a', 'model', 'learns', 'tokens'], k=9)).capitalize()}.\n" for i in range(800)]
+    (tmp_path / "small.txt").write_text("".join(lines))
+    for fraction in (0.02, 0.1, 0.37):
+        prepared = prepare(replace(config, corpus=str(tmp_path / "small.txt"), validation_fraction=fraction), family, False)
+        train, valid = prepared.train[0].num_tokens, prepared.valid[0].num_tokens
+        assert abs(valid - fraction * (train + valid)) <= LINE_REACH + 2
+        text = text_of(prepared, tokenizer)
+        assert text["train"] + text["valid"] == "".join(lines).rstrip() and text["train"].endswith("\n")
+        for file in (*prepared.train, *prepared.valid):
+            indexed = IndexedTokens(file.prefix)
+            _, lengths = documents(indexed.sequence_starts, indexed.sequence_lengths, indexed.document_bounds)
+            assert lengths.tolist() == [file.num_tokens]
+            assert (indexed.tokens[-1] == tokenizer.eod) == (family == "gpt")
+
+
+def test_lines_that_are_far_are_cut_at_a_word(config, tmp_path, tokenizer):
+    (tmp_path / "small.txt").write_text(" ".join(random.Random(0).choices(["gradient", "model", "learns"], k=3000)))
+    prepared = prepare(replace(config, corpus=str(tmp_path / "small.txt")), "gpt", False)
+    assert abs(prepared.valid[0].num_tokens - 0.1 * (prepared.train[0].num_tokens + prepared.valid[0].num_tokens)) <= LINE_REACH
+    text = text_of(prepared, tokenizer)
+    assert text["valid"][0] == " " and set(text["train"].split() + text["valid"].split()) == {"gradient", "model", "learns"}
+
+
+def test_both_rules_live_side_by_side_in_a_cache(config, texts):
+    old = prepare(config, "gpt", False, split_rule="hash")
+    folder = Path(old.train[0].prefix).parent
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    new = prepare(config, "gpt", False)
+    total = new.train[0].num_tokens + new.valid[0].num_tokens
+    assert abs(new.valid[0].num_tokens - 0.1 * total) <= LINE_REACH + 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == files
+    assert prepare(config, "gpt", False, split_rule="hash") == old and prepare(config, "gpt", False) == new
+    assert new.identity["split"]["rule"] == "exact" and old.identity["split"]["rule"] == "hash"
+    assert new.num_documents == old.num_documents == len(texts)
+
+
+def test_where_hash_suffices_its_files_are_taken(config, jsonl):
+    jsonl.write_text("".join(json.dumps({"text": f"Text {i % 7}"}) + "\n" for i in range(5600)))
+    old = prepare(config, "gpt", False, split_rule="hash")
+    new = prepare(config, "gpt", False)
+    assert [file.prefix for file in new.train + new.valid] == [file.prefix for file in old.train + old.valid]
+    assert new.identity["sources"] == old.identity["sources"]
+
+
+@pytest.mark.parametrize("sentences", [1, 5])
+@pytest.mark.parametrize("rule", ["exact", "hash"])
+def test_token_files_of_a_user(config, tmp_path, sentences, rule):
+    rng = np.random.default_rng(1)
+    documents_ = [[rng.integers(0, 300, rng.integers(20, 90)) for _ in range(sentences)] for _ in range(12)]
+    write_tokens(tmp_path / "own", np.uint16, documents_)
+    prepared = prepare(replace(config, corpus=str(tmp_path / "own"), validation_fraction=0.2), "gpt", False, split_rule=rule)
+    indexed = IndexedTokens(tmp_path / "own")
+    pieces: list[tuple[int, int]] = []
+    counts = []
+    for file in (prepared.train[0], prepared.valid[0]):
+        *index, wanted = _of_split(file, indexed)
+        starts, lengths = documents(*index)
+        pieces += list(zip(starts[wanted].tolist(), lengths[wanted].tolist(), strict=True))
+        counts.append(int(lengths[wanted].sum()))
+        assert file.num_tokens == counts[-1]
+        GPTSamples([file], 32, seed=0).batch(range(3))
+    assert sorted(pieces)[0][0] == 0 and all(a + n == b for (a, n), (b, _) in zip(sorted(pieces), sorted(pieces)[1:], strict=False))
+    assert sum(counts) == len(indexed.tokens) and len(pieces) == 12 + (rule == "exact")
+    if rule == "exact":
+        assert abs(counts[1] - 0.2 * sum(counts)) <= LINE_REACH + 1
+        index_of = (indexed.sequence_starts, indexed.sequence_lengths, indexed.document_bounds)
+        starts, lengths, bounds, held_out = split_index(*index_of, 0.2, rule)
+        assert lengths.sum() == len(indexed.tokens) and (starts == np.cumsum(lengths) - lengths).all() and len(held_out) == len(bounds) - 1
+
+
+def test_a_fraction_that_works_is_named(config, tmp_path):
+    (tmp_path / "small.txt").write_text(make_text(0, 300))
+    full = compose(["model=gpt_tiny", "model.sequence_length=256", "training.eval_interval=1"])
+
+    def build(fraction: float, length: int = 256) -> None:
+        full.data = replace(config, corpus=str(tmp_path / "small.txt"), validation_fraction=fraction)
+        full.model.sequence_length = length
+        loader, _ = build_data(full, prepare(full.data, "gpt", False), rank=0, world_size=1, consumed_samples=0)
+        loader.close()
+
+    with pytest.raises(ConfigError, match=r"data.validation_fraction \(0.02\) leaves .* Try data.validation_fraction=0") as error:
+        build(0.02)
+    build(float(str(error.value).split("Try data.validation_fraction=")[1].split(",")[0]))
+    with pytest.raises(ConfigError, match="Try model.sequence_length=") as error:
+        build(0.02, 4000)
+    assert load_tokenizer(full.data.tokenizer)  # the corpus is as it was
+
+
+def test_a_resumed_run_keeps_its_rule(tmp_path):
+    from training.record import new
+    from training.start import Start, split_rule
+
+    config = compose(["model=gpt_tiny"])
+    keys = {"step", "consumed_samples", "vocab_size", "architecture", "precision", "layout", "optimizer_steps", "loss_scaler"}
+    for state, rule in (({}, "hash"), ({"data": {}}, "hash"), ({"data": {"split": {"rule": "exact"}}}, "exact")):
+        (tmp_path / "state.json").write_text(json.dumps({**dict.fromkeys(keys), **state}))
+        assert split_rule(Start(new(config, None), tmp_path, False)) == rule
+    assert split_rule(Start(new(config, None), None, True)) == "exact"
