@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import pty
@@ -186,4 +187,5 @@ def test_a_run_on_a_terminal(tmp_path: Path, data: list[str]) -> None:
     assert len(re.findall(r"^checkpoint .*$", text, re.M)) == 2, text
     assert not re.search("wandb|warning|deprecat", text.replace(str(tmp_path), ""), re.I), text
     assert sum("%|" in line for line in lines if not line.startswith("tokenizing")) == 1, text
-    assert list((tmp_path / "run/wandb").glob("offline-run-*"))
+    (folder,) = (tmp_path / "run/wandb").glob("offline-run-*")
+    assert folder.name.endswith(f"-{json.loads((tmp_path / 'run/run.json').read_text())['id']}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +11,7 @@ from training.run import Callback, Metrics, Run
 
 
 class WeightsAndBiases(Callback):
-    """Logs on the main rank unless `logging.wandb` is off; a resumed run goes on under the same id."""
+    """Logs on the main rank unless `logging.wandb` is off; under the run's own id, also when it goes on."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -30,7 +29,7 @@ class WeightsAndBiases(Callback):
         self._run = wandb.init(
             project=run.config.logging.wandb_project,
             name=run.config.name,
-            id=_run_id(run),
+            id=run.facts["run"],
             dir=str(run.run_dir),
             config=asdict(run.config),
             mode=mode,
@@ -61,8 +60,3 @@ class WeightsAndBiases(Callback):
         finally:
             if self._run is not None:
                 self._run.finish()
-
-
-def _run_id(run: Run) -> str:
-    """The name under which the service knows this run, also when it goes on."""
-    return hashlib.sha256(str(run.run_dir.resolve()).encode()).hexdigest()[:16]
