@@ -21,6 +21,7 @@ from parallel import topology as topology_module
 from training import checkpoint, dry_run, kept_tokenizer, manifest, plan, recovery, resume, start, status
 from training.callbacks.checkpoints import Checkpoints
 from training.callbacks.early_stop import EarlyStop
+from training.callbacks.environment import Environment
 from training.callbacks.evaluation import Evaluation
 from training.callbacks.expert_planning import ExpertPlanning
 from training.callbacks.gradient_parts import GradientParts
@@ -63,6 +64,7 @@ class Trainer:
         self.callbacks: list[Callback] = [
             *([planning] if planning else []),
             *([MoELayers(planning)] if is_moe(config) else []),  # these add to the metrics that the next ones write
+            Environment(),
             Evaluation(),
             StepTimes(),
             GradientParts(),

@@ -189,3 +189,4 @@ def test_a_run_on_a_terminal(tmp_path: Path, data: list[str]) -> None:
     assert sum("%|" in line for line in lines if not line.startswith("tokenizing")) == 1, text
     (folder,) = (tmp_path / "run/wandb").glob("offline-run-*")
     assert folder.name.endswith(f"-{json.loads((tmp_path / 'run/run.json').read_text())['id']}")
+    assert json.loads((tmp_path / "run/environment.json").read_text())["ranks"] == 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import socket
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -11,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.browser import Browser, chromium
 from benchmarks.observability_cost import made_up_run
 from tests.training.helpers import read_metrics
-from training import events
+from training import environment, events
 from training.metrics import scalars
 from training.report import page, sources, timeline
 from training.report.__main__ import main
 
-SECTIONS = {"loss", "speed", "experts", "plans", "timeline", "memory", "events"}
+SECTIONS = {"loss", "speed", "experts", "plans", "timeline", "memory", "events", "run"}
 
 
 class Page(HTMLParser):
@@ -178,7 +181,7 @@ def test_events_and_names_are_text_not_markup(run_dir: Path, tmp_path: Path) -> 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("name: nothing yet\nmoe: {num_experts: null}\n")
     empty = make(tmp_path)
-    assert set(empty.data["missing"]) == SECTIONS
+    assert set(empty.data["missing"]) == SECTIONS - {"run"} and "No environment.json" in empty.text["run"]
     assert "No steps yet" in empty.text["loss"] and "dense" in empty.text["experts"] and "No traces" in empty.text["timeline"]
     made_up_run(tmp_path / "dense", steps=5, layers=0, experts=8, ranks=1, spans=0)
     for name in ("plan.json", "events.jsonl"):
@@ -186,6 +189,69 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     dense = make(tmp_path / "dense")
     assert set(dense.data["missing"]) == {"experts", "plans", "timeline", "events"}
     assert "No plan.json" in dense.text["memory"] and "dense" in dense.text["plans"]
+
+
+def test_panels_without_numbers_are_left_out(run_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    made_up_run(folder, steps=3, layers=0, experts=8, ranks=1, spans=0)
+    lines = [{k: v for k, v in line.items() if k not in ("mfu", "memory", "grad_norm")} for line in read_metrics(folder)]
+    lines = [line | {"grad_norm_by_part": {}, "memory": {"host": 5, "disk": 0, "device": 7, "device_peak": 9}} for line in lines]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "events.jsonl").write_text(json.dumps({"time": 1.7e9, "kind": "note", "text": "without a step"}))
+    found = make(folder)
+    assert found.charts == {"loss-0", "loss-2", "speed-0", "speed-1", "speed-2", "memory-0", "memory-ranks"}
+    assert "No gradient norm in metrics.jsonl. No auxiliary losses" in found.text["loss"] and "No MFU" in found.text["speed"]
+    assert [series["name"] for series in found.data["memory"]["chart"]["series"]] == ["device, peak", "device, in use", "host"]
+    assert "dropped_share" not in {picture["key"] for picture in make(run_dir).data["layers"]["pictures"]}
+    assert "No tokens were dropped" in make(run_dir).text["experts"]
+
+
+def test_numbers_of_a_table_are_aligned() -> None:
+    text = page._table(["Step", "Kind", "Nothing", "Size"], [[1, "a<b", None, 2.0], [20_000, "c", None, None], [None, "d", None, 1234]])
+    assert re.findall(r"<th( class=.number.)?>(.*?)</th>", text) == [(' class="number"', "Step"), ("", "Kind"), (' class="number"', "Size")]
+    cells = re.findall(r"<td( class=.number.)?>(.*?)</td>", text)
+    assert [text for _, text in cells] == ["1", "a&lt;b", "2.000", "20,000", "c", "-", "-", "d", "1,234.000"]
+    assert [bool(number) for number, _ in cells] == [True, False, True] * 3
+
+
+def test_what_it_ran_on_is_there(run_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    host = {"host": "node-a", "processor": "Some CPU", "cores": 64, "memory_bytes": 2 * 2**40, "ranks": 2, "devices": {"NVIDIA H200": 2}}
+    other = host | {"host": "node-b", "devices": {"NVIDIA H200": 1, "NVIDIA A100": 1}}
+    about = {"versions": {"mixtrain": "9.8.7", "torch": "2.13.0"}, "ranks": 4, "hosts": [host, other]}
+    (folder / "environment.json").write_text(json.dumps(about))
+    (folder / "run.json").write_text(json.dumps({"id": "7f3a0011", "heartbeat": 1000.0}))
+    (folder / "status.json").write_text(json.dumps({"state": "finished", "time": 7900.0}))
+    kinds = [(1000, "run_started"), (1100, "checkpoint_saved"), (4000, "run_goes_on"), (4200, "resumed")]
+    (folder / "events.jsonl").write_text("\n".join(json.dumps({"time": when, "kind": kind, "text": ""}) for when, kind in kinds))
+    found = make(folder)
+    facts = dict(found.data["facts"])
+    assert facts["Wall time"] == "1 h 06 min in 2 starts"  # 100 and 3,900 s: nobody worked in between
+    assert facts["Time in steps"] == page._duration(sum(line["step_seconds"] for line in read_metrics(folder)))
+    assert facts["Hardware"] == "3 ranks on NVIDIA H200, 1 rank on NVIDIA A100, 2 hosts"
+    for text in ("7f3a0011", "9.8.7", "2.13.0", "Host node-b", "1 rank on NVIDIA A100; 64 cores of Some CPU; 2048 GiB", '"num_layers": 3'):
+        assert text in found.text["run"], text
+    for name in ("environment.json", "run.json", "status.json"):
+        (folder / name).write_text("[1, 2")
+    (folder / "events.jsonl").unlink()
+    old = make(folder)
+    assert "Wall time" not in dict(old.data["facts"]) and "environment.json cannot be read" in " ".join(old.data["notes"])
+
+
+def test_the_environment_is_written_down(tmp_path: Path) -> None:
+    ranks = [environment.of_this_rank(torch.device("cpu")) for _ in range(3)]
+    environment.write(tmp_path, [*ranks, ranks[0] | {"host": "elsewhere", "device": "NVIDIA H200"}])
+    content = json.loads((tmp_path / "environment.json").read_text())
+    assert content["versions"].keys() >= {"mixtrain", "torch", "megatron-core", "python"} and content["ranks"] == 4
+    assert [host["devices"] for host in content["hosts"]] == [{"cpu": 3}, {"NVIDIA H200": 1}]
+    assert content["hosts"][0]["host"] == socket.gethostname() and content["hosts"][0]["cores"] >= 1
+
+
+def test_durations() -> None:
+    assert [page._duration(s) for s in (0.04, 59.94, 60, 3599, 3600, 360_000)] == [
+        *("0.0 s", "59.9 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "100 h 00 min")
+    ]
 
 
 def test_broken_files_are_noted_and_left_out(run_dir: Path, tmp_path: Path) -> None:
@@ -240,6 +306,17 @@ def test_a_browser_draws_it(run_dir: Path, tmp_path: Path) -> None:
                     return canvas && canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(byte => byte > 0);
                 }).map(place => place.id)"""
                 assert set(browser.run(painted)) == charts
+                # Axes have names, and steps, ranks, layers and experts are whole numbers.
+                axes = """[...document.querySelectorAll(".chart:not(#events-chart)")].flatMap(place => {
+                    const option = echarts.getInstanceByDom(place).getOption();
+                    return [option.xAxis[0].name, place.id === "timeline-chart" ? "lanes" : option.yAxis[0].name];
+                })"""
+                assert all(browser.run(axes))
+                ticks = """[...document.querySelectorAll(".chart")].flatMap(place => {
+                    const axis = echarts.getInstanceByDom(place).getModel().getComponent("xAxis").axis;
+                    return place.id === "timeline-chart" ? [] : axis.getViewLabels().map(label => label.formattedLabel);
+                }).filter(text => !/^[0-9,]*$/.test(text))"""
+                assert browser.run(ticks) == []
         assert len(seen) == 2
         choose = "const choice = document.getElementById('expert-layer'); choice.value = '2'; choice.dispatchEvent(new Event('change'));"
         label = "echarts.getInstanceByDom(document.getElementById('experts-chart')).getOption().series[0].data[3][2]"

@@ -27,11 +27,13 @@
     if (size !== 0 && size < 1e-3) return value.toExponential(1);
     return String(+value.toPrecision(4));
   }
-  function bytes(value) {
-    if (value === null || value === undefined) return "-";
-    const power = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
-    return +(value / 1024 ** power).toPrecision(3) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][power];
+  // The unit that the largest of some byte counts is told in.
+  function unitOf(values) {
+    const most = Math.max(1, ...values.filter((value) => value !== null && value !== undefined));
+    const power = Math.min(4, Math.floor(Math.log2(most) / 10));
+    return { size: 1024 ** power, name: ["bytes", "KiB", "MiB", "GiB", "TiB"][power] };
   }
+  const whole = (value) => (Number.isInteger(value) ? value.toLocaleString("en-US") : "");
   function micro(value) {
     if (value >= 1e6) return +(value / 1e6).toPrecision(4) + " s";
     if (value >= 1e3) return +(value / 1e3).toPrecision(4) + " ms";
@@ -76,7 +78,10 @@
     };
   }
   const stepAxis = () => axis({ type: "value", name: "step", nameLocation: "middle", nameGap: 24, min: "dataMin", max: "dataMax",
-    splitLine: { show: false }, minInterval: 1 });
+    splitLine: { show: false }, minInterval: 1, axisLabel: { color: look().muted, hideOverlap: true, formatter: whole } });
+  // A name above the upper end of an upright axis.
+  const upright = (name, more) => axis({ name, nameLocation: "end", nameGap: 10, ...more,
+    nameTextStyle: { color: look().muted, align: "left", padding: [0, 0, 0, -4] } });
   function toolbox() {
     const { muted } = look();
     const tools = { dataZoom: { yAxisIndex: "none", title: { zoom: "zoom", back: "back" } }, restore: { title: "all" } };
@@ -87,18 +92,20 @@
 
   function lines(id, chart) {
     const { colors } = look();
-    const show = chart.unit === "bytes" ? bytes : short;
+    const inBytes = chart.unit === "bytes";
+    const unit = inBytes ? unitOf(chart.series.flatMap((s) => data.curves[s.key])) : { size: 1, name: chart.unit };
+    const scaled = (value) => (value === null || (chart.log && value <= 0) ? null : value / unit.size);
     const few = data.steps.length < 40, place = document.getElementById(id);
     draw(id, {
       color: colors,
       legend: { data: chart.series.map((s) => s.name), width: place.clientWidth - (narrow() ? 10 : 100) },
-      grid: { left: 8, right: 14, top: 34, bottom: 30, containLabel: true },
+      grid: { left: 8, right: 14, top: 52, bottom: 30, containLabel: true },
       toolbox: toolbox(),
-      tooltip: { trigger: "axis", valueFormatter: chart.unit === "bytes" ? bytes : exact },
+      tooltip: { trigger: "axis", valueFormatter: (value) => exact(value) + (inBytes ? " " + unit.name : "") },
       xAxis: stepAxis(),
-      yAxis: axis({ type: chart.log ? "log" : "value", scale: true, axisLabel: { color: look().muted, formatter: show } }),
+      yAxis: upright(unit.name, { type: chart.log ? "log" : "value", scale: true, axisLabel: { color: look().muted, formatter: short } }),
       series: chart.series.map((s) => {
-        const points = data.curves[s.key].map((value, i) => [data.steps[i], chart.log && value !== null && value <= 0 ? null : value]);
+        const points = data.curves[s.key].map((value, i) => [data.steps[i], scaled(value)]);
         const sparse = points.filter((point) => point[1] !== null).length < Math.max(2, points.length / 2);
         return {
           name: s.name, type: "line", data: sparse ? points.filter((point) => point[1] !== null) : points,
@@ -116,10 +123,10 @@
   function heat(id, columns, rows, cells, scale) {
     const { text, muted } = look();
     draw(id, {
-      grid: { left: 8, right: 14, top: 10, bottom: 62, containLabel: true },
+      grid: { left: 8, right: 14, top: 26, bottom: 62, containLabel: true },
       tooltip: { formatter: (point) => scale.say(point.data[0], point.data[1], point.data[2]) },
       xAxis: axis({ type: "category", data: columns, name: scale.xName, nameLocation: "middle", nameGap: 24, splitLine: { show: false } }),
-      yAxis: axis({ type: "category", data: rows, name: scale.yName, nameLocation: "middle", nameGap: 34, inverse: true, splitLine: { show: false } }),
+      yAxis: upright(scale.yName, { type: "category", data: rows, nameLocation: "start", inverse: true, splitLine: { show: false } }),
       visualMap: {
         min: scale.min, max: scale.max, calculable: false, orient: "horizontal", left: "center", bottom: 0, itemHeight: 110, itemWidth: 10,
         text: [short(scale.max) + (scale.open ? "+" : ""), short(scale.min)], textStyle: { color: muted },
@@ -184,10 +191,10 @@
     };
     draw("timeline-chart", {
       legend: { data: used.map((n) => NAMES[n]), type: narrow() ? "scroll" : "plain" },
-      grid: { left: 8, right: 34, top: narrow() ? 34 : 60, bottom: 64, containLabel: true },
+      grid: { left: 8, right: 34, top: narrow() ? 34 : 60, bottom: 76, containLabel: true },
       tooltip: { formatter: (point) => `${escaped(NAMES[point.data.name])}, ${lanes[point.data.value[0] - point.data.value[0] % 3]}<br>`
         + `<b>${micro(point.data.value[2] - point.data.value[1])}</b> from ${micro(point.data.value[1])}` },
-      xAxis: axis({ type: "value", min: 0, max: step.microseconds, axisLabel: { color: look().muted, formatter: micro, hideOverlap: true } }),
+      xAxis: axis({ type: "value", name: "time", nameLocation: "middle", nameGap: 24, min: 0, max: step.microseconds, axisLabel: { color: look().muted, formatter: micro, hideOverlap: true } }),
       yAxis: axis({ type: "category", data: lanes, inverse: true, splitLine: { show: false },
         axisLabel: { interval: 0, color: (value) => (value.startsWith("rank") ? text : look().muted), fontSize: 11 } }),
       dataZoom: [{ type: "slider", filterMode: "weakFilter", height: 18, bottom: 8, labelFormatter: (value) => micro(value),
@@ -206,26 +213,28 @@
     const left = step.left_out ? `<p class="missing">The ${step.left_out} shortest spans are left out.</p>` : "";
     const some = step.num_traced > step.ranks.length ? `<p class="missing">${step.ranks.length} of ${step.num_traced} traced ranks.</p>` : "";
     document.getElementById("timeline-table").innerHTML = left + some + `<div class="table"><table><thead><tr><th>Step ${step.step}, `
-      + `${micro(step.microseconds)}</th><th>Working</th><th>In pipeline exchanges</th><th>Messages on their way</th>`
-      + `<th>of that beside a layer's work</th></tr></thead><tbody>${rows.join("")}</tbody></table></div>`;
+      + `${micro(step.microseconds)}</th><th class="number">Working</th><th class="number">In pipeline exchanges</th><th class="number">Messages on their way</th>`
+      + `<th class="number">of that beside a layer's work</th></tr></thead><tbody>${rows.join("")}</tbody></table></div>`;
   }
 
   function memoryRanks() {
     const { ranks, kinds } = data.memory;
     if (!ranks.length) return;
     const { colors, text } = look();
-    const stacks = kinds.map((kind, i) => ({ name: "planned " + kind, type: "bar", stack: "plan", data: ranks.map((r) => r.plan && r.plan[kind]),
+    const unit = unitOf(ranks.flatMap((r) => [r.peak, r.plan && r.plan.total]));
+    const scaled = (value) => (value === null || value === undefined ? null : value / unit.size);
+    const stacks = kinds.map((kind, i) => ({ name: kind, type: "bar", stack: "plan", data: ranks.map((r) => scaled(r.plan && r.plan[kind])),
       itemStyle: { color: colors[i], opacity: 0.75 } }));
-    const peak = { name: "measured peak", type: "scatter", symbol: "rect", symbolSize: [ranks.length > 24 ? 8 : 26, 4], itemStyle: { color: text }, z: 5,
-      data: ranks.map((r) => r.peak) };
+    const peak = { name: "measured", type: "scatter", symbol: "rect", symbolSize: [ranks.length > 24 ? 8 : 26, 4], itemStyle: { color: text }, z: 5,
+      data: ranks.map((r) => scaled(r.peak)) };
     const bare = { ...peak, type: "bar", itemStyle: { color: colors[0] }, symbolSize: undefined, barMaxWidth: 40 };
     const series = kinds.length ? [...stacks, peak] : [bare];
     draw("memory-ranks", {
       legend: { data: series.map((s) => s.name) },
-      grid: { left: 8, right: 14, top: 34, bottom: 30, containLabel: true },
-      tooltip: { trigger: "axis", valueFormatter: bytes },
+      grid: { left: 8, right: 14, top: 52, bottom: 30, containLabel: true },
+      tooltip: { trigger: "axis", valueFormatter: (value) => exact(value) + " " + unit.name },
       xAxis: axis({ type: "category", data: ranks.map((r) => r.rank), name: "rank", nameLocation: "middle", nameGap: 24, splitLine: { show: false } }),
-      yAxis: axis({ type: "value", axisLabel: { color: look().muted, formatter: bytes } }),
+      yAxis: upright(unit.name, { type: "value", axisLabel: { color: look().muted, formatter: short } }),
       series,
     });
   }
@@ -234,10 +243,6 @@
     const list = data.events.filter((event) => event.step !== null);
     const place = document.getElementById("events-chart");
     if (!place) return;
-    if (!list.length) {
-      place.closest("figure").hidden = true;
-      return;
-    }
     const { colors } = look();
     const kinds = [...new Set(list.map((event) => event.kind))];
     place.style.height = kinds.length * 26 + 70 + "px";

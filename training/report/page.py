@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ MAX_WINDOWS = 100  # columns of a picture of all layers
 MAX_CELLS = 130_000  # numbers of the picture of each expert of each layer
 MAX_EVENTS = 400  # rows of the table
 MIB, GIB = 2**20, 2**30
+STARTS = ("run_started", "run_goes_on")  # kinds of events with which a process begins
 
 # Sections in order, and their charts: (title, unit, logarithmic, [(key in metrics.jsonl, name)]). A key that ends in / stands
 # for all keys that begin so.
@@ -27,11 +30,11 @@ Chart = tuple[str, str, bool, list[tuple[str, str]]]
 CURVES: dict[str, list[Chart]] = {
     "loss": [
         ("Loss", "nats", False, [("loss", "training"), ("validation_loss", "validation"), ("unigram_entropy", "unigram entropy")]),
-        ("Gradient norm", "", True, [("grad_norm", "total"), ("grad_norm_by_part/", "")]),
-        ("Learning rate", "", False, [("learning_rate", "learning rate")]),
+        ("Gradient norm", "norm", True, [("grad_norm", "total"), ("grad_norm_by_part/", "")]),
+        ("Learning rate", "learning rate", False, [("learning_rate", "learning rate")]),
         (
             "Other losses",
-            "",
+            "loss",
             False,
             [
                 (key, key.replace("_", " "))
@@ -48,7 +51,7 @@ CURVES: dict[str, list[Chart]] = {
             [("step_seconds", "step"), ("step_seconds_percentiles/", "")],
         ),
         ("Waiting for data", "s", False, [("data_wait_seconds", "waiting for data")]),
-        ("Model FLOPs utilization", "", False, [("mfu", "MFU")]),
+        ("Model FLOPs utilization", "share of the peak", False, [("mfu", "MFU")]),
     ],
 }
 MISSING = {
@@ -58,7 +61,7 @@ MISSING = {
 LAYER_PICTURES = (
     ("max_over_mean", "Busiest expert's tokens by the mean"),
     ("router_entropy", "Entropy of the router, nats"),
-    ("dropped_share", "Share of choices dropped, %"),
+    ("dropped_share", "Share of assignments dropped, %"),
     ("aux_loss", "Load-balancing loss"),
 )
 
@@ -130,6 +133,9 @@ def collect(source: Source) -> dict[str, Any]:
     data["memory"] = _memory(source, flat, data["curves"])
     if not kept:
         missing["memory"] = "No steps yet: nothing was measured."
+    data["run"] = _run(source)
+    if not data["run"]["rows"] and not data["run"]["config"]:
+        missing["run"] = "Neither config.yaml nor environment.json is there."
     data["events"], data["checkpoints"] = _events(source), source.checkpoints
     if not data["events"]:
         missing["events"] = "No events."
@@ -175,6 +181,10 @@ def _facts(source: Source) -> list[list[str]]:
         speeds = sorted(speed for line in metrics if (speed := finite(line.get("tokens_per_second"))) is not None)
         if speeds:
             facts.append(("Tokens/s (median)", f"{speeds[len(speeds) // 2]:,.0f}"))
+        facts.append(("Time in steps", _duration(sum(finite(line.get("step_seconds")) or 0 for line in metrics))))
+        wall, starts = wall_time(source)
+        if starts:
+            facts.append(("Wall time", _duration(wall) + (f" in {starts} starts" if starts > 1 else "")))
         tokens = sum(finite(line.get("tokens")) or 0 for line in metrics)
         facts.append(("Tokens", f"{tokens:,.0f}"))
     if model:
@@ -187,11 +197,59 @@ def _facts(source: Source) -> list[list[str]]:
         sizes = {name: layout.get(name) for name in ("tensor", "pipeline", "context", "expert")}
         used = [f"{name} {number}" for name, number in sizes.items() if isinstance(number, int) and number > 1]
         facts.append(("Layout", " x ".join(used) or "data parallel only"))
+    hosts = _hosts(source)
+    if hosts:
+        devices: Counter[str] = Counter()
+        for host in hosts:
+            devices.update(host["devices"])
+        facts.append(("Hardware", _ranks_on(devices) + (f", {len(hosts)} hosts" if len(hosts) > 1 else "")))
     if training:
         facts.append(("Batch", f"{training.get('global_batch_size')} samples, {training.get('precision')}"))
     facts.append(("Folder", str(source.run_dir)))
     facts.append(("Page made", datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%d %H:%M UTC")))
     return [list(fact) for fact in facts]
+
+
+def _ranks_on(devices: dict[str, int]) -> str:
+    return ", ".join(f"{count} {'rank' if count == 1 else 'ranks'} on {name}" for name, count in devices.items())
+
+
+def _hosts(source: Source) -> list[Line]:
+    hosts = source.environment.get("hosts")
+    return [h for h in hosts if isinstance(h, dict) and isinstance(h.get("devices"), dict)] if isinstance(hosts, list) else []
+
+
+def _run(source: Source) -> dict[str, Any]:
+    """Versions and hardware, a row each, and the text of config.yaml."""
+    rows: list[list[str]] = []
+    if source.record.get("id"):
+        rows.append(["Run", str(source.record["id"])])
+    versions = source.environment.get("versions")
+    rows += [[str(name), str(number)] for name, number in versions.items()] if isinstance(versions, dict) else []
+    for host in _hosts(source):
+        memory = finite(host.get("memory_bytes"))
+        about = f"{_ranks_on(host['devices'])}; {host.get('cores')} cores of {host.get('processor')}"
+        rows.append([f"Host {host.get('host')}", about + (f"; {memory / GIB:.0f} GiB of memory" if memory else "")])
+    return {"rows": rows, "config": source.config_text}
+
+
+def wall_time(source: Source) -> tuple[float, int]:
+    """Seconds from each start of the run to its last sign of life, added up, and how many starts there were; 0 where none is on record."""
+    signs = sorted((when, event.get("kind")) for event in source.events if (when := finite(event.get("time"))) is not None)
+    starts = [when for when, kind in signs if kind in STARTS]
+    late = [finite(source.status.get("time")), finite(source.record.get("heartbeat")), *(when for when, _ in signs)]
+    total = 0.0
+    for start, end in zip(starts, [*starts[1:], math.inf]):
+        total += max((when for when in late if when is not None and start <= when < end), default=start) - start
+    return total, len(starts)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
 
 
 def _chart(chart: Chart, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]) -> dict[str, Any]:
@@ -237,6 +295,8 @@ def _layers(metrics: list[Line]) -> dict[str, Any] | None:
         for window in windows:
             rows = [_of_layers(line, key) for line in window]
             columns.append([_mean([row[i] for row in rows if i < len(row)]) for i in range(len(numbers))])
+        if key == "dropped_share" and not any(value for column in columns for value in column):
+            continue  # said below
         if any(value is not None for column in columns for value in column):
             pictures.append({"key": key, "title": title, "columns": columns})
     return {"layers": numbers, "windows": [[window[0]["step"], window[-1]["step"]] for window in windows], "pictures": pictures}
@@ -328,6 +388,7 @@ def _memory(source: Source, flat: list[dict[str, float | None]], curves: dict[st
     keys = [("memory/device_peak", "device, peak"), ("memory/device", "device, in use"), ("memory/host", "host"), ("memory/disk", "disk")]
     if not any(line.get("memory/device_peak") is not None for line in flat):
         keys = [("peak_memory_bytes", "device, peak")]
+    keys = [(key, name) for key, name in keys if any(line.get(key) for line in flat)]  # a tier that nothing lay in is no curve
     chart = _chart(("Memory by tier, of the rank with most", "bytes", False, keys), flat, curves)
     peaks: dict[int, float] = {}
     for line in source.metrics:
@@ -372,6 +433,7 @@ SECTIONS = (
     ("timeline", "One step across ranks"),
     ("memory", "Memory against the plan"),
     ("events", "Checkpoints and events"),
+    ("run", "Versions, hardware and configuration"),
 )
 
 
@@ -392,19 +454,26 @@ def _body(data: dict[str, Any]) -> str:
 
 def _section(name: str, data: dict[str, Any]) -> str:
     if name in CURVES:
-        return _grid(_place(f"{name}-{i}", chart) for i, chart in enumerate(data["charts"][name]))
+        charts = data["charts"][name]
+        shown = [_figure(f"{name}-{i}", chart["title"]) for i, chart in enumerate(charts) if not chart["missing"]]
+        return _grid(shown) + _remark(" ".join(chart["missing"] for chart in charts if chart["missing"]))
     if name == "experts":
         places = [_figure(f"layers-{i}", picture["title"]) for i, picture in enumerate(data["layers"]["pictures"])]
         options = "".join(f'<option value="{i}">{layer}</option>' for i, layer in enumerate(data["experts"]["layers"]))
         choice = f'<label>Layer <select id="expert-layer">{options}</select></label>'
         figure = _figure("experts-chart", "Tokens of each expert, % of an even share", choice, "wide tall")
-        return _grid([*places, figure])
+        dropped = any(picture["key"] == "dropped_share" for picture in data["layers"]["pictures"])
+        return _grid([*places, figure]) + _remark("" if dropped else "No tokens were dropped.")
     if name == "plans":
         plans = data["plans"]
-        heads = ["Layer", "Chunks forward", "Backward", "Memory strategy", "All-to-all", "Forward predicted, ms", "Measured"]
-        heads += ["Backward predicted, ms", "Measured", "Buffers, MiB", "Decisions"]
+        heads = ["Layer", "Chunks forward", "Chunks backward", "Memory strategy", "All-to-all"]
+        heads += [f"{way} {kind}, ms" for way in ("Forward", "Backward") for kind in ("predicted", "measured")] + [
+            "Buffers, MiB",
+            "Decisions",
+        ]
         rows = [[*row[:-2], None if row[-2] is None else row[-2] / MIB, row[-1]] for row in plans["rows"]]
-        return _place("plans-chart", plans["chart"]) + _table(heads, rows)
+        chart = plans["chart"]
+        return (_remark(chart["missing"]) if chart["missing"] else _figure("plans-chart", chart["title"])) + _table(heads, rows)
     if name == "timeline":
         options = "".join(f'<option value="{i}">{step["step"]}</option>' for i, step in enumerate(data["timeline"]))
         choice = f'<label>Step <select id="timeline-step">{options}</select></label>'
@@ -415,36 +484,41 @@ def _section(name: str, data: dict[str, Any]) -> str:
         return f"<p>{text}</p>" + _figure("timeline-chart", "", choice, "wide timeline") + '<div id="timeline-table"></div>'
     if name == "memory":
         memory = data["memory"]
-        note = f'<p class="missing">{html.escape(memory["missing"])}</p>' if memory["missing"] else ""
         largest = max((row["peak"] or row["plan"]["total"] for row in memory["ranks"]), default=0)
         size, unit = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
-        heads = ["Rank", f"Measured peak, {unit}", f"Planned, {unit}", *memory["kinds"]]
+        heads = ["Rank", f"Measured peak, {unit}", f"Planned, {unit}", *(f"{kind.capitalize()}, {unit}" for kind in memory["kinds"])]
         rows = []
         for row in memory["ranks"]:
             plan = row["plan"] or {}
             numbers = [row["peak"], plan.get("total"), *(plan.get(kind) for kind in memory["kinds"])]
             rows.append([row["rank"], *(None if number is None else number / size for number in numbers)])
-        return note + _grid([_place("memory-0", memory["chart"]), _figure("memory-ranks", "Peak by rank")]) + _table(heads, rows)
+        chart, title = memory["chart"], "Peak by rank" + (": measured, and the parts of the plan" if memory["kinds"] else "")
+        figures = [
+            *([] if chart["missing"] else [_figure("memory-0", chart["title"])]),
+            *([_figure("memory-ranks", title)] if rows else []),
+        ]
+        return _remark(memory["missing"] or "") + _grid(figures) + _table(heads, rows)
+    if name == "run":
+        run = data["run"]
+        lack = "" if data["run"]["rows"] else "No environment.json in the run's folder: versions and hardware are not known."
+        text = f"<details><summary>config.yaml</summary><pre>{html.escape(run['config'])}</pre></details>" if run["config"] else ""
+        return _remark(lack) + (_table(["What", "Which"], run["rows"]) if run["rows"] else "") + text
     kept = data["checkpoints"]
     line = f"On disk now: {', '.join(kept)}." if kept else "No checkpoints on disk."
     heads = ["Time (UTC)", "Step", "Rank", "Kind", "What happened"]
     rows = [
         [event["time"], event["step"], event["rank"], event["kind"].replace("_", " "), event["text"]] for event in reversed(data["events"])
     ]
-    return f"<p>{html.escape(line)}</p>" + _figure("events-chart", "", "", "wide short") + _table(heads, rows)
+    picture = _figure("events-chart", "", "", "wide short") if any(event["step"] is not None for event in data["events"]) else ""
+    return f"<p>{html.escape(line)}</p>" + picture + _table(heads, rows)
 
 
 def _grid(parts: Any) -> str:
     return f'<div class="grid">{"".join(parts)}</div>'
 
 
-def _place(name: str, chart: dict[str, Any]) -> str:
-    if chart["missing"]:
-        return (
-            f'<figure><figcaption>{html.escape(chart["title"])}</figcaption><p class="missing">{html.escape(chart["missing"])}</p></figure>'
-        )
-    title = chart["title"] + (f", {chart['unit']}" if chart["unit"] else "")
-    return _figure(name, title)
+def _remark(text: str) -> str:
+    return f'<p class="missing">{html.escape(text)}</p>' if text else ""
 
 
 def _figure(name: str, title: str, control: str = "", kind: str = "") -> str:
@@ -452,15 +526,31 @@ def _figure(name: str, title: str, control: str = "", kind: str = "") -> str:
 
 
 def _table(heads: list[str], rows: list[list[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
-    body = "".join("<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows)
+    """A table without the columns that hold nothing. Numbers stand under each other, digit under digit, and so do their heads."""
+    columns = [(head, [row[i] for row in rows]) for i, head in enumerate(heads)]
+    columns = [(head, values) for head, values in columns if any(value is not None for value in values)]
+    formats = [_format(values) for _, values in columns]
+    head = "".join(f"<th{_class(form)}>{html.escape(text)}</th>" for (text, _), form in zip(columns, formats))
+    body = "".join(
+        "<tr>" + "".join(f"<td{_class(form)}>{_cell(values[i], form)}</td>" for (_, values), form in zip(columns, formats)) + "</tr>"
+        for i in range(len(rows))
+    )
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _cell(value: Any) -> str:
+def _format(values: list[Any]) -> str | None:
+    """How the numbers of a column are written, None for words: whole ones without a point, others with as many digits behind it."""
+    present = [value for value in values if value is not None]
+    if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in present):
+        return None
+    return "," if all(isinstance(value, int) for value in present) else ",.3f"
+
+
+def _class(form: str | None) -> str:
+    return "" if form is None else ' class="number"'
+
+
+def _cell(value: Any, form: str | None) -> str:
     if value is None:
-        return '<td class="number">-</td>'
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        text = f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
-        return f'<td class="number">{text}</td>'
-    return f"<td>{html.escape(str(value))}</td>"
+        return "-"
+    return html.escape(str(value) if form is None else format(value, form))

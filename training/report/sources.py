@@ -12,6 +12,9 @@ import yaml
 
 from configs.schema import ConfigError
 from training import events
+from training.environment import ENVIRONMENT
+from training.record import RECORD
+from training.status import STATUS
 
 Line = dict[str, Any]
 
@@ -31,6 +34,10 @@ class Source:
     plans: list[Line] = field(default_factory=list)
     memory_plan: list[Line] = field(default_factory=list)  # by rank
     plan_device: str | None = None
+    config_text: str = ""
+    environment: Line = field(default_factory=dict)
+    status: Line = field(default_factory=dict)
+    record: Line = field(default_factory=dict)
     checkpoints: list[str] = field(default_factory=list)  # names of those on disk
     notes: list[str] = field(default_factory=list)
 
@@ -51,6 +58,7 @@ def read(run_dir: Path) -> Source:
     for path in sorted(run_dir.glob("plans*.jsonl")):
         source.plans += _lines(source, path.name)
     source.memory_plan = _memory_plan(source)
+    source.environment, source.status, source.record = (_object(source, name) for name in (ENVIRONMENT, STATUS, RECORD))
     source.checkpoints = sorted(path.name for path in run_dir.glob("checkpoints/step_*") if path.is_dir())
     return source
 
@@ -61,7 +69,8 @@ def _config(source: Source) -> dict[str, Any]:
         source.notes.append("config.yaml is missing: what was trained is not known.")
         return {}
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        source.config_text = path.read_text(encoding="utf-8")
+        config = yaml.safe_load(source.config_text)
     except (yaml.YAMLError, UnicodeDecodeError):
         config = None
     if not isinstance(config, dict):
@@ -87,6 +96,18 @@ def _lines(source: Source, name: str) -> list[Line]:
     if broken:
         source.notes.append(f"{name}: {broken} of {broken + len(lines)} lines cannot be read and are left out.")
     return lines
+
+
+def _object(source: Source, name: str) -> Line:
+    path = source.run_dir / name
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        source.notes.append(f"{name} cannot be read and is left out.")
+        return {}
+    return content
 
 
 def _memory_plan(source: Source) -> list[Line]:
