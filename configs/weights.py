@@ -79,7 +79,7 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
             _put(config, name, key.fresh_default())
     vocab_size = get(config, "model.vocab_size")
     ours = architecture(config, vocab_size)
-    for section in SECTIONS:
+    for section in reversed(SECTIONS):  # that it has experts says more than the width that follows from it
         for last in dict.fromkeys([*ours[section], *(key for key in theirs[section] if KEYS[f"{section}.{key}"].architecture)]):
             name, mine, their = f"{section}.{last}", ours[section].get(last), theirs[section].get(last)
             if mine != their and not means_nothing(config, name, mine, their):

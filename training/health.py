@@ -185,15 +185,16 @@ class SkippedSamples:
         self._path, self._skips = run_dir / SKIPPED, list(skips)
 
     @classmethod
-    def load(cls, run_dir: Path, *, afresh: bool) -> SkippedSamples:
-        """What is on record; rank 0 reads, all hear. `afresh` takes an earlier run's away. A collective call.
+    def load(cls, run_dir: Path, origin: Path | None = None) -> SkippedSamples:
+        """What is on record; rank 0 reads, all hear. A run that began from another run's checkpoint, in the folder `origin`, takes
+        over what is on record there. A collective call.
 
         Raises ConfigError for a file that cannot be read.
         """
         answer: list[str | None] = [None, None]
         path = run_dir / SKIPPED
-        if dist.get_rank() == 0 and afresh:
-            path.unlink(missing_ok=True)
+        if origin is not None and not path.exists():
+            path = origin / SKIPPED
         if dist.get_rank() == 0 and path.exists():
             try:
                 text = path.read_text()
@@ -204,7 +205,9 @@ class SkippedSamples:
         dist.broadcast_object_list(answer, src=0)
         if answer[1] is not None:
             raise ConfigError(answer[1])
-        return cls(run_dir, [Skip(**skip) for skip in json.loads(answer[0])] if answer[0] else [])
+        found = cls(run_dir, [Skip(**skip) for skip in json.loads(answer[0])] if answer[0] else [])
+        found._write(dist.get_rank() == 0 and answer[0] is not None and path.parent != run_dir)
+        return found
 
     def next_position(self, position: int, count: int) -> int:
         """The first sample at or after `position` from which `count` may be used in a row."""

@@ -40,6 +40,12 @@ class Start:
     is_new: bool  # nobody has taken a step of this run
     passed_over: tuple[str, ...] = ()  # a line for each checkpoint that is not good
 
+    @property
+    def origin(self) -> Path | None:
+        """The folder of the run that this one began from."""
+        began = self.record.checkpoint
+        return None if began is None else Path(began).parent.parent
+
     def line(self, step: int) -> str:
         """What is said of it, once the step is known that the checkpoint is of."""
         run = f"run {self.record.id}"

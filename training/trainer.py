@@ -204,7 +204,7 @@ class Trainer:
             model.load_weights(Path(config.checkpoint.weights), vocab_size)
         if topology.rank == 0:
             resume.say(config, beginning, progress.step)
-        skipped = SkippedSamples.load(Path(config.run_dir), afresh=beginning.start.is_new)
+        skipped = SkippedSamples.load(Path(config.run_dir), beginning.start.origin)
 
         def data(consumed: int) -> Any:
             return build_data(config, prepared, rank=topology.data_rank, world_size=topology.data_size, consumed_samples=consumed)

@@ -120,8 +120,9 @@ def test_rollback_takes_the_steps_again_without_the_batch(data: list[str], tmp_p
 
     # A later start from before the batch passes over it too, wherever it resumes.
     early = tmp_path / "run" / "checkpoints" / "step_0000002"
-    resumed = run([*overrides, f"checkpoint.resume={early}"], 2)
+    resumed = run([*overrides, f"checkpoint.resume={early}", f"run_dir={tmp_path}/other"], 2)
     assert picked(resumed) == picked(lines[3:])
+    assert json.loads((tmp_path / "other" / "skipped_samples.json").read_text()) == record
 
 
 def test_rollback_without_a_checkpoint_stops(data: list[str], tmp_path: Path) -> None:
