@@ -110,7 +110,7 @@ def _adopt_again(config: Config, named: set[str]) -> bool:
     for section, values in theirs.items():
         for last, value in values.items():
             name = f"{section}.{last}"
-            if name in KEYS and KEYS[name].architecture and not {name, section, "experiment"} & named:
+            if name in KEYS and not {name, section, "experiment"} & named:
                 _put(config, name, value)
     if config.data.tokenizer == KEYS["data.tokenizer"].default:
         config.data.tokenizer = tokenizer

@@ -81,6 +81,8 @@ def show_list(path: Path) -> int:
         age = _age(time.time() - max(file.st_mtime for file in files)) if files else ""
         step, size = folder.name.removeprefix("step_").lstrip("0"), _size(sum(file.st_size for file in files))
         print(f"{step:>9} {size:>10} {age:>8}  {problem or 'good'}")
+    for folder, why in manifest.foreign_checkpoints(path.parent if path.name == "checkpoints" else path):
+        print(f"{folder.name.removeprefix('step_').lstrip('0'):>9} {'':>10} {'':>8}  not this run's: {why}")
     return int(bad > 0)
 
 
