@@ -179,6 +179,7 @@ class Trainer:
         is_main = int(os.environ.get("RANK", "0")) == 0
         topology_module.choose_device(config)  # a wrong device is told before a corpus is prepared
         early = start.find(config, manifest.problem_with)  # every byte is read once all ranks are there
+        start.check_tokenizer(config, early)
         data_config = start.data_config(config, early)
         show_progress, rule = is_main and config.logging.progress, start.split_rule(early)
         prepared = prepare(data_config, config.model.family, show_progress, split_rule=rule)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import ConfigError
+from data.tokenizer import train_tokenizer
 from tests.distributed import RankError
 from tests.training.helpers import Lines, read_metrics, train_on_ranks
 from training import manifest, record, status
@@ -78,10 +79,8 @@ def test_a_touched_corpus_is_the_same_and_another_tokenizer_is_not(tmp_path: Pat
     (corpus / "00.txt").touch()  # found by size and time, it would train a tokenizer anew
     assert start(tmp_path, corpus, 4)[0]["loss"] == whole[2]["loss"]
     moved = shutil.copytree(corpus, tmp_path / "moved")
-    shutil.copytree(tmp_path / "whole" / "tokenizer", tmp_path / "other")
-    (tmp_path / "other" / "tokenizer.model").write_bytes(
-        (tmp_path / "whole" / "tokenizer" / "tokenizer.model").read_bytes().replace(b"stone", b"stoNe")
-    )
+    (tmp_path / "other").mkdir()
+    train_tokenizer([document(i)[::-1] for i in range(12)], 340, tmp_path / "other" / "tokenizer.model")
     assert "data.tokenizer" in refusal(tmp_path, moved, f"data.tokenizer={tmp_path / 'other'}")
     assert "data.vocab_size" in refusal(tmp_path, corpus, "data.vocab_size=350")
     assert [line["step"] for line in start(tmp_path, moved, 6)] == [5, 6]
