@@ -21,6 +21,7 @@ import json
 import mmap
 import os
 import re
+import shlex
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +31,13 @@ from typing import Any, BinaryIO
 
 from configs.schema import ConfigError
 
+BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
+    (b"\xff\xfe\0\0", "UTF-32"),
+    (b"\0\0\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
+NUL_FOR_TR = r"'\000'"
 COMPRESSED = (".gz", ".zst")
 FORMATS = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet", ".py": "file", ".md": "file", ".rst": "file"}
 KNOWN = ".txt, .jsonl, .md, .rst, .py (each also .gz or .zst), .parquet, a folder of those, or Megatron .bin/.idx files"
@@ -313,6 +321,8 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
             content = file.read(span.end - span.start)
     except OSError as error:
         raise ConfigError(f"data.corpus: cannot read {span.path}: {error.strerror}") from error
+    if span.format not in ("stdlib", "topics"):
+        _refuse_other_encodings(span, content)
     if span.start == 0:
         content = content.removeprefix(b"\xef\xbb\xbf")
     if span.format == "jsonl":
@@ -329,45 +339,90 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
         if text.strip():
             yield Document(span.name, text)
     else:
-        yield from _decode(span, span.name, content, 0, content)
+        yield from _decode(span, span.name, content, 0, content, _Lines(span))
 
 
-def _decode(span: Span, name: str, raw: bytes, offset: int, content: bytes) -> Iterator[Document | BadLine]:
+def _refuse_other_encodings(span: Span, content: bytes) -> None:
+    """Raise ConfigError for UTF-16 and UTF-32, and for a NUL byte, with the command that mends it."""
+    nul = content.find(b"\0")
+    if nul < 0 and span.start:
+        return
+    with open(span.path, "rb") as file:
+        head = file.read(4096)
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS if head.startswith(mark)), None)
+    said = "begins with the byte order mark of"
+    if encoding is None and nul >= 0:
+        place = f"data.corpus: {span.shown}:{_Lines(span).number(content, nul)} holds a NUL byte, which no text has"
+        zeros = [head[i::2].count(0) / (len(head) / 2) for i in range(2)]
+        if max(zeros) < 0.3 or min(zeros) > 0.1:
+            raise ConfigError(f"{place}. Take it out, for example with: {_through(span.shown, ['tr', '-d', NUL_FOR_TR])}")
+        encoding, said = "UTF-16LE" if zeros[1] > zeros[0] else "UTF-16BE", "looks like"
+    if encoding is not None:
+        command = _through(span.shown, ["iconv", "-f", encoding, "-t", "UTF-8"])
+        raise ConfigError(f"data.corpus: {span.shown} {said} {encoding}, but text must be UTF-8. Convert it with: {command}")
+
+
+def _through(path: str, command: list[str]) -> str:
+    """A shell's line that sends a file's text through a command."""
+    unpacker = next((tool for suffix, tool in ((".gz", "gzip"), (".zst", "zstd")) if path.endswith(suffix)), None)
+    words, name = " ".join(command), shlex.quote(path)
+    return f"{unpacker} -dc {name} | {words} > NEW" if unpacker else f"{words} < {name} > NEW"
+
+
+class _Lines:
+    """Line numbers in a span's file; what comes before the span is counted once, when the first is asked for."""
+
+    def __init__(self, span: Span):
+        self._span = span
+        self._before: int | None = None
+
+    def number(self, content: bytes, offset: int) -> int:
+        """Of the line with byte `offset` of the span's content, from 1."""
+        return self.at(content.count(b"\n", 0, offset))
+
+    def at(self, index: int) -> int:
+        """Of the span's line `index`, counted from 0."""
+        if self._before is None:
+            self._before = _lines_before(self._span)
+        return self._before + index + 1
+
+
+def _decode(span: Span, name: str, raw: bytes, offset: int, content: bytes, lines: _Lines) -> Iterator[Document | BadLine]:
     """The document in `raw`, which begins at `offset` of `content`; a line that is no UTF-8 is reported and left out."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         kept = []
-        before = _lines_before(span) + content.count(b"\n", 0, offset)
+        first = content.count(b"\n", 0, offset)
         for i, line in enumerate(raw.split(b"\n")):
             try:
                 kept.append(line.decode("utf-8"))
             except UnicodeDecodeError as error:
-                yield BadLine(span.shown, before + i + 1, f"not UTF-8 ({error.reason} at byte {error.start} of the line)")
+                yield BadLine(span.shown, lines.at(first + i), f"not UTF-8 ({error.reason} at byte {error.start} of the line)")
         text = "\n".join(kept)
     if text.strip():
         yield Document(name, text)
 
 
 def _read_text(span: Span, content: bytes) -> Iterator[Document | BadLine]:
-    begin = 0
+    begin, lines = 0, _Lines(span)
     for end in [*(run.end() for run in BLANK_RUN.finditer(content)), len(content)]:
         while begin < end:
             cut = end if end - begin <= 2 * DOCUMENT_BYTES else min(_text_cut(content, begin + DOCUMENT_BYTES), end)
             raw = content[begin:cut]
             stripped = raw.strip(b"\r\n")
             lead = len(raw) - len(raw.lstrip(b"\r\n"))
-            yield from _decode(span, f"{span.name}@{span.start + begin}", stripped, begin + lead, content)
+            yield from _decode(span, f"{span.name}@{span.start + begin}", stripped, begin + lead, content, lines)
             begin = cut
 
 
 def _read_jsonl(span: Span, content: bytes, text_key: str) -> Iterator[Document | BadLine]:
-    offset = span.start
+    offset, lines = span.start, _Lines(span)
     for i, line in enumerate(content.split(b"\n")):
         if line.strip():
             text, reason = _json_text(line, text_key)
             if reason:
-                yield BadLine(span.shown, _lines_before(span) + i + 1, reason)
+                yield BadLine(span.shown, lines.at(i), reason)
             else:
                 yield Document(f"{span.name}@{offset}", text)
         offset += len(line) + 1
@@ -384,15 +439,26 @@ def _json_text(line: bytes, text_key: str) -> tuple[str, str]:
     if not isinstance(row, dict):
         return "", f"a JSON {type(row).__name__}, not an object with the field {text_key!r} (data.text_key)"
     if text_key not in row:
-        return "", f"no field {text_key!r} (data.text_key); the line has {', '.join(map(repr, list(row)[:8])) or 'none'}"
+        has = ", ".join(map(repr, list(row)[:8])) or "none"
+        return "", f"no field {text_key!r} (data.text_key); the line has {has}{_other_key(row)}"
     return _check_text(row[text_key], text_key)
 
 
+def _other_key(row: dict[str, Any]) -> str:
+    """Advice which field or column to take: the longest text of a row that has no data.text_key."""
+    texts = {key: value for key, value in row.items() if isinstance(value, str) and value.strip()}
+    return f". Try data.text_key={max(texts, key=lambda key: len(texts[key]))}" if texts else ""
+
+
 def _check_text(text: Any, text_key: str) -> tuple[str, str]:
+    if isinstance(text, bytes):
+        return "", f"{text_key!r} is not UTF-8"
     if not isinstance(text, str):
         return "", f"{text_key!r} is {'null' if text is None else type(text).__name__}, not a text"
     if not text.strip():
         return "", f"{text_key!r} is empty"
+    if "\0" in text:
+        return "", f"{text_key!r} holds a NUL character"
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -413,15 +479,36 @@ def _parquet(path: str) -> Any:
 def _read_parquet(span: Span, text_key: str) -> Iterator[Document | BadLine]:
     file = _parquet(span.path)
     if text_key not in file.schema_arrow.names:
+        rows = next(file.iter_batches(batch_size=1), None)
         raise ConfigError(
             f"data.text_key={text_key}: {span.shown} has no such column; its columns are {', '.join(file.schema_arrow.names)}"
+            + (_other_key(rows.to_pylist()[0]) if rows is not None and rows.num_rows else "")
         )
     row = sum(file.metadata.row_group(i).num_rows for i in range(span.start))
     for group in range(span.start, span.end):
-        for value in file.read_row_group(group, columns=[text_key]).column(0).to_pylist():
+        for value in _column(file, group, text_key, span):
             text, reason = _check_text(value, text_key)
             yield BadLine(span.shown, row + 1, reason) if reason else Document(f"{span.name}@{row}", text)
             row += 1
+
+
+def _column(file: Any, group: int, text_key: str, span: Span) -> Iterator[Any]:
+    """The values of a row group's column; bytes where a string is no UTF-8. Raises ConfigError for a damaged file."""
+    import pyarrow
+
+    try:
+        column = file.read_row_group(group, columns=[text_key]).column(0)
+        is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        values = (column.cast(pyarrow.large_binary()) if is_text else column).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"data.corpus: {span.shown} cannot be read in row group {group}: {str(error).splitlines()[0]}") from error
+    for value in values:
+        if is_text and value is not None:
+            try:
+                value = value.decode("utf-8")
+            except UnicodeDecodeError:
+                pass  # reported as what is no text
+        yield value
 
 
 def _read_topics(span: Span, content: bytes) -> Iterator[Document]:

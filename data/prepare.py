@@ -45,6 +45,7 @@ from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file, train_toke
 
 FORMAT_VERSION = 1  # part of every key: raise it when the same inputs give other files
 SHOWN_BAD_LINES = 5
+SHOWN_REASONS = 3
 TRAINING_SAMPLE_BYTES = 1 << 25  # text read to train a tokenizer
 SCANNED_TOKENS = 1 << 28  # of foreign token files, to see whether they fit the tokenizer
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -153,14 +154,16 @@ def _tokenizer(config: DataConfig, sources: list[Source], cache: Path, show_prog
                     print(f"Training a sentencepiece tokenizer of {config.vocab_size} pieces ...", file=sys.stderr, flush=True)
                 begin = time.monotonic()
                 files = [file for source in text_sources for file in source.files]
-                train_tokenizer(_training_texts(files, config.text_key, path.parent), config.vocab_size, path)
+                names = "+".join(source.name for source in text_sources)
+                train_tokenizer(_training_texts(files, names, config.text_key, path.parent), config.vocab_size, path)
                 if show_progress:
                     print(f"Trained it in {time.monotonic() - begin:.1f} s: {path}", file=sys.stderr, flush=True)
     return load_tokenizer(path)
 
 
-def _training_texts(files: list[File], text_key: str, scratch: Path) -> Iterator[str]:
-    """Documents from a fixed random choice of the corpus's parts, at most TRAINING_SAMPLE_BYTES."""
+def _training_texts(files: list[File], names: str, text_key: str, scratch: Path) -> Iterator[str]:
+    """Documents from a fixed random choice of the corpus's parts, at most TRAINING_SAMPLE_BYTES. Raises ConfigError without any."""
+    num_bad, bad, any_text = 0, [], False
     with tempfile.TemporaryDirectory(dir=scratch, prefix="sample-") as folder:
         plain = [file for file in files if not file.compression]
         packed = [file for file in files if file.compression]
@@ -182,7 +185,13 @@ def _training_texts(files: list[File], text_key: str, scratch: Path) -> Iterator
             budget -= span.size
             for item in read_span(span, text_key):
                 if isinstance(item, Document):
+                    any_text = True
                     yield item.text
+                else:
+                    num_bad += 1
+                    bad += [str(item)] if num_bad <= SHOWN_BAD_LINES else []
+        if not any_text:
+            raise ConfigError(_no_documents(names, num_bad, bad))
 
 
 # Token files that exist already
@@ -334,7 +343,7 @@ def _tokenize(
 
     parts = plan_parts(source.files, packed)
     if not parts:
-        raise ConfigError(f"data.corpus: {source.name} holds no text")
+        raise ConfigError(_no_documents(source.name, 0, []))
     outs = [parts_dir / f"{i:06d}.npz" for i in range(len(parts))]
     sizes = [sum(span.size for span in part) for part in parts]
     missing = [i for i, out in enumerate(outs) if not out.exists()]
@@ -350,15 +359,25 @@ def _tokenize(
     done = _merge(outs, target, tokenizer, family, split)
     if not done["documents"]:
         shutil.rmtree(folder)
-        problem = f"; all {done['bad_lines']} lines are bad, first: {done['first_bad_lines'][0]}" if done["bad_lines"] else ""
-        raise ConfigError(f"data.corpus: {source.name} holds no documents{problem}")
+        raise ConfigError(_no_documents(source.name, done["bad_lines"], done["first_bad_lines"]))
     done["digests"] = {name: file_digest(target / name, cache, config.timeout_seconds) for name in done["sizes"]}
     _write_text(target / "done.json", json.dumps(done, indent=1))
     shutil.rmtree(parts_dir)
     shutil.rmtree(unpacked_dir)
-    if show_progress and done["bad_lines"]:
-        shown = "".join(f"\n  {line}" for line in done["first_bad_lines"])
-        print(f"{done['bad_lines']} bad lines were left out, listed in {target / 'bad_lines.txt'}:{shown}", file=sys.stderr, flush=True)
+
+
+def _no_documents(name: str, num_bad: int, bad: list[str]) -> str:
+    """The message for a corpus without a document: the first reasons, each once, with the file and the line."""
+    if not num_bad:
+        return f"data.corpus: {name} holds no text"
+    by_reason: dict[str, str] = {}
+    for line in bad:
+        by_reason.setdefault(line.split(": ", 1)[-1], line)
+    first = list(by_reason.values())[:SHOWN_REASONS]
+    latin = next((line for line in bad if ": not UTF-8" in line or line.endswith("is not UTF-8")), None)
+    advice = " Text must be UTF-8: convert it, for example with: iconv -f LATIN1 -t UTF-8 < FILE > NEW" if latin else ""
+    which = "its only line is bad" if num_bad == 1 else f"all {num_bad:,} lines are bad, the first"
+    return f"data.corpus: {name} holds no documents: {which}: {'; '.join(first)}{'.' if advice else ''}{advice}"
 
 
 def _documents(parts: list[Path]) -> tuple[np.ndarray, np.ndarray]:

@@ -183,6 +183,9 @@ class Trainer:
         data_config = start.data_config(config, early)
         show_progress, rule = is_main and config.logging.progress, start.split_rule(early)
         prepared = prepare(data_config, config.model.family, show_progress, split_rule=rule)
+        if is_main and prepared.num_bad_lines:
+            listed = ", ".join(prepared.bad_lines_files)
+            print(f"data: {prepared.num_bad_lines} bad lines were left out, listed in {listed}; first {prepared.bad_lines[0]}", flush=True)
         tokenizer = load_tokenizer(prepared.tokenizer_path)
         vocab_size = config.model.vocab_size or tokenizer.vocab_size
         topology = topology_module.initialize(config)

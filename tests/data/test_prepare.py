@@ -124,7 +124,7 @@ def test_bad_lines_are_counted_and_listed(config, jsonl):
 
 def test_only_bad_lines(config, jsonl):
     jsonl.write_text("nonsense\n")
-    with pytest.raises(ConfigError, match="data.corpus: corpus.jsonl holds no documents; all 1 lines are bad, first: .*:1: not JSON"):
+    with pytest.raises(ConfigError, match="data.corpus: corpus.jsonl holds no documents: its only line is bad: .*:1: not JSON"):
         prepare(config, "gpt", False)
 
 
