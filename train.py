@@ -6,7 +6,8 @@ The config is composed and checked before anything heavy is imported; training/j
 from __future__ import annotations
 
 from configs import last_words
-from configs.compose import run, world_size
+from configs.compose import run
+from configs.ranks import world_size
 from configs.schema import Config
 from configs.validate import planned_world_size
 from training import job, preflight

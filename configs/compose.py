@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import os
+import copy
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +20,18 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from configs import exit_status, last_words, weights
-from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, one_line, parse
-from configs.schema import Config, ConfigError
+from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, parse
+from configs.presets import check_mapping, check_preset, read_mapping
+from configs.ranks import launched
+from configs.schema import KEYS, Config, ConfigError
 from configs.validate import planned_world_size, usable_world_size, validate
+from configs.values import one_line, set_values, to_config
 
 ConfigStore.instance().store(name="schema", node=Config)
 # For presets, so that warm-up and final rate follow an override of the steps or of the peak rate.
@@ -44,21 +48,35 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
     Raises:
         ConfigError: for a line that cannot be read, an unknown group, choice or key, or a value of the wrong type.
     """
-    for text in overrides:
-        check_override(text, config_dir)
-    extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    read = [check_override(text, config_dir) for text in overrides]
+    values = [override for override in read if override.key_or_group in KEYS]
+    composed = compose_groups([override for override in read if override.key_or_group not in KEYS], config_dir)
+    config = to_config(composed, set_values(composed, values))
+    if config.checkpoint.weights is not None:
+        weights.adopt(config, {override.key_or_group for override in read})
+    return config
+
+
+def compose_groups(choices: list[Override], config_dir: str | None = None) -> DictConfig:
+    """Compose the presets under these choices (and settings of Hydra), with nothing resolved. Raises ConfigError."""
+    lines = tuple(override.input_line or "" for override in choices)
+    if config_dir is None:
+        return copy.deepcopy(_shipped(lines))
+    for override in choices:
+        check_preset(config_dir, override.key_or_group, str(override.value()))
+    return _composed((f"hydra.searchpath=[file://{Path(config_dir).resolve()}]", *lines))
+
+
+def _composed(lines: tuple[str, ...]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = hydra_compose(PRIMARY, [*extra, *overrides])
-        config = _to_config(composed)
+            return hydra_compose(PRIMARY, list(lines))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
-    except YAMLError as error:
-        raise ConfigError(f"cannot read a preset: {one_line(str(error))}") from error
-    if config.checkpoint.weights is not None:
-        weights.adopt(config, {parse(text).key_or_group for text in overrides})
-    return config
+
+
+_shipped = functools.cache(_composed)  # the runs of a sweep, and the tests, take the same few presets many times
 
 
 def load(path: str | Path) -> Config:
@@ -67,34 +85,19 @@ def load(path: str | Path) -> Config:
     Raises:
         ConfigError: if the file is missing, is no YAML mapping, or does not fit the schema.
     """
+    content = read_mapping(Path(path))
     try:
-        content = OmegaConf.load(path)
-        if not OmegaConf.is_dict(content):
-            raise ConfigError(f"{path} must hold a mapping of keys to values, as a run's config.yaml does")
-        return _to_config(content)
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration {path}: {one_line(str(error))}") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {explain(error)}") from error
+        check_mapping(content)
+        config = OmegaConf.structured(Config)
+        config.merge_with(content)
+        return to_config(config)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def to_yaml(config: Config) -> str:
     """The configuration as YAML that `load` reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def world_size() -> int:
-    """Number of processes of this launch, which torchrun puts into WORLD_SIZE; 1 without a launcher.
-
-    Raises:
-        ConfigError: if WORLD_SIZE is no positive integer.
-    """
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"WORLD_SIZE ({text}) must be a positive integer: it is set by the launcher. Try torchrun")
-    return int(text)
 
 
 def run(main: Callable[[Config], int]) -> NoReturn:
@@ -142,7 +145,9 @@ def _checked_configs(args: argparse.Namespace) -> list[Config] | None:
         except HydraException as error:
             raise ConfigError(f"cannot sweep: {one_line(str(error))}. Try key=value,value") from error
         lines = [line for batch in batches for line in batch]
-    processes = world_size()
+    launch = launched()
+    launch.check_meeting()
+    processes = launch.world_size
     configs = []
     for line in lines:
         configs.append(compose(line, args.config_dir))
@@ -169,9 +174,3 @@ def _show(args: argparse.Namespace) -> None:
 def _report(message: str) -> None:
     """One line on stderr, and for the launcher."""
     last_words.say(f"config error: {message}", exit_status.WRONG_CONFIG)
-
-
-def _to_config(content: Any) -> Config:
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), content))
-    assert isinstance(config, Config)
-    return config

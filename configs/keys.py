@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 OnResume = Literal["free", "say", "refuse"]
 
+LARGEST = 2**31 - 1  # of integers without a limit of their own: what is beyond is a slip of the hand, and rules count up to a value
+
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 
 
@@ -88,7 +90,7 @@ class Key:
         if self.of_items is not None:
             return f"{self.kind()}{f', each {limits}' if limits else ''}"
         first = self.kind().removesuffix(" or null")
-        return f"{first} {limits}{null}" if limits else f"{first}{null}"
+        return f"{first}{' of' if limits.startswith('at') else ''} {limits}{null}" if limits else f"{first}{null}"
 
     def broken_rule(self, value: Any) -> str | None:
         """What a value of the right type must be and is not, in words that read on from "must be"; None for a legal value."""
@@ -103,6 +105,8 @@ class Key:
             return one_of(self.choices)
         if any(isinstance(item, (int, float)) and not self._within(item) for item in values):
             return self.rule() if isinstance(value, list) else self._limits()
+        if any(isinstance(item, int) and item > LARGEST for item in values):
+            return f"at most {LARGEST}"
         return None
 
     def _within(self, value: float) -> bool:

@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 @dataclass
 class ModelConfig:
     family: str = key("gpt", "the kind of model", architecture=True, choices=("gpt", "bert"))
-    num_layers: int = key(2, "transformer layers", architecture=True, low=1)
+    num_layers: int = key(2, "transformer layers", architecture=True, low=1, high=10_000)
     hidden_size: int = key(64, "channels of the hidden states", architecture=True, low=1)
     ffn_hidden_size: Optional[int] = key(None, "width of a dense layer's FFN; null: 4 * hidden_size", architecture=True, low=1)
     num_attention_heads: int = key(4, "query heads of a layer", architecture=True, low=1)
@@ -307,8 +307,9 @@ class Config:
     moe: MoEConfig = field(default_factory=MoEConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # Before the optimizer: in presets its values follow the number of steps, and the first key that is wrong is the one named.
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)

@@ -93,14 +93,17 @@ def get(config: Config, key: str) -> Any:
     return value
 
 
-def show(value: Any) -> str:
-    """A value as it is written on the command line."""
+def show(value: Any, width: int | None = 60) -> str:
+    """A value as it is written on the command line; a list or mapping of more than `width` characters is cut."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if not isinstance(value, (list, dict)):
+        return str(value)
     if isinstance(value, list):
-        text = f"[{','.join(show(item) for item in value)}]"
-        return text if len(text) <= 60 else f"{text[:50]}...]"
-    return str(value)
+        text = f"[{','.join(show(item, None) for item in value)}]"
+    else:
+        text = "{" + ", ".join(f"{key}: {show(item, None)}" for key, item in value.items()) + "}"
+    return text if width is None or len(text) <= width else f"{text[: width - 10]}...{text[-1]}"
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -66,7 +66,7 @@ WRONG: dict[str, Wrong] = {
     "null_for_integer": Wrong(["training.steps=null"], ("training.steps", "null", "integer")),
     "list_for_integer": Wrong(["model.hidden_size=[64]"], ("model.hidden_size", "[64]", "integer")),
     "empty_for_integer": Wrong(["model.hidden_size="], ("model.hidden_size", "integer")),
-    "missing_mark": Wrong(["model.num_layers=???"], ("model.num_layers (???)", "model.num_layers=2")),
+    "missing_mark": Wrong(["model.num_layers=???"], ("model.num_layers (???)", "model.num_layers=4")),
     "boolean_for_integer": Wrong(["model.hidden_size=true"], ("model.hidden_size", "true", "integer")),
     "text_for_number": Wrong(["optimizer.lr=fast"], ("optimizer.lr", "fast", "number")),
     "text_for_boolean": Wrong(["parallel.sequence=maybe"], ("parallel.sequence", "maybe", "true or false")),
@@ -144,7 +144,8 @@ def _enter(monkeypatch: pytest.MonkeyPatch, argv: list[str], world_size: int) ->
         return 0
 
     monkeypatch.setattr(sys, "argv", ["train.py", *argv])
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
     with pytest.raises(SystemExit) as ended:
         run(main)
     return ended.value.code, len(started)
@@ -156,6 +157,7 @@ def test_wrong_command_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert _enter(monkeypatch, wrong.argv, wrong.world_size) == (2, 0)
     out, err = capsys.readouterr()
     assert out == ""
+    err = err.removeprefix("[rank 0] ")
     assert err.startswith("config error: ") and err.endswith("\n") and err.count("\n") == 1, err
     for part in wrong.says:
         assert part in err

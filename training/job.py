@@ -7,8 +7,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from configs.compose import world_size
 from configs.exit_status import STOPPED_EARLY
+from configs.ranks import world_size
 from configs.schema import Config, ConfigError
 from configs.validate import usable_world_size
 from training import events, status

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import command
-from configs.compose import world_size
+from configs.ranks import launched
 from parallel.devices import refuse_missing
 from training import manifest
 
@@ -29,7 +29,7 @@ def run_command(body: Callable[[argparse.Namespace], Any], parser: argparse.Argu
     options = parser.parse_args(arguments)
 
     def checked() -> None:
-        world_size()
+        launched().check_meeting()
         refuse_missing(options.device, "--device")
         manifest.kind_of_model(options.checkpoint)
         body(options)

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from configs.compose import compose, load, world_size
+from configs.compose import compose, load
+from configs.ranks import world_size
 from configs.schema import Config, ConfigError, ParallelConfig
 from configs.validate import validate
 from data.tokenizer import Tokenizer, load_tokenizer

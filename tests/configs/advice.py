@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 
 def split(line: str) -> tuple[str, list[list[str]]]:
@@ -13,7 +14,7 @@ def split(line: str) -> tuple[str, list[list[str]]]:
     for part in re.split(r",? or (?=\S)", (found[2] or "").rstrip(".")):
         processes = re.match(r"(\d+) processes", part)
         overrides = [f"WORLD_SIZE={processes[1]}"] if processes else []
-        overrides += [word.strip("'") for word in part.split() if re.match(r"'?[\w./]+=", word)]
+        overrides += [word for word in shlex.split(part) if re.match(r"[\w./]+=", word)]
         if overrides:
             alternatives.append(overrides)
     return found[1], alternatives

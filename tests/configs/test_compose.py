@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.compose import compose, load, run, to_yaml, world_size
+from configs.compose import compose, load, run, to_yaml
 from configs.schema import Config, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,12 +72,14 @@ def test_a_config_error_of_main_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as ended:
         run(main)
     assert ended.value.code == 2
-    line = "config error: data.corpus (x.txt) must exist. Try data.corpus=stdlib."
-    assert capsys.readouterr().err == f"[rank 1] {line}\n"
+    line = "[rank 1] config error: data.corpus (x.txt) must exist. Try data.corpus=stdlib."
+    assert capsys.readouterr().err == f"{line}\n"
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == line
 
 
@@ -104,16 +106,6 @@ def test_a_sweep_is_checked_before_it_starts(monkeypatch: pytest.MonkeyPatch, ca
     assert _run(monkeypatch, "-m", "training.seed=1,2", "name=quickstart_${training.seed}")[0] == 0
 
 
-def test_world_size_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert world_size() == 1
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert world_size() == 8
-    monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(ConfigError, match="WORLD_SIZE \\(many\\)"):
-        world_size()
-
-
 def test_presets_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "experiment"
     folder.mkdir()
@@ -129,8 +121,8 @@ def test_presets_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     says = {
         "typo": "experiment/typo.yaml: training.stesp is no known key. Try training.steps=20.",
         "layout": "experiment/layout.yaml: defaults may override model alone",
-        "model": "model (gpt_tinny) must be one of",
-        "broken": "cannot read a preset: while parsing",
+        "model": "experiment/model.yaml: model (gpt_tinny) must be one of",
+        "broken": f"cannot read {folder / 'broken.yaml'}: while parsing",
     }
     for name, start in says.items():
         assert _run(monkeypatch, "--config-dir", str(tmp_path), f"experiment={name}") == (2, [])

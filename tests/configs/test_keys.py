@@ -59,8 +59,8 @@ def test_changes_name_each_key_that_differs() -> None:
     assert _changes([], []) == []
     assert _changes([], ["training.seed=1", "optimizer.lr=0.5", "parallel.tensor=2"]) == [
         Change("parallel.tensor", 1, 2, "free"),
-        Change("optimizer.lr", 0.004, 0.5, "say"),
         Change("training.seed", 1234, 1, "refuse"),
+        Change("optimizer.lr", 0.004, 0.5, "say"),
     ]
 
 

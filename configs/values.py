@@ -1,0 +1,205 @@
+"""Values of keys: set from the command line, converted, and every reference to another value followed.
+
+Each mistake names the key, the value as it was written, the rule, and a value that works.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.keys import Key
+from configs.schema import KEYS, Config, ConfigError
+from configs.validate import nearest, show
+
+MISSING = "???"  # OmegaConf's mark of a value that somebody else must give
+NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+
+
+def one_line(text: str) -> str:
+    """The text with every run of white space as one blank."""
+    return " ".join(text.split())
+
+
+def set_values(composed: DictConfig, overrides: Iterable[Override]) -> dict[str, Any]:
+    """Set what the command line says into a composed configuration; what stood there before.
+
+    Raises:
+        ConfigError: for a value of another type than the key's.
+    """
+    before: dict[str, Any] = {}
+    for override in overrides:
+        key = KEYS[override.key_or_group]
+        written = (override.input_line or "").partition("=")[2]
+        value = override.value()
+        if str in key.kinds and isinstance(value, (bool, int, float)):
+            value = written  # name=1e3 is that text, not 1000.0
+        usual = before.setdefault(key.name, _standing(composed, key))
+        try:
+            OmegaConf.update(composed, key.name, converted(key, value), merge=False)
+        except (ValueError, OmegaConfBaseException) as error:
+            raise ConfigError(wrong_value(key, written, "", value, usual)) from error
+    return before
+
+
+def to_config(composed: DictConfig, before: dict[str, Any] | None = None) -> Config:
+    """The typed configuration, with every reference followed.
+
+    Args:
+        before: what stood at the keys that the command line has set.
+
+    Raises:
+        ConfigError: for a reference that leads nowhere or to a value of another type, naming the key that it was written for.
+    """
+    before = before or {}
+    failed = {}
+    for name, written in _leaves(OmegaConf.to_container(composed, resolve=False)):
+        reason = _unreadable(composed, name, written)
+        if reason is not None:
+            failed[name] = (show(written), reason)
+    if failed:
+        # A key that refers to another one which fails is not the cause; of a circle, the key that the command line has set.
+        causes = [name for name in failed if not failed.keys() & set(re.findall(r"\$\{([\w.]+)\}", failed[name][0]))]
+        name = min(causes or failed, key=lambda name: name not in before)
+        written, reason = failed[name]
+        raise ConfigError(wrong_value(KEYS[name], written, f", {reason}", None, before.get(name)))
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return config
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for last, value in node.items():
+        if prefix + last in KEYS:
+            yield prefix + last, value
+        else:
+            yield from _leaves(value, f"{prefix}{last}.")
+
+
+def _unreadable(composed: DictConfig, name: str, written: Any) -> str | None:
+    """Why what is written at a key is no value, in words that read on from the rule; None where it is one."""
+    if written == MISSING:
+        return "and has none yet"
+    if not refers(written):
+        return None
+    try:
+        value = OmegaConf.select(composed, name, throw_on_missing=True)
+        converted(KEYS[name], OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
+    except (ValueError, RecursionError, OmegaConfBaseException) as error:
+        return _reason(error)
+    return None
+
+
+def refers(value: Any) -> bool:
+    """Whether a value, or an item in it, refers to another one: ${key} or ${oc.env:NAME}."""
+    if isinstance(value, (list, tuple)):
+        return any(map(refers, value))
+    if isinstance(value, dict):
+        return any(map(refers, value.values()))
+    return isinstance(value, str) and "${" in value
+
+
+def _reason(error: BaseException) -> str:
+    """Why a reference has no value, in words that read on from the rule."""
+    texts = [str(error)]
+    while error.__cause__ is not None:
+        error = error.__cause__
+        texts.append(str(error))
+    text = one_line(" ".join(texts))
+    for pattern, words in (
+        (r"Environment variable '(.*?)' not found", "but the environment variable {} is not set"),
+        (r"Interpolation key '(.*?)' not found", "but {} is no key"),
+        (r"(RecursionError|maximum recursion)", "but it refers to itself in a circle"),
+        (r"Unsupported interpolation type (\S+)", "but there is no function {}"),
+        (r"Value '(.*?)' of type", "not {}"),
+        (r"Cannot convert '(\w+)'", "not a {}"),
+    ):
+        found = re.search(pattern, text)
+        if found:
+            return words.format(*found.groups())
+    return f"but {one_line(texts[-1])}"
+
+
+def converted(key: Key, value: Any) -> Any:
+    """A value as the key's type has it; a reference stays as it is. Raises ValueError for a value of another type."""
+    if value == MISSING:
+        raise ValueError("must have a value")
+    if key.type is Any or (value is None and key.nullable) or (isinstance(value, str) and refers(value)):
+        return value
+    if key.of_items is None:
+        return _scalar(next(kind for kind in key.kinds if kind in NODES), value)
+    if not isinstance(value, list):
+        raise ValueError("no list")
+    return [item if isinstance(item, str) and refers(item) else _scalar(key.of_items, item) for item in value]
+
+
+def _scalar(kind: Any, value: Any) -> Any:
+    if value is None or isinstance(value, (dict, list)):
+        raise ValueError("no single value")
+    if kind is str and isinstance(value, (bool, float)) or kind is bool and isinstance(value, int) and value not in (0, 1):
+        raise ValueError("OmegaConf would take it for something that was not written")
+    return NODES[kind](value)._value()
+
+
+def wrong_value(key: Key, written: str, reason: str, wish: Any, usual: Any = None) -> str:
+    """What to say of a value that is none of its key's.
+
+    Args:
+        reason: reads on from the rule.
+        wish: the value, where it may be near a right one.
+        usual: a right value, if one is known.
+    """
+    shown = written if len(written) <= 60 else f"{written[:50]}..."
+    return f"{key.name} ({shown}) must be {key.rule()}{reason}. Try {as_typed(key.name, suggest(key, wish, usual))}."
+
+
+def suggest(key: Key, wish: Any = None, usual: Any = None) -> Any:
+    """A legal value of a key: the wished one if it can be one, else the usual one, else the schema's own."""
+    rounded = [int(wish)] if isinstance(wish, float) and wish.is_integer() and int in key.kinds else []  # such as 1e3
+    close = [nearest(wish, key.choices)] if isinstance(wish, str) and key.choices else []
+    for value in (value for value in (wish, *rounded, *close, usual) if value is not None):
+        try:
+            new = converted(key, value)
+        except ValueError:
+            continue
+        if key.type is not Any and not refers(new) and key.broken_rule(new) is None:
+            return new
+    return key.fresh_default() if usual is None or key.type is not Any else usual
+
+
+def as_typed(name: str, value: Any) -> str:
+    """`name=value` as a shell and Hydra read it back."""
+    plain = f"{name}={show(value, width=None)}"
+    return plain if _reads_back(plain, value) else shlex.quote(f"{name}={_quoted(value)}")
+
+
+def _reads_back(text: str, value: Any) -> bool:
+    try:
+        return shlex.split(text) == [text] and bool(OverridesParser.create().parse_override(text).value() == value)
+    except (ValueError, HydraException):
+        return False
+
+
+def _quoted(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_quoted, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}: {_quoted(item)}" for name, item in value.items()) + "}"
+    return '"' + value.replace('"', '\\"') + '"' if isinstance(value, str) else show(value)
+
+
+def _standing(composed: DictConfig, key: Key) -> Any:
+    """The value at a key of a composed configuration; the schema's where that is none."""
+    try:
+        value = OmegaConf.select(composed, key.name)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except (RecursionError, OmegaConfBaseException):
+        return key.fresh_default()
