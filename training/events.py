@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from configs import files
 
 EVENTS = "events.jsonl"
 
@@ -16,25 +18,22 @@ EVENTS = "events.jsonl"
 def record(run_dir: Path, kind: str, text: str, **fields: Any) -> None:
     """Append an event: `kind` is a word that programs look for (checkpoint_saved, resumed, ...), `text` a line for people.
 
-    Kept whole whatever other ranks write at the same time: a line is one write to the end of the file.
+    Kept whole whatever other ranks write at the same time: a line is one write to the end of the file. One that cannot be written is
+    said on stderr in its place: an event tells of a run, and does not stop it.
     """
     line = json.dumps({"time": time.time(), "rank": int(os.environ.get("RANK", "0")), "kind": kind, "text": text, **fields})
     path = run_dir / EVENTS
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        with writing(path):
-            os.write(descriptor, line.encode() + b"\n")
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Adds the file's name to what a write to an open file raises: a full disk's error names none. Raises OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        with files.writing(path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                content = line.encode() + b"\n"
+                if os.write(descriptor, content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(descriptor)
+    except files.WriteError as error:
+        print(f"{error} The event was {kind}: {text}", file=sys.stderr, flush=True)
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:

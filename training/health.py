@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from configs import files
 from configs.schema import Config, ConfigError
 
 SKIPPED = "skipped_samples.json"
@@ -221,7 +221,7 @@ class SkippedSamples:
         return sum(skip.end - skip.first for skip in self._skips if skip.end <= position)
 
     def add(self, skip: Skip, *, write: bool) -> None:
-        """Never use these samples; one rank writes it down."""
+        """Never use these samples; one rank writes it down. Raises WriteError."""
         self._skips.append(skip)
         self._write(write)
 
@@ -232,9 +232,4 @@ class SkippedSamples:
 
     def _write(self, write: bool) -> None:
         if write:
-            temporary = self._path.with_suffix(".tmp")
-            with open(temporary, "w") as stream:
-                json.dump([asdict(skip) for skip in self._skips], stream, indent=1)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, self._path)
+            files.write_text(self._path, json.dumps([asdict(skip) for skip in self._skips], indent=1))

@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 from configs.exit_status import STOPPED_EARLY
+from configs.files import WriteError
 from configs.ranks import world_size
 from configs.schema import Config, ConfigError
 from configs.validate import usable_world_size
@@ -38,6 +39,7 @@ def run(config: Config) -> int:
 
     from training.callbacks.guard import Guard
     from training.health import UnhealthyRun
+    from training.saver import SaveError
     from training.signals import StopSignals
     from training.trainer import Trainer
 
@@ -47,7 +49,7 @@ def run(config: Config) -> int:
     except ConfigError:
         raise  # a line and a status of its own
     except BaseException as error:
-        if not guard.is_victim() and not isinstance(error, (UnhealthyRun, KeyboardInterrupt)):
+        if not guard.is_victim() and not isinstance(error, (UnhealthyRun, SaveError, WriteError, KeyboardInterrupt)):
             traceback.print_exception(error)
         guard.say_last_words()
         sys.stdout.flush()

@@ -6,8 +6,10 @@ checkpoints that were trained with it.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+from configs import files
 from configs.schema import ConfigError
 from configs.tokenizer_files import copy_tokenizer
 from data.tokenizer import Tokenizer, tokenizer_digest
@@ -53,4 +55,11 @@ def keep(run_dir: Path, tokenizer: Tokenizer) -> None:
         if old == tokenizer.digest:
             return
         folder.rename(run_dir / f"{FOLDER}-{old[:8]}")
-    copy_tokenizer(Path(tokenizer.path), folder)
+    between = files.temporary(folder)
+    with files.writing(folder):
+        try:
+            copy_tokenizer(Path(tokenizer.path), between)
+            between.replace(folder)
+        except OSError:
+            shutil.rmtree(between, ignore_errors=True)
+            raise

@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 import yaml
 
+from configs.files import writing
 from configs.schema import ConfigError
 from training import headers, record
 
@@ -66,7 +67,7 @@ def write(folder: Path, step: int, files: dict[str, FileSum]) -> None:
 
 def write_text(path: Path, text: str) -> FileSum:
     """Write a small file through to the disk. Raises OSError."""
-    with open(path, "wb") as stream:
+    with writing(path), open(path, "wb") as stream:
         stream.write(text.encode())
         stream.flush()
         os.fsync(stream.fileno())

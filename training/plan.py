@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from configs import derived
+from configs.files import write_text
 from configs.schema import Config, ConfigError
 from configs.validate import first_problem
 from data.tokenizer import load_tokenizer
@@ -118,7 +119,7 @@ def expected_vocab_size(config: Config) -> int:
 
 def write(plan: RunPlan, run_dir: Path) -> None:
     """Leave the plan beside the run's metrics, for those who compare."""
-    (run_dir / PLAN_FILE).write_text(json.dumps(plan.as_dict()))
+    write_text(run_dir / PLAN_FILE, json.dumps(plan.as_dict()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

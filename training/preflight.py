@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from configs.schema import Config, ConfigError
@@ -25,6 +26,8 @@ def check(config: Config) -> None:
         _check_vocabulary(config, load_tokenizer(start.data_config(config, begun).tokenizer).vocab_size)
     if begun.checkpoint is None and config.checkpoint.weights is not None:
         _check_tokenizer_of(Path(config.checkpoint.weights), config.data.tokenizer)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and not Path(config.run_dir).exists():
+        raise ConfigError(f"run_dir ({config.run_dir}) was deleted or moved while the run was at work in it. Put it back, or start anew.")
     try:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from configs import files
 from configs.schema import Config, ConfigError
 
 RECORD = "run.json"
@@ -89,14 +90,7 @@ def read(run_dir: Path) -> Record | None:
 
 def write(run_dir: Path, record: Record) -> None:
     """Put a record in place, whole or not at all. Raises OSError."""
-    temporary = run_dir / f"{RECORD}.tmp"
-    try:
-        temporary.write_text(json.dumps(asdict(record), indent=1) + "\n")
-        os.replace(temporary, run_dir / RECORD)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    files.write_text(run_dir / RECORD, json.dumps(asdict(record), indent=1) + "\n", durable=False)
 
 
 def this_process() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from training import checkpoint, diagnosis, events, manifest, resume
 from training.callbacks.checkpoints import Checkpoints
 from training.health import MOST_DAMAGES, MOST_IN_A_ROW, Health, Skip, UnhealthyRun, kept_state
 from training.run import Run
+from training.saver import SaveError
 from training.step import Batch, StepResult
 
 
@@ -66,9 +67,12 @@ def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpo
         checkpoints.finish_pending(run)
     elif settings.interval > 0 or settings.at_end:
         checkpoints.finish_pending(run)
-        if step > 0 and manifest.problem_with(manifest.folder_of(run.run_dir, step)) is not None:
-            checkpoints.save_now(run)
         saved = f"the checkpoint of step {step} is good" if step > 0 else "no step was taken"
+        if step > 0 and manifest.problem_with(manifest.folder_of(run.run_dir, step)) is not None:
+            try:
+                checkpoints.save_now(run)
+            except SaveError as error:
+                saved = f"its weights are lost: {str(error).rstrip('.')}"
     many = advice = ""
     if gave_up and damaged:
         many = f"; {MOST_DAMAGES} times the run went back to a checkpoint, and the weights were damaged again"

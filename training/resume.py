@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from configs import files
 from configs.changes import Change
 from configs.schema import Config, ConfigError
 from data.identity import Identity
@@ -53,6 +54,7 @@ class Claim:
             self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}))
             self._file.flush()
             manifest.tidy(run_dir)
+            files.tidy(run_dir)
         except OSError as error:
             raise ConfigError(
                 f"run_dir ({run_dir}) cannot be written: {error.strerror}. Make room or give a folder that can be written."

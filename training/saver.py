@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from configs.compose import to_yaml
-from configs.schema import ConfigError
 from training import contents, headers, manifest
 from training.contents import Progress
 from training.manifest import FileSum
@@ -38,8 +37,8 @@ NICENESS = 5  # of the writing threads: training goes first where cores are shor
 RUNNING, DONE, FAILED = 0, 1, -1
 
 
-class SaveError(ConfigError):
-    """A checkpoint could not be written: what a user can mend, a full disk or a folder without permission."""
+class SaveError(RuntimeError):
+    """A checkpoint could not be written, and why, in one line; raised on every rank. Earlier ones are untouched."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,8 @@ class Saver:
         results: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(results, save.part.result if int(state) == DONE else save.part.problem, group=self._group)
         if int(state) == FAILED:
-            self._save = None
-            save.abandon()
+            self._save = self.last_step = None
+            save.abandon(self._group)
             problem = next(f"rank {rank}: {text}" for rank, text in enumerate(results) if text is not None)
             raise SaveError(f"checkpoint {save.folder} cannot be written ({problem}). Earlier checkpoints are untouched.")
         if not save.committing:
@@ -131,11 +130,17 @@ class Saver:
             saved = self.poll()
         return saved
 
-    def close(self) -> None:
-        """Stop writing what this run can no longer complete. Asks no other rank: they may be gone."""
+    def cancel(self, reason: str) -> None:
+        """Give up the save under way, if this rank still can; all ranks hear of it as of any failure."""
         if self._save is not None:
-            self._save.cancelled.set()
+            self._save.cancel(reason)
+
+    def close(self) -> None:
+        """Stop writing what this run can no longer complete, and free its space. Asks no other rank: they may be gone."""
+        if self._save is not None:
+            self._save.cancel("the run ended")
             self._save.part.wait(CLOSE_TIMEOUT)
+            self._save.delete()
             self._save = None
 
 
@@ -148,13 +153,23 @@ class _Save:
         self.cancelled = threading.Event()
         self.committing = False
         self._small, self._snapshot, self._keep, self._keep_every = small, snapshot, keep, keep_every
+        self._reason = "cancelled"
+        self._rank = dist.get_rank()
         self.part = _Part(self._write)
         self.pause = time.perf_counter() - begin
 
     def _write(self) -> tuple[str, FileSum]:
-        self.temporary.mkdir(parents=True, exist_ok=True)
-        name = f"rank_{dist.get_rank():05d}{headers.SUFFIX}"
-        return name, self._snapshot.write(self.temporary / name, self.cancelled)
+        # Not its parents: a run's folder that was taken away must not be made again with nothing but this in it.
+        for folder in (self.temporary.parent, self.temporary):
+            folder.mkdir(exist_ok=True)
+        broken = self._snapshot.first_not_finite()
+        if broken is not None:
+            raise _Broken(f"{broken} is not finite")
+        name = f"rank_{self._rank:05d}{headers.SUFFIX}"
+        try:
+            return name, self._snapshot.write(self.temporary / name, self.cancelled)
+        except Cancelled:
+            raise _Broken(self._reason) from None
 
     def commit(self, files: list[tuple[str, FileSum]]) -> None:
         """Let rank 0 complete the folder, whose files of all ranks these are."""
@@ -164,6 +179,8 @@ class _Save:
     def _commit(self, files: dict[str, FileSum]) -> tuple[int, str | None]:
         for name in files:
             _wait_for(self.temporary / name)
+        if self.cancelled.is_set():
+            raise _Broken(self._reason)
         for name, text in self._small.items():
             files[name] = manifest.write_text(self.temporary / name, text)
         for path in self.temporary.iterdir():  # of a save that was killed on more ranks
@@ -182,11 +199,21 @@ class _Save:
             complaint = f"checkpoints older than {self.folder} cannot be deleted: {error}"
         return sum(entry.size for entry in files.values()), complaint
 
-    def abandon(self) -> None:
-        """Free the space of what was written: the disk may be full."""
+    def cancel(self, reason: str) -> None:
+        """Have the writing end soon."""
+        self._reason = reason
         self.cancelled.set()
+
+    def abandon(self, group: dist.ProcessGroup | None) -> None:
+        """Free the space of what was written: the disk may be full. A collective call."""
+        self.cancel("another rank failed")
         self.part.wait(CLOSE_TIMEOUT)
-        if dist.get_rank() == 0:
+        dist.barrier(group)  # no rank adds to the folder any more
+        self.delete()
+
+    def delete(self) -> None:
+        """Take the unfinished folder away, unless somebody is still at work in it; on rank 0."""
+        if self._rank == 0 and not self.part.is_alive:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -197,6 +224,10 @@ def _wait_for(path: Path) -> None:
         if time.monotonic() > deadline:
             raise OSError(f"rank 0 does not see {path}: run_dir must be in a file system that all nodes share")
         time.sleep(0.2)
+
+
+class _Broken(Exception):
+    """Why a part is given up, in words."""
 
 
 class _Part:
@@ -218,12 +249,18 @@ class _Part:
         try:
             self.result = self._work()
             self.state = DONE
-        except Cancelled:
-            self.problem, self.state = "cancelled", FAILED
+        except _Broken as error:
+            self.problem, self.state = str(error), FAILED
         except OSError as error:
-            self.problem, self.state = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""), FAILED
+            name = getattr(error, "path", error.filename)
+            self.problem, self.state = f"{error.strerror or error}" + (f": {name}" if name else ""), FAILED
         except Exception as error:  # whatever it is, the other ranks must hear of it
             self.problem, self.state = f"{type(error).__name__}: {error}", FAILED
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether somebody is at work."""
+        return self._work is not None and self._thread.is_alive()
 
     def wait(self, seconds: float) -> None:
         """Until the work is done, or has failed by taking longer."""

@@ -19,6 +19,7 @@ import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors import SafetensorError, safe_open
 
+from configs.files import writing
 from configs.schema import ConfigError
 from training import headers, manifest
 from training.manifest import CHUNK_BYTES, FileSum, sum_of
@@ -51,6 +52,7 @@ class Snapshot:
         self.header = b""
         self._body = torch.empty(0, dtype=torch.uint8)
         self._used = 0
+        self._parts: list[tuple[str, torch.dtype, int, int]] = []
 
     def take(self, tensors: Sequence[ShardedTensor]) -> None:
         """Copy the tensors as they are now. Returns when the copies are done: the originals may change then."""
@@ -65,16 +67,26 @@ class Snapshot:
             place.copy_(tensor.data, non_blocking=True)
         if self.pinned:
             torch.cuda.current_stream().synchronize()
+        self._parts = [(t.key, t.data.dtype, start, end) for t, start, end in zip(order, ends, ends[1:])]
         self.header = headers.encode(
             headers.Entry(t.key, DTYPES[t.data.dtype], tuple(t.data.shape), tuple(t.global_shape), tuple(t.global_offset), start, end)
             for t, start, end in zip(order, ends, ends[1:])
         )
 
+    def first_not_finite(self) -> str | None:
+        """A tensor that holds NaN or Inf: what was saved could never be gone on with, and would displace what can. None if none does."""
+        for key, dtype, start, end in self._parts:
+            if dtype.is_floating_point and end > start:
+                low, high = self._body[start:end].view(dtype).aminmax()  # NaN if any is
+                if not (math.isfinite(low) and math.isfinite(high)):
+                    return key
+        return None
+
     def write(self, path: Path, cancelled: threading.Event) -> FileSum:
         """Write the file through to the disk and read it back. Raises OSError, also where other bytes come back, and Cancelled."""
         digest = xxhash.xxh3_128()
         body = memoryview(self._body.numpy())[: self._used]
-        with open(path, "wb", buffering=0) as stream:
+        with writing(path), open(path, "wb", buffering=0) as stream:
             for chunk in itertools.chain([memoryview(self.header)], (body[i : i + CHUNK_BYTES] for i in range(0, self._used, CHUNK_BYTES))):
                 if cancelled.is_set():
                     raise Cancelled

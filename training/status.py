@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configs import command
+from configs import command, files
 from configs.schema import ConfigError
 from training import record
 
@@ -21,12 +21,13 @@ STATUS = "status.json"
 
 
 def write(run_dir: Path, state: str, step: int, text: str, **fields: Any) -> None:
-    """Say how the run is: `text` is a line for people, `step` counts finished steps. One rank of the job calls it."""
+    """Say how the run is: `text` is a line for people, `step` counts finished steps. One rank of the job calls it.
+
+    Also on a full disk, where one was said before. Raises WriteError.
+    """
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
     content = {"state": state, "step": step, "text": text, "time": time.time(), "launch": launch, **fields}
-    temporary = run_dir / f"{STATUS}.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, run_dir / STATUS)
+    files.write_text(run_dir / STATUS, json.dumps(content, indent=1) + "\n", durable=False, in_place=True)
 
 
 def read(run_dir: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from configs import files
 from configs.compose import to_yaml
 from configs.derived import is_moe, plans_moe
 from configs.schema import Config
@@ -59,7 +60,8 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self.config = config
         self._claim: resume.Claim | None = None  # keeps other jobs out of the run's folder
-        self._health, self._checkpoints = Health(config), Checkpoints()
+        metrics_file = MetricsFile()
+        self._health, self._checkpoints = Health(config), Checkpoints(metrics_file.flush)
         planning = ExpertPlanning() if plans_moe(config) else None
         self.callbacks: list[Callback] = [
             *([planning] if planning else []),
@@ -69,7 +71,7 @@ class Trainer:
             StepTimes(),
             GradientParts(),
             MemoryTiers(),
-            MetricsFile(),
+            metrics_file,
             LossScale(),  # a step without an update is on record
             ProgressLine(),
             TensorBoard(),
@@ -233,8 +235,7 @@ class Trainer:
     def _describe(self, run: Run, begun: Start) -> None:
         if self._claim is None:
             return
-        run.run_dir.mkdir(parents=True, exist_ok=True)
-        (run.run_dir / "config.yaml").write_text(to_yaml(self.config))
+        files.write_text(run.run_dir / "config.yaml", to_yaml(self.config))
         plan.write(self._plan, run.run_dir)
         kept_tokenizer.keep(run.run_dir, run.tokenizer)
         self._claim.keep(begun.record)

@@ -10,18 +10,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from configs.files import WriteError
 from configs.schema import ConfigError
 from tests import distributed
 from tests.test_rooms import ROOT
-from tests.training.helpers import make_config, read_metrics, train, train_on_ranks
+from tests.training.helpers import Lines, make_config, read_metrics, train, train_on_ranks
 from tests.training.test_step import VOCAB_SIZE, batches_of, build, small
-from training import events, manifest
+from training import events, manifest, status
 
 TINY = ["experiment=gpt_moe_tiny", "model.hidden_size=32", "model.num_layers=2"]
 
@@ -156,16 +158,17 @@ def test_a_step_that_is_saved_again_is_never_gone(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def train_on_a_full_disk(config: Any) -> str:
-    """Train with room on rank 1 for the first checkpoint only (Python ignores SIGXFSZ); what this rank raised."""
+def train_on_a_full_disk(config: Any, full: list[int]) -> str:
+    """Train with no room on rank 1 for the checkpoints of some steps (Python ignores SIGXFSZ); what this rank raised."""
     import training.shards
     from training.saver import SaveError
 
     limit, write = resource.getrlimit(resource.RLIMIT_FSIZE), training.shards.Snapshot.write
 
     def write_until_full(self: Any, path: Path, cancelled: Any) -> Any:
-        if "step_0000004" in str(path) and os.environ["RANK"] == "1":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+        if os.environ["RANK"] == "1":
+            is_full = any(path.parent.name == f"step_{step:07d}.tmp" for step in full)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if is_full else limit[0], limit[1]))
         return write(self, path, cancelled)
 
     training.shards.Snapshot.write = write_until_full  # type: ignore[method-assign]
@@ -179,16 +182,138 @@ def train_on_a_full_disk(config: Any) -> str:
     return "nothing"
 
 
-def test_a_full_disk_stops_every_rank_with_a_clear_line(data: list[str], tmp_path: Path) -> None:
-    config = make_config([*TINY, *data, f"run_dir={tmp_path}", "checkpoint.interval=2", "training.steps=9"], 2)
-    first, second = distributed.run(train_on_a_full_disk, 2, config)
+def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint(data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = make_config([*TINY, *data, f"run_dir={tmp_path}", "checkpoint.interval=2", "training.steps=9", "checkpoint.keep=0"], 2)
+    assert distributed.run(train_on_a_full_disk, 2, config, [4]) == ["nothing"] * 2
+    (said,) = [line for line in capfd.readouterr().out.splitlines() if "cannot be written" in line]
     folder = manifest.folder_of(tmp_path, 4)
+    assert f"checkpoint {folder} cannot be written (rank 1: {os.strerror(errno.EFBIG)}" in said and "Training goes on" in said
+    assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == ["2", "6", "8", "9"]
+    assert [event["step"] for event in events.read(tmp_path) if event["kind"] == "checkpoint_saved"] == [2, 6, 8, 9]
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 10))
+
+
+def test_a_full_disk_at_the_end_ends_every_rank_with_a_clear_line(data: list[str], tmp_path: Path) -> None:
+    config = make_config([*TINY, *data, f"run_dir={tmp_path}", "checkpoint.interval=2", "training.steps=5"], 2)
+    first, second = distributed.run(train_on_a_full_disk, 2, config, [4, 5])
     assert first == second
-    assert first.startswith(f"checkpoint {folder} cannot be written (rank 1: {os.strerror(errno.EFBIG)}")
+    assert first.startswith(f"checkpoint {manifest.folder_of(tmp_path, 5)} cannot be written (rank 1: {os.strerror(errno.EFBIG)}")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_0000002"]
     assert manifest.verify(manifest.folder_of(tmp_path, 2)) is None
-    assert [event["step"] for event in events.read(tmp_path) if event["kind"] == "checkpoint_saved"] == [2]
-    assert len(read_metrics(tmp_path)) < 9
+
+
+def train_where_room_is_short(config: Any) -> Lines:
+    """Train where no line of metrics.jsonl finds room while the checkpoint of step 2 is being written, which takes until step 4."""
+    import training.shards
+    from configs.files import Log
+    from training import checkpoint
+    from training.saver import Saver
+
+    write, line, saver_of = training.shards.Snapshot.write, Log.write, checkpoint.saver_of
+    savers: list[Saver] = []
+
+    def slow(self: Any, path: Path, cancelled: Any) -> Any:
+        if "step_0000002" in str(path):
+            cancelled.wait(timeout=30)
+        return write(self, path, cancelled)
+
+    def no_room(self: Any, text: str) -> None:
+        if any(saver._save is not None and saver._save.step == 2 for saver in savers):
+            raise WriteError(self.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        line(self, text)
+
+    def remember(model: Any) -> Saver:
+        savers.append(saver_of(model))
+        return savers[-1]
+
+    training.shards.Snapshot.write, Log.write, checkpoint.saver_of = slow, no_room, remember  # type: ignore[method-assign, assignment]
+    try:
+        return train(config)
+    finally:
+        training.shards.Snapshot.write, Log.write, checkpoint.saver_of = write, line, saver_of  # type: ignore[method-assign]
+
+
+def test_an_unfinished_checkpoint_gives_way_to_the_record_of_steps(
+    data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config([*TINY, *data, f"run_dir={tmp_path}", "checkpoint.interval=2", "training.steps=6"])
+    (lines,) = distributed.run(train_where_room_is_short, 1, config)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [line["step"] for line in lines] == list(range(1, 7))
+    assert [path.name for path in manifest.list_checkpoints(tmp_path)] == ["step_0000006", "step_0000004"]
+    said = capfd.readouterr().out
+    assert "metrics.jsonl cannot be written: No space left on device. Make room" in said
+    assert "step_0000002 cannot be written (rank 0: it gave its room to metrics.jsonl)" in said
+
+
+def train_until_the_folder_goes(config: Any) -> str:
+    """Train in a run folder that somebody moves away after step 3; what was raised."""
+    from configs.files import WriteError
+    from training.run import Callback, Metrics, Run
+    from training.trainer import Trainer
+
+    class Move(Callback):
+        def after_step(self, run: Run, metrics: Metrics) -> None:
+            if run.progress.step == 3:
+                run.run_dir.rename(run.run_dir.with_name("moved"))
+
+    trainer = Trainer(config)
+    trainer.callbacks.append(Move())
+    try:
+        trainer.fit()
+    except WriteError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_run_dir_that_is_moved_away(data: list[str], tmp_path: Path) -> None:
+    config = make_config([*TINY, *data, f"run_dir={tmp_path / 'run'}", "checkpoint.interval=1", "training.steps=9"])
+    (said,) = distributed.run(train_until_the_folder_goes, 1, config)
+    assert said.startswith(f"{tmp_path / 'run'} was deleted, moved or replaced while the run wrote to it. Put it back")
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+    assert [line["step"] for line in read_metrics(tmp_path / "moved")] == [1, 2, 3]
+
+
+def save_damaged(config: Any, folder: Path) -> str:
+    from training import checkpoint
+    from training.saver import SaveError
+
+    model = build(config)
+    next(iter(model.bare_chunks[0].parameters())).data.view(-1)[0] = float("nan")
+    try:
+        checkpoint.save(model, checkpoint.Progress(), folder, VOCAB_SIZE)
+    except SaveError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_damaged_weights_are_no_checkpoint(tmp_path: Path) -> None:
+    """It would displace good ones, and nothing could go on from it."""
+    (said,) = distributed.run(save_damaged, 1, small("gpt_moe_tiny", micro=4), tmp_path / "checkpoints" / "step_0000000")
+    assert "embedding.word_embeddings.weight is not finite" in said and not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB, which has room for one checkpoint of gpt_tiny."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no right to mount a file system: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_that_is_really_full(data: list[str], small_disk: Path) -> None:
+    quiet = ["logging=quiet", "sample.prompts=[]", "training.eval_interval=0", "checkpoint.interval=2", "checkpoint.keep=0"]
+    command = [sys.executable, "train.py", "experiment=gpt_tiny", *data, *quiet, "training.steps=5", f"run_dir={small_disk / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    newest = manifest.folder_of(small_disk / "run", 5)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"checkpoint {newest} cannot be written (rank 0: No space left on device: {newest}.tmp/")
+    assert status.read(small_disk / "run")["state"] == "failed" and str(newest) in status.read(small_disk / "run")["text"]
+    assert [path.name for path in newest.parent.iterdir()] == ["step_0000002"] and not list(small_disk.rglob("*.tmp"))
+    assert len(read_metrics(small_disk / "run")) == 5
 
 
 def save_where_nobody_may(config: Any, folder: Path) -> str:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from training import checkpoint, events, manifest
+from training.record import RECORD
 from training.run import Callback, Metrics, Run
-from training.saver import Saved, Saver
+from training.saver import Saved, SaveError, Saver
 
 
 class Checkpoints(Callback):
-    """Begins saves, and announces each one once it is complete, on disk and read back."""
+    """Begins saves, and announces each one once it is complete, on disk and read back.
 
-    def __init__(self) -> None:
+    A save that fails in the midst of a run is said, and the next one is tried when it is due: who makes room in time loses nothing. A
+    run whose last save failed ends with its error. on_record: called on the main rank before a save begins; it sees to it that the
+    steps up to it are on record, and raises where they are not.
+    """
+
+    def __init__(self, on_record: Callable[[], None] = lambda: None) -> None:
+        self._on_record = on_record
         self._saver: Saver | None = None
+        self._failed: str | None = None  # of the newest save
 
     def on_start(self, run: Run) -> None:
         self._saver = checkpoint.saver_of(run.model)
@@ -24,10 +34,13 @@ class Checkpoints(Callback):
             if not settings.async_save:
                 self.finish_pending(run)
         elif self._saver is not None:
-            self._announce(run, self._saver.poll())
+            self._take(run, self._saver.poll)
 
     def on_end(self, run: Run) -> None:
+        """Raises SaveError."""
         self.finish_pending(run)
+        if self._failed is not None:
+            raise SaveError(self._failed)
 
     def close(self) -> None:
         if self._saver is not None:
@@ -35,28 +48,47 @@ class Checkpoints(Callback):
 
     def save_now(self, run: Run) -> None:
         """Have a complete checkpoint of the step just taken when this returns. A collective call. Raises SaveError."""
+        self.finish_pending(run)
         if checkpoint.saver_of(run.model).last_step != run.progress.step:
             self.start(run)
-        self.finish_pending(run)
+        self.on_end(run)
 
     def finish_pending(self, run: Run) -> None:
-        """Wait for the save under way, if any, and announce it. A collective call. Raises SaveError."""
-        self._announce(run, checkpoint.finish_pending(run.model))
+        """Wait for the save under way, if any, and announce it, or say why it failed. A collective call."""
+        self._take(run, lambda: checkpoint.finish_pending(run.model))
 
     def start(self, run: Run) -> None:
-        """Begin to save the step just taken, after waiting for an earlier save. A collective call. Raises SaveError."""
+        """Begin to save the step just taken, after waiting for an earlier save. A collective call."""
         self.finish_pending(run)
+        if run.is_main:
+            self._on_record()
         settings = run.config.checkpoint
         folder = manifest.folder_of(run.run_dir, run.progress.step)
         if run.health is not None:
             run.progress.health = run.health.state()
         checkpoint.saver_of(run.model).start(run.model, run.progress, folder, run.vocab_size, settings.keep, settings.keep_every, run.facts)
 
+    def _take(self, run: Run, work: Callable[[], Saved | None]) -> None:
+        try:
+            saved = work()
+        except SaveError as error:
+            self._failed = str(error)
+            run.say(self._failed + ("" if run.is_last_step else " Training goes on, and the next save is tried when it is due"))
+            if run.is_main:
+                events.record(run.run_dir, "checkpoint_failed", self._failed, step=run.progress.step)
+            return
+        if saved is not None:
+            self._failed = None
+        self._announce(run, saved)
+
     def _announce(self, run: Run, saved: Saved | None) -> None:
         if saved is None or not run.is_main:
             return
         if run.claim is not None:
-            run.claim.note_saved(saved.step)
+            try:
+                run.claim.note_saved(saved.step)
+            except OSError as error:  # it is there all the same, and the next sign of life notes it again
+                run.say(f"{run.run_dir / RECORD} does not name the checkpoint of step {saved.step} yet: {error.strerror}")
         run.say(f"checkpoint {saved.folder}")
         if saved.complaint is not None:
             run.say(saved.complaint)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from configs import last_words
+from configs.files import WriteError
 from configs.schema import Config
 from parallel import collective_log
 from parallel.topology import Topology
@@ -17,6 +18,7 @@ from parallel.watchdog import Verdict, Watchdog
 from training import events, status
 from training.health import UnhealthyRun
 from training.run import Callback, Metrics, Run
+from training.saver import SaveError
 
 FAILED = 1  # exit status
 GRACE = 5.0  # seconds that a rank has to close its files once the job is lost
@@ -54,14 +56,17 @@ class Guard(Callback):
     def on_error(self, error: BaseException) -> None:
         """This rank raised: by itself, or because another one is lost."""
         self._failed = True
-        if isinstance(error, UnhealthyRun):  # on all ranks, and by agreement
+        alone = self._watchdog is None and isinstance(error, WriteError)
+        if alone or isinstance(error, (UnhealthyRun, SaveError)):  # on all ranks, and by agreement
             self.last_words = str(error)
             if self._rank == 0:
-                status.write(self._run_dir, "failed", self._step, str(error), exit_status=FAILED)
+                with contextlib.suppress(OSError):  # a full disk may be why; the words are said all the same
+                    status.write(self._run_dir, "failed", self._step, str(error), exit_status=FAILED)
             if self._watchdog is not None:
                 self._watchdog.close()
             return
-        reason = f"raised {type(error).__name__}: {' '.join(str(error).split())[:600]}"
+        kind = "stopped" if isinstance(error, WriteError) else f"raised {type(error).__name__}"
+        reason = f"{kind}: {' '.join(str(error).split())[:600]}"
         verdict = None
         if self._watchdog is not None:
             if collective_log.raised(error):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 import time
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from configs.files import write_text
 from training.metrics import scalars
 from training.report import timeline
 from training.report.sources import Line, Source, finite, read
@@ -92,9 +92,7 @@ def write(run_dir: Path, output: Path | None = None) -> Path:
     """Make the page of a run, whole or not at all, and return its path. Raises sources.NotARun, or OSError where it cannot be written."""
     path = output or run_dir / "report.html"
     text = render(read(run_dir))
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, text)
     return path
 
 
