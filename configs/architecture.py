@@ -42,11 +42,13 @@ def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     """`architecture`, and the other values of the model that its training was set up with: what config.yaml holds."""
     overrides = architecture(config, vocab_size)
     overrides["model"].update((key, getattr(config.model, key)) for key in ("hidden_dropout", "attention_dropout", "init_std"))
+    if config.model.max_positions is not None:
+        overrides["model"]["max_positions"] = config.model.max_positions
     return overrides
 
 
 _LATENT_ONLY = ("attention", "q_lora_rank", "kv_lora_rank", "rotary_head_dim", "value_head_dim")
-_NOT_ARCHITECTURE = {"hidden_dropout", "attention_dropout", "init_std", "backend"}
+_NOT_ARCHITECTURE = {"max_positions", "hidden_dropout", "attention_dropout", "init_std", "backend"}
 _MOE_ARCHITECTURE = (
     "num_experts",
     "top_k",

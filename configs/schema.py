@@ -44,6 +44,9 @@ class ModelConfig:
     value_head_dim: int = key(128, "latent: channels of a value", architecture=True, low=1)
     # Learned positions are weights: with them another length is another model.
     sequence_length: int = key(64, "tokens of a sample", "refuse", low=1)
+    max_positions: Optional[int] = key(
+        None, "rope: longest text that an exported model says it takes, if more than sequence_length; an import sets it", "free", low=1
+    )
     vocab_size: Optional[int] = key(
         None, "tokens that the model knows; null: the tokenizer's. Storage is padded per layout, the maths is not", architecture=True, low=1
     )

@@ -15,6 +15,8 @@ SETTINGS = (
 )
 # Names that Hugging Face's tokenizers give to vocabularies.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt")
+# In a folder of logical weights: the folder with what the export to Hugging Face adds to a tokenizer that only we read.
+FOR_TRANSFORMERS = "huggingface"
 JSON, MODEL = "tokenizer.json", "tokenizer.model"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -19,8 +20,10 @@ from typing import Any
 import numpy as np
 
 from configs.schema import ConfigError
-from configs.tokenizer_files import core_file
+from configs.tokenizer_files import JSON, core_file
+from data import unigram
 
+REPLACEMENT = "\ufffd"  # stands for bytes that are no text
 SPACE = "\u2581"  # sentencepiece writes spaces as this character (and reads it back as a space)
 PAD, EOD, CLS, SEP, MASK = "<pad>", "</s>", "[CLS]", "[SEP]", "[MASK]"
 # Names that common tokenizers give to the same role, most usual first.
@@ -37,13 +40,15 @@ MAX_SENTENCE_CHARACTERS = 2_000
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    `pad`, `eod` and, for BERT, `cls`, `sep`, `mask` are ids; the latter three raise ConfigError when the tokenizer has none.
+    `pad`, `eod` and, for BERT, `cls`, `sep`, `mask` are ids; the latter three raise ConfigError when the tokenizer has none. `bos` is
+    the id that the tokenizer itself begins texts with, if it names one: training does not use it, its documents follow `eod`.
     """
 
     path: str
     vocab_size: int
     eod: int
     pad: int
+    bos: int | None
     named_eod: int | None = None  # eod, where a file beside the tokenizer's names another than the usual one
 
     @abstractmethod
@@ -74,6 +79,15 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without special tokens."""
         return self.encode_array(text).tolist()
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text to continue, with the special tokens that transformers puts around it."""
+        return self.encode(text)
+
+    def for_transformers(self, family: str) -> dict[str, str]:
+        """Files, by name, without which transformers would not make the same tokens for a model of this family. Raises NotConvertible if
+        there can be none."""
+        return {}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """`encode` of each text; faster than one by one where the texts are short."""
@@ -146,6 +160,11 @@ class SentencePieceTokenizer(Tokenizer):
         pad = self._model.pad_id()
         named = pad if pad >= 0 else self._find(PAD_NAMES)
         self.pad = self.eod if named is None else named
+        settings = _settings(Path(path).parent)
+        bos = self._find([_name(settings.get("bos_token"))])
+        self.bos = bos if bos is not None else self._model.bos_id() if self._model.bos_id() >= 0 else None
+        self._before = [self.bos] if settings.get("add_bos_token") and self.bos is not None else []
+        self._after = [self.eod] if settings.get("add_eos_token") else []
         # sentencepiece would read a literal U+2581 back as a space; its three bytes come back as they were.
         self._space_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         self._lossless = all(self._model.is_byte(i) for i in self._space_ids)
@@ -165,8 +184,40 @@ class SentencePieceTokenizer(Tokenizer):
     def _content(self) -> bytes:
         return Path(self.path).read_bytes()
 
+    def encode_prompt(self, text: str) -> list[int]:
+        # Two splits of a word that are equally likely come out in either order: transformers' is taken, where it is known.
+        ids = self.encode(text) if self._of_transformers is None else self._of_transformers.encode(text).ids
+        return [*self._before, *ids, *self._after]
+
+    @cached_property
+    def _of_transformers(self) -> Any:
+        import tokenizers
+
+        try:
+            model = tokenizers.Tokenizer.from_str(unigram.tokenizer_json(Path(self.path))[JSON])
+        except unigram.NotConvertible:
+            return None
+        model.encode_special_tokens = True  # "</s>" in a text is four characters
+        return model
+
+    def for_transformers(self, family: str) -> dict[str, str]:
+        has_settings = (Path(self.path).parent / "tokenizer_config.json").is_file()  # then it came from Hugging Face
+        return {} if has_settings else unigram.tokenizer_json(Path(self.path), family)
+
     def decode(self, ids: Iterable[int]) -> str:
-        return self._model.decode([int(i) for i in ids])
+        model = self._model
+        kept = [i for i in map(int, ids) if not (model.is_control(i) or model.is_unknown(i))]
+        text = model.decode(kept)
+        if REPLACEMENT not in text or not self._lossless:
+            return str(text)
+        # As Hugging Face's tokenizers write bytes in a row that are no UTF-8 as a whole: a replacement character for each.
+        replaced: list[int] = []
+        for is_byte, group in itertools.groupby(kept, model.is_byte):
+            run = list(group)
+            if is_byte and not _is_utf8(bytes(int(model.id_to_piece(i)[3:5], 16) for i in run)):
+                run = [model.piece_to_id(f"<0x{byte:02X}>") for byte in REPLACEMENT.encode()] * len(run)
+            replaced += run
+        return str(model.decode(replaced))
 
     def _find(self, names: Iterable[str]) -> int | None:
         known = ((self._model.piece_to_id(name), name) for name in names)  # an unknown name gives the id of <unk>
@@ -202,7 +253,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.no_truncation()
         self._model.no_padding()
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
-        named = self._named_roles(file.parent)
+        settings = _settings(file.parent)
+        self._settings = settings
+        named = {role: [_name(settings[role])] for role in ("bos_token", "eos_token", "pad_token") if _name(settings.get(role))}
         eod = self._find([*named.get("eos_token", ()), *EOD_NAMES])
         if eod is None:
             raise ConfigError(
@@ -213,22 +266,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self.named_eod = eod if eod != self._find(EOD_NAMES) else None
         pad = self._find([*named.get("pad_token", ()), *PAD_NAMES])
         self.pad = eod if pad is None else pad
-
-    @staticmethod
-    def _named_roles(folder: Path) -> dict[str, list[str]]:
-        """What tokenizer_config.json calls the special tokens: role -> names."""
-        file = folder / "tokenizer_config.json"
-        if not file.is_file():
-            return {}
-        roles = {}
-        for key, value in json.loads(file.read_text(encoding="utf-8")).items():
-            name = value.get("content") if isinstance(value, dict) else value
-            if key in ("eos_token", "pad_token") and isinstance(name, str):
-                roles[key] = [name]
-        return roles
+        self.bos = self._find(named.get("bos_token", ()))
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return list(self._of_transformers.encode(text, add_special_tokens=True).ids)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
@@ -239,7 +283,24 @@ class HuggingFaceTokenizer(Tokenizer):
         return json.dumps(spec, sort_keys=True).encode()
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+        return str(self._of_transformers.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    @cached_property
+    def _of_transformers(self) -> Any:
+        """The tokenizer as transformers takes it: what the files beside tokenizer.json name as special tokens are so, too. Training's
+        encoding does not know of them."""
+        import tokenizers
+
+        model = tokenizers.Tokenizer.from_str(self._model.to_str())
+        names = {_name(value) for key, value in self._settings.items() if key.endswith("_token")}
+        extra = self._settings.get("additional_special_tokens") or self._settings.get("extra_special_tokens") or []
+        names |= {_name(value) for value in (extra.values() if isinstance(extra, dict) else extra)}
+        names |= {_name(value) for value in self._settings.get("added_tokens_decoder", {}).values() if value.get("special")}
+        known = sorted(name for name in names if name and model.token_to_id(name) is not None)
+        have = {token.content for token in model.get_added_tokens_decoder().values() if token.special}
+        model.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in known if name not in have])
+        model.encode_special_tokens = bool(self._settings.get("split_special_tokens"))  # whether "<s>" in a text is three characters
+        return model
 
     def _find(self, names: Iterable[str]) -> int | None:
         return next((i for i in map(self._model.token_to_id, names) if i is not None), None)
@@ -294,6 +355,34 @@ def _byte_level_alphabet() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json of a folder, {} where there is none. Raises ConfigError."""
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {_first_line(error)}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file} must hold a JSON object")
+    return settings
+
+
+def _name(token: Any) -> str:
+    """The text of a special token in tokenizer_config.json, which is that or an object; "" for none."""
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else ""
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _first_line(error: Exception) -> str:

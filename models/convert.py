@@ -12,23 +12,23 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from configs import command
 from configs.architecture import description
 from configs.schema import ConfigError
-from configs.tokenizer_files import SETTINGS, VOCABULARIES, tokenizer_files
+from configs.tokenizer_files import FOR_TRANSFORMERS, SETTINGS, VOCABULARIES, tokenizer_files
 
 SOURCES = {
     "import": "a Hugging Face folder, with config.json and *.safetensors",
     "export": "a folder of `python -m training.export` or of `python -m models.convert import`",
 }
-GENERATION_CONFIG = "generation_config.json"
 
 
 def import_folder(source: Path, target: Path, part_bytes: int | None = None) -> None:
     """Hugging Face folder -> folder of logical weights, in files of at most `part_bytes` (2 GB). Raises ConfigError."""
     from models import folder as folders  # imports torch, seconds that --help need not wait for
-    from models import huggingface
+    from models import huggingface, special_tokens
 
     family, config = huggingface.open_config(source)
     assert config.model.vocab_size is not None  # every family's config.json has one
@@ -39,7 +39,8 @@ def import_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
         for name, tensor in huggingface.import_weights(family, config, reader.names(), reader.get):
             writer.add(name, tensor)
         writer.close()
-        folders.write_config(partial, description(config, config.model.vocab_size))
+        special = special_tokens.of_config(folders.read_json(source / "config.json"), config.model.vocab_size)
+        folders.write_config(partial, description(config, config.model.vocab_size), special)
         _copy(carried, partial)
 
 
@@ -55,12 +56,17 @@ def export_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
 def export_into(source: Path, target: Path, part_bytes: int | None = None) -> None:
     """Write the files of `export_folder` into a folder that is there. Raises ConfigError."""
     from models import folder as folders
-    from models import huggingface
+    from models import huggingface, special_tokens
 
     config = folders.config_from(folders.read_config(source))
     family, hf_config = huggingface.write_config(config)
     reader = folders.Reader(source)
-    carried = _carried_files(source)
+    carried = {**_carried_files(source), **tokenizer_files(source / FOR_TRANSFORMERS)}
+    assert config.model.vocab_size is not None  # write_config has seen to it
+    special = special_tokens.kept_in(source, config.model.vocab_size)
+    if special is None:
+        _say(f"{source} does not say which tokens begin and end a text, so the Hugging Face folder does not. Export or import it again.")
+        special = dict.fromkeys(special_tokens.KEYS)
     writer = folders.Writer(target, part_bytes or folders.PART_BYTES)
     dtype = "float32"
     for name, tensor in huggingface.export_weights(family, config, reader.get):
@@ -68,12 +74,16 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
         dtype = str(tensor.dtype).removeprefix("torch.")
     writer.close()
     _copy(carried, target)
-    (target / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n")
+    generation = special_tokens.generation_config(special)
+    if special_tokens.GENERATION_CONFIG not in carried and config.model.family == "gpt" and generation:
+        _write_json(target / special_tokens.GENERATION_CONFIG, generation)
+    _write_json(target / "config.json", {**hf_config, **special, "dtype": dtype, "torch_dtype": dtype})
 
 
 def _carried_files(source: Path) -> dict[str, Path]:
     """The files that go along, by name. Raises ConfigError for one that is none, or a generation config that generation could not use."""
     from models import folder as folders
+    from models.special_tokens import GENERATION_CONFIG, KEYS
 
     generation = source / GENERATION_CONFIG
     for path in (source / name for name in (*SETTINGS, *VOCABULARIES, GENERATION_CONFIG)):
@@ -81,7 +91,7 @@ def _carried_files(source: Path) -> dict[str, Path]:
             raise ConfigError(f"{path} must be a file.")
     if not generation.exists():
         return tokenizer_files(source)
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for key in KEYS:
         folders.read_token_ids(generation, key)
     return {**tokenizer_files(source), GENERATION_CONFIG: generation}
 
@@ -89,6 +99,14 @@ def _carried_files(source: Path) -> dict[str, Path]:
 def _copy(files: dict[str, Path], folder: Path) -> None:
     for name, path in files.items():
         shutil.copyfile(path, folder / name)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _say(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _size(text: str) -> int:

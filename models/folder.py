@@ -257,13 +257,21 @@ def save_logical_folder(
     dist.barrier()
 
 
-def write_logical(chunks: Sequence[torch.nn.Module], folder: Path, config: Config, vocab_size: int, dtype: torch.dtype | None) -> None:
-    """Write the files of `save_logical_folder` into a folder; every rank gathers with the one that calls this. Raises OSError."""
+def write_logical(
+    chunks: Sequence[torch.nn.Module],
+    folder: Path,
+    config: Config,
+    vocab_size: int,
+    dtype: torch.dtype | None,
+    special_tokens: dict[str, Any] | None = None,
+) -> None:
+    """Write the files of `save_logical_folder` into a folder, and which tokens are special (models/special_tokens.py), where that is
+    known; every rank gathers with the one that calls this. Raises OSError."""
     writer = Writer(folder)
     for name, tensor in gather_logical(chunks):
         writer.add(name, tensor if dtype is None else tensor.to(dtype))
     writer.close()
-    write_config(folder, description(config, vocab_size))
+    write_config(folder, description(config, vocab_size), special_tokens)
 
 
 def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, config: Config, vocab_size: int) -> None:
@@ -285,9 +293,10 @@ def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, c
         raise ConfigError(f"weights in {folder} do not fit: {error}.") from error
 
 
-def write_config(folder: Path, overrides: dict[str, dict[str, Any]]) -> None:
-    """Write config.yaml: the model as overrides of the sections `model` and `moe`."""
-    (folder / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT, **overrides}, sort_keys=False))
+def write_config(folder: Path, overrides: dict[str, dict[str, Any]], special_tokens: dict[str, Any] | None = None) -> None:
+    """Write config.yaml: the model as overrides of the sections `model` and `moe`, and which tokens are special, where that is known."""
+    known = {} if special_tokens is None else {"special_tokens": special_tokens}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT, **overrides, **known}, sort_keys=False))
 
 
 def config_from(overrides: dict[str, dict[str, Any]]) -> Config:

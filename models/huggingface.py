@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def read_config(hf: HfConfig) -> tuple[Family, Overrides]:
     moe = overrides.get("moe", {})
     if moe.get("top_k") == 1 and moe.get("normalize_top_k", True):
         raise ConfigError("config.json num_experts_per_tok (1) is not supported with weights that sum to 1: it must be at least 2.")
+    if overrides["model"]["position_embedding"] == "rope":
+        overrides["model"]["max_positions"] = overrides["model"]["sequence_length"]
     return family, overrides
 
 
@@ -43,6 +46,10 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
     if vocab_size is None:
         raise ConfigError("model.vocab_size (null) must be set to export a model.")
     ours = architecture(config, vocab_size)
+    if config.model.position_embedding == "rope":  # no weight depends on a length; what the model could take before it still can
+        config = copy.deepcopy(config)
+        config.model.sequence_length = max(config.model.sequence_length, config.model.max_positions or 0)
+        ours["model"]["sequence_length"] = config.model.sequence_length
     if ours["model"].get("sentence_head") == "sentence_order":
         ours["model"]["sentence_head"] = "next_sentence"  # the same weights, trained with other labels
     nearest: list[str] | None = None

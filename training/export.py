@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 from configs import command
 from configs.compose import load
 from configs.schema import ParallelConfig
-from configs.tokenizer_files import copy_tokenizer
+from configs.tokenizer_files import FOR_TRANSFORMERS, copy_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.unigram import NotConvertible
 from training import kept_tokenizer, manifest
 
 if TYPE_CHECKING:
@@ -38,17 +40,42 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
     config.training.device = "cpu"
     vocab_size = contents.read_state(good)["vocab_size"]
     with folders.new_folder(target) as partial:
+        special = None
         if tokenizer is not None:
+            words = load_tokenizer(tokenizer)
             copy_tokenizer(tokenizer, partial)
+            _write_for_transformers(words, config.model.family, partial)
+            special = _special_tokens(words, config.model.family)
         topology.initialize(config)
         try:
             chunks = build_model(config, vocab_size, fill=False)
             _keep_on_disk(chunks, partial)
             contents.load_weights(chunks, good)
-            folders.write_logical(chunks, partial, config, vocab_size, dtype)
+            folders.write_logical(chunks, partial, config, vocab_size, dtype, special)
         finally:
             topology.destroy()
     return good
+
+
+def _write_for_transformers(tokenizer: Tokenizer, family: str, folder: Path) -> None:
+    """Beside a tokenizer that transformers cannot read: one that it can, or a line on why there is none."""
+    try:
+        files = tokenizer.for_transformers(family)
+    except NotConvertible as reason:
+        text = f"transformers may treat texts in another way: {tokenizer.path} has no equal tokenizer.json, as {reason}"
+        print(f"note: {text}.", file=sys.stderr, flush=True)
+        return
+    for name, text in files.items():
+        (folder / FOR_TRANSFORMERS).mkdir(exist_ok=True)
+        (folder / FOR_TRANSFORMERS / name).write_text(text, encoding="utf-8")
+
+
+def _special_tokens(tokenizer: Tokenizer, family: str) -> dict[str, int | None]:
+    """What the run was trained with, under Hugging Face's names: each document ends with the tokenizer's `eod`, and the next follows."""
+    if family == "bert":
+        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": tokenizer.pad}
+    bos = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+    return {"bos_token_id": bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
 
 
 def _keep_on_disk(chunks: list[torch.nn.Module], folder: Path) -> None:

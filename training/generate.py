@@ -89,7 +89,7 @@ def _same_prompts_everywhere(options: argparse.Namespace) -> list[str]:
 def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int]]:
     if not as_ids:
         tokenizer = model.needed_tokenizer("Give prompts as token ids with --ids.")
-        return [tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts]
+        return [tokenizer.encode_prompt(prompt) or [tokenizer.eod] for prompt in prompts]
     try:
         return [[int(word) for word in prompt.split()] for prompt in prompts]
     except ValueError as error:
@@ -97,8 +97,9 @@ def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int
 
 
 def _main(options: argparse.Namespace) -> None:
-    import torch.distributed as dist  # as the next two, seconds that --help and a wrong argument need not wait for
+    import torch.distributed as dist  # as the next three, seconds that --help and a wrong argument need not wait for
 
+    from models.special_tokens import GENERATION_CONFIG, changes_of_text
     from training.generation import Sampling, generate
     from training.open_model import open_from
 
@@ -107,6 +108,8 @@ def _main(options: argparse.Namespace) -> None:
         prompts = _same_prompts_everywhere(options)
         ids = _encode(prompts, model, options.ids)
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+        for key, value in changes_of_text(model.source).items() if dist.get_rank() == 0 else ():
+            print(f"note: {GENERATION_CONFIG} asks for {key} ({value}), which is not done here", file=sys.stderr, flush=True)
         stop = set() if options.ignore_end else model.end_tokens
         begin = time.perf_counter()
         completions = generate(
@@ -119,7 +122,8 @@ def _main(options: argparse.Namespace) -> None:
             if options.ids:
                 text = " ".join(map(str, completion.tokens))
             else:
-                text = model.needed_tokenizer("").decode(completion.tokens)
+                # An end token that is no special token is part of the text, as in transformers.
+                text = model.needed_tokenizer("").decode([*completion.tokens, *([] if completion.end is None else [completion.end])])
             if options.json:
                 line = {"prompt": prompt, "text": text, "prompt_tokens": prompt_ids, "tokens": completion.tokens}
                 print(json.dumps({**line, "stopped": completion.stopped}), flush=True)

@@ -25,10 +25,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that follow a prompt, without an end token; `stopped` tells whether the text ended before the limit."""
+    """The tokens that follow a prompt, without the end token (`end`, if one came); `stopped` tells whether the text ended before the
+    limit."""
 
     tokens: list[int]
     stopped: bool
+    end: int | None = None
 
 
 @torch.inference_mode()
@@ -72,12 +74,14 @@ def _continue_batch(
     cache = Cache(max(map(len, prompts)) + max_tokens) if use_cache else None
     generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
     texts, ended = [list(prompt) for prompt in prompts], [False] * len(prompts)
+    ends: list[int | None] = [None] * len(prompts)
     logits = decoder.prefill(_padded(texts), [len(text) for text in texts], cache)
     for count in range(1, max_tokens + 1):
         tokens = _choose(logits, sampling, generators)
         chosen = tokens.tolist()
         for row, token in enumerate(chosen):
-            ended[row] = ended[row] or token in stop
+            if not ended[row] and token in stop:
+                ended[row], ends[row] = True, token
             if not ended[row]:
                 texts[row].append(token)
                 ended[row] = is_done is not None and is_done(texts[row][len(prompts[row]) :])
@@ -87,7 +91,8 @@ def _continue_batch(
             logits = decoder.decode(tokens, cache)
         else:
             logits = decoder.prefill(_padded(texts), [len(text) for text in texts], None)
-    return [Completion(text[len(prompt) :], end) for text, prompt, end in zip(texts, prompts, ended, strict=True)]
+    rows = zip(texts, prompts, ended, ends, strict=True)
+    return [Completion(text[len(prompt) :], is_ended, end) for text, prompt, is_ended, end in rows]
 
 
 def _padded(texts: list[list[int]]) -> torch.Tensor:
@@ -140,7 +145,7 @@ def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float,
 
     Temperature 0 takes the likeliest token each time. A collective call, in any layout; every rank returns the same text.
     """
-    ids = run.tokenizer.encode(prompt) or [run.tokenizer.eod]
+    ids = run.tokenizer.encode_prompt(prompt) or [run.tokenizer.eod]
     with run.model.frozen_weights():
         decoder = Decoder(run.model.bare_chunks, run.config, run.vocab_size)
         if decoder.max_length is not None:

@@ -20,10 +20,11 @@ from megatron.core import parallel_state
 from configs.compose import compose, load
 from configs.ranks import world_size
 from configs.schema import Config, ConfigError, ParallelConfig
+from configs.tokenizer_files import core_file
 from configs.validate import validate
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import folder as folders
-from models import huggingface
+from models import huggingface, special_tokens
 from models.build import build_model
 from models.decoder import Decoder
 from models.weights import load_logical
@@ -65,6 +66,7 @@ class _Source:
     vocab_size: int
     tokenizer: Path
     load: Callable[[list[torch.nn.Module]], None]
+    end_tokens: set[int] | None = None  # None: the tokenizer's
     trained_with: str | None = None  # digest of the tokenizer, where another one is asked for by name
 
 
@@ -85,7 +87,10 @@ def open_model(
     config.model.hidden_dropout = config.model.attention_dropout = 0.0
     if precision is not None:
         config.training.precision = precision
-    words, end_tokens = _tokenizer(tokenizer or source.tokenizer, source.folder, required=tokenizer is not None)
+    words = _tokenizer(tokenizer or source.tokenizer, required=tokenizer is not None)
+    end_tokens = source.end_tokens
+    if end_tokens is None:
+        end_tokens = set() if words is None else {words.eod}
     if words is not None and words.vocab_size > source.vocab_size:
         raise ConfigError(f"the tokenizer {words.path} has {words.vocab_size} tokens, but the model of {path} only {source.vocab_size}.")
     if words is not None and source.trained_with not in (None, words.digest):
@@ -115,7 +120,7 @@ def _checkpoint(path: Path, named: bool) -> _Source:
     config = load(newest / manifest.CONFIG)
     vocab_size = contents.read_state(newest)["vocab_size"]
     own, trained = (None, kept_tokenizer.digest_of(newest)) if named else (kept_tokenizer.of_checkpoint(newest), None)
-    return _Source(newest, config, vocab_size, own or newest, lambda chunks: contents.load_weights(chunks, newest), trained)
+    return _Source(newest, config, vocab_size, own or newest, lambda chunks: contents.load_weights(chunks, newest), trained_with=trained)
 
 
 def _logical(path: Path, named: bool) -> _Source:
@@ -125,7 +130,12 @@ def _logical(path: Path, named: bool) -> _Source:
         raise ConfigError(f"{path / 'config.yaml'} must say model.vocab_size.")
     reader = folders.Reader(path)
     config.training.precision = PRECISIONS[reader.main_dtype(reader.names())]
-    return _Source(path, config, vocab_size, path, lambda chunks: folders.load_logical_folder(chunks, path, config, vocab_size))
+    ends = special_tokens.end_tokens(path, special_tokens.kept_in(path, vocab_size))
+
+    def fill(chunks: list[torch.nn.Module]) -> None:
+        folders.load_logical_folder(chunks, path, config, vocab_size)
+
+    return _Source(path, config, vocab_size, path, fill, end_tokens=ends)
 
 
 def _huggingface(path: Path, named: bool) -> _Source:
@@ -141,7 +151,8 @@ def _huggingface(path: Path, named: bool) -> _Source:
 
     assert config.model.vocab_size is not None
     config.training.precision = PRECISIONS[reader.main_dtype(reader.names())]
-    return _Source(path, config, config.model.vocab_size, path, fill)
+    ends = special_tokens.end_tokens(path, special_tokens.of_config(folders.read_json(path / "config.json"), config.model.vocab_size))
+    return _Source(path, config, config.model.vocab_size, path, fill, end_tokens=ends)
 
 
 def _layout(overrides: list[str]) -> ParallelConfig:
@@ -165,15 +176,8 @@ def _check_layout(config: Config) -> None:
     validate(asked, ranks)
 
 
-def _tokenizer(path: Path, folder: Path, required: bool) -> tuple[Tokenizer | None, set[int]]:
-    """The tokenizer, and the tokens that end a text: its own, and those that Hugging Face's config files name."""
-    has_one = path.is_file() or (path / "tokenizer.json").is_file() or len(list(path.glob("*.model"))) == 1
-    words = load_tokenizer(path) if required or has_one else None
-    ends = set() if words is None else {words.eod}
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).exists():
-            ends.update(folders.read_token_ids(folder / name, "eos_token_id"))
-    return words, ends
+def _tokenizer(path: Path, required: bool) -> Tokenizer | None:
+    return load_tokenizer(path) if required or core_file(path) is not None else None
 
 
 def open_from(options: argparse.Namespace) -> contextlib.AbstractContextManager[OpenModel]:

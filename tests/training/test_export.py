@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 from pathlib import Path
@@ -14,8 +16,10 @@ import torch
 from configs.tokenizer_files import copy_tokenizer
 from models import convert, folder
 from tests import distributed
+from tests.models.test_huggingface import FAMILIES
 from tests.training.helpers import train_on_ranks
-from training import export
+from tests.training.test_old_runs import unpack
+from training import export, generate
 
 WORDS = ["the", "model", "learns", "a", "gradient", "from", "text", "def", "return", "self", "import", "class", "(", ")", ":", "=", "."]
 TEXTS = [" ".join(WORDS[(i * k) % len(WORDS)] for i in range(12)) for k in range(1, 17)]
@@ -145,3 +149,136 @@ def test_a_file_of_weights_takes_the_usual_mode(tmp_path: Path) -> None:
     writer.add("weight", torch.zeros(3))
     writer.close()
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same text from the same prompt
+# ---------------------------------------------------------------------------------------------------------------------
+
+PROMPTS = ["the model learns", "def return (", "a gradient descent <|end|> from", "  text <|begin|>\n."]
+NUM_TOKENS = 10
+GPT_FAMILIES = ("gpt2", "llama", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
+
+
+def texts(source: Path) -> list[tuple[str, bool, list[int]]]:
+    """What `training.generate` makes of each prompt: the text, whether it ended, the prompt's tokens."""
+    arguments = ["--checkpoint", str(source), "--device", "cpu", "--json", "--max-tokens", str(NUM_TOKENS)]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        assert generate.main([*arguments, *(part for prompt in PROMPTS for part in ("--prompt", prompt))]) == 0
+    return [(line["text"], line["stopped"], line["prompt_tokens"]) for line in map(json.loads, out.getvalue().splitlines())]
+
+
+def their_texts(source: Path) -> list[tuple[str, bool, list[int]]]:
+    """What transformers makes of each prompt with nothing but what lies in the folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
+    found = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        length = inputs.input_ids.shape[1]
+        new = model.generate(**inputs, do_sample=False, max_new_tokens=NUM_TOKENS)[0, length:].tolist()
+        ends = model.generation_config.eos_token_id
+        stopped = bool(new) and new[-1] in (ends if isinstance(ends, list) else [ends])
+        found.append((tokenizer.decode(new, skip_special_tokens=True), stopped, inputs.input_ids[0].tolist()))
+    return found
+
+
+def _hugging_face_folder(name: str, path: Path) -> None:
+    """A random model of a family with a text tokenizer, whose end token comes up while it writes."""
+    import transformers
+
+    index = GPT_FAMILIES.index(name)
+    byte_level(path, bos=index % 2 == 1)
+    class_name, values = FAMILIES[name]
+    length = "n_positions" if "n_positions" in values else "max_position_embeddings"
+    model_class = getattr(transformers, class_name)
+    torch.manual_seed(3)
+    begin, end, pad = 1, 2, 3
+    config = model_class.config_class(**{**values, "vocab_size": 303, length: 64, "bos_token_id": begin, "eos_token_id": end})
+    config.pad_token_id = pad
+    model = model_class(config).eval()
+    for name_of_index in ("model.safetensors.index.json", "generation_config.json"):
+        (path / name_of_index).unlink()
+    model.save_pretrained(path)
+    # The token that the model takes third of the first prompt becomes another name of the end.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    inputs = tokenizer(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
+    new = model.generate(**inputs, do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None)[0, inputs.input_ids.shape[1] :].tolist()
+    settings = json.loads((path / "generation_config.json").read_text())
+    if index % 3 == 0:  # config.json alone says it
+        (path / "generation_config.json").unlink()
+        settings = json.loads((path / "config.json").read_text())
+    target = path / ("config.json" if index % 3 == 0 else "generation_config.json")
+    target.write_text(json.dumps({**settings, "eos_token_id": new[2] if index % 2 else [end, new[2]]}))
+
+
+@pytest.mark.parametrize("name", GPT_FAMILIES)
+def test_there_and_back_with_the_same_text(name: str, tmp_path: Path) -> None:
+    _hugging_face_folder(name, tmp_path / "hf")
+    expected = their_texts(tmp_path / "hf")
+    assert any(stopped for _, stopped, _ in expected)
+    assert convert.main(["import", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
+    assert convert.main(["export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert their_texts(tmp_path / "back") == expected
+    before, after = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("hf", "back"))
+    length = "n_positions" if name == "gpt2" else "max_position_embeddings"
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", length):
+        assert after[key] == before[key], key
+    for source in ("hf", "ours", "back") if name == "llama" else ("back",):
+        assert distributed.run(texts, 1, tmp_path / source)[0] == expected
+
+
+def test_a_run_leaves_with_the_same_text(run_dir: Path, tmp_path: Path) -> None:
+    distributed.run(_export, 1, run_dir, tmp_path)
+    expected = their_texts(tmp_path / "hf")
+    assert all(prompt[0] == 1 for _, _, prompt in expected)  # the tokenizer's begin token
+    for source in (run_dir, tmp_path / "weights", tmp_path / "hf"):
+        assert distributed.run(texts, 1, source)[0] == expected
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    for file in ("config.json", "generation_config.json"):
+        assert ids.items() <= json.loads((tmp_path / "hf" / file).read_text()).items()
+
+
+def _fill(source: Path, text: str) -> list[int]:
+    from training.fill_mask import fill_mask, masked_tokens
+    from training.open_model import open_model
+
+    with open_model(source, device="cpu") as model:
+        return [guess.token for guess in fill_mask(model, *masked_tokens(model, text), top_k=5)[0]]
+
+
+def _their_fill(source: Path, text: str) -> list[int]:
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForMaskedLM.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
+    inputs = tokenizer(text, return_tensors="pt")
+    logits = model(**inputs).logits[0, inputs.input_ids[0] == tokenizer.mask_token_id]
+    return list(logits[0].topk(5).indices.tolist())
+
+
+def test_bert_there_and_back(tmp_path: Path) -> None:
+    import transformers
+
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(word for word in WORDS if word.isalpha()), "##s", "##ing", "learn"]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    transformers.BertTokenizer(vocab=str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "hf")
+    class_name, values = FAMILIES["bert_masked_lm"]
+    torch.manual_seed(4)
+    config = transformers.BertConfig(**{**values, "vocab_size": 30})
+    getattr(transformers, class_name)(config).save_pretrained(tmp_path / "hf")
+    assert convert.main(["import", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
+    assert convert.main(["export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    text = "the model learning a [MASK] from texts"
+    expected = _their_fill(tmp_path / "hf", text)
+    assert _their_fill(tmp_path / "back", text) == distributed.run(_fill, 1, tmp_path / "back", text)[0] == expected
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["pad_token_id"] == 0
+    assert not (tmp_path / "back" / "generation_config.json").exists()
+
+
+def test_a_bert_leaves_its_run_for_transformers(tmp_path: Path) -> None:
+    unpack("bert", tmp_path)
+    distributed.run(_export, 1, tmp_path / "bert", tmp_path)
+    text = "def [MASK](self):\n    return"
+    assert _their_fill(tmp_path / "hf", text) == distributed.run(_fill, 1, tmp_path / "bert", text)[0]

@@ -17,6 +17,7 @@ from tests import distributed
 from tests.models.helpers import relative_error
 from tests.tolerances import ORACLE_LOGITS
 from tests.training.helpers import train_on_ranks
+from tests.training.test_export import texts, their_texts
 from tests.training.test_generate import ours, theirs
 from training import export
 from training.open_model import open_model
@@ -76,6 +77,7 @@ def test_a_run_in_any_layout_leaves_for_transformers(name: str, data: list[str],
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert all((tmp_path / "hf" / part).is_file() for part in index["weight_map"].values())
     assert list((tmp_path / "hf").glob("tokenizer*"))
+    assert distributed.run(texts, 1, tmp_path / "run")[0] == their_texts(tmp_path / "hf")
 
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
