@@ -254,7 +254,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.no_padding()
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
         settings = _settings(file.parent)
-        self._settings = settings
+        self._says_class = "tokenizer_class" in settings
         named = {role: [_name(settings[role])] for role in ("bos_token", "eos_token", "pad_token") if _name(settings.get(role))}
         eod = self._find([*named.get("eos_token", ()), *EOD_NAMES])
         if eod is None:
@@ -267,6 +267,8 @@ class HuggingFaceTokenizer(Tokenizer):
         pad = self._find([*named.get("pad_token", ()), *PAD_NAMES])
         self.pad = eod if pad is None else pad
         self.bos = self._find(named.get("bos_token", ()))
+        roles = {"eos_token": self._model.id_to_token(self.eod), "pad_token": self._model.id_to_token(self.pad)}
+        self._settings = {"tokenizer_class": "PreTrainedTokenizerFast", **(settings or roles)}
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
@@ -284,6 +286,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._of_transformers.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def for_transformers(self, family: str) -> dict[str, str]:
+        # Without a class in its settings, transformers would take that of the model's family, which may split texts by rules of its own.
+        return {} if self._says_class else {"tokenizer_config.json": json.dumps(self._settings, indent=2) + "\n"}
 
     @cached_property
     def _of_transformers(self) -> Any:

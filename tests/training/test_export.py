@@ -14,6 +14,7 @@ import tokenizers
 import torch
 
 from configs.tokenizer_files import copy_tokenizer
+from data.tokenizer import load_tokenizer
 from models import convert, folder
 from tests import distributed
 from tests.models.test_huggingface import FAMILIES
@@ -282,3 +283,27 @@ def test_a_bert_leaves_its_run_for_transformers(tmp_path: Path) -> None:
     distributed.run(_export, 1, tmp_path / "bert", tmp_path)
     text = "def [MASK](self):\n    return"
     assert _their_fill(tmp_path / "hf", text) == distributed.run(_fill, 1, tmp_path / "bert", text)[0]
+
+
+@pytest.mark.parametrize("settings", [None, {"eos_token": "<|end|>", "pad_token": "<|pad|>"}])
+def test_a_tokenizer_without_a_class_is_read_as_it_is(settings: dict[str, Any] | None, tmp_path: Path) -> None:
+    """A family's own tokenizer class splits texts by rules of its own."""
+    from transformers import AutoTokenizer
+
+    folder = byte_level(tmp_path / "tokenizer", bos=True)
+    for name in (*OF_A_MODEL, "special_tokens_map.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    else:  # the names that are found without any
+        (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace("<|end|>", "<|endoftext|>"))
+    tokenizer = load_tokenizer(folder)
+    for name, text in tokenizer.for_transformers("gpt").items():
+        (folder / name).write_text(text)
+    for family in ("qwen3_moe", "olmoe", "llama"):
+        (folder / "config.json").write_text(json.dumps({"model_type": family}))
+        theirs = AutoTokenizer.from_pretrained(folder)
+        for prompt in PROMPTS:
+            assert theirs(prompt).input_ids == tokenizer.encode_prompt(prompt), (family, prompt)
+        assert theirs.eos_token_id == tokenizer.eod == 2
+    assert load_tokenizer(folder).digest == tokenizer.digest
