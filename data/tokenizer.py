@@ -206,7 +206,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         model = self._model
-        kept = [i for i in map(int, ids) if not (model.is_control(i) or model.is_unknown(i))]
+        known = (i for i in map(int, ids) if 0 <= i < self.vocab_size)  # a model may have more tokens than its tokenizer
+        kept = [i for i in known if not (model.is_control(i) or model.is_unknown(i))]
         text = model.decode(kept)
         if REPLACEMENT not in text or not self._lossless:
             return str(text)

@@ -57,8 +57,8 @@ def test_transformers_reads_and_writes_the_same(family: str, folder: Path, tmp_p
         assert theirs.decode(ours.encode(text), skip_special_tokens=True) == text
         assert theirs(text).input_ids == ids, repr(text)
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids) == text
-    for _ in range(300):  # also bytes that are no UTF-8, and special tokens in between
-        ids = [rng.randrange(ours.vocab_size) for _ in range(rng.randint(1, 20))]
+    for _ in range(300):  # also bytes that are no UTF-8, special tokens in between, and ids that a model has beyond the tokenizer's
+        ids = [rng.randrange(ours.vocab_size + 20) for _ in range(rng.randint(1, 20))]
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids), ids
     assert (theirs.eos_token_id, theirs.pad_token_id, theirs.mask_token_id) == (ours.eod, ours.pad, ours.mask)
     assert len(theirs) == ours.vocab_size
