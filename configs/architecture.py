@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from configs import derived
-from configs.schema import Config
+from configs.schema import KEYS, Config
 
 
 def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
@@ -38,6 +40,33 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     return {"model": model, "moe": moe}
 
 
+def to_architecture(config: Config, theirs: dict[str, dict[str, Any]], vocab_size: int) -> tuple[Config, dict[str, Any]]:
+    """The config with the fewest keys set anew that make it of the architecture `theirs`, and these keys, the most telling first.
+
+    vocab_size: that of `config`. Where positions rotate, their number is no part of the architecture.
+    """
+    changed, keys = copy.deepcopy(config), dict[str, Any]()
+    while True:
+        ours = architecture(changed, keys.get("model.vocab_size", vocab_size))
+        name, value = next(_differences(ours, theirs, keys), (None, None))
+        if name is None:
+            return changed, keys
+        section, _, last = name.partition(".")
+        setattr(getattr(changed, section), last, value)
+        keys[name] = value
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names of keys that differ, with their value. A key that they leave out means nothing there, or has its default."""
+    names = [f"{section}.{key}" for section in ("moe", "model") for key in {**theirs[section], **ours[section]}]
+    for name in [*(name for name in _TELLING if name in names), *(name for name in names if name not in _TELLING)]:
+        section, _, last = name.partition(".")
+        value = theirs[section].get(last, KEYS[name].fresh_default() if name in KEYS else None)
+        rotates = name == "model.sequence_length" and theirs["model"].get("position_embedding") == "rope"
+        if name in KEYS and name not in known and not rotates and ours[section].get(last, KEYS[name].default) != value:
+            yield name, value
+
+
 def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     """`architecture`, and the other values of the model that its training was set up with: what config.yaml holds."""
     overrides = architecture(config, vocab_size)
@@ -47,6 +76,7 @@ def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     return overrides
 
 
+_TELLING = ("model.family", "model.attention", "model.position_embedding", "model.qk_norm")  # what other keys follow from
 _LATENT_ONLY = ("attention", "q_lora_rank", "kv_lora_rank", "rotary_head_dim", "value_head_dim")
 _NOT_ARCHITECTURE = {"max_positions", "hidden_dropout", "attention_dropout", "init_std", "backend"}
 _MOE_ARCHITECTURE = (

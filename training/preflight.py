@@ -16,6 +16,8 @@ from training import manifest, start
 def check(config: Config) -> None:
     """Raise ConfigError for a device, corpus, tokenizer, checkpoint or weights that is missing, a wrong vocabulary, an unusable run_dir."""
     refuse_missing(config.training.device, "training.device")
+    if config.logging.wandb == "online":
+        _check_wandb()
     parse_corpus(config.data.corpus)
     begun = start.find(config, manifest.problem_with)  # the bytes are read once, by all ranks together
     if begun.checkpoint is not None:
@@ -32,6 +34,18 @@ def check(config: Config) -> None:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run_dir ({config.run_dir}) cannot be made: {error.strerror}. Give a folder that can be written.") from error
+
+
+def _check_wandb() -> None:
+    import wandb  # imports for a second; only where it is used
+
+    wandb.setup(wandb.Settings(silent=True))
+    try:
+        has_key = wandb.login(prompt=False, verify=False)
+    except (wandb.errors.Error, ValueError) as error:  # a key that can be none, or a file of keys that cannot be read
+        raise ConfigError(f"logging.wandb (online) must have an API key: {str(error).rstrip('.')}. Try logging.wandb=offline.") from error
+    if not has_key:
+        raise ConfigError("logging.wandb (online) must have an API key, and there is none: set WANDB_API_KEY. Try logging.wandb=offline.")
 
 
 def _check_vocabulary(config: Config, tokenizer_size: int) -> None:

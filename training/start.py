@@ -15,10 +15,13 @@ from typing import Any
 
 import yaml
 
-from configs.architecture import architecture
+from configs.architecture import architecture, to_architecture
 from configs.changes import Change, changes
 from configs.compose import load
+from configs.ranks import world_size
 from configs.schema import Config, ConfigError, DataConfig
+from configs.validate import first_problem, get, show, usable_world_size
+from configs.values import as_typed
 from data.identity import Identity, differences
 from data.tokenizer import tokenizer_digest
 from training import kept_tokenizer, manifest, record
@@ -27,6 +30,7 @@ from training.state_file import read_state
 
 METRICS = "metrics.jsonl"
 TAIL_BYTES = 1 << 20  # of metrics.jsonl, in which its last whole line lies
+MAX_ADVISED = 6  # keys that another model is turned into the checkpoint's with; with more another folder is the better advice
 # Known by content where the checkpoint says what it was trained on: the same data under another name are the same.
 BY_CONTENT = ("data.corpus", "data.text_key", "data.tokenizer")
 
@@ -202,18 +206,21 @@ def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
     vocab_size: None where it is not known yet, and taken for the checkpoint's.
     """
     saved = read_state(folder)
-    theirs, ours = saved["architecture"], architecture(config, vocab_size or saved["vocab_size"])
-    for values in (theirs, ours):
-        if values["model"]["position_embedding"] == "rope":  # no weight depends on it
-            values["model"].pop("sequence_length", None)
-    pairs = [(f"{section}.{key}", theirs[section].get(key), value) for section in ours for key, value in ours[section].items()]
-    pairs.append(("training.precision", saved["precision"], config.training.precision))
-    for key, their_value, our_value in pairs:
-        if their_value != our_value:
-            raise ConfigError(
-                f"{key} ({_show(our_value)}) differs from the checkpoint {folder} ({_show(their_value)}), which is of another model. "
-                f"Try {key}={_show(their_value)}, or another name or run_dir."
-            )
+    theirs, size = saved["architecture"], vocab_size or saved["vocab_size"]
+    fitting, keys = to_architecture(config, theirs, size)
+    if saved["precision"] != config.training.precision:
+        fitting.training.precision = keys["training.precision"] = saved["precision"]
+    if not keys:
+        return
+    name, their_value = next(iter(keys.items()))
+    section, _, last = name.partition(".")
+    our_value = architecture(config, size)[section].get(last, get(config, name)) if section != "training" else get(config, name)
+    works = len(keys) <= MAX_ADVISED and first_problem(fitting, usable_world_size(fitting, world_size())) is None
+    typed = " ".join(as_typed(key, value) for key, value in keys.items())
+    raise ConfigError(
+        f"{name} ({show(our_value)}) differs from the checkpoint {folder} ({show(their_value)}), which is of another model. "
+        f"Try {f'{typed}, or ' if works else ''}another name or run_dir."
+    )
 
 
 def changed_settings(config: Config, start: Start) -> list[Change]:

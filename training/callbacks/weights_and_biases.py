@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from configs.schema import ConfigError
 from training.background import Background
 from training.metrics import expert_counts, scalars, texts
 from training.run import Callback, Metrics, Run
@@ -24,9 +25,22 @@ class WeightsAndBiases(Callback):
         import wandb  # imports for a second; only where it is used
 
         wandb.setup(wandb.Settings(silent=True))  # its greetings, hints and warnings are not the run's
-        if mode == "auto":
-            mode = "online" if wandb.login(prompt=False) else "offline"
-        self._run = wandb.init(
+        try:
+            if mode == "auto":
+                mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+            self._run = self._begin(run, mode)
+        except (wandb.errors.CommError, ValueError) as error:
+            reason = " ".join(str(error).splitlines()[0].split()).rstrip(".")
+            if run.config.logging.wandb != "auto":
+                raise ConfigError(f"logging.wandb (online) must reach its service: {reason}. Try logging.wandb=offline.") from error
+            print(f"logging.wandb=auto: its service does not answer ({reason}); the run is logged offline", flush=True)
+            self._run = self._begin(run, "offline")
+        self._soon = Background()
+
+    def _begin(self, run: Run, mode: str) -> Any:
+        import wandb
+
+        return wandb.init(
             project=run.config.logging.wandb_project,
             name=run.config.name,
             id=run.facts["run"],
@@ -36,7 +50,6 @@ class WeightsAndBiases(Callback):
             resume="allow" if mode == "online" else None,
             settings=wandb.Settings(silent=True),
         )
-        self._soon = Background()
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         if self._soon is not None:
