@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import ConfigError
+from configs.schema import Config, ConfigError
 from data.tokenizer import train_tokenizer
 from tests.distributed import RankError
 from tests.training.helpers import Lines, read_metrics, train_on_ranks
 from training import manifest, record, status
+from training.callbacks.guard import Guard
 from training.state_file import read_state
 
 WORDS = "loss step token layer rank expert train batch river stone paper light north south".split()
@@ -129,6 +130,15 @@ def test_damaged_checkpoints_are_no_fresh_start(tmp_path: Path, corpus: Path) ->
     for folder in manifest.list_checkpoints(tmp_path / "run"):
         shutil.rmtree(folder)
     assert "its checkpoint of step 4 is gone" in refusal(tmp_path, corpus)
+
+
+def test_a_refused_start_leaves_the_status(tmp_path: Path, corpus: Path) -> None:
+    start(tmp_path, corpus, 2)
+    config = Config()
+    config.run_dir = str(tmp_path / "run")
+    guard, before = Guard(config), status.read(tmp_path / "run")
+    guard.on_error(ConfigError("data.corpus: another one"))
+    assert before["state"] == "finished" and status.read(tmp_path / "run") == before and not events(tmp_path / "run", "rank_lost")
 
 
 def test_status_names_the_process(tmp_path: Path, corpus: Path) -> None:

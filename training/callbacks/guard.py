@@ -11,7 +11,7 @@ from pathlib import Path
 
 from configs import last_words
 from configs.files import WriteError
-from configs.schema import Config
+from configs.schema import Config, ConfigError
 from parallel import collective_log
 from parallel.topology import Topology
 from parallel.watchdog import Verdict, Watchdog
@@ -22,6 +22,7 @@ from training.saver import SaveError
 
 FAILED = 1  # exit status
 GRACE = 5.0  # seconds that a rank has to close its files once the job is lost
+REFUSED = f"raised {ConfigError.__name__}:"  # how a reason begins that is the user's to mend
 LOOK_AROUND = 4.0  # seconds beyond the watchdog's silence in which a verdict on another rank comes, if there is one
 
 
@@ -35,7 +36,7 @@ class Guard(Callback):
         self._step = 0
         self._watchdog: Watchdog | None = None
         self.last_words: str | None = None
-        self._failed = False
+        self._failed = self._started = False
 
     def on_join(self, topology: Topology) -> None:
         self._rank = topology.rank
@@ -43,6 +44,7 @@ class Guard(Callback):
             self._watchdog = Watchdog(self._timeout, topology.device, self._end)
 
     def on_start(self, run: Run) -> None:
+        self._started = True
         self._note(run.progress.step)
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
@@ -56,6 +58,8 @@ class Guard(Callback):
     def on_error(self, error: BaseException) -> None:
         """This rank raised: by itself, or because another one is lost."""
         self._failed = True
+        if self._watchdog is None and not self._started and isinstance(error, ConfigError):
+            return  # a start that was refused: the run in the folder, if any, is as it was
         alone = self._watchdog is None and isinstance(error, WriteError)
         if alone or isinstance(error, (UnhealthyRun, SaveError)):  # on all ranks, and by agreement
             self.last_words = str(error)
@@ -89,7 +93,8 @@ class Guard(Callback):
         """Say who it was, and see to it that this process ends. In the watchdog's thread, or in the main one."""
         self.last_words = f"the job ends: {verdict}" if self._watchdog is not None else str(verdict)
         threading.Thread(target=self._end_hard, daemon=True, name="end").start()
-        if written and self._run_dir.is_dir():
+        refused = not self._started and verdict.reason.startswith(REFUSED)
+        if written and not refused and self._run_dir.is_dir():
             fields = {"step": verdict.step, "lost_rank": verdict.rank, "host": verdict.host, "collective": verdict.collective}
             with contextlib.suppress(OSError):  # a full disk may be why; the words are said all the same
                 events.record(self._run_dir, "rank_lost", self.last_words, **fields)
