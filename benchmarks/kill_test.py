@@ -1,6 +1,6 @@
 """Kill trainings again and again, and compare them with ones that were left alone.
 
-`python -m benchmarks.kill_test [--kills 200] [--seed 0] [--layouts single,ep2,tp2,pp2_ep2] [--steps 40] [--json] [KEY=VALUE ...]`
+`python -m benchmarks.kill_test [--kills 200] [--disk 0.3] [--seed 0] [--layouts single,ep2,tp2,pp2_ep2] [--steps 40] [--json] [KEY=VALUE]`
 
 GPT-MoE runs in several layouts are killed with SIGKILL and started again until each has had its share of the kills and ends by
 itself. Each kill falls at a random moment of a random kind: any moment from the start on, while a checkpoint is saved (taken,
@@ -8,6 +8,13 @@ written, put in place or an old one deleted), while one is loaded, or during an 
 rank, and the others some moments later. Every run must end with the loss, validation loss, gradient norm and learning rate of
 every step bit for bit those of the undisturbed run, each step on record once. No checkpoint that was announced may be lost:
 after each kill it must be there and good, or as many newer good ones as `checkpoint.keep` asks for.
+
+`--disk SHARE` makes that share of the kills faults of the disk, at the same moments: it is full, for a while or for good; it becomes
+read-only, as after an error; the run's folder is moved away. The run must go on, or end by itself with a line that names the file;
+nothing may be made in the place of a folder that is gone, and half a checkpoint must give its room back. Then the disk is mended and
+the same command goes on. The runs then lie in a file system of their own, an image that is mounted: this takes root.
+
+After every start no process may be left, and after every run no temporary file and no lock.
 
 The ranks are forked from this process, which has imported everything already and only plays torchrun: a start then takes
 less than a second. tests/training/test_kill.py does the same to real command lines, torchrun included. Exit status 1 where
@@ -17,13 +24,19 @@ anything differed; further arguments are config overrides for all runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import fcntl
 import json
+import math
 import mmap
 import os
 import random
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,13 +48,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from configs.compose import compose
-from configs.schema import Config
+from configs.files import WriteError
+from configs.schema import Config, ConfigError
 from configs.validate import validate
 from training import contents, manifest, resume, saver
 from training.callbacks import evaluation
+from training.saver import SaveError
 from training.trainer import Trainer
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -56,7 +72,11 @@ LONGEST_DELAY = {"any": 2.0, "save": 0.03, "load": 0.015, "evaluate": 0.015}  # 
 MAX_COUNT = 6  # times that a phase is let pass at most
 SURVIVORS = 0.5  # seconds at most that the other ranks outlive one that was killed
 POLL = 0.0005  # seconds
-LIMIT = 120.0  # seconds that one start may take
+LIMIT = 240.0  # seconds that one start may take
+FAULTS = ("full", "full for a while", "read-only", "moved")
+DISK_BYTES = 192 * 2**20
+AFTER_FAULT = 20.0  # seconds that the other ranks have once one has ended with its line, as under a launcher
+SAID = 3  # exit status of a rank that ended with a line of its own
 COMPARED = ("step", "loss", "validation_loss", "grad_norm", "learning_rate", "tokens")
 
 
@@ -68,7 +88,8 @@ class Kill:
     count: int
     delay: float
     rank: int | None
-    gap: float  # seconds until the other ranks go
+    gap: float  # seconds until the other ranks go, or until a full disk has room again
+    fault: str | None = None  # of the disk, in place of a kill: one of FAULTS
 
 
 @dataclass
@@ -77,13 +98,19 @@ class Run:
 
     run_dir: Path
     log: Path
+    disk: Disk | None = None
     announced: set[int] = field(default_factory=set)
+    met: str | None = None  # the fault of the disk in the last start
+    found: list[str] = field(default_factory=list)  # what a fault of the disk led to that it must not
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="in all layouts together")
     parser.add_argument("--seed", type=int, default=None, help="of the kills; default: a new one")
+    parser.add_argument(
+        "--disk", type=float, default=0.0, metavar="SHARE", help="of the kills that are faults of the disk instead; takes root"
+    )
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
@@ -94,6 +121,7 @@ def main() -> int:
         parser.error(f"no such layout: {min(unknown)}; there are {', '.join(LAYOUTS)}")
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
     print(f"seed {seed}: {arguments.kills} kills over {', '.join(layouts)}", flush=True)
+    _adopt_orphans()
     rng, begin = random.Random(seed), time.monotonic()
     landed: Counter[str] = Counter()
     victims: Counter[str] = Counter()
@@ -102,7 +130,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for i, name in enumerate(layouts):
             share = arguments.kills // len(layouts) + (i < arguments.kills % len(layouts))
-            result = kill_runs(name, share, arguments.steps, rng, Path(folder) / name, arguments.overrides)
+            place = Path(folder) / name
+            place.mkdir()
+            with Disk(place) if arguments.disk > 0 else contextlib.nullcontext() as disk:
+                result = kill_runs(name, share, arguments.steps, rng, place, arguments.overrides, disk, arguments.disk)
             landed += result.landed
             victims += result.victims
             found += result.found
@@ -110,9 +141,10 @@ def main() -> int:
     for text in found:
         print(text)
     kills = sum(landed.values())
-    where = ", ".join(f"{count} {'while in ' + kind if kind != 'any' else 'elsewhere'}" for kind, count in landed.most_common())
+    where = ", ".join(f"{count} {_in_words(kind)}" for kind, count in landed.most_common())
+    whom = f"{victims['all']} of all ranks, {victims['one']} of one, {victims['disk']} faults of the disk"
     print(
-        f"seed {seed}: {kills} kills ({where}; {victims['all']} of all ranks, {victims['one']} of one) in {runs} runs, {unfinished} left a "
+        f"seed {seed}: {kills} kills ({where}; {whom}) in {runs} runs, {unfinished} left a "
         f"checkpoint unfinished; {'NOT ' if found else ''}bit for bit the undisturbed runs, "
         f"{'see above' if found else 'no announced checkpoint lost'}; {time.monotonic() - begin:.0f} s"
     )
@@ -120,6 +152,12 @@ def main() -> int:
         result_json = {"seed": seed, "kills": kills, "during": dict(landed), "victims": dict(victims), "runs": runs}
         print(json.dumps({**result_json, "unfinished": unfinished, "differences": found}))
     return 1 if found or kills < arguments.kills else 0
+
+
+def _in_words(kind: str) -> str:
+    if kind.startswith("disk "):
+        return kind
+    return f"while in {kind}" if kind != "any" else "elsewhere"
 
 
 @dataclass
@@ -133,7 +171,16 @@ class Result:
     unfinished: int = 0
 
 
-def kill_runs(name: str, kills: int, steps: int, rng: random.Random, folder: Path, overrides: Sequence[str]) -> Result:
+def kill_runs(
+    name: str,
+    kills: int,
+    steps: int,
+    rng: random.Random,
+    folder: Path,
+    overrides: Sequence[str],
+    disk: Disk | None = None,
+    disk_share: float = 0.0,
+) -> Result:
     """Kill runs of one layout that often. Raises RuntimeError where a start fails by itself."""
     ranks, layout = LAYOUTS[name]
     common = [
@@ -143,7 +190,7 @@ def kill_runs(name: str, kills: int, steps: int, rng: random.Random, folder: Pat
     ]
 
     def new_run(label: str) -> tuple[Config, Run]:
-        run = Run(folder / label, folder / f"{label}.log")
+        run = Run((folder if disk is None else disk.folder) / label, folder / f"{label}.log", disk)
         run.run_dir.mkdir(parents=True)
         config = compose([*common, f"run_dir={run.run_dir}"])
         validate(config, ranks)
@@ -159,28 +206,38 @@ def kill_runs(name: str, kills: int, steps: int, rng: random.Random, folder: Pat
         (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
         rank = rng.randrange(ranks) if ranks > 1 and rng.random() < 0.5 else None
         count = rng.randint(1, ranks * (2 if kind == "load" else MAX_COUNT))  # a start looks for a checkpoint, then loads it
-        kill = Kill(kind, count, rng.uniform(0, LONGEST_DELAY[kind]), rank, rng.uniform(0, SURVIVORS))
+        fault = rng.choice(FAULTS) if rng.random() < disk_share else None
+        if fault is not None and kind not in ("save", "evaluate") and (kind == "load" or fault == "moved"):
+            kind = "save"  # a folder that is moved before the run works in it is another folder
+        kill = Kill(kind, count, rng.uniform(0, LONGEST_DELAY[kind]), rank, rng.uniform(0, SURVIVORS), fault)
         during = start(config, ranks, run, kill)
-        problems = lost(run, config.checkpoint.keep)
+        problems = [*lost(run, config.checkpoint.keep), *run.found]
+        run.found = []
         if during is None:
+            if run.met is not None:
+                result.landed[run.met] += 1
+                result.victims["disk"] += 1
             result.runs += 1
-            result.found += [f"{name}, {run.run_dir.name}: {text}" for text in [*problems, *differences(run.run_dir, whole.run_dir)]]
+            problems += [*differences(run.run_dir, whole.run_dir), *leftovers(run.run_dir)]
+            result.found += [f"{name}, {run.run_dir.name}: {text}" for text in problems]
+            _forget(run)
             config, run = new_run(f"run{result.runs}")
             continue
         result.landed[during] += 1
-        result.victims["all" if rank is None else "one"] += 1
+        victim = "disk" if kill.fault is not None else "all" if rank is None else "one"
+        result.victims[victim] += 1
         result.unfinished += any((run.run_dir / "checkpoints").glob("*.*"))
         result.found += [f"{name}, {run.run_dir.name}: {text}" for text in problems]
         good = [int(path.name[5:]) for path in manifest.list_checkpoints(run.run_dir) if manifest.verify(path) is None]
         print(
-            f"{name}: {sum(result.landed.values()):>5} {during:>9} {kill.delay:>8.3f}  {'all' if rank is None else f'rank {rank}':<8} "
+            f"{name}: {sum(result.landed.values()):>5} {during:>9} {kill.delay:>8.3f}  {victim if victim != 'one' else f'rank {rank}':<8} "
             f"{len(read_steps(run.run_dir)):>6}  {sorted(good)}",
             flush=True,
         )
     if start(config, ranks, run) is not None:
         raise AssertionError("nobody asked for a kill")
     result.runs += 1
-    texts = [*lost(run, config.checkpoint.keep), *differences(run.run_dir, whole.run_dir)]
+    texts = [*lost(run, config.checkpoint.keep), *differences(run.run_dir, whole.run_dir), *leftovers(run.run_dir)]
     result.found += [f"{name}, {run.run_dir.name}: {text}" for text in texts]
     return result
 
@@ -217,6 +274,87 @@ def lost(run: Run, keep: int) -> list[str]:
     return found
 
 
+def leftovers(run_dir: Path) -> list[str]:
+    """What a run that has ended must not leave: temporary files, and a lock."""
+    found = [f"{path} was left" for path in run_dir.rglob("*") if ".tmp" in path.name or path.name.endswith(manifest.REPLACED)]
+    with open(run_dir / resume.LOCK, "a") as stream:
+        try:
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            found.append(f"{run_dir / resume.LOCK} is still held")
+    return found
+
+
+def _forget(run: Run) -> None:
+    """Make room on the runs' disk."""
+    if run.disk is not None:
+        shutil.rmtree(run.run_dir)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The disk
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """A small file system that can be filled and made read-only while files in it are open."""
+
+    def __init__(self, place: Path):
+        self.folder, self._image, self._ballast = place / "disk", place / "image", place / "disk" / "ballast"
+        self._away: tuple[Path, Path] | None = None
+
+    def __enter__(self) -> Disk:
+        self.folder.mkdir()
+        with open(self._image, "wb") as stream:
+            stream.truncate(DISK_BYTES)
+        _call("mkfs.ext4", "-q", "-F", "-m", "0", str(self._image))
+        _call("mount", "-o", "loop", str(self._image), str(self.folder))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _call("umount", "-l", str(self.folder))
+
+    def break_down(self, fault: str, run_dir: Path) -> None:
+        """Make a fault, which `mend` takes back."""
+        if fault == "read-only":
+            _call("mount", "-o", "remount,abort", str(self.folder))
+        elif fault == "moved":
+            self._away = run_dir, run_dir.with_name("moved")
+            run_dir.rename(self._away[1])
+        else:
+            with open(self._ballast, "wb") as stream:
+                size = DISK_BYTES
+                while size >= 1024:  # to the last block
+                    try:
+                        os.posix_fallocate(stream.fileno(), os.fstat(stream.fileno()).st_size, size)
+                    except OSError:
+                        size //= 2
+
+    def mend(self, fault: str) -> list[str]:
+        """Take the fault back; what was made in the place of a folder that was moved away."""
+        found = []
+        if fault == "read-only":
+            _call("umount", str(self.folder))
+            subprocess.run(["fsck.ext4", "-f", "-y", str(self._image)], capture_output=True, check=False)  # 1: mended
+            _call("mount", "-o", "loop", str(self._image), str(self.folder))
+        elif fault == "moved":
+            assert self._away is not None
+            run_dir, away = self._away
+            if run_dir.exists():
+                found = [f"made again after it was moved away: {sorted(map(str, run_dir.rglob('*')))}"]
+                shutil.rmtree(run_dir)
+            away.rename(run_dir)
+        else:
+            self._ballast.unlink(missing_ok=True)
+        return found
+
+
+def _call(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"--disk needs a file system of its own, but {' '.join(command)} failed: {done.stderr.strip()}")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Starting and killing
 # ---------------------------------------------------------------------------------------------------------------------
@@ -233,14 +371,26 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str
     # A byte for what each rank does, and a byte that counts how often it began a phase of each kind.
     board = mmap.mmap(-1, ranks * (1 + len(PHASES)))
     living = {_fork(partial(_rank_main, config, rank, ranks, port, board), run.log): rank for rank in range(ranks)}
-    begin, moment = time.monotonic(), None
+    begin, moment, said = time.monotonic(), None, run.log.stat().st_size if run.log.exists() else 0
+    broken: str | None = None  # the fault of the disk
+    run.met = None
+    room_at, kill_at = math.inf, math.inf
+    ended: list[int] = []  # exit statuses after a fault
     try:
         while living:
-            _reap(living, run.log)
             now = time.monotonic()
+            ended += _reap(living, run.log, any_status=broken is not None)
+            if broken is not None:
+                if now >= room_at and run.disk is not None:
+                    run.found += run.disk.mend(broken)
+                    room_at = math.inf
+                if any(ended) and kill_at == math.inf:
+                    kill_at = now + AFTER_FAULT
+                if now >= kill_at:
+                    break
             if now - begin > LIMIT:
                 raise RuntimeError(f"not finished within {LIMIT:g} s:\n{_tail(run.log)}")
-            if kill is None:
+            if kill is None or broken is not None:
                 time.sleep(POLL)
                 continue
             begun = sum(board[ranks + rank * len(PHASES) + PHASES.index(kill.kind)] for rank in range(ranks))
@@ -248,6 +398,13 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str
                 moment = now + kill.delay
             if moment is None or now < moment:
                 time.sleep(POLL)
+                continue
+            if kill.fault is not None:
+                assert run.disk is not None
+                broken, run.met = kill.fault, f"disk {kill.fault}"
+                run.disk.break_down(kill.fault, run.run_dir)
+                if kill.fault == "full for a while":
+                    room_at = time.monotonic() + kill.gap
                 continue
             victim = next((pid for pid, rank in living.items() if rank == kill.rank), None)
             if kill.rank is not None and victim is not None:
@@ -263,17 +420,44 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still theirs
         for pid in living:
             os.waitpid(pid, 0)
-    return None
+        if orphans := _children():
+            run.found.append(f"processes were left: {orphans}")
+    if broken is None:
+        return None
+    assert run.disk is not None
+    if broken.startswith("full") and any(ended) and (left := [*(run.run_dir / "checkpoints").glob("*.tmp")]):
+        run.found.append(f"half a checkpoint kept its room on a full disk: {left}")
+    if broken != "full for a while" or room_at < math.inf:
+        run.found += run.disk.mend(broken)
+    if any(ended) and SAID not in ended:
+        run.found.append(
+            f"{broken}: no rank ended with a line of its own, but with {ended}: {run.log.read_text(errors='replace')[said:][-2000:]}"
+        )
+    return run.met if any(ended) else None
 
 
-def _reap(living: dict[int, int], log: Path) -> None:
-    """Take out the ranks that have ended. Raises RuntimeError where one failed."""
+def _reap(living: dict[int, int], log: Path, any_status: bool) -> list[int]:
+    """Take out the ranks that have ended; their exit statuses. Raises RuntimeError where one failed and may not."""
+    found = []
     for pid, rank in list(living.items()):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             del living[pid]
-            if status != 0:
+            found.append(os.waitstatus_to_exitcode(status))
+            if status != 0 and not any_status:
                 raise RuntimeError(f"rank {rank} failed by itself:\n{_tail(log)}")
+    return found
+
+
+def _adopt_orphans() -> None:
+    """Have processes whose parent is killed become this one's children, so that they are seen."""
+    ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _children() -> list[str]:
+    """What runs below this process, a moment after all ranks have ended."""
+    gone, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=5)
+    return [str(process) for process in alive]
 
 
 def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mmap) -> None:
@@ -299,7 +483,11 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
     vars(evaluation)["evaluate"] = told("evaluate", evaluation.evaluate)
     vars(saver)["Saver"].start = told("save", saver.Saver.start)
     vars(saver)["_Part"]._run = told("save", saver._Part._run)
-    Trainer(config).fit()
+    try:
+        Trainer(config).fit()
+    except (WriteError, SaveError, ConfigError) as error:
+        print(f"rank {rank} ends: {error}", flush=True)
+        os._exit(SAID)
 
 
 def _fork(work: Callable[[], None], log: Path) -> int:
