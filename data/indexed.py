@@ -6,10 +6,13 @@ importing Megatron, because that import takes seconds in each process that token
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -42,9 +45,9 @@ def write_index(path: Path, dtype: type[np.generic], sequence_lengths: np.ndarra
 
 
 class IndexedTokens:
-    """A pair of .bin/.idx files, memory-mapped.
+    """A pair of .bin/.idx files: the index in memory, the tokens read when they are asked for.
 
-    tokens [total]: the whole .bin; sequence_lengths [n] int32; sequence_starts [n] int64, in tokens;
+    tokens: the whole .bin; sequence_lengths [n] int32; sequence_starts [n] int64, in tokens;
     document_bounds [d + 1] int64: the first sequence of each document, then n.
 
     Raises ConfigError, naming the file, when one is missing or damaged.
@@ -56,9 +59,11 @@ class IndexedTokens:
         for path in (bin_path, idx_path):
             if not os.path.isfile(path):
                 raise ConfigError(f"data.corpus: token file {path} does not exist, though its partner is expected beside it; {REBUILD}")
-        idx_bytes = os.path.getsize(idx_path)
+        # Neither file is mapped into memory: reading what another process has cut off would end this one with a bus error.
         with open(idx_path, "rb") as file:
-            head = file.read(HEADER_BYTES)
+            self.fingerprints = [_fingerprint(os.fstat(file.fileno()))]
+            content = file.read()
+        idx_bytes, head = len(content), content[:HEADER_BYTES]
         if len(head) < HEADER_BYTES or not head.startswith(HEADER):
             raise ConfigError(f"data.corpus: {idx_path} ({idx_bytes} bytes) does not begin with the header of a Megatron index; {REBUILD}")
         version, code, num_sequences, num_bounds = struct.unpack("<QBQQ", head[len(HEADER) :])
@@ -74,14 +79,16 @@ class IndexedTokens:
                 f"and {num_bounds} document bounds, which take {expected}; {REBUILD}"
             )
         self.dtype = np.dtype(DTYPES[code])
-        index = np.memmap(idx_path, mode="r", dtype=np.uint8)
+        index = np.frombuffer(content, dtype=np.uint8)
         lengths_end = HEADER_BYTES + num_sequences * 4
         pointers_end = lengths_end + num_sequences * 8
         self.sequence_lengths = index[HEADER_BYTES:lengths_end].view(np.int32)
         pointers = index[lengths_end:pointers_end].view(np.int64)
         self.document_bounds = index[pointers_end:expected].view(np.int64)
 
-        bin_bytes = os.path.getsize(bin_path)
+        self.tokens = TokenReader(bin_path, self.dtype)
+        self.fingerprints.append(self.tokens.fingerprint)
+        bin_bytes = self.tokens.fingerprint[0]
         announced = int(pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize if num_sequences else 0
         if bin_bytes != announced:
             raise ConfigError(
@@ -89,7 +96,63 @@ class IndexedTokens:
                 f"the file is truncated or damaged; {REBUILD}"
             )
         self.sequence_starts = pointers // self.dtype.itemsize
-        self.tokens = np.memmap(bin_path, mode="r", dtype=self.dtype) if bin_bytes else np.zeros(0, self.dtype)
+
+
+class TokenReader:
+    """The tokens of an open .bin file. A file that is deleted or exchanged under its name stays readable; one that is written to
+    or cut is an error at the next reading, never a crash. Threads may share it."""
+
+    def __init__(self, path: str, dtype: np.dtype):
+        self.path, self.dtype = path, dtype
+        self._file = _open(path)
+        self.fingerprint = _fingerprint(os.fstat(self._file.fileno()))
+
+    def __len__(self) -> int:
+        return self.fingerprint[0] // self.dtype.itemsize
+
+    def __getitem__(self, wanted: slice) -> np.ndarray:
+        begin, end, step = wanted.indices(len(self))
+        assert step == 1
+        return self.read([(begin, end)])
+
+    def read(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+        """The tokens of [begin, end) of each span, one after the other. Raises ConfigError when the file was changed since."""
+        size = self.dtype.itemsize
+        tokens = np.empty(sum(end - begin for begin, end in spans), self.dtype)
+        view, descriptor, place = tokens.view(np.uint8).data, self._file.fileno(), 0
+        for begin, end in spans:
+            offset, stop = begin * size, place + (end - begin) * size
+            while place < stop:
+                count = os.preadv(descriptor, [view[place:stop]], offset)
+                if not count:
+                    break
+                place, offset = place + count, offset + count
+            if place < stop:
+                break
+        now = _fingerprint(os.fstat(descriptor))
+        if now != self.fingerprint or place < len(view):
+            found = f"has {now[0]} bytes now, of {self.fingerprint[0]}" if now[0] != self.fingerprint[0] else "was written to"
+            raise ConfigError(
+                f"data.corpus: {self.path} {found}: it was changed while it was read. Put it back as it was, and start again to go on"
+            )
+        return tokens
+
+
+def _fingerprint(stat: os.stat_result) -> tuple[int, int, int]:
+    """Size, time of change and inode."""
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _open(path: str) -> BinaryIO:
+    """Open a file; with more files than a process may have at first, as a blend of hundreds needs."""
+    try:
+        return cast(BinaryIO, open(path, "rb", buffering=0))
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise ConfigError(f"data.corpus: cannot read {path}: {error.strerror}") from error
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return cast(BinaryIO, open(path, "rb", buffering=0))
 
 
 def documents(starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -47,6 +47,7 @@ FORMAT_VERSION = 1  # part of every key: raise it when the same inputs give othe
 SHOWN_BAD_LINES = 5
 SHOWN_REASONS = 3
 TRAINING_SAMPLE_BYTES = 1 << 25  # text read to train a tokenizer
+SCANNED_AT_ONCE = 1 << 22
 SCANNED_TOKENS = 1 << 28  # of foreign token files, to see whether they fit the tokenizer
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -61,6 +62,7 @@ class TokenFile:
     split: str = "all"
     validation_fraction: float = 0.0
     split_rule: str = "hash"
+    opened: Any = field(default=None, compare=False, repr=False)  # what the files were when samples were first made of them
 
 
 @dataclass
@@ -200,8 +202,8 @@ def _training_texts(files: list[File], names: str, text_key: str, scratch: Path)
 def _add_megatron(prepared: PreparedData, source: Source, config: DataConfig, tokenizer: Tokenizer, cache: Path) -> None:
     assert source.megatron
     tokens = IndexedTokens(source.megatron)
-    head = tokens.tokens[:SCANNED_TOKENS]
-    largest = int(head.max()) if len(head) else 0
+    scanned = range(0, min(len(tokens.tokens), SCANNED_TOKENS), SCANNED_AT_ONCE)
+    largest = max((int(tokens.tokens[begin : begin + SCANNED_AT_ONCE].max()) for begin in scanned), default=0)
     if largest >= tokenizer.vocab_size:
         raise ConfigError(
             f"data.tokenizer={config.tokenizer}: {source.megatron}.bin holds token {largest}, but this tokenizer has only "

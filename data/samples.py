@@ -77,6 +77,17 @@ class _Epochs:
             return self._kept[epoch]
 
 
+def _open(file: TokenFile) -> IndexedTokens:
+    """Open a token file; the same that was opened before, where a run goes back and reads it again. Raises ConfigError."""
+    indexed = IndexedTokens(file.prefix)
+    file.opened = file.opened or indexed.fingerprints
+    if indexed.fingerprints != file.opened:
+        raise ConfigError(
+            f"data.corpus: {file.prefix}.bin or .idx was exchanged while the run goes. Put it back as it was, and start again to go on"
+        )
+    return indexed
+
+
 def _of_split(file: TokenFile, indexed: IndexedTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """starts, lengths [n] and document bounds [d + 1] of a token file, and which documents belong to the split [d]."""
     index = (indexed.sequence_starts, np.asarray(indexed.sequence_lengths), np.asarray(indexed.document_bounds))
@@ -93,7 +104,7 @@ class _GPTFile:
         self.file = file
         self.sequence_length = sequence_length
         self.seed, self.number, self.shuffle = seed, number, shuffle
-        indexed = IndexedTokens(file.prefix)
+        indexed = _open(file)
         self.tokens = indexed.tokens
         *index, wanted = _of_split(file, indexed)
         starts, lengths = documents(*index)
@@ -124,20 +135,11 @@ class _GPTFile:
         begin = (int(samples[position]) if samples is not None else position) * self.sequence_length
         end = begin + self.sequence_length + 1
         first, last = np.searchsorted(ends, [begin, end - 1], side="right")
-        pieces = []
         # Documents that the window touches: their ends, cut to the window, and where each one's tokens lie in the file.
         stops = np.minimum(ends[first : last + 1], end)
-        offset = begin
-        if last - first < 16:
-            for document, stop in zip(range(first, last + 1), stops.tolist(), strict=True):
-                origin = int(starts[document]) - (int(ends[document - 1]) if document else 0)
-                pieces.append(self.tokens[origin + offset : origin + stop])
-                offset = stop
-            return np.concatenate(pieces).astype(np.int64)
-        before = np.concatenate([ends[first - 1 : first] if first else np.zeros(1, np.int64), ends[first:last]])
-        spans = stops - np.maximum(before, begin)
-        places = np.repeat(starts[first : last + 1] - before, spans) + np.arange(begin, end)
-        return self.tokens[places].astype(np.int64)
+        begins = np.concatenate([[begin], stops[:-1]])
+        origins = starts[first : last + 1] - np.concatenate([ends[first - 1 : first] if first else np.zeros(1, np.int64), ends[first:last]])
+        return self.tokens.read(list(zip((origins + begins).tolist(), (origins + stops).tolist()))).astype(np.int64)
 
 
 class GPTSamples:
@@ -202,7 +204,7 @@ class _BertFile:
 
     def __init__(self, file: TokenFile, number: int, target: int, least_tokens: int, seed: int, shuffle: bool):
         self.seed, self.number, self.shuffle = seed, number, shuffle
-        indexed = IndexedTokens(file.prefix)
+        indexed = _open(file)
         self.tokens = indexed.tokens
         starts, lengths, bounds, in_split = _of_split(file, indexed)
         self.firsts, self.lasts = segment_documents(lengths, bounds, target)

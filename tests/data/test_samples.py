@@ -1,4 +1,5 @@
 import math
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from configs.schema import ConfigError
 from data.indexed import write_tokens
+from data.loader import Loader
 from data.prepare import TokenFile, prepare
 from data.samples import BertSamples, Blend, GPTSamples, segment_documents
 from data.tokenizer import load_tokenizer
@@ -269,3 +271,41 @@ def test_short_sequences(bert_files, tokenizer):
         BertSamples(bert_files, tokenizer, 64, seed=0, short_sequence_probability=p).batch(range(200))["padding_mask"].sum() for p in (0, 1)
     )
     assert always < 0.75 * never and math.isfinite(always)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def write_over(path: Path) -> None:
+    content = path.read_bytes()
+    with open(path, "r+b") as file:
+        file.write(bytes(len(content)))
+    os.utime(path, (1, 1))  # a clock's tick may be longer than this test
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("damage", "words"), [(cut, "has 2000 bytes now, of 4000"), (write_over, "was written to")])
+def test_a_token_file_that_is_changed_while_it_is_read(tmp_path, damage, words, prefetch):
+    file = numbered(tmp_path / "a", [100] * 10)
+    loader = Loader(GPTSamples([file], 32, seed=0), global_batch_size=2, micro_batch_size=2, prefetch=prefetch)
+    loader.next_step()
+    damage(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=f"data.corpus: {tmp_path}/a.bin {words}: it was changed while it was read"):
+        for _ in range(50):
+            loader.next_step()
+    loader.close()
+
+
+def test_a_token_file_that_is_deleted_or_exchanged_while_it_is_read(tmp_path):
+    file = numbered(tmp_path / "a", [100] * 10)
+    expected = windows(GPTSamples([numbered(tmp_path / "b", [100] * 10)], 32, seed=0), range(40))
+    samples = GPTSamples([file], 32, seed=0)
+    numbered(tmp_path / "other", [100] * 10, start=5000)
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"other.{suffix}").rename(tmp_path / f"a.{suffix}")
+    assert windows(samples, range(40)) == expected  # the file that was opened is still there
+    with pytest.raises(ConfigError, match="a.bin or .idx was exchanged while the run goes"):
+        GPTSamples([file], 32, seed=0)
+    (tmp_path / "a.bin").unlink()
+    assert windows(samples, range(40)) == expected

@@ -78,7 +78,7 @@ def test_a_small_text_file_is_cut_at_a_line(config, tmp_path, tokenizer, family)
             indexed = IndexedTokens(file.prefix)
             _, lengths = documents(indexed.sequence_starts, indexed.sequence_lengths, indexed.document_bounds)
             assert lengths.tolist() == [file.num_tokens]
-            assert (indexed.tokens[-1] == tokenizer.eod) == (family == "gpt")
+            assert (indexed.tokens[:][-1] == tokenizer.eod) == (family == "gpt")
 
 
 def test_lines_that_are_far_are_cut_at_a_word(config, tmp_path, tokenizer):
