@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from configs.schema import Config, ConfigError
 from configs.validate import first_problem
 from data.tokenizer import load_tokenizer
 from models.build import padded_vocab_size
-from training import communication
+from training import communication, host_memory
 from training.flops import executed_flops_per_token, forward_flops_per_token, forward_operations, training_flops_per_token
 from training.layout import Place, layer_numbers, parameters, parts, places
 from training.memory_plan import KINDS, RankMemory, rank_memory
@@ -140,6 +141,25 @@ def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) ->
         raise ConfigError(out_of_memory(plan, limit))
 
 
+def refuse_what_the_host_cannot_hold(plan: RunPlan) -> None:
+    """Raise ConfigError if this node's ranks, as their launcher's environment names them, clearly need more than its memory has left.
+
+    For ranks on CPUs; to be asked before any of them takes what it needs.
+    """
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    first = rank - local_rank
+    here = plan.memory[first : first + int(os.environ.get("LOCAL_WORLD_SIZE", str(plan.world_size)))]
+    needed, limit = sum(place.total for place in here), host_memory.available()
+    if needed * (1 - TOLERANCE) <= limit:
+        return
+    kinds = ", ".join(f"{kind} {_size(total)}" for kind in KINDS if (total := sum(getattr(place, kind) for place in here)))
+    fix = what_fits(plan, limit / len(here))
+    advice = f"Try {fix.partition(' (')[0]}" if fix else "Try a smaller model (model.num_layers, model.hidden_size), or more nodes"
+    ranks = "this rank needs" if len(here) == 1 else f"the {len(here)} ranks of this node need"
+    layers = f"model.num_layers ({plan.config.model.num_layers}) of model.hidden_size ({plan.config.model.hidden_size})"
+    raise ConfigError(f"{layers}: {ranks} {_size(needed)} ({kinds}), but {_size(limit)} of the host's memory are left. {advice}.")
+
+
 def out_of_memory(plan: RunPlan, limit: float) -> str:
     """One line: what is asked for, what is there, and what would fit."""
     worst, config = plan.worst, plan.config
@@ -156,6 +176,8 @@ def out_of_memory(plan: RunPlan, limit: float) -> str:
 def what_fits(plan: RunPlan, limit: float) -> str | None:
     """Overrides with which every rank stays under `limit` bytes: the largest micro-batch, or recomputation, or both."""
     config, size = plan.config, plan.config.training.micro_batch_size
+    if max(rank.weights + rank.gradients + rank.optimizer for rank in plan.memory) > limit:
+        return None  # whatever the batch
     smaller = [number for number in range(size, 0, -1) if size % number == 0 or config.training.global_batch_size % number == 0]
     kinds = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}[config.training.recompute]
     for recompute in kinds:

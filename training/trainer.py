@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from configs import files
 from configs.compose import to_yaml
 from configs.derived import is_moe, plans_moe
+from configs.ranks import world_size
 from configs.schema import Config
 from data.build import build_data
 from data.prepare import prepare
@@ -179,10 +181,15 @@ class Trainer:
     def _build(self) -> Run:
         config = self.config
         is_main = int(os.environ.get("RANK", "0")) == 0
-        topology_module.choose_device(config)  # a wrong device is told before a corpus is prepared
+        device = topology_module.choose_device(config)  # a wrong device is told before a corpus is prepared
         early = start.find(config, manifest.problem_with)  # every byte is read once all ranks are there
         start.check_tokenizer(config, early)
         data_config = start.data_config(config, early)
+        # Before a corpus is tokenized, and before any rank of this node has taken its memory.
+        expected = plan.expected_vocab_size(dataclasses.replace(config, data=data_config))
+        self._plan = plan.make_plan(config, world_size(), expected, device.type)
+        if device.type == "cpu":
+            plan.refuse_what_the_host_cannot_hold(self._plan)
         show_progress, rule = is_main and config.logging.progress, start.split_rule(early)
         prepared = prepare(data_config, config.model.family, show_progress, split_rule=rule)
         if is_main and prepared.num_bad_lines:
@@ -196,7 +203,8 @@ class Trainer:
         self._claim = resume.claim(Path(config.run_dir))
         beginning = resume.find(config, vocab_size, prepared.identity)
         folder = beginning.start.checkpoint
-        self._plan = plan.make_plan(config, topology.world_size, vocab_size, topology.device.type)
+        if (self._plan.vocab_size, self._plan.device) != (vocab_size, topology.device.type):
+            self._plan = plan.make_plan(config, topology.world_size, vocab_size, topology.device.type)
         plan.refuse_what_cannot_fit(self._plan, topology.device)
         model = Model(config, topology, vocab_size)
         progress = checkpoint.Progress()

@@ -22,10 +22,10 @@ from configs.validate import planned_world_size
 from moe import blocks
 from tests import distributed
 from tests.training.helpers import make_config, train, train_on_ranks
-from training import flops
+from training import flops, host_memory
 from training.layout import places
 from training.memory_plan import KINDS, schedule
-from training.plan import RunPlan, make_plan, refuse_what_cannot_fit
+from training.plan import RunPlan, make_plan, refuse_what_cannot_fit, refuse_what_the_host_cannot_hold
 from training.tape import Tape, profile, recomputed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,6 +261,47 @@ def test_what_cannot_fit_is_refused_with_what_would(model: str, overrides: list[
     config.training.memory_limit_gib = static / 2 / 2**30
     with pytest.raises(ConfigError, match="more ranks"):
         refuse_what_cannot_fit(plan)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    config = make_config(["experiment=gpt_tiny", "training.device=cpu", "training.global_batch_size=32", "training.micro_batch_size=16"])
+    plan = make_plan(config, ranks, 512)
+    for name, value in (("RANK", ranks - 1), ("LOCAL_RANK", ranks - 1), ("LOCAL_WORLD_SIZE", ranks)):
+        monkeypatch.setenv(name, str(value))
+    needed = sum(rank.total for rank in plan.memory)
+
+    def limit(num_bytes: float) -> None:
+        monkeypatch.setattr(host_memory, "available", lambda: int(num_bytes))
+
+    limit(needed)
+    refuse_what_the_host_cannot_hold(plan)
+    limit(0.8 * needed)
+    with pytest.raises(ConfigError, match=r"of the host's memory are left\. Try training\.micro_batch_size=\d+( training\.|\.$)"):
+        refuse_what_the_host_cannot_hold(plan)
+    limit(1000)
+    with pytest.raises(ConfigError, match=r"model\.num_layers \(4\) of .* needs? .* Try a smaller model"):
+        refuse_what_the_host_cannot_hold(plan)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # the other rank is on another node
+    limit(0.95 * needed / ranks)
+    refuse_what_the_host_cannot_hold(plan)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_memory_that_a_cgroup_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: int) -> None:
+    limit, use, reclaimable = host_memory.FILES[version]
+    root = tmp_path / "memory" if version == 1 else tmp_path
+    for folder, most in ((root / "a", "1000000"), (root / "a/b", "max" if version == 2 else str(2**63 - 4096))):
+        folder.mkdir(parents=True)
+        (folder / limit).write_text(f"{most}\n")
+        (folder / use).write_text("300000\n")
+        (folder / "memory.stat").write_text(f"anon 1\n{reclaimable} 100000\n")
+    (tmp_path / "own").write_text("4:cpu,cpuacct:/x\n3:memory:/a/b\n0::/none\n" if version == 1 else "0::/a/b\n")
+    monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
+    assert host_memory.available() == 800_000
+    (tmp_path / "own").unlink()
+    assert host_memory.available() > 2**20
 
 
 def _out_of_memory(config: Any) -> str:
