@@ -10,7 +10,6 @@ from configs.compose import run
 from configs.ranks import world_size
 from configs.schema import Config
 from configs.validate import planned_world_size
-from training import job, preflight
 
 
 def main(config: Config) -> int:
@@ -19,6 +18,8 @@ def main(config: Config) -> int:
         from training import plan_text  # imports torch, seconds that a wrong config need not wait for
 
         return plan_text.show(config, planned_world_size(config, world_size()))
+    from training import job, preflight  # a wrong config and --help need not wait for these either
+
     preflight.check(config)
     return job.run(config)
 

@@ -25,13 +25,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs import exit_status, last_words, weights
-from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, parse
+from configs import exit_status, help, last_words, weights
+from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, parse, presets_by_group
 from configs.presets import check_mapping, check_preset, read_mapping
 from configs.ranks import launched
 from configs.schema import KEYS, Config, ConfigError
 from configs.validate import planned_world_size, usable_world_size, validate
-from configs.values import one_line, set_values, to_config
+from configs.values import for_hydra, one_line, set_values, to_config
 
 ConfigStore.instance().store(name="schema", node=Config)
 # For presets, so that warm-up and final rate follow an override of the steps or of the peak rate.
@@ -103,10 +103,13 @@ def to_yaml(config: Config) -> str:
 def run(main: Callable[[Config], int]) -> NoReturn:
     """Run `main` with the configuration that the command line asks for, then exit with the status it returns.
 
-    Any `ConfigError`, also one that `main` raises, ends in one line on stderr and exit status 2. `--cfg`, `--help`, `--info` and
-    shell completion are Hydra's. `-m` (`--multirun`) runs the product of comma-separated values, one run after the other in this
+    Any `ConfigError`, also one that `main` raises, ends in one line on stderr and exit status 2. `--cfg`, `--info` and shell
+    completion are Hydra's. `-m` (`--multirun`) runs the product of comma-separated values, one run after the other in this
     process, after all of them were checked.
     """
+    if "--version" in sys.argv[1:]:  # the parser's own says Hydra's
+        print(help.version())
+        sys.exit(0)
     args = get_args_parser().parse_args()
     try:
         configs = _checked_configs(args)
@@ -133,9 +136,12 @@ def _checked_configs(args: argparse.Namespace) -> list[Config] | None:
         raise ConfigError("--resolve goes with --cfg or --help. Try --cfg job --resolve")
     if args.multirun and (args.cfg or args.info is not None):
         raise ConfigError("--multirun does not go with --cfg or --info. Try one of them alone")
-    if args.cfg or args.help:
+    if args.help:
+        print(help.describe(compose(args.overrides, args.config_dir), presets_by_group(args.config_dir)))
+        sys.exit(0)
+    if args.cfg:
         compose(args.overrides, args.config_dir)
-    if args.cfg or args.help or args.hydra_help or args.info is not None or args.shell_completion:
+    if args.cfg or args.hydra_help or args.info is not None or args.shell_completion:
         return None
 
     lines = [args.overrides]
@@ -168,6 +174,8 @@ def _show(args: argparse.Namespace) -> None:
     def never(_: Any) -> NoReturn:
         raise AssertionError("Hydra was asked to show something, not to run")
 
+    as_read = {text: for_hydra(parse(text)) for text in args.overrides}
+    sys.argv = [as_read.get(text, text) for text in sys.argv]
     hydra_main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=PRIMARY)(never)()
 
 

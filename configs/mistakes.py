@@ -31,6 +31,11 @@ def _groups(config_dir: str | None = None) -> list[str]:
     return [name for name in (*sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()),) if _choices(name, config_dir)]
 
 
+def presets_by_group(config_dir: str | None = None) -> dict[str, list[str]]:
+    """The groups, and the presets that each can be."""
+    return {group: _choices(group, config_dir) for group in _groups(config_dir)}
+
+
 def parse(text: str) -> Override:
     """One override as Hydra reads it; raises ConfigError if it cannot."""
     try:

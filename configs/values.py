@@ -38,16 +38,31 @@ def set_values(composed: DictConfig, overrides: Iterable[Override]) -> dict[str,
     before: dict[str, Any] = {}
     for override in overrides:
         key = KEYS[override.key_or_group]
-        written = (override.input_line or "").partition("=")[2]
-        value = override.value()
-        if str in key.kinds and isinstance(value, (bool, int, float)):
-            value = written  # name=1e3 is that text, not 1000.0
+        written, value = _written(override), override.value()
+        if _is_text(override):
+            value = written
         usual = before.setdefault(key.name, _standing(composed, key))
         try:
             OmegaConf.update(composed, key.name, converted(key, value), merge=False)
         except (ValueError, OmegaConfBaseException) as error:
             raise ConfigError(wrong_value(key, written, "", value, usual)) from error
     return before
+
+
+def _written(override: Override) -> str:
+    return (override.input_line or "").partition("=")[2]
+
+
+def _is_text(override: Override) -> bool:
+    """Whether Hydra reads a number or a truth value where the key takes a text: name=1e3 is that text, not 1000.0."""
+    key = KEYS.get(override.key_or_group)
+    return key is not None and str in key.kinds and isinstance(override.value(), (bool, int, float))
+
+
+def for_hydra(override: Override) -> str:
+    """The override as Hydra's own composing reads it to the same value."""
+    is_text = not override.is_sweep_override() and _is_text(override)
+    return f"{override.key_or_group}={_quoted(_written(override))}" if is_text else override.input_line or ""
 
 
 def to_config(composed: DictConfig, before: dict[str, Any] | None = None) -> Config:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
+import shlex
 import subprocess
 import sys
+import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from configs.compose import compose, load, run, to_yaml
-from configs.schema import Config, ConfigError
+from configs.compose import CONFIG_DIR, compose, load, run, to_yaml
+from configs.schema import KEYS, Config, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,7 +163,9 @@ def script(tmp_path: Path) -> Path:
         (["--cfg", "job"], "name: quickstart", "run_dir: runs/${name}"),
         (["--cfg", "job", "--resolve", "name=mine"], "name: mine", "run_dir: runs/mine"),
         (["--cfg", "job", "--package", "optimizer"], "# @package optimizer", "schedule: linear"),
+        (["--cfg", "job", "name=1e3"], "name: '1e3'", ""),
         (["--help"], "Pretrain GPT or BERT", "experiment: bert_base,"),
+        (["--version"], "mixtrain ", "megatron-core 0.16.1"),
         (["model=bert_tiny"], "ran bert_tiny", ""),
         (["-m", "model=bert_tiny,gpt_tiny"], "ran bert_tiny", "ran gpt_tiny"),
     ],
@@ -169,3 +176,60 @@ def test_what_a_command_prints(script: Path, argv: list[str], first: str, says: 
     assert done.stdout.startswith(first)
     assert says in done.stdout
     assert {path.name for path in script.parent.iterdir()} == {"train.py"}, "a command leaves nothing behind"
+
+
+def test_help_names_every_key_and_preset_within_100_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(monkeypatch, "--help", "model=gpt_tiny", "training.steps=77") == (0, [])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    words = " ".join(out.split())
+    for name, key in KEYS.items():
+        assert f"{name}=" in out and f"{key.meaning} [{key.rule()}]" in words, name
+    for preset in CONFIG_DIR.glob("*/*.yaml"):
+        assert re.search(rf"\b{preset.stem}\b", out), preset
+    assert "  training.steps=77\n" in out and "  model.hidden_size=64\n" in out
+    assert _run(monkeypatch, "--help", "training.steps=many") == (2, [])
+
+
+def test_version_is_this_projects(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(monkeypatch, "--version") == (0, [])
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"mixtrain {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}"
+    assert f"torch {importlib.metadata.version('torch')}" in rest
+
+
+def test_train_py_runs_from_any_folder_with_paths_relative_to_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("some text")
+    seen = []
+    for corpus in ("mine.txt", "other.txt"):
+        command = [sys.executable, str(ROOT / "train.py"), f"data.corpus={corpus}", "data.tokenizer=no.model", "run_dir=r"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        seen.append(done.stderr)
+    assert "no.model" in seen[0] and "other.txt" not in seen[0]
+    assert "other.txt" in seen[1]
+
+
+def _guide_example(title: str) -> list[str]:
+    """The indented blocks of a section of the guide."""
+    text = (ROOT / "docs" / "guide" / "configuration.md").read_text(encoding="utf-8")
+    section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", section, re.MULTILINE)
+    return [textwrap.dedent(block) for block in blocks]
+
+
+def test_the_guides_preset_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, experiment, command, typo, line = _guide_example("Presets of your own")
+    for content in (model, experiment):
+        path = Path(content.splitlines()[0].removeprefix("# "))
+        path.parent.mkdir(parents=True)
+        path.write_text(content.partition("\n")[2], encoding="utf-8")
+    status, seen = _run(monkeypatch, *shlex.split(command.replace("python train.py", "")))
+    assert status == 0, capsys.readouterr().err
+    config = seen[0]
+    assert (config.name, config.model.hidden_size, config.training.global_batch_size, config.training.steps) == ("wide", 96, 16, 500)
+    assert config.optimizer.warmup_steps == 25 and config.run_dir == "runs/wide"
+    (path.parent / "wide_typo.yaml").write_text(path.read_text().replace("steps: 1000", "stesp: 1000"), encoding="utf-8")
+    assert _run(monkeypatch, *shlex.split(typo.replace("python train.py", ""))) == (2, [])
+    assert capsys.readouterr().err == line

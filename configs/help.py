@@ -1,0 +1,64 @@
+"""What `train.py --help` and `--version` print: groups with their presets, every key with its value, rule and meaning."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import textwrap
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from configs.keys import Key
+from configs.schema import KEYS, Config
+from configs.validate import get
+from configs.values import as_typed
+
+WIDTH = 100  # columns
+USAGE = """\
+Pretrain GPT or BERT, dense or mixture-of-experts.
+
+  python train.py                                       the quickstart experiment on one process
+  python train.py experiment=gpt2_124m                  another preset
+  python train.py model=gpt_tiny training.steps=50      the quickstart's training with another model
+  bash launch/torchrun.sh --ranks-per-node 2 parallel.expert=2
+  python train.py plan=true                             what the run would need, do not run
+  python train.py --cfg job --resolve                   print the composed config, do not run
+  python train.py -m model=gpt_tiny,bert_tiny           one run after the other
+  python train.py --config-dir FOLDER experiment=mine   with presets of your own
+  python train.py --version                             versions of this and of what it runs on
+  python train.py --help model=gpt_tiny                 the keys below, as that command sets them
+
+docs/guide/configuration.md says more.
+"""
+
+
+def describe(config: Config, groups: Mapping[str, list[str]]) -> str:
+    """The whole help text, with the values of a composed configuration."""
+    lines = [USAGE, "Groups of presets: group=choice", ""]
+    for group, choices in groups.items():
+        lines += textwrap.wrap(f"{group}: {', '.join(choices)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    lines += ["", "Keys: key=value. Each with its value here, what it means, and [what it takes]"]
+    section = None
+    for name, key in KEYS.items():
+        if name.rpartition(".")[0] != section:
+            section = name.rpartition(".")[0]
+            lines.append("")
+        lines += textwrap.wrap(as_typed(name, get(config, name)), WIDTH, initial_indent="  ", subsequent_indent="      ")
+        lines += textwrap.wrap(_meaning(key), WIDTH, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+def _meaning(key: Key) -> str:
+    return f"{key.meaning} [{key.rule()}]"
+
+
+def version() -> str:
+    """Our version and those of the libraries that a run's numbers depend on, without importing them."""
+    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = [f"{project['name']} {project['version']}"]
+    for library in ("torch", "megatron-core", "hydra-core"):
+        try:
+            found.append(f"{library} {importlib.metadata.version(library)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{library} is not installed")
+    return "\n".join(found)
