@@ -11,6 +11,7 @@ from pathlib import Path
 from configs import last_words
 from configs.exit_status import STOPPED_EARLY
 
+TRAIN = Path(__file__).parent.parent / "train.py"
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # signals that the agent gives to its ranks
 
 
@@ -27,7 +28,7 @@ def main(mark: str, log_dir: str) -> None:
         for stream, suffix in ((1, "out"), (2, "err")):
             _link(Path(log_dir) / f"rank_{int(os.environ['RANK']):05}.{suffix}", os.readlink(f"/proc/self/fd/{stream}"))
     try:
-        runpy.run_path("train.py", run_name="__main__")
+        runpy.run_path(str(TRAIN), run_name="__main__")
     except SystemExit as end:
         if end.code != STOPPED_EARLY:
             raise

@@ -8,7 +8,8 @@ usage() {
 Usage: bash launch/torchrun.sh [OPTION]... [--] [KEY=VALUE]...
 
 Starts train.py with torchrun on this node; the same command on every node, with its own --node-rank, starts the job.
-Arguments after the options are config overrides. Needs launch/setup.sh to have run.
+Arguments after the options are config overrides, whose relative paths are those of the current folder. Needs launch/setup.sh to
+have run.
 
   --ranks-per-node N   ranks on each node (default: its GPUs, or 1 without one)
   --num-nodes N        nodes in the job (default: 1); with MIN:MAX it starts with what comes within half a minute of the MINth
@@ -97,11 +98,13 @@ max_nodes=${num_nodes#*:}
 ((max_nodes == 1)) || [[ -n $master_addr ]] || die "--num-nodes=$num_nodes needs --master-addr, the host name of node 0"
 ((max_nodes == 1)) || [[ -z $min_ranks ]] || die "--min-ranks=$min_ranks goes with one node only; leave it out"
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[[ -x .venv/bin/python ]] || die "there is no .venv in $PWD; run bash launch/setup.sh there first"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+[[ -x $root/.venv/bin/python ]] || die "there is no .venv in $root; run bash launch/setup.sh there first"
+# Relative paths are the caller's; modules are found here, whatever the folders of the caller are called.
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 
 if [[ -z $ranks_per_node ]]; then
-    gpus=$(bash launch/count_gpus.sh)
+    gpus=$(bash "$root/launch/count_gpus.sh")
     ranks_per_node=$((gpus > 0 ? gpus : 1))
 fi
 ((ranks_per_node > 0)) || die "--ranks-per-node=$ranks_per_node must be at least 1"
@@ -127,4 +130,4 @@ fi
 cores=$(env -u OMP_NUM_THREADS nproc)
 threads=$((cores / ranks_per_node))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-exec .venv/bin/python -m launch.agent "${arguments[@]}" -- "$@"
+exec "$root/.venv/bin/python" -m launch.agent "${arguments[@]}" -- "$@"

@@ -37,7 +37,8 @@ case "$*" in
         while [[ -e "$SANDBOX/pip-waits" ]]; do sleep 0.05; done
         [[ ! -e "$SANDBOX/pip-fails" ]] || { echo "ERROR: no such package" >&2; exit 1; } ;;
     "train.py --cfg job --package moe"*) cat "$SANDBOX/moe.yaml" ;;
-    "-m launch.agent "*) printf '%s\\n' "OMP_NUM_THREADS=$OMP_NUM_THREADS" "${@:3}" >>"$SANDBOX/agent"
+    "-m launch.agent "*) echo "$PWD $PYTHONPATH $PYTHONSAFEPATH" >"$SANDBOX/where"
+        printf '%s\\n' "OMP_NUM_THREADS=$OMP_NUM_THREADS" "${@:3}" >>"$SANDBOX/agent"
         exit "$(cat "$SANDBOX/agent-status")" ;;
     "-m launch.job "*) echo "${*:3}" >>"$SANDBOX/job"; cat "$SANDBOX/described" ;;
     *) echo "stand-in python: what is $*?" >&2; exit 99 ;;
@@ -365,6 +366,11 @@ def test_torchrun_on_one_node(installed: Sandbox) -> None:
     assert threads == "OMP_NUM_THREADS=1"
     assert options["standalone"] and options["nproc_per_node"] == "4" and options["max_restarts"] == 2
     assert overrides == ["model=gpt_tiny", "parallel.tensor=2"]
+
+
+def test_torchrun_stays_in_the_callers_folder(installed: Sandbox) -> None:
+    assert installed.run("torchrun.sh", "--ranks-per-node", "2", "data.corpus=mine.txt", PYTHONPATH="/theirs").returncode == 0
+    assert (installed.root / "where").read_text() == f"{installed.root} {installed.repo}:/theirs 1\n"
 
 
 @pytest.mark.parametrize(("visible", "ranks"), [(None, "8"), ("0,3,5", "3"), ("", "1")])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -105,6 +107,16 @@ def test_answers_come_from_any_folder_without_torch(elsewhere: Path) -> None:
         named = [word for argument in line for word in (argument, argument.partition("=")[2], argument.partition("=")[0]) if word in last]
         assert named and "error: " in last, case
     assert sorted(path.name for path in elsewhere.iterdir()) == ["a_file", "configs", "data", "models", "moe", "training"]
+
+
+def test_an_editable_installation_is_a_path(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    code = "from setuptools import build_meta; print(build_meta.build_editable('.'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        (name,) = [name for name in wheel.namelist() if "/" not in name]
+        assert name.endswith(".pth") and wheel.read(name).decode().split() == [str(tmp_path.resolve())]
 
 
 def write_checkpoint(folder: Path) -> None:
