@@ -1,22 +1,29 @@
 """Train a model: `python train.py [key=value ...]`, or the same under torchrun on many ranks.
 
-The config is composed and checked before anything heavy is imported; training/job.py and `Trainer.fit` do the rest.
+The config is composed and checked before anything heavy is imported; training/job.py and `Trainer.fit` do the rest. Signals are
+answered from the first line on.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from configs import last_words
-from configs.compose import run
-from configs.ranks import world_size
-from configs.schema import Config
-from configs.validate import planned_world_size
+from training import launcher, signals
+
+if TYPE_CHECKING:
+    from configs.schema import Config
 
 
 def main(config: Config) -> int:
     """Build the run of a checked config and train it, or print its plan; the exit status."""
+    from configs.ranks import world_size
+    from configs.validate import planned_world_size
+
     if config.plan:
         from training import plan_text  # imports torch, seconds that a wrong config need not wait for
 
+        signals.of_this_process.restore(ignore=False)
         return plan_text.show(config, planned_world_size(config, world_size()))
     from training import job, preflight  # a wrong config and --help need not wait for these either
 
@@ -26,4 +33,8 @@ def main(config: Config) -> int:
 
 if __name__ == "__main__":
     last_words.of_exceptions()
+    signals.of_this_process.end_at_once()
+    launcher.of_this_process.watch()
+    from configs.compose import run  # behind what must be there from the first line on
+
     run(main)

@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 _said = False
@@ -31,6 +33,13 @@ def say(words: str, status: int) -> None:
 def said() -> bool:
     """Whether this process has said why it ends."""
     return _said
+
+
+def within(seconds: float, function: Callable[[], object]) -> None:
+    """Call a function in a thread and wait for it, but no longer: a full pipe or a lost disk must not keep a process from ending."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def of_exceptions() -> None:

@@ -7,6 +7,8 @@ importing the caller's main module, and it imports no torch, so that it starts i
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -73,11 +75,21 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
     return {"tokens": len(tokens)}
 
 
+def _end_with_caller() -> None:
+    """Be killed when the caller's main thread ends, however it ends: Linux's PR_SET_PDEATHSIG. Elsewhere the input's end does it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+
+
 def main() -> None:
+    _end_with_caller()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too, and ends this process by closing its input
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not mix with the replies
-    settings = json.loads(sys.stdin.readline())
+    first = sys.stdin.readline()
+    if not first:  # the caller has gone already
+        return
+    settings = json.loads(first)
     tokenizer = load_tokenizer(settings["tokenizer"]) if settings["tokenizer"] else None
     for line in sys.stdin:
         job = json.loads(line)
@@ -93,8 +105,11 @@ def main() -> None:
             reply = {"error": str(error), "config": True}
         except OSError as error:  # disk full, no permission: no traceback needed
             reply = {"error": f"{type(error).__name__}: {error}"}
-        replies.write(json.dumps({"job": job["job"], **reply}) + "\n")
-        replies.flush()
+        try:
+            replies.write(json.dumps({"job": job["job"], **reply}) + "\n")
+            replies.flush()
+        except BrokenPipeError:  # the caller has gone, and nobody wants to read of it
+            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -213,15 +213,20 @@ def _signals_to_take() -> list[signal.Signals]:
 def _hand_on_signals(taken: list[signal.Signals]) -> None:
     """Take each signal that arrives and give it to the ranks, from now to the end of this process."""
     received: list[signal.Signals] = []
+    started = False
     told: set[tuple[signal.Signals, psutil.Process]] = set()
     while True:
         information = signal.sigtimedwait(taken, POLL)
         ranks = psutil.Process().children()
+        started = started or bool(ranks)
         if information is not None:
             signum = signal.Signals(information.si_signo)
             if signum == signal.SIGHUP:  # the terminal is gone; ranks know no such signal
                 signum = signal.SIGTERM
             asks_to_end = signum in (signal.SIGTERM, signal.SIGINT)
+            if asks_to_end and not started:
+                _say(f"stopped by {signum.name} before the ranks were started. Start it again to go on")
+                os._exit(STOPPED_EARLY)
             if asks_to_end and (not ranks or (signum == signal.SIGINT and signum in received)):
                 _say(f"ended by {signum.name}{' for the second time' if ranks else ' while no rank was running'}")
                 for rank in ranks:

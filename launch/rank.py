@@ -19,11 +19,11 @@ def main(mark: str, log_dir: str) -> None:
     """Run train.py with the rest of the command line; on an early stop touch `mark` and end with 0."""
     last_words.of_exceptions()
     # Slurm signals every process of a job. A rank that cannot answer yet lets it pass: the agent tells it again when it can. So what
-    # is pending since the agent blocked it is forgotten here, and warnings stay ignored until training handles them.
-    defaults = {signum: signal.signal(signum, signal.SIG_IGN) for signum in HANDED_ON}
+    # is pending since the agent blocked it is forgotten here, and the others stay ignored until train.py takes them.
+    for signum in HANDED_ON:
+        signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, defaults[signum])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torch asks with it
     if log_dir:
         for stream, suffix in ((1, "out"), (2, "err")):
             _link(Path(log_dir) / f"rank_{int(os.environ['RANK']):05}.{suffix}", os.readlink(f"/proc/self/fd/{stream}"))

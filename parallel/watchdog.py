@@ -50,6 +50,7 @@ class Verdict:
     reason: str  # reads on from "rank 3 on node-a "
     collective: str  # the last one that it started
     witness: int  # the rank that says so
+    stop: bool = False  # a signal asked the rank to end, before it had anything to save
 
     def __str__(self) -> str:
         after = f"after step {self.step}" if self.step else "before the first step"
@@ -128,9 +129,9 @@ class Watchdog:
         self._log.note_step(step)
         self._calls_per_step, self._calls_before = self._log.count - self._calls_before, self._log.count
 
-    def accuse_myself(self, reason: str) -> Verdict:
+    def accuse_myself(self, reason: str, stop: bool = False) -> Verdict:
         """End the job because of this rank. The verdict that counts, which another rank may have written before."""
-        mine = self._about_myself(reason)
+        mine = replace(self._about_myself(reason), stop=stop)
         try:
             return self._decide(mine)
         except Exception:  # the store is gone, and with it the job
@@ -292,7 +293,8 @@ class Watchdog:
                 return
             self._verdict = verdict
         place = self._places[verdict.rank]
-        if verdict.rank in self._local and _state(place) is not None and "raised" not in verdict.reason:
+        ends_by_itself = verdict.stop or "raised" in verdict.reason
+        if verdict.rank in self._local and _state(place) is not None and not ends_by_itself:
             # A stopped process answers no other signal, and torchrun would wait half a minute for its answer.
             os.kill(place.pid, signal.SIGKILL)
         self._on_verdict(verdict, written)  # before the main thread hears of it and may end the process

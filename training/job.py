@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -12,7 +13,7 @@ from configs.files import WriteError
 from configs.ranks import world_size
 from configs.schema import Config, ConfigError
 from configs.validate import usable_world_size
-from training import events, status
+from training import attempts, events, launcher, signals
 
 
 def run(config: Config) -> int:
@@ -21,7 +22,9 @@ def run(config: Config) -> int:
     A failure ends the process from here, with status 1 and the culprit's name in the last line. Raises ConfigError.
     """
     run_dir = Path(config.run_dir)
-    if status.of_this_launch(run_dir).get("state") == "stopped_early":
+    stop = signals.of_this_process
+    stop.end_at_once()  # again, where an earlier run of this process has ended
+    if attempts.stopped():
         return STOPPED_EARLY  # torchrun takes that for a failure, and has started the ranks again
     from training import standby  # imports torch, as the rest does: seconds that a wrong config need not wait for
 
@@ -29,6 +32,8 @@ def run(config: Config) -> int:
     used = usable_world_size(config, started)
     if used < started:
         if rank >= used:
+            stop.restore(ignore=True)  # the others answer
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             return standby.wait_for_end(config)
         text = f"training.elastic: {started} ranks were started, and {used} of them fit the layout and the batch; the others stand by"
         if rank == 0:
@@ -40,12 +45,12 @@ def run(config: Config) -> int:
     from training.callbacks.guard import Guard
     from training.health import UnhealthyRun
     from training.saver import SaveError
-    from training.signals import StopSignals
     from training.trainer import Trainer
 
     guard = Guard(config)
+    stop.on_early, launcher.of_this_process.on_gone = guard.asked_to_end, guard.launcher_is_gone
     try:
-        finished = Trainer(config, guard=guard, signals=StopSignals()).fit()
+        finished = Trainer(config, guard=guard, signals=stop).fit()
     except ConfigError:
         raise  # a line and a status of its own
     except BaseException as error:

@@ -85,6 +85,9 @@ class Callback:
     def on_join(self, topology: Topology) -> None:
         """Called once when the ranks of the job have met, before there is a model."""
 
+    def on_claim(self, step: int) -> None:
+        """Called once when it is sure that this job goes on with the run in the folder, after so many steps, or begins one there."""
+
     def on_start(self, run: Run) -> None:
         """Called once, before the first step of this process, after a resume."""
 

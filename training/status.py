@@ -39,14 +39,6 @@ def read(run_dir: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def of_this_launch(run_dir: Path) -> dict[str, Any]:
-    """What an earlier attempt of this launch said, where torchrun has started the ranks again; nothing in the first attempt."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
-        return {}
-    content = read(run_dir)
-    return content if content.get("launch") == os.environ.get("TORCHELASTIC_RUN_ID", "") else {}
-
-
 def now(run_dir: Path) -> dict[str, Any]:
     """What `read` gives, but `died` for a run that says running and whose process is gone. Raises ConfigError for a broken run.json."""
     content, held = read(run_dir), record.read(run_dir)

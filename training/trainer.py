@@ -203,6 +203,8 @@ class Trainer:
         self._claim = resume.claim(Path(config.run_dir))
         beginning = resume.find(config, vocab_size, prepared.identity)
         folder = beginning.start.checkpoint
+        for callback in self.callbacks:
+            callback.on_claim(0 if folder is None else int(folder.name[5:]))
         if (self._plan.vocab_size, self._plan.device) != (vocab_size, topology.device.type):
             self._plan = plan.make_plan(config, topology.world_size, vocab_size, topology.device.type)
         plan.refuse_what_cannot_fit(self._plan, topology.device)

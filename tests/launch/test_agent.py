@@ -29,6 +29,12 @@ print(f"rank {rank} of {world}, attempt {attempt}", flush=True)
 Path(f"started_{rank}").touch()
 asked = []
 end = time.monotonic() + 30
+if behaviour in ("early", "lone"):
+    from training import launcher, signals
+    signals.of_this_process.end_at_once()
+    launcher.of_this_process.watch()
+    Path(f"listens_{rank}").touch()
+    time.sleep(30)
 if behaviour == "slow_to_hear":
     while not Path("sent").exists() and time.monotonic() < end:
         time.sleep(0.05)
@@ -65,7 +71,7 @@ class Launch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("launch", "configs"):
+        for name in ("launch", "configs", "training"):
             (folder / name).symlink_to(ROOT / name)
         (folder / ".venv").symlink_to(sys.prefix)
         (folder / "train.py").write_text(TRAIN)
@@ -78,9 +84,9 @@ class Launch:
             command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
 
-    def wait_for_ranks(self, count: int) -> None:
+    def wait_for_ranks(self, count: int, sign: str = "started") -> None:
         end = time.monotonic() + 60
-        while len(list(self.folder.glob("started_*"))) < count:
+        while len(list(self.folder.glob(f"{sign}_*"))) < count:
             assert time.monotonic() < end, "the ranks did not start"
             time.sleep(0.05)
 
@@ -194,6 +200,26 @@ def test_words_of_another_program_are_taken_too(tmp_path: Path) -> None:
     (tmp_path / "text").write_text(json.dumps({"message": "in C++", "timestamp": "5"}))
     for name, line in (("dict", "E: x"), ("text", "in C++")):
         assert agent._cause({0: ProcessFailure(0, 1, 3, str(tmp_path / name))}) == agent.Cause(line, 3)
+
+
+def test_signal_before_the_first_step_ends_all_ranks_with_the_status_of_a_stop(launch: Launch) -> None:
+    process = launch.start("--ranks-per-node", "2", "--max-restarts", "3", "--", "name=early")
+    launch.wait_for_ranks(2, "listens")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    assert err.splitlines()[-1].endswith("] stopped by SIGTERM before the first step, with nothing to save. Start it again to go on")
+    assert "attempt 1" not in out
+
+
+def test_rank_whose_launcher_was_killed_ends(launch: Launch) -> None:
+    process = launch.start("--ranks-per-node", "1", "--", "name=lone")
+    launch.wait_for_ranks(1, "listens")
+    ranks = psutil.Process(process.pid).children()
+    process.kill()
+    assert len(ranks) == 1 and psutil.wait_procs(ranks, timeout=20)[1] == []
+    _, err = process.communicate(timeout=20)
+    assert err.splitlines()[-1].startswith(f"the launcher (process {process.pid}) is gone, so this rank ends too."), err
 
 
 def test_second_interrupt_ends_ranks_that_do_not_stop(launch: Launch) -> None:

@@ -1,7 +1,7 @@
 """train.py with a fault at one step on one rank: `python -m tests.training.faulty FAULT:RANK:STEP key=value ...`.
 
 FAULT: raise | hang | kill | stop (SIGSTOP), or a signal's name, as from outside. It happens in the first attempt only, inside the
-training step, when all ranks are under way.
+training step, when all ranks are under way; at step 0, when the model is being built.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import runpy
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
@@ -20,7 +23,13 @@ def main() -> None:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and int(os.environ["RANK"]) == int(rank):
         from training.step import Model
 
-        train_step = Model.train_step
+        train_step, init = Model.train_step, Model.__init__
+
+        def faulty_init(self: Model, *arguments: Any) -> None:
+            if step == "0":
+                _do(kind)
+                time.sleep(30)  # a signal's thread acts meanwhile
+            init(self, *arguments)
 
         def faulty(self: Model, batches: Any, number: int, *arguments: Any) -> Any:
             if number == int(step):
@@ -28,7 +37,8 @@ def main() -> None:
             return train_step(self, batches, number, *arguments)
 
         Model.train_step = faulty  # type: ignore[method-assign, assignment]
-    runpy.run_path("train.py", run_name="__main__")
+        Model.__init__ = faulty_init  # type: ignore[method-assign, assignment]
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
 def _do(kind: str) -> None:

@@ -152,6 +152,16 @@ def test_signal_on_one_rank_stops_all(data: list[str], tmp_path: Path, undisturb
     assert [line["loss"] for line in read_metrics(tmp_path)] == [line["loss"] for line in undisturbed[:3]]
 
 
+def test_signal_on_one_rank_before_the_first_step(data: list[str], tmp_path: Path) -> None:
+    """All ranks end, and torchrun's new ones end at once."""
+    ended = run([*data, *NO_CHECKPOINT], tmp_path, 2, "SIGUSR1:1:0", restarts=1)
+    said = status.read(tmp_path)
+    assert (said["state"], said["step"]) == ("stopped_early", 0), ended.output
+    assert "rank 1 on" in said["text"] and "was stopped by SIGUSR1, before the first step" in said["text"]
+    assert "exitcode  : 75" in ended.output and f"[rank 1] {said['text']}" in ended.output, ended.output
+    assert not (tmp_path / "metrics.jsonl").exists() and event(tmp_path, "stopped_early")
+
+
 def start_alone(overrides: list[str], run_dir: Path) -> subprocess.Popen[str]:
     """One process without torchrun, once it has taken steps."""
     process = subprocess.Popen(

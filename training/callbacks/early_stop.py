@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from training import events, record, status
+from training import attempts, events, record, status
 from training.run import Callback, Metrics, Run
 from training.signals import ASKING, StopSignals
 
@@ -27,7 +27,7 @@ class EarlyStop(Callback):
     def on_start(self, run: Run) -> None:
         limit, now = run.config.training.time_limit_minutes, time.time()
         # The limit is the launch's: ranks that torchrun started again have no more time than the first ones.
-        begin = float(status.of_this_launch(run.run_dir).get("started", now))
+        begin = attempts.begun(now)
         self._end = None if limit is None else time.monotonic() + 60.0 * limit - (now - begin)
         run.model.along["early_stop"] = lambda: torch.tensor(self._votes(), dtype=torch.float64, device=run.topology.device)
         if run.is_main:
@@ -57,6 +57,7 @@ class EarlyStop(Callback):
                 f"stopped early after step {step} of {run.config.training.steps}: {run.stop_reason}. NOTHING WAS SAVED: "
                 "checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
             )
+        attempts.note_stop()
         if run.is_main:
             events.record(run.run_dir, "stopped_early", text, step=step, saved=may_save)
             status.write(run.run_dir, "stopped_early", step, text, steps=run.config.training.steps, saved=may_save)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 import time
 from pathlib import Path
 
 from configs import last_words
+from configs.exit_status import STOPPED_EARLY, WRONG_CONFIG
 from configs.files import WriteError
 from configs.schema import Config, ConfigError
 from parallel import collective_log
@@ -19,11 +21,13 @@ from training import events, status
 from training.health import UnhealthyRun
 from training.run import Callback, Metrics, Run
 from training.saver import SaveError
+from training.signals import stopped_by
 
 FAILED = 1  # exit status
 GRACE = 5.0  # seconds that a rank has to close its files once the job is lost
 REFUSED = f"raised {ConfigError.__name__}:"  # how a reason begins that is the user's to mend
 LOOK_AROUND = 4.0  # seconds beyond the watchdog's silence in which a verdict on another rank comes, if there is one
+LAUNCHER_ASKS = 3.0  # seconds in which a verdict comes on the rank for whose loss the launcher ends the others
 
 
 class Guard(Callback):
@@ -37,11 +41,17 @@ class Guard(Callback):
         self._watchdog: Watchdog | None = None
         self.last_words: str | None = None
         self._failed = self._started = False
+        self._claimed = False  # whether run_dir is this job's to write
+        self._status = FAILED
 
     def on_join(self, topology: Topology) -> None:
         self._rank = topology.rank
         if topology.world_size > 1:
             self._watchdog = Watchdog(self._timeout, topology.device, self._end)
+
+    def on_claim(self, step: int) -> None:
+        self._claimed = True
+        self._note(step)
 
     def on_start(self, run: Run) -> None:
         self._started = True
@@ -69,6 +79,8 @@ class Guard(Callback):
             if self._watchdog is not None:
                 self._watchdog.close()
             return
+        if isinstance(error, ConfigError):  # it has a line and a status of its own
+            self._status = WRONG_CONFIG
         kind = "stopped" if isinstance(error, WriteError) else f"raised {type(error).__name__}"
         reason = f"{kind}: {' '.join(str(error).split())[:600]}"
         verdict = None
@@ -78,7 +90,26 @@ class Guard(Callback):
             if verdict is None:
                 self._watchdog.accuse_myself(reason)  # calls _end
         else:
-            self._end(Verdict(self._rank, socket.gethostname(), self._step, reason, "none", self._rank), written=True)
+            self._end(self._about_myself(reason), written=True)
+
+    def asked_to_end(self, signum: signal.Signals) -> bool:
+        """A signal came before the first step: all ranks end. Whether this one is to end of it. In a thread of its own."""
+        reason = f"was stopped by {signum.name}"
+        if self._watchdog is None:
+            if self._claimed:
+                self._record(self._about_myself(reason, stop=True), stopped_by(signum))
+            return True
+        if signum == signal.SIGTERM and self._watchdog.verdict_within(LAUNCHER_ASKS) is not None:
+            return False  # the launcher ends those that a lost rank leaves
+        return self._watchdog.accuse_myself(reason, stop=True).stop
+
+    def launcher_is_gone(self, words: str) -> None:
+        """Say of the run that it ends for this. In a thread of its own."""
+        if self._claimed and self._rank == 0:
+            self._record(self._about_myself(words), words)
+
+    def _about_myself(self, reason: str, stop: bool = False) -> Verdict:
+        return Verdict(self._rank, socket.gethostname(), self._step, reason, "none", self._rank, stop)
 
     def is_victim(self) -> bool:
         """Whether this rank raised only because another one was lost: its own traceback leads nowhere."""
@@ -86,28 +117,43 @@ class Guard(Callback):
         return verdict is not None and verdict.rank != self._rank
 
     def close(self) -> None:
+        self._claimed = False
         if self._watchdog is not None and not self._failed:
             self._watchdog.close()
 
     def _end(self, verdict: Verdict, written: bool) -> None:
         """Say who it was, and see to it that this process ends. In the watchdog's thread, or in the main one."""
-        self.last_words = f"the job ends: {verdict}" if self._watchdog is not None else str(verdict)
-        threading.Thread(target=self._end_hard, daemon=True, name="end").start()
+        words = f"the job ends: {verdict}" if self._watchdog is not None else str(verdict)
+        if verdict.stop:
+            words += ". There was nothing to save: start it again to go on"
+            self._status = STOPPED_EARLY
+        self.last_words = words
+        if not verdict.stop:
+            threading.Thread(target=self._end_hard, daemon=True, name="end").start()
         refused = not self._started and verdict.reason.startswith(REFUSED)
-        if written and not refused and self._run_dir.is_dir():
-            fields = {"step": verdict.step, "lost_rank": verdict.rank, "host": verdict.host, "collective": verdict.collective}
-            with contextlib.suppress(OSError):  # a full disk may be why; the words are said all the same
-                events.record(self._run_dir, "rank_lost", self.last_words, **fields)
-                status.write(self._run_dir, "failed", verdict.step, self.last_words, exit_status=FAILED)
+        if written and self._claimed and not refused:
+            self._record(verdict, words)
+        if verdict.stop:
+            self._end_now()
+
+    def _record(self, verdict: Verdict, words: str) -> None:
+        fields = {"step": verdict.step, "lost_rank": verdict.rank, "host": verdict.host, "collective": verdict.collective}
+        kind, state = ("stopped_early", "stopped_early") if verdict.stop else ("rank_lost", "failed")
+        with contextlib.suppress(OSError):  # a full disk may be why; the words are said all the same
+            events.record(self._run_dir, kind, words, **fields)
+            status.write(self._run_dir, state, verdict.step, words, exit_status=self._status)
 
     def _end_hard(self) -> None:
         time.sleep(GRACE)
+        self._end_now()  # the main thread may be inside a collective for good
+
+    def _end_now(self) -> None:
         self.say_last_words()
-        os._exit(FAILED)  # the main thread may be inside a collective for good
+        os._exit(self._status)
 
     def say_last_words(self) -> None:
         """The last line of this rank, which its launcher repeats."""
         words, self.last_words = self.last_words, None
         if words is None:
             return
-        last_words.say(words, FAILED)
+        last_words.say(words, self._status)
