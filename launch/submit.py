@@ -6,8 +6,8 @@ The configuration is composed for nodes times ranks first, so that an impossible
 Then the sbatch line is printed, and run unless --dry-run is given. Options not listed here go to sbatch as they are; what is not
 given is as in launch/slurm.sbatch.
 
-    python -m launch.submit --nodes 4 --time 12:00:00 -- experiment=gpt_moe_small parallel.expert=8
-    python -m launch.submit --array 0-3 -- 'training.seed=${oc.env:SLURM_ARRAY_TASK_ID}'
+    python -m launch.submit --nodes 4 --time 12:00:00 -- experiment=gpt_moe_small parallel.expert=8 training.micro_batch_size=2
+    python -m launch.submit --array 0-3 --gpus-per-node 1 -- 'training.seed=${oc.env:SLURM_ARRAY_TASK_ID}'
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"config error: {error}", file=sys.stderr)
         return WRONG_CONFIG
     ranks = " to ".join(map(str, sorted({request.world_sizes[0], request.world_sizes[-1]})))
-    print(f"submit: {ranks} ranks; run {' to '.join(request.run_dirs)}", flush=True)
+    runs = dict.fromkeys((request.run_dirs[0], request.run_dirs[-1]))
+    print(f"submit: {ranks} {'rank' if ranks == '1' else 'ranks'}; run {' to '.join(runs)}", flush=True)
     print(shlex.join(request.line), flush=True)
     if dry_run:
         return 0

@@ -30,8 +30,8 @@ finish their step, save and stop; a second Ctrl-C ends them at once.
 
 One node listens on the loopback alone. Several nodes ask nobody who he is: docs/guide/network.md says how to keep others away.
 
-Example, on the second of two nodes:
-  bash launch/torchrun.sh --num-nodes 2 --node-rank 1 --master-addr node-a experiment=gpt_moe_small parallel.expert=8
+Example, on the second of two nodes with 8 GPUs each:
+  bash launch/torchrun.sh --num-nodes 2 --node-rank 1 --master-addr node-a -- experiment=gpt_moe_small parallel.expert=8 training.micro_batch_size=4
 TEXT
 }
 

@@ -1,0 +1,231 @@
+"""Every command that README, the guide and the help texts show is right as typed: TABLE says which test runs it, or tries it dry here.
+
+The rows of TABLE are by program, so that another example of a known one is tried as it stands. A dry run goes as far as it can without
+files, ranks or a cluster: the tool's own command line is parsed, a configuration is composed and checked for the ranks that it would
+have, a launch script runs with stand-ins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from configs import compose
+from configs.schema import Config
+from launch import submit
+from launch.job import compose_for
+from tests.test_launch import ROOT, Sandbox, agent_arguments, installed, parsed, sandbox
+
+__all__ = ["installed", "sandbox"]  # fixtures
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+SCRIPTS = ["quickstart.sh", "setup.sh", "test.sh", "torchrun.sh"]
+COMMENTED = [ROOT / "launch" / "slurm.sbatch", ROOT / "launch" / "kubernetes.yaml"]  # their first lines say how to use them
+COMMAND = re.compile(r"(bash launch/|(\.venv/bin/)?python (train\.py|-m )|\.venv/bin/ruff |sbatch |scancel |torchrun |pip install )")
+GPUS = 8  # of a node, where an example does not say it
+
+SLURM = "tests/launch/test_slurm.py::test_training_on_two_nodes_is_preempted_resumes_loses_a_rank_and_finishes"
+# The first row that fits a command says how it is checked: the function dry_NAME below, or a test that is elsewhere.
+TABLE: list[tuple[str, str]] = [
+    (r".*python train\.py --help$", "tests/test_tools.py::test_answers_come_from_any_folder_without_torch"),
+    (r".*python train\.py", "train"),
+    (r"bash launch/torchrun\.sh", "torchrun_sh"),
+    (r"bash launch/quickstart\.sh", "quickstart"),
+    (r"bash launch/setup\.sh", "tests/test_launch.py::test_setup_installs_once_and_then_calls_nothing"),
+    (r"bash launch/test\.sh", "tests/test_launch.py::test_test_script_runs_everything_and_fails_if_anything_does"),
+    (r"\.venv/bin/ruff format$", "tests/test_launch.py::test_test_script_runs_everything_and_fails_if_anything_does"),
+    (r".*python -m launch\.submit", "submit"),
+    (r".*python -m launch\.job", "job"),
+    (r"sbatch .* launch/slurm\.sbatch --", "sbatch"),
+    (
+        r"scancel --batch --signal=USR1 JOB$",
+        "tests/launch/test_slurm.py::test_training_on_two_nodes_is_preempted_resumes_loses_a_rank_and_finishes",
+    ),
+    (r"torchrun ", "torchrun"),
+    (r".*python -m data\.prepare --help$", "tests/test_tools.py::test_answers_come_from_any_folder_without_torch"),
+    (r".*python -m data\.prepare", "prepare"),
+    (r".*python -m (models|training|benchmarks)\.", "tool"),
+    (r"pip install 'mixtrain\[\w+\]'$", "extra"),
+]
+
+
+def commands_of_page(text: str) -> set[str]:
+    """The commands in code blocks and code spans, without comments."""
+    found = set()
+    fenced = False
+    for line in text.splitlines():
+        fenced ^= line.startswith("```")
+        if fenced or line.startswith("    "):
+            found.add(line.strip().removeprefix("$ "))
+    found.update(" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text))
+    return {command for command in map(_clean, found) if command}
+
+
+def commands_of_help(text: str) -> set[str]:
+    """The commands in a help text: at a line's start, with a remark behind two spaces, or in code spans."""
+    text = text.replace("\n  ", "\n")
+    lines = [re.split(r"\s{2,}", line.strip())[0] for line in text.splitlines()]
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+    return {command for command in map(_clean, [*lines, *spans]) if command}
+
+
+def _clean(line: str) -> str | None:
+    if COMMAND.match(line) is None or re.search(r"\[(SBATCH|OPTION|KEY|PYTEST|--array-task)", line):  # a synopsis
+        return None
+    return re.sub(r"\s+#.*", "", line).strip()
+
+
+def all_commands() -> dict[str, str]:
+    """Each command, and where it stands."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        found |= dict.fromkeys(commands_of_page(page.read_text()), page.name)
+    for path in COMMENTED:
+        found |= dict.fromkeys(commands_of_help(re.sub(r"^#", "", path.read_text(), flags=re.M)), path.name)
+    for name in SCRIPTS:
+        done = subprocess.run(["bash", str(ROOT / "launch" / name), "--help"], capture_output=True, text=True, timeout=60)
+        found |= dict.fromkeys(commands_of_help(done.stdout), f"{name} --help")
+    return found
+
+
+def check_of(command: str) -> str | None:
+    """What TABLE says of a command."""
+    return next((check for pattern, check in TABLE if re.match(pattern, command)), None)
+
+
+COMMANDS = all_commands()
+
+
+def test_every_command_stands_in_the_table_with_a_test_that_exists() -> None:
+    assert len(COMMANDS) > 40
+    assert {command: place for command, place in COMMANDS.items() if check_of(command) is None} == {}
+    for pattern, check in TABLE:
+        path, _, name = check.partition("::")
+        if name:
+            assert f"\ndef {name}(" in (ROOT / path).read_text(), check
+        else:
+            assert f"dry_{check}" in globals(), check
+        assert any(re.match(pattern, command) for command in COMMANDS) or check == "prepare", f"no command is like {pattern}"
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "::" not in (check_of(command) or "::")])
+def test_command_as_it_is_typed(
+    command: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = re.sub(r"\s\.\.\.(?=\s|$)", "", command)
+    check: Callable[..., None] = globals()[f"dry_{check_of(command)}"]
+    check(shlex.split(text), request, monkeypatch)
+
+
+def dry_train(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composed and checked as train.py does, for one process."""
+    arguments = words[words.index("train.py") + 1 :]
+    folder = request.getfixturevalue("tmp_path")
+    monkeypatch.chdir(folder)
+    if "checkpoint.weights=imported" in arguments:
+        monkeypatch.setattr(compose, "compose", lambda *_: Config())  # a folder of `models.convert import` is another test's
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as end:
+        compose.run(lambda config: 0)
+    said = request.getfixturevalue("capsys").readouterr().err
+    promised = re.search(re.escape(shlex.join(words)) + r"\n    (config error: .*)", PAGES[0].read_text())
+    assert (end.value.code, said) == ((0, "") if promised is None else (2, f"{promised[1]}\n"))
+
+
+def ranks_of(options: dict[str, Any]) -> int:
+    return int(options["nproc_per_node"]) * int(options["nnodes"].split(":")[0])
+
+
+def dry_torchrun_sh(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real script, with stand-ins for Python and for a node's GPUs; then the configuration for all ranks."""
+    box: Sandbox = request.getfixturevalue("installed")
+    if len(words) > 2:
+        box.put("nvidia-smi", f"#!/usr/bin/env bash\nfor i in {{1..{GPUS}}}; do echo GPU $i: a; done\n")
+    result = box.run("torchrun.sh", *words[2:])
+    assert (result.returncode, result.stderr) == (0, "")
+    options, overrides = parsed(agent_arguments(box)[1:])
+    compose_for(overrides, ranks_of(options))
+
+
+def dry_quickstart(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    box: Sandbox = request.getfixturevalue("installed")
+    assert box.run("quickstart.sh", *words[2:]).returncode == 0
+    options, overrides = parsed(agent_arguments(box)[1:])
+    compose_for(overrides, ranks_of(options))
+
+
+def dry_submit(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = words[words.index("launch.submit") + 1 :]
+    assert submit.main(["--dry-run", *arguments]) == 0, request.getfixturevalue("capsys").readouterr().err
+
+
+def dry_job(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert importlib.import_module("launch.job").main(words[words.index("launch.job") + 1 :]) == 0
+
+
+def dry_sbatch(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the line that `launch.submit` makes of the same options."""
+    script, dashes = words.index("launch/slurm.sbatch"), words.index("--")
+    made = submit.prepare([*words[1:script], "--", *words[dashes + 1 :]])
+    assert sorted(made.line) == sorted(words)
+
+
+def dry_torchrun(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.run import parse_args
+
+    assert parse_args([word.replace("N", "2") if word == "N" else word for word in words[1:]]).training_script == "train.py"
+
+
+class Parsed(BaseException):
+    """The command line was understood."""
+
+
+def dry_tool(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool's own parser takes the line; nothing is done."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *arguments: Any, **options: Any) -> Any:
+        parse_args(self, *arguments, **options)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    name = words[words.index("-m") + 1]
+    path = ROOT.joinpath(*name.split("."))
+    module = importlib.import_module(f"{name}.__main__" if path.is_dir() else name)
+    monkeypatch.setattr(sys, "argv", [name, *words[words.index(name) + 1 :]])
+    with pytest.raises(Parsed):
+        module.main()
+
+
+def dry_prepare(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("data.prepare").parse_arguments(words[words.index("data.prepare") + 1 :])
+
+
+def dry_extra(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    (extra,) = re.findall(r"\[(\w+)\]", words[-1])
+    assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.M)
+
+
+def test_help_texts_of_the_tools_show_commands_that_they_take(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are written by hand; what argparse writes of the options follows from them."""
+    shown = {}
+    for name in ("launch.submit", "launch.job", "data.prepare", "models.convert", "training.generate", "training.evaluate"):
+        with contextlib.suppress(SystemExit):
+            importlib.import_module(name).main(["--help"])
+        shown[name] = commands_of_help(capsys.readouterr().out)
+    assert len(shown["launch.submit"]) == 2
+    for command in set().union(*shown.values()):
+        assert check_of(command) is not None, command
+    for command in shown["launch.submit"]:
+        assert command in {line.removeprefix(".venv/bin/") for line in COMMANDS}, f"{command} stands in the README too, where it is tried"
