@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -122,6 +123,10 @@ def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
         return Cause(str(words["line"]), status if status > 0 else 128 - status)
     who = f"launch: rank {rank} on {socket.gethostname()}"
     if status < 0:
+        # The ranks themselves kill one that hangs, and say so.
+        for witness in map(_words, failures.values()):
+            if re.search(rf"\brank {rank} on \S+ (?!is dead)", witness.get("line", "")):
+                return Cause(witness["line"], witness.get("status", 1))
         hint = " (from outside, or for want of memory)" if status == -signal.SIGKILL else ""
         return Cause(f"{who} was killed by {failure.signal_name() if _known(-status) else f'signal {-status}'}{hint}", 128 - status)
     return Cause(f"{who} failed first, with exit status {status}: see its output", status)

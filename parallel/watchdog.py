@@ -293,7 +293,7 @@ class Watchdog:
                 return
             self._verdict = verdict
         place = self._places[verdict.rank]
-        ends_by_itself = verdict.stop or "raised" in verdict.reason
+        ends_by_itself = verdict.stop or verdict.reason.startswith(("raised ", "stopped: "))
         if verdict.rank in self._local and _state(place) is not None and not ends_by_itself:
             # A stopped process answers no other signal, and torchrun would wait half a minute for its answer.
             os.kill(place.pid, signal.SIGKILL)

@@ -165,7 +165,8 @@ KILLED, SEGV, ASKED = -int(signal.SIGKILL), -int(signal.SIGSEGV), -int(signal.SI
         ([], {0: (ASKED, ("a", 2, 10.2)), 1: (ASKED, ("b", 2, 10.1))}, "b", 2),  # asked to end when they had spoken
         ([0], {0: (1, ("lost a rank", 1, 10.2)), 1: (2, ("wrong", 2, 12.1))}, "wrong", 2),
         ([1], {0: (1, ("rank 1 is dead", 1, 10.0)), 1: (KILLED, None)}, "launch: rank 1 on HOST was killed by SIGKILL", 137),
-        ([0, 1], {0: (1, ("rank 1 is dead", 1, 10.0)), 1: (KILLED, None)}, "launch: rank 1 on HOST was killed by SIGKILL", 137),
+        ([1], {0: (1, ("the job ends: rank 1 on h is stopped", 1, 13.0)), 1: (KILLED, None)}, "the job ends: rank 1 on h is stopped", 1),
+        ([0, 1], {0: (1, ("rank 1 on h is dead", 1, 10.0)), 1: (KILLED, None)}, "launch: rank 1 on HOST was killed by SIGKILL", 137),
         ([1], {0: (ASKED, None), 1: (SEGV, None)}, "launch: rank 1 on HOST was killed by SIGSEGV", 139),
         ([0, 3], {0: (75, ("stop", 75, 9.0)), 3: (7, None)}, "launch: rank 3 on HOST failed first, with exit status 7: see its output", 7),
         ([1], {0: (75, ("stopped 0", 75, 10.0)), 1: (75, ("stopped 1", 75, 10.1))}, "stopped 1", 75),

@@ -64,6 +64,24 @@ def start(overrides: list[str], run_dir: Path, ranks: int, fault: str = "none:-1
     )
 
 
+def start_with_own_launcher(overrides: list[str], run_dir: Path, folder: Path, fault: str, restarts: int = 0) -> subprocess.Popen[str]:
+    """The same on two ranks of launch/torchrun.sh; `folder` becomes a repository whose train.py has the fault."""
+    folder.mkdir()
+    for path in ROOT.iterdir():
+        if path.name != "train.py" and not path.name.startswith(".git"):
+            (folder / path.name).symlink_to(path)
+    (folder / "train.py").write_text(f"import sys\nfrom tests.training import faulty\nsys.argv.insert(1, {fault!r})\nfaulty.main()\n")
+    options = ["--ranks-per-node", "2", "--max-restarts", str(restarts)]
+    return subprocess.Popen(
+        ["bash", str(folder / "launch" / "torchrun.sh"), *options, "--", *COMMON, *overrides, f"run_dir={run_dir}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def finish(process: subprocess.Popen[str], run_dir: Path, begin: float, limit: float = 100.0) -> Ended:
     try:
         output, _ = process.communicate(timeout=limit)
@@ -119,11 +137,15 @@ def test_killed_rank_then_fewer_ranks(data: list[str], tmp_path: Path, undisturb
 
 
 def test_a_rank_that_raises_is_named(data: list[str], tmp_path: Path) -> None:
-    ended = run([*data, *NO_CHECKPOINT], tmp_path, 2, "raise:1:7")
+    begin = time.time()
+    process = start_with_own_launcher([*data, *NO_CHECKPOINT], tmp_path / "run", tmp_path / "repository", "raise:1:7")
+    ended = finish(process, tmp_path / "run", begin)
     assert ended.code == 1 and ended.seconds_after_fault < TIMEOUT + BEYOND, ended.output
-    lost = event(tmp_path, "rank_lost")
+    lost = event(tmp_path / "run", "rank_lost")
     assert (lost["lost_rank"], lost["step"]) == (1, 6) and "raised ZeroDivisionError: planted here" in lost["text"], lost
     assert ended.last_words() and all(lost["text"] in line for line in ended.last_words()), ended.output
+    last = ended.output.splitlines()[-1]
+    assert last.startswith("[rank ") and lost["text"] in last, ended.output
 
 
 @pytest.mark.timeout(150)
@@ -154,7 +176,7 @@ def test_signal_on_one_rank_stops_all(data: list[str], tmp_path: Path, undisturb
 
 def test_signal_on_one_rank_before_the_first_step(data: list[str], tmp_path: Path) -> None:
     """All ranks end, and torchrun's new ones end at once."""
-    ended = run([*data, *NO_CHECKPOINT], tmp_path, 2, "SIGUSR1:1:0", restarts=1)
+    ended = run([*data, *NO_CHECKPOINT, "parallel.timeout_seconds=60"], tmp_path, 2, "SIGUSR1:1:0", restarts=1)
     said = status.read(tmp_path)
     assert (said["state"], said["step"]) == ("stopped_early", 0), ended.output
     assert "rank 1 on" in said["text"] and "was stopped by SIGUSR1, before the first step" in said["text"]

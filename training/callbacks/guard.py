@@ -73,7 +73,7 @@ class Guard(Callback):
         alone = self._watchdog is None and isinstance(error, WriteError)
         if alone or isinstance(error, (UnhealthyRun, SaveError)):  # on all ranks, and by agreement
             self.last_words = str(error)
-            if self._rank == 0:
+            if self._rank == 0 and self._claimed:
                 with contextlib.suppress(OSError):  # a full disk may be why; the words are said all the same
                     status.write(self._run_dir, "failed", self._step, str(error), exit_status=FAILED)
             if self._watchdog is not None:
@@ -91,6 +91,8 @@ class Guard(Callback):
                 self._watchdog.accuse_myself(reason)  # calls _end
         else:
             self._end(self._about_myself(reason), written=True)
+        if isinstance(error, ConfigError):
+            self.last_words = None
 
     def asked_to_end(self, signum: signal.Signals) -> bool:
         """A signal came before the first step: all ranks end. Whether this one is to end of it. In a thread of its own."""
