@@ -29,6 +29,7 @@ WRONG_PATHS = {
     "training.report": [[MISSING], ["a_file"]],
     "training.checkpoint": [[name, path] for name in ("ls", "verify", "show") for path in (MISSING, "a_file")]
     + [["convert", MISSING, "new"]],
+    "training.status": [[MISSING], ["a_file"]],
     "training.export": [[MISSING, "new"], ["a_file", "new"]],
     "training.generate": [["--checkpoint", MISSING, "--prompt", "a"], ["--checkpoint", "a_file", "--prompt", "a"]],
     "training.evaluate": [["--checkpoint", MISSING, "--files", "a_file"], ["--checkpoint", "a_file", "--files", "a_file"]],
@@ -38,7 +39,12 @@ WRONG_PATHS = {
     "launch.job": [],
     "launch.submit": [],
 }
-UNKNOWN = {"train": "model.widht=3", "data.prepare": "data.widht=3", "launch.submit": "model.widht=3", "launch.job": "--widht"}
+UNKNOWN = {
+    "train": ["model.widht=3"],
+    "data.prepare": ["data.widht=3"],
+    "launch.submit": ["--dry-run", "--", "model.widht=3"],
+    "launch.job": ["--world-size", "1", "--widht"],
+}
 WRONG_DEVICES = {
     "train": [["training.device=cuda"], ["training.device=tpu"]],
     "training.generate": [["--checkpoint", ".", "--device", "cuda"], ["--checkpoint", ".", "--device", "tpu"]],
@@ -95,7 +101,7 @@ def test_every_tool_is_here() -> None:
 def test_answers_come_from_any_folder_without_torch(elsewhere: Path) -> None:
     lines: dict[str, list[list[str]]] = {}
     for tool, wrong in WRONG_PATHS.items():
-        lines[tool] = [["--help"], [UNKNOWN.get(tool, "--widht")], *WRONG_DEVICES.get(tool, []), *wrong]
+        lines[tool] = [["--help"], UNKNOWN.get(tool) or [*wrong[0], "--widht"], *WRONG_DEVICES.get(tool, []), *wrong]
     for (tool, *line), (status, out, errors, heavy) in run_all(elsewhere, lines).items():
         case = (tool, line, out, errors)
         assert heavy == [], case
@@ -104,8 +110,9 @@ def test_answers_come_from_any_folder_without_torch(elsewhere: Path) -> None:
             continue
         assert status == 2 and "Traceback" not in errors and errors.strip(), case
         last = errors.strip().splitlines()[-1]
-        named = [word for argument in line for word in (argument, argument.partition("=")[2], argument.partition("=")[0]) if word in last]
-        assert named and "error: " in last, case
+        wrong_one = line[-1:] if "widht" in line[-1] else line
+        words = [word for argument in wrong_one for word in (argument, *argument.split("=")) if len(word) > 3]
+        assert any(word in last for word in words) and "error: " in last, case
     assert sorted(path.name for path in elsewhere.iterdir()) == ["a_file", "configs", "data", "models", "moe", "training"]
 
 
