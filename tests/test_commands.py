@@ -37,6 +37,7 @@ SLURM = "tests/launch/test_slurm.py::test_training_on_two_nodes_is_preempted_res
 # The first row that fits a command says how it is checked: the function dry_NAME below, or a test that is elsewhere.
 TABLE: list[tuple[str, str]] = [
     (r".*python train\.py --help$", "tests/test_tools.py::test_answers_come_from_any_folder_without_torch"),
+    (r"python train\.py --config-dir presets ", "tests/configs/test_compose.py::test_the_guides_preset_of_ones_own"),
     (r".*python train\.py", "train"),
     (r"bash launch/torchrun\.sh", "torchrun_sh"),
     (r"bash launch/quickstart\.sh", "quickstart"),
@@ -79,7 +80,7 @@ def commands_of_help(text: str) -> set[str]:
 
 
 def _clean(line: str) -> str | None:
-    if COMMAND.match(line) is None or re.search(r"\[(SBATCH|OPTION|KEY|PYTEST|--array-task)", line):  # a synopsis
+    if COMMAND.match(line) is None or re.search(r"\[(SBATCH|OPTION|KEY|PYTEST|--array-task)|\w\\?\|\w", line):  # a synopsis
         return None
     return re.sub(r"\s+#.*", "", line).strip()
 
@@ -167,6 +168,8 @@ def dry_quickstart(words: list[str], request: pytest.FixtureRequest, monkeypatch
 
 def dry_submit(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = words[words.index("launch.submit") + 1 :]
+    if not arguments:  # prose names the tool
+        return
     assert submit.main(["--dry-run", *arguments]) == 0, request.getfixturevalue("capsys").readouterr().err
 
 
@@ -192,7 +195,7 @@ class Parsed(BaseException):
 
 
 def dry_tool(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tool's own parser takes the line; nothing is done."""
+    """The tool's own parser takes the line; nothing is done. A tool alone, as prose names it, need only be there."""
     parse_args = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self: argparse.ArgumentParser, *arguments: Any, **options: Any) -> Any:
@@ -202,6 +205,9 @@ def dry_tool(words: list[str], request: pytest.FixtureRequest, monkeypatch: pyte
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     name = words[words.index("-m") + 1]
     path = ROOT.joinpath(*name.split("."))
+    if words[-1] == name:
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), name
+        return
     module = importlib.import_module(f"{name}.__main__" if path.is_dir() else name)
     monkeypatch.setattr(sys, "argv", [name, *words[words.index(name) + 1 :]])
     with pytest.raises(Parsed):
