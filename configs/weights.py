@@ -73,7 +73,8 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
         asked = name in named or section in named or "experiment" in named
         if section not in SECTIONS:
             continue
-        if last in theirs[section] and (not asked or name == "model.vocab_size" and name not in named):
+        of_the_weights = name in ("model.vocab_size", "model.max_positions") and name not in named  # no preset of sizes means these
+        if last in theirs[section] and (of_the_weights or not asked):
             _put(config, name, copy.deepcopy(theirs[section][last]))
         elif not asked and (key.architecture or (section == "moe" and is_dense)):
             _put(config, name, key.fresh_default())

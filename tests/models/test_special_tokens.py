@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from configs.architecture import description
 from configs.schema import ConfigError
+from configs.weights import adopt
 from models import folder, huggingface, special_tokens
 from models.folder import config_from
 from models.special_tokens import BOS, EOS, KEYS, PAD
@@ -78,3 +80,15 @@ def test_learned_positions_keep_their_length() -> None:
     learned = {"position_embedding": "learned", "normalization": "layernorm", "activation": "gelu_tanh", "linear_bias": True}
     config = config_from({"model": {"vocab_size": 99, "sequence_length": 32, "max_positions": 4096, **learned}})
     assert huggingface.write_config(config)[1]["n_positions"] == 32
+
+
+@pytest.mark.parametrize("named", [set(), {"model.sequence_length"}, {"model", "model.sequence_length"}])
+def test_a_run_from_imported_weights_can_take_what_they_could(named: set[str], tmp_path: Path) -> None:
+    imported = config_from({"model": {"vocab_size": 99, "sequence_length": 4096, "max_positions": 4096}})
+    folder.write_config(tmp_path, description(imported, 99))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = config_from({"model": {"vocab_size": 99, "sequence_length": 32}})
+    config.checkpoint.weights = str(tmp_path)
+    adopt(config, named)
+    assert config.model.sequence_length == (32 if named else 4096)
+    assert huggingface.write_config(config)[1]["max_position_embeddings"] == 4096

@@ -161,6 +161,13 @@ NUM_TOKENS = 10
 GPT_FAMILIES = ("gpt2", "llama", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
 
 
+def _note(source: Path) -> str:
+    err = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        assert generate.main(["--checkpoint", str(source), "--device", "cpu", "--ids", "--prompt", "5 6", "--max-tokens", "1"]) == 0
+    return err.getvalue()
+
+
 def texts(source: Path) -> list[tuple[str, bool, list[int]]]:
     """What `training.generate` makes of each prompt: the text, whether it ended, the prompt's tokens."""
     arguments = ["--checkpoint", str(source), "--device", "cpu", "--json", "--max-tokens", str(NUM_TOKENS)]
@@ -238,6 +245,8 @@ def test_a_run_leaves_with_the_same_text(run_dir: Path, tmp_path: Path) -> None:
     for source in (run_dir, tmp_path / "weights", tmp_path / "hf"):
         assert distributed.run(texts, 1, source)[0] == expected
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({**ids, "repetition_penalty": 1.2}))
+    assert "note: generation_config.json asks for repetition_penalty (1.2)" in distributed.run(_note, 1, tmp_path / "hf")[0]
     for file in ("config.json", "generation_config.json"):
         assert ids.items() <= json.loads((tmp_path / "hf" / file).read_text()).items()
 
