@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,22 +169,22 @@ def _note(source: Path) -> str:
     return err.getvalue()
 
 
-def texts(source: Path) -> list[tuple[str, bool, list[int]]]:
+def texts(source: Path, prompts: Sequence[str] = PROMPTS) -> list[tuple[str, bool, list[int]]]:
     """What `training.generate` makes of each prompt: the text, whether it ended, the prompt's tokens."""
     arguments = ["--checkpoint", str(source), "--device", "cpu", "--json", "--max-tokens", str(NUM_TOKENS)]
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        assert generate.main([*arguments, *(part for prompt in PROMPTS for part in ("--prompt", prompt))]) == 0
+        assert generate.main([*arguments, *(part for prompt in prompts for part in ("--prompt", prompt))]) == 0
     return [(line["text"], line["stopped"], line["prompt_tokens"]) for line in map(json.loads, out.getvalue().splitlines())]
 
 
-def their_texts(source: Path) -> list[tuple[str, bool, list[int]]]:
+def their_texts(source: Path, prompts: Sequence[str] = PROMPTS) -> list[tuple[str, bool, list[int]]]:
     """What transformers makes of each prompt with nothing but what lies in the folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         length = inputs.input_ids.shape[1]
         new = model.generate(**inputs, do_sample=False, max_new_tokens=NUM_TOKENS)[0, length:].tolist()

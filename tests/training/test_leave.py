@@ -25,6 +25,7 @@ from training.open_model import open_model
 VOCAB_SIZE = 391  # odd: padded differently in every layout
 NUM_TOKENS = 10
 PROMPTS = [[5, 7, 9, 11], [3, 200, 390], [17, 2, 3, 4, 5, 6, 7, 8, 9]]
+TEXT_PROMPTS = ["def f(x):\n", "</s> is"]  # with the tokens that follow within 32, GPT-2's positions
 
 COMMON = ["model=gpt_tiny", "model.num_layers=2", "model.sequence_length=32", "model.hidden_size=48", "model.init_std=0.2"]
 GROUPED = ["model.num_attention_heads=6", "model.num_query_groups=2", "model.ffn_hidden_size=72"]
@@ -77,7 +78,7 @@ def test_a_run_in_any_layout_leaves_for_transformers(name: str, data: list[str],
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert all((tmp_path / "hf" / part).is_file() for part in index["weight_map"].values())
     assert list((tmp_path / "hf").glob("tokenizer*"))
-    assert distributed.run(texts, 1, tmp_path / "run")[0] == their_texts(tmp_path / "hf")
+    assert distributed.run(texts, 1, tmp_path / "run", TEXT_PROMPTS)[0] == their_texts(tmp_path / "hf", TEXT_PROMPTS)
 
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
