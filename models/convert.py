@@ -30,17 +30,17 @@ def import_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
     from models import folder as folders  # imports torch, seconds that --help need not wait for
     from models import huggingface, special_tokens
 
-    family, config = huggingface.open_config(source)
-    assert config.model.vocab_size is not None  # every family's config.json has one
-    reader = folders.Reader(source)
+    hf = huggingface.open_folder(source)
+    vocab_size = hf.config.model.vocab_size
+    assert vocab_size is not None  # every family's config.json has one
     carried = _carried_files(source)
+    special = special_tokens.of_config(folders.read_json(source / "config.json"), vocab_size)
     with folders.new_folder(target) as partial:
         writer = folders.Writer(partial, part_bytes or folders.PART_BYTES)
-        for name, tensor in huggingface.import_weights(family, config, reader.names(), reader.get):
-            writer.add(name, tensor)
+        for name in hf.names():
+            writer.add(name, hf.get(name))
         writer.close()
-        special = special_tokens.of_config(folders.read_json(source / "config.json"), config.model.vocab_size)
-        folders.write_config(partial, description(config, config.model.vocab_size), special)
+        folders.write_config(partial, description(hf.config, vocab_size), special)
         _copy(carried, partial)
 
 
@@ -68,10 +68,9 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
         _say(f"{source} does not say which tokens begin and end a text, so the Hugging Face folder does not. Export or import it again.")
         special = dict.fromkeys(special_tokens.KEYS)
     writer = folders.Writer(target, part_bytes or folders.PART_BYTES)
-    dtype = "float32"
+    dtype = str(reader.main_dtype(reader.names())).removeprefix("torch.")
     for name, tensor in huggingface.export_weights(family, config, reader.get):
         writer.add(name, tensor)
-        dtype = str(tensor.dtype).removeprefix("torch.")
     writer.close()
     _copy(carried, target)
     generation = special_tokens.generation_config(special)

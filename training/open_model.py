@@ -139,20 +139,12 @@ def _logical(path: Path, named: bool) -> _Source:
 
 
 def _huggingface(path: Path, named: bool) -> _Source:
-    family, config = huggingface.open_config(path)
-    reader = folders.Reader(path)
-    get = huggingface.logical_reader(family, config, reader.names(), reader.get)
-
-    def fill(chunks: list[torch.nn.Module]) -> None:
-        try:
-            load_logical(chunks, get)
-        except ValueError as error:
-            raise ConfigError(f"weights in {path} do not fit its config.json: {error}.") from error
-
-    assert config.model.vocab_size is not None
-    config.training.precision = PRECISIONS[reader.main_dtype(reader.names())]
-    ends = special_tokens.end_tokens(path, special_tokens.of_config(folders.read_json(path / "config.json"), config.model.vocab_size))
-    return _Source(path, config, config.model.vocab_size, path, fill, end_tokens=ends)
+    hf = huggingface.open_folder(path)
+    vocab_size = hf.config.model.vocab_size
+    assert vocab_size is not None  # every family's config.json has one
+    hf.config.training.precision = PRECISIONS[hf.dtype]
+    ends = special_tokens.end_tokens(path, special_tokens.of_config(folders.read_json(path / "config.json"), vocab_size))
+    return _Source(path, hf.config, vocab_size, path, lambda chunks: load_logical(chunks, hf.get), end_tokens=ends)
 
 
 def _layout(overrides: list[str]) -> ParallelConfig:

@@ -2,68 +2,118 @@
 
 from __future__ import annotations
 
+import re
+
 from configs import derived
 from configs.schema import Config, ConfigError
-from models.families.rules import GELUS, QKV, Family, HfConfig, Overrides, Rule, expect, is_untied, weight_and_bias
+from models.families.keys import (
+    ANYTHING,
+    COUNT,
+    EVERY_FAMILY,
+    FLAG,
+    POSITIVE_REAL,
+    PROBABILITY,
+    SPREAD,
+    HfConfig,
+    Keys,
+    carried,
+    check_padding,
+    irrelevant,
+    must,
+    only,
+    or_null,
+)
+from models.families.rules import QKV, Family, Overrides, Rule, is_tied, is_untied, weight_and_bias
 
 
 def _has_sentence_head(config: Config) -> bool:
     return config.model.sentence_head != "none"
 
 
-LAYER = "bert.encoder.layer.{l}"
+EMBEDDINGS, LAYER, HEAD = "bert.embeddings", "bert.encoder.layer.{l}", "cls.predictions"
+OURS = "encoder.layers.{l}"
 RULES = (
-    Rule("embedding.word_embeddings.weight", ("bert.embeddings.word_embeddings.weight",)),
-    Rule("embedding.position_embeddings.weight", ("bert.embeddings.position_embeddings.weight",)),
-    Rule("embedding.tokentype_embeddings.weight", ("bert.embeddings.token_type_embeddings.weight",)),
-    *weight_and_bias("embedding.layer_norm", "bert.embeddings.LayerNorm"),
+    Rule("embedding.word_embeddings.weight", (f"{EMBEDDINGS}.word_embeddings.weight",), "vocab hidden"),
+    Rule("embedding.position_embeddings.weight", (f"{EMBEDDINGS}.position_embeddings.weight",), "positions hidden"),
+    Rule("embedding.tokentype_embeddings.weight", (f"{EMBEDDINGS}.token_type_embeddings.weight",), "two hidden"),
+    *weight_and_bias("embedding.layer_norm", f"{EMBEDDINGS}.LayerNorm", "hidden"),
     *weight_and_bias(
-        "encoder.layers.{l}.self_attention.linear_qkv",
+        f"{OURS}.self_attention.linear_qkv",
         " ".join(f"{LAYER}.attention.self.{part}" for part in ("query", "key", "value")),
+        "queries hidden",
         QKV,
     ),
-    *weight_and_bias("encoder.layers.{l}.self_attention.linear_proj", f"{LAYER}.attention.output.dense"),
-    *weight_and_bias("encoder.layers.{l}.pre_cross_attn_layernorm", f"{LAYER}.attention.output.LayerNorm"),
-    *weight_and_bias("encoder.layers.{l}.mlp.linear_fc1", f"{LAYER}.intermediate.dense"),
-    *weight_and_bias("encoder.layers.{l}.mlp.linear_fc2", f"{LAYER}.output.dense"),
-    *weight_and_bias("encoder.layers.{l}.mlp_bda.norm", f"{LAYER}.output.LayerNorm"),
-    *weight_and_bias("lm_head.dense", "cls.predictions.transform.dense"),
-    *weight_and_bias("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
-    Rule("output_layer.weight", ("cls.predictions.decoder.weight",), when=is_untied),
-    Rule("output_layer.bias", ("cls.predictions.bias",)),
-    *weight_and_bias("pooler.dense", "bert.pooler.dense", when=_has_sentence_head),
-    *weight_and_bias("binary_head", "cls.seq_relationship", when=_has_sentence_head),
+    *weight_and_bias(f"{OURS}.self_attention.linear_proj", f"{LAYER}.attention.output.dense", "hidden queries"),
+    *weight_and_bias(f"{OURS}.pre_cross_attn_layernorm", f"{LAYER}.attention.output.LayerNorm", "hidden"),
+    *weight_and_bias(f"{OURS}.mlp.linear_fc1", f"{LAYER}.intermediate.dense", "ffn hidden"),
+    *weight_and_bias(f"{OURS}.mlp.linear_fc2", f"{LAYER}.output.dense", "hidden ffn"),
+    *weight_and_bias(f"{OURS}.mlp_bda.norm", f"{LAYER}.output.LayerNorm", "hidden"),
+    *weight_and_bias("lm_head.dense", f"{HEAD}.transform.dense", "hidden hidden"),
+    *weight_and_bias("lm_head.layer_norm", f"{HEAD}.transform.LayerNorm", "hidden"),
+    # The bias has two names. In a tied model they are one tensor. In an untied one transformers 5 computes with the decoder's and
+    # keeps the other unused; 4 has one tensor there too, which is why both are written.
+    Rule("output_layer.bias", (f"{HEAD}.bias",), "vocab", when=is_tied),
+    Rule("output_layer.weight", (f"{HEAD}.decoder.weight",), "vocab hidden", when=is_untied),
+    Rule("output_layer.bias", (f"{HEAD}.decoder.bias",), "vocab", when=is_untied),
+    Rule("output_layer.bias", (f"{HEAD}.bias",), "vocab", when=is_untied, unread=True),
+    *weight_and_bias("pooler.dense", "bert.pooler.dense", "hidden hidden", when=_has_sentence_head),
+    *weight_and_bias("binary_head", "cls.seq_relationship", "two hidden", when=_has_sentence_head),
 )
+TIED = ((f"{HEAD}.decoder.weight", f"{EMBEDDINGS}.word_embeddings.weight"), (f"{HEAD}.decoder.bias", f"{HEAD}.bias"))
+CLASSES = ("BertForPreTraining", "BertForMaskedLM")
+KEYS: Keys = {
+    **EVERY_FAMILY,
+    "num_hidden_layers": carried(COUNT),
+    "hidden_size": carried(COUNT),
+    "intermediate_size": carried(COUNT),
+    "num_attention_heads": carried(COUNT),
+    "max_position_embeddings": carried(COUNT),
+    "tie_word_embeddings": carried(FLAG, True),
+    "pad_token_id": carried(EVERY_FAMILY["pad_token_id"].kind, 0),
+    "layer_norm_eps": carried(POSITIVE_REAL, 1e-12),
+    "hidden_dropout_prob": carried(PROBABILITY, 0.1),
+    "attention_probs_dropout_prob": carried(PROBABILITY, 0.1),
+    "initializer_range": carried(SPREAD, 0.02),
+    "hidden_act": only("gelu"),  # the head's activation is always exact GELU here; Hugging Face takes hidden_act there too
+    "type_vocab_size": only(2),
+    "position_embedding_type": only("absolute"),
+    "is_decoder": only(False),
+    "classifier_dropout": irrelevant(or_null(PROBABILITY)),
+    # Of the first files, which had them from TensorFlow.
+    **dict.fromkeys(
+        ("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+        irrelevant(ANYTHING),
+    ),
+}
 
 
-def _read(hf: HfConfig) -> Overrides:
-    expect(hf, "type_vocab_size", (2,), 2)
-    expect(hf, "position_embedding_type", ("absolute",), "absolute")
-    expect(hf, "is_decoder", (False,), False)
-    names = hf.get("architectures") or ["BertForPreTraining"]
-    if names[0] not in ("BertForPreTraining", "BertForMaskedLM"):
-        raise ConfigError(f"config.json architectures ({names[0]}) is not supported: it must be BertForPreTraining or BertForMaskedLM.")
+def _read(keys: HfConfig) -> Overrides:
+    hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
+    must(hidden % heads == 0, "num_attention_heads", heads, f"divide hidden_size ({hidden})")
+    check_padding(keys)
+    names = keys["architectures"] or [CLASSES[0]]
+    if names[0] not in CLASSES:
+        raise ConfigError(f"config.json architectures ({names[0]}) is not supported: it must be {' or '.join(CLASSES)}.")
     return {
         "model": {
             "family": "bert",
-            "num_layers": hf["num_hidden_layers"],
-            "hidden_size": hf["hidden_size"],
-            "ffn_hidden_size": hf["intermediate_size"],
-            "num_attention_heads": hf["num_attention_heads"],
-            "sequence_length": hf["max_position_embeddings"],
-            "vocab_size": hf["vocab_size"],
-            "tie_embeddings": hf.get("tie_word_embeddings", True),
+            "num_layers": keys["num_hidden_layers"],
+            "hidden_size": hidden,
+            "ffn_hidden_size": keys["intermediate_size"],
+            "num_attention_heads": heads,
+            "sequence_length": keys["max_position_embeddings"],
+            "vocab_size": keys["vocab_size"],
+            "tie_embeddings": keys["tie_word_embeddings"],
             "position_embedding": "learned",
             "normalization": "layernorm",
-            "norm_epsilon": hf["layer_norm_eps"],
+            "norm_epsilon": keys["layer_norm_eps"],
             "norm_position": "post",
-            # The head's activation is always exact GELU here; Hugging Face takes hidden_act there too.
-            "activation": GELUS[expect(hf, "hidden_act", ("gelu",), "gelu")],
+            "activation": "gelu",
             "linear_bias": True,
-            "hidden_dropout": hf["hidden_dropout_prob"],
-            "attention_dropout": hf["attention_probs_dropout_prob"],
-            "init_std": hf["initializer_range"],
-            "sentence_head": "next_sentence" if names[0] == "BertForPreTraining" else "none",
+            "hidden_dropout": float(keys["hidden_dropout_prob"]),
+            "attention_dropout": float(keys["attention_probs_dropout_prob"]),
+            "init_std": keys["initializer_range"],
+            "sentence_head": "next_sentence" if names[0] == CLASSES[0] else "none",
         },
         "moe": {"num_experts": None},
     }
@@ -90,18 +140,21 @@ def _write(config: Config) -> HfConfig:
     }
 
 
-def _carries_nothing(name: str, config: Config) -> bool:
+def _carries_nothing(name: str, config: Config, keys: HfConfig) -> bool:
     # A masked-LM model's file may keep the pooler of the model that it came from.
-    unused_head = config.model.sentence_head == "none" and name.startswith(("bert.pooler.", "cls.seq_relationship."))
-    return unused_head or name.endswith((".position_ids", "cls.predictions.decoder.bias"))
+    unused_head = r"(bert\.)?pooler\.dense\.(weight|bias)|cls\.seq_relationship\.(weight|bias)"
+    unused = r"(bert\.)?embeddings\.position_ids" + ("" if _has_sentence_head(config) else f"|{unused_head}")
+    return re.fullmatch(unused, name) is not None
 
 
 FAMILY = Family(
     "bert",
+    KEYS,
     _read,
     _write,
     RULES,
     "bert.",
+    TIED,
     carries_nothing=_carries_nothing,
     other_names=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
 )

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 from configs import derived
 from configs.schema import Config
-from models.families.llama import COMMON_RULES, QKV_RULE, read_common, write_common
-from models.families.rules import GATE_UP, Family, HfConfig, Overrides, Rule
-
-EXPERT_RULES = (
-    Rule("decoder.layers.{l}.mlp.router.weight", ("model.layers.{l}.block_sparse_moe.gate.weight",), only="moe"),
-    Rule(
-        "decoder.layers.{l}.mlp.experts.{e}.linear_fc1.weight",
-        ("model.layers.{l}.block_sparse_moe.experts.{e}.w1.weight", "model.layers.{l}.block_sparse_moe.experts.{e}.w3.weight"),
-        GATE_UP,
-        only="moe",
-    ),
-    Rule(
-        "decoder.layers.{l}.mlp.experts.{e}.linear_fc2.weight",
-        ("model.layers.{l}.block_sparse_moe.experts.{e}.w2.weight",),
-        only="moe",
-    ),
+from models.families.keys import COUNT, POSITIVE_REAL, REAL, HfConfig, Keys, carried, irrelevant, or_null
+from models.families.llama import (
+    ATTENTION_RULES,
+    COMMON_KEYS,
+    COMMON_RULES,
+    MOE_KEYS,
+    TIED,
+    carries_nothing,
+    expert_rules,
+    read_common,
+    read_experts,
+    write_common,
 )
+from models.families.rules import Family, Overrides
+
+RULES = (*COMMON_RULES, *ATTENTION_RULES, *expert_rules("block_sparse_moe", "w1", "w3", "w2"))
+KEYS: Keys = {
+    **COMMON_KEYS,
+    **MOE_KEYS,
+    "num_key_value_heads": carried(or_null(COUNT), 8),
+    "head_dim": carried(or_null(COUNT), None),
+    "max_position_embeddings": carried(COUNT, 4096 * 32),
+    "rms_norm_eps": carried(POSITIVE_REAL, 1e-5),
+    "num_experts": carried(COUNT, also=("num_local_experts",)),
+    "num_experts_per_tok": carried(COUNT, 2),
+    "router_jitter_noise": irrelevant(REAL),  # of training
+}
 
 
-def _read(hf: HfConfig) -> Overrides:
-    overrides = read_common(hf, "MixtralForCausalLM")
-    overrides["moe"] = {
-        "num_experts": hf["num_local_experts"],
-        "top_k": hf["num_experts_per_tok"],
-        "ffn_hidden_size": hf["intermediate_size"],
-        "normalize_top_k": True,
-    }
+def _read(keys: HfConfig) -> Overrides:
+    overrides = read_common(keys, theta=1e6)
+    experts, top_k = read_experts(keys)
+    overrides["moe"] = {"num_experts": experts, "top_k": top_k, "ffn_hidden_size": keys["intermediate_size"], "normalize_top_k": True}
     return overrides
 
 
@@ -44,4 +50,4 @@ def _write(config: Config) -> HfConfig:
     }
 
 
-FAMILY = Family("mixtral", _read, _write, (*COMMON_RULES, QKV_RULE, *EXPERT_RULES), "model.", is_moe=True)
+FAMILY = Family("mixtral", KEYS, _read, _write, RULES, "model.", TIED, is_moe=True, carries_nothing=carries_nothing)
