@@ -154,8 +154,8 @@ def _match(family: Family, config: Config, keys: HfConfig, reader: Reader) -> tu
                 raise ConfigError(f"the Hugging Face folder has no tensor {name}, which config.json calls for.")
         if not rule.unread:
             sources[rule.ours] = (rule, [name for name in found if name is not None])
-    for copy, original in family.tied if config.model.tie_embeddings else ():
-        one, other = _find(family, copy, names), _find(family, original, names)
+    for twin, original in family.tied if config.model.tie_embeddings else ():
+        one, other = _find(family, twin, names), _find(family, original, names)
         if one is not None and other is not None:
             shapes[one] = shapes[other]
             twins.append((one, other))

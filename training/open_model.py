@@ -151,7 +151,7 @@ def _layout(overrides: list[str]) -> ParallelConfig:
     for text in overrides:
         if not text.startswith("parallel."):
             raise ConfigError(f"{text} is no key of the layout. Try parallel.tensor=2, with torchrun --nproc-per-node 2.")
-    layout = compose(overrides).parallel
+    layout = compose(overrides).parallel if overrides else ParallelConfig()
     layout.sequence = False  # generation does not split the sequence
     return layout
 

@@ -6,11 +6,13 @@ import re
 
 from configs import derived
 from configs.schema import Config, ConfigError
+from configs.validate import MIN_BERT_SEQUENCE
 from models.families.keys import (
     ANYTHING,
     COUNT,
     EVERY_FAMILY,
     FLAG,
+    LAYERS,
     POSITIVE_REAL,
     PROBABILITY,
     SPREAD,
@@ -63,7 +65,7 @@ TIED = ((f"{HEAD}.decoder.weight", f"{EMBEDDINGS}.word_embeddings.weight"), (f"{
 CLASSES = ("BertForPreTraining", "BertForMaskedLM")
 KEYS: Keys = {
     **EVERY_FAMILY,
-    "num_hidden_layers": carried(COUNT),
+    "num_hidden_layers": carried(LAYERS),
     "hidden_size": carried(COUNT),
     "intermediate_size": carried(COUNT),
     "num_attention_heads": carried(COUNT),
@@ -90,6 +92,8 @@ KEYS: Keys = {
 def _read(keys: HfConfig) -> Overrides:
     hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
     must(hidden % heads == 0, "num_attention_heads", heads, f"divide hidden_size ({hidden})")
+    positions = keys["max_position_embeddings"]
+    must(positions >= MIN_BERT_SEQUENCE, "max_position_embeddings", positions, f"be at least {MIN_BERT_SEQUENCE} to hold two sentences")
     check_padding(keys)
     names = keys["architectures"] or [CLASSES[0]]
     if names[0] not in CLASSES:
@@ -101,7 +105,7 @@ def _read(keys: HfConfig) -> Overrides:
             "hidden_size": hidden,
             "ffn_hidden_size": keys["intermediate_size"],
             "num_attention_heads": heads,
-            "sequence_length": keys["max_position_embeddings"],
+            "sequence_length": positions,
             "vocab_size": keys["vocab_size"],
             "tie_embeddings": keys["tie_word_embeddings"],
             "position_embedding": "learned",

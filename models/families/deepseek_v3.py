@@ -67,15 +67,15 @@ KEYS: Keys = {
     "num_key_value_heads": carried(or_null(COUNT), 128),
     "max_position_embeddings": carried(COUNT, 4096),
     "attention_dropout": llama.KEYS["attention_dropout"],
-    "q_lora_rank": carried(or_null(COUNT), 1536),
-    "kv_lora_rank": carried(COUNT, 512),
-    "qk_nope_head_dim": carried(COUNT, 128),
-    "qk_rope_head_dim": carried(COUNT, 64),
-    "v_head_dim": carried(COUNT, 128),
+    "q_lora_rank": carried(or_null(COUNT)),
+    "kv_lora_rank": carried(COUNT),
+    "qk_nope_head_dim": carried(COUNT),
+    "qk_rope_head_dim": carried(COUNT),
+    "v_head_dim": carried(COUNT),
     "head_dim": carried(COUNT, None),  # the channels that rotate
     "qk_head_dim": carried(COUNT, None),
     "num_experts": carried(COUNT, also=("n_routed_experts", "num_local_experts")),
-    "moe_intermediate_size": carried(COUNT, 2048),
+    "moe_intermediate_size": carried(COUNT),
     "n_shared_experts": carried(COUNT, 1),
     "first_k_dense_replace": carried(INDEX, 3),
     "routed_scaling_factor": carried(POSITIVE_REAL, 2.5),
@@ -99,7 +99,12 @@ def _read(keys: HfConfig) -> Overrides:
     must(groups == heads, "num_key_value_heads", groups, f"be num_attention_heads ({heads}): all heads share one latent key")
     must(keys["head_dim"] in (None, rotary), "head_dim", keys["head_dim"], f"be qk_rope_head_dim ({rotary})")
     must(rotary % 2 == 0, "qk_rope_head_dim", rotary, "be even, because rotary positions turn pairs of channels")
-    must(keys["qk_head_dim"] in (None, plain + rotary), "qk_head_dim", keys["qk_head_dim"], f"be both its parts ({plain + rotary})")
+    must(
+        keys["qk_head_dim"] in (None, plain + rotary),
+        "qk_head_dim",
+        keys["qk_head_dim"],
+        f"be qk_nope_head_dim + qk_rope_head_dim ({plain + rotary})",
+    )
     experts, top_k = read_experts(keys)
     num_groups, group_top_k = keys["n_group"], keys["topk_group"]
     must(

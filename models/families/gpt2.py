@@ -11,6 +11,7 @@ from models.families.keys import (
     COUNT,
     EVERY_FAMILY,
     FLAG,
+    LAYERS,
     NUMBER,
     POSITIVE_REAL,
     PROBABILITY,
@@ -51,7 +52,7 @@ RULES = (
 )
 KEYS: Keys = {
     **EVERY_FAMILY,
-    "n_layer": carried(COUNT, also=("num_hidden_layers",)),
+    "n_layer": carried(LAYERS, also=("num_hidden_layers",)),
     "n_embd": carried(COUNT, also=("hidden_size",)),
     "n_head": carried(COUNT, also=("num_attention_heads",)),
     "n_positions": carried(COUNT, also=("max_position_embeddings",)),

@@ -11,6 +11,7 @@ from models.families.keys import (
     COUNT,
     EVERY_FAMILY,
     FLAG,
+    LAYERS,
     OBJECT,
     POSITIVE,
     POSITIVE_REAL,
@@ -94,7 +95,7 @@ def qk_norm_rules(query: str, key: str) -> tuple[Rule, ...]:
 
 COMMON_KEYS: Keys = {
     **EVERY_FAMILY,
-    "num_hidden_layers": carried(COUNT),
+    "num_hidden_layers": carried(LAYERS),
     "hidden_size": carried(COUNT),
     "intermediate_size": carried(COUNT),
     "num_attention_heads": carried(COUNT),

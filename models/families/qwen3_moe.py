@@ -29,7 +29,7 @@ KEYS: Keys = {
     "head_dim": carried(COUNT, None),
     "max_position_embeddings": carried(COUNT, 32768),
     "num_experts": carried(COUNT, also=("num_local_experts",)),
-    "moe_intermediate_size": carried(COUNT, 768),
+    "moe_intermediate_size": carried(COUNT),
     "norm_topk_prob": carried(FLAG, False),
     "decoder_sparse_step": carried(COUNT, 1),
     "mlp_only_layers": carried(or_null(INDICES), None),

@@ -1,0 +1,231 @@
+"""A config.json means one thing, whatever is installed: what is not in a family's table is refused, and transformers agrees on the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.schema import ConfigError
+from models import convert, huggingface
+from models.families.keys import REQUIRED, read_keys, show
+from models.huggingface import FAMILIES
+from tests.models import mutations
+from tests.models.mutations import BASES, Case, config_cases, damage_cases, judged, make_bases, same_meaning_cases
+
+# What a class of transformers says otherwise than its table, and why.
+OTHER_DEFAULTS = {
+    ("deepseek_v3", "num_nextn_predict_layers"),  # transformers 4 has no such key; without it a folder holds no further layers
+    ("qwen3_moe", "sliding_window"),  # the class turns its 4096 into null unless use_sliding_window is true
+}
+
+
+def _config(base: str, **changes: Any) -> dict[str, Any]:
+    """What transformers writes for a base, with keys changed; "(dropped)" drops one."""
+    import transformers
+
+    class_name, values = BASES[base]
+    config = getattr(transformers, class_name).config_class(**values, architectures=[class_name], id2label={"0": "a"}).to_dict()
+    config["id2label"] = None
+    return {key: value for key, value in {**config, **changes}.items() if value is not mutations.DROP}
+
+
+def _read(config: dict[str, Any]) -> dict[str, Any]:
+    return huggingface.read_config(config)[1]["model"]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_what_transformers_writes_is_in_the_table(base: str) -> None:
+    config = _config(base)
+    assert huggingface.read_config(config)[0].model_type == config["model_type"]
+
+
+@pytest.mark.parametrize("base", mutations.FAMILIES)
+def test_absent_keys_mean_what_transformers_means(base: str) -> None:
+    import transformers
+
+    config_class = getattr(transformers, BASES[base][0]).config_class
+    plain = config_class()
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    table = FAMILIES[base].keys
+    spellings = {spelling for key, row in table.items() for spelling in (key, *row.also)}
+    assert not (fields - spellings), "keys of the class that the table lacks"
+    for key, row in table.items():
+        name = next((spelling for spelling in (key, *row.also) if spelling in fields), None)
+        compared = name is not None and row.default is not REQUIRED and row.default is not None and (base, key) not in OTHER_DEFAULTS
+        if compared:
+            assert name is not None
+            assert getattr(plain, name) == row.default, key
+    if "rope_theta" in table:
+        absent = dict.fromkeys(("rope_theta", "rope_parameters", "rope_scaling"), mutations.DROP)
+        assert _read(_config(base, **absent))["rotary_base"] == plain.rope_parameters["rope_theta"]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "unknown": ("llama", {"colour": "red"}, ("colour (red)", "llama")),
+    "not_causal": ("llama", {"is_causal": False}, ("is_causal (false)", "true")),
+    "two_scalings": (
+        "llama",
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 7.0}},
+        ("rope_parameters", "rope_scaling", "agree"),
+    ),
+    "scaled_beside_plain": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rope_scaling.type (linear)",)),
+    "scaled_without_a_type": ("llama", {"rope_scaling": {"factor": 2.0}}, ("rope_scaling.factor (2.0)",)),
+    "yarn": ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "factor": 40}}, ("rope_parameters.rope_type (yarn)",)),
+    "two_bases": ("llama", {"rope_theta": 7.0}, ("rope_parameters.rope_theta (500.0)", "rope_theta (7.0)", "agree")),
+    "base_zero": ("llama", {"rope_parameters": {"rope_theta": 0}}, ("rope_parameters.rope_theta (0)", "above 0")),
+    "window": ("mixtral", {"sliding_window": 4}, ("sliding_window (4)",)),
+    "window_used": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4}, ("use_sliding_window",)),
+    "two_numbers_of_experts": ("olmoe", {"num_local_experts": 8}, ("num_experts (4)", "num_local_experts (8)", "agree")),
+    "too_many_of_few": ("olmoe", {"num_experts_per_tok": 5}, ("num_experts_per_tok (5)", "4")),
+    "clipped": ("olmoe", {"clip_qkv": 8.0}, ("clip_qkv (8.0)", "null")),
+    "heads_of_another_size": ("olmoe", {"head_dim": 8}, ("head_dim (8)",)),
+    "odd_heads": ("llama", {"head_dim": 5}, ("head_dim (5)", "even")),
+    "half_as_many_dropouts": ("gpt2", {"embd_pdrop": 0.5}, ("embd_pdrop (0.5)", "resid_pdrop")),
+    "scaled_by_layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ("scale_attn_by_inverse_layer_idx (true)",)),
+    "one_is_not_true": ("gpt2", {"scale_attn_weights": 1}, ("scale_attn_weights (1)", "true")),
+    "relative_positions": ("bert", {"position_embedding_type": "relative_key"}, ("position_embedding_type (relative_key)",)),
+    "decoder": ("bert", {"is_decoder": True}, ("is_decoder (true)",)),
+    "other_head": ("bert", {"architectures": ["BertModel"]}, ("architectures (BertModel)",)),
+    "padding_outside": ("bert", {"pad_token_id": 61}, ("pad_token_id (61)", "61")),
+    "groups_by_default": ("deepseek_v3", {"n_group": mutations.DROP, "topk_group": mutations.DROP}, ("n_group (8)",)),
+    "not_normalized": ("deepseek_v3", {"norm_topk_prob": False}, ("norm_topk_prob (false)",)),
+    "not_interleaved": ("deepseek_v3", {"rope_interleave": None}, ("rope_interleave (null)",)),
+    "latent_groups": ("deepseek_v3", {"num_key_value_heads": 2}, ("num_key_value_heads (2)",)),
+    "layers_a_text": ("llama", {"num_hidden_layers": "2"}, ('num_hidden_layers ("2")', "whole number")),
+    "layers_true": ("llama", {"num_hidden_layers": True}, ("num_hidden_layers (true)",)),
+    "layers_many": ("qwen3_moe", {"num_hidden_layers": 10**18}, ("num_hidden_layers (1000000000000000000)",)),
+    "width_negative": ("llama", {"intermediate_size": -24}, ("intermediate_size (-24)",)),
+    "epsilon_nan": ("llama", {"rms_norm_eps": float("nan")}, ("rms_norm_eps (NaN)",)),
+    "epsilon_zero": ("bert", {"layer_norm_eps": 0.0}, ("layer_norm_eps (0.0)",)),
+    "tied_null": ("gpt2", {"tie_word_embeddings": None}, ("tie_word_embeddings (null)", "true or false")),
+    "end_a_text": ("gpt2", {"eos_token_id": "</s>"}, ('eos_token_id ("</s>")',)),
+    "required": ("llama", {"intermediate_size": mutations.DROP}, ("'intermediate_size'",)),
+    "two_types": ("llama", {"dtype": "float32", "torch_dtype": "bfloat16"}, ("dtype (float32)", "torch_dtype (bfloat16)")),
+    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_table_does_not_hold_is_refused(name: str) -> None:
+    base, changes, says = REFUSED[name]
+    with pytest.raises(ConfigError) as error:
+        huggingface.read_config(_config(base, **changes))
+    assert all(part in str(error.value) for part in says), error.value
+    assert "\n" not in str(error.value)
+
+
+def test_every_key_refuses_values_of_another_kind() -> None:
+    for family in FAMILIES.values():
+        base = _config(family.model_type)
+        for key, row in family.keys.items():
+            for value in mutations.OTHER_TYPES:
+                fits = row.kind.fits(value) and (not row.only or any(show(value) == show(allowed) for allowed in row.only))
+                if fits or key == "model_type":
+                    continue
+                config = {other: held for other, held in base.items() if other not in row.also}
+                with pytest.raises(ConfigError, match=key):
+                    read_keys({**config, key: value}, family.model_type, family.keys)
+
+
+def test_old_and_new_spellings_are_one_model() -> None:
+    new = _read(_config("mixtral"))
+    for change in (
+        {"rope_parameters": mutations.DROP},  # Mixtral's own base
+        {"rope_parameters": mutations.DROP, "rope_theta": 1e6, "rope_scaling": None},
+        {"rope_parameters": None, "rope_scaling": {"type": "default"}, "rope_theta": 1000000},
+        {"dtype": mutations.DROP, "torch_dtype": "float32"},
+        {"num_local_experts": mutations.DROP, "num_experts": 4},
+    ):
+        assert _read(_config("mixtral", **change)) == new
+    assert _read(_config("llama", rope_parameters={"type": "default", "rope_theta": 5}))["rotary_base"] == 5.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bases")
+    make_bases(path, SAMPLED)
+    return path
+
+
+SAMPLED = ("gpt2", "llama", "mixtral_tied", "qwen3_moe", "olmoe", "deepseek_v3", "bert_untied")
+KNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
+    # Cases that were wrong without a word: what must become of each.
+    "scaling beside parameters": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "refused"),
+    "no rotary base": ("mixtral_tied", {"rope_parameters": mutations.DROP}, "agrees"),
+    "not causal": ("olmoe", {"is_causal": False}, "refused"),
+    "an output of its own": ("bert_untied", {}, "agrees"),
+}
+
+
+def _verdicts(folder: Path, cases: list[Case]) -> dict[str, str]:
+    found = {f"{case.base} {case.what}": verdict for case, verdict in judged(folder, iter(cases))}
+    wrong = {name: verdict.why for name, verdict in found.items() if verdict.word == "wrong"}
+    assert not wrong
+    return {name: verdict.word for name, verdict in found.items()}
+
+
+def test_what_was_silently_wrong(folder: Path) -> None:
+    cases = [Case(base, "known", name, mutations.changed(changes), (*changes,)) for name, (base, changes, _) in KNOWN.items()]
+    verdicts = _verdicts(folder, cases)
+    assert verdicts == {f"{base} {name}": word for name, (base, _, word) in KNOWN.items()}
+
+
+def _unequal(tensors: dict[str, torch.Tensor]) -> None:
+    gate, up = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    tensors[gate], tensors[up] = torch.cat([tensors[gate], tensors[up][:2]]), tensors[up][2:]
+
+
+def _other_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+
+def _same_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(
+    ("base", "edit", "word", "says"),
+    [
+        ("llama", _unequal, "refused", "model.layers.0.mlp.gate_proj.weight has shape [26, 16], but config.json calls for [24, 16]"),
+        ("mixtral_tied", _other_head, "refused", "lm_head.weight"),
+        ("mixtral_tied", _same_head, "agrees", "logits"),
+    ],
+)
+def test_tensors_are_checked_by_name(folder: Path, base: str, edit: Any, word: str, says: str) -> None:
+    case = Case(base, "tensors", "", lambda path: mutations.edit_tensors(path, edit), ("tensor",))
+    ((_, verdict),) = judged(folder, iter([case]))
+    assert verdict.word == word, verdict.why
+    assert says in verdict.why
+
+
+def test_a_sample_of_mutations_and_damages(folder: Path) -> None:
+    """The rest is `python -m benchmarks.huggingface_mutations`."""
+    cases = itertools.chain(
+        itertools.islice((case for case in same_meaning_cases() if case.base in SAMPLED), 0, None, 6),
+        itertools.islice(config_cases(folder, 42, seed=3, bases=SAMPLED), 0, None, 5),
+        itertools.islice(damage_cases(folder, 28, seed=3, bases=SAMPLED), 0, None, 4),
+    )
+    assert set(_verdicts(folder, list(cases)).values()) == {"agrees", "refused"}
+
+
+def test_an_untied_bert_leaves_as_it_came(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    for arguments in (
+        ["import", str(folder / "bert_untied"), str(tmp_path / "ours")],
+        ["export", str(tmp_path / "ours"), str(tmp_path / "hf")],
+    ):
+        assert convert.main(arguments) == 0
+    model, report = transformers.BertForPreTraining.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    head = model.cls.predictions
+    assert torch.equal(head.bias, head.decoder.bias)  # for transformers 4, where they are one
+    before = transformers.BertForPreTraining.from_pretrained(folder / "bert_untied")
+    tokens = torch.arange(9)[None]
+    with torch.no_grad():
+        assert torch.equal(model(tokens).prediction_logits, before(tokens).prediction_logits)
