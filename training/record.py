@@ -79,7 +79,7 @@ def read(run_dir: Path) -> Record | None:
         if not isinstance(found.id, str) or not isinstance(found.resume, str):
             raise ValueError("its id and resume must be texts")
         return found
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
