@@ -117,25 +117,26 @@ class TokenReader:
 
     def read(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
         """The tokens of [begin, end) of each span, one after the other. Raises ConfigError when the file was changed since."""
-        size = self.dtype.itemsize
-        tokens = np.empty(sum(end - begin for begin, end in spans), self.dtype)
-        view, descriptor, place = tokens.view(np.uint8).data, self._file.fileno(), 0
-        for begin, end in spans:
-            offset, stop = begin * size, place + (end - begin) * size
-            while place < stop:
-                count = os.preadv(descriptor, [view[place:stop]], offset)
-                if not count:
-                    break
-                place, offset = place + count, offset + count
-            if place < stop:
-                break
+        size, descriptor = self.dtype.itemsize, self._file.fileno()
+        content = b"".join([_read(descriptor, (end - begin) * size, begin * size) for begin, end in spans])
         now = _fingerprint(os.fstat(descriptor))
-        if now != self.fingerprint or place < len(view):
+        if now != self.fingerprint or len(content) < sum(end - begin for begin, end in spans) * size:
             found = f"has {now[0]} bytes now, of {self.fingerprint[0]}" if now[0] != self.fingerprint[0] else "was written to"
             raise ConfigError(
                 f"data.corpus: {self.path} {found}: it was changed while it was read. Put it back as it was, and start again to go on"
             )
-        return tokens
+        return np.frombuffer(content, self.dtype)
+
+
+def _read(descriptor: int, count: int, offset: int) -> bytes:
+    """So many bytes of a file, or those that it has."""
+    content = os.pread(descriptor, count, offset)
+    while len(content) < count:  # the system may give fewer at once
+        more = os.pread(descriptor, count - len(content), offset + len(content))
+        if not more:
+            break
+        content += more
+    return content
 
 
 def _fingerprint(stat: os.stat_result) -> tuple[int, int, int]:

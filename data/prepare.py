@@ -578,7 +578,7 @@ keys (as for train.py):
   data.text_key=text        field of .jsonl, column of .parquet
   data.tokenizer=sentencepiece   trained on the corpus (data.vocab_size=4096 pieces); or a .model file, or a Hugging Face folder
   data.cache_dir=cache      where the results go
-  data.validation_fraction=0.02
+  data.validation_fraction=0.02  share of the tokens for validation
   data.num_workers=null     processes; null: all cores
   model.family=gpt          gpt, or bert: documents are stored as sentences
 """
