@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from configs.keys import Key
-from configs.schema import KEYS
+from omegaconf import DictConfig
 
+from configs.compose import compose_groups
+from configs.keys import Key
+from configs.mistakes import check_override
+from configs.schema import Config
+from configs.validate import validate
+from configs.values import set_values, to_config
+from tests.configs import advice
+
+KINDS = ("type", "null", "list", "mapping", "unset variable")  # of every key
 UNSET = "MIXTRAIN_TESTS_LEAVE_THIS_UNSET"
 
 
@@ -57,4 +66,33 @@ def _item(key: Key, value: float) -> str:
     return f"[{value}]" if key.of_items else str(value)
 
 
-ALL = [wrong for key in KEYS.values() for wrong in wrong_values(key)]
+def presets_of(model: str) -> DictConfig:
+    """The composed presets of a model, to take overrides on."""
+    return compose_groups([check_override(f"model={model}", None)])
+
+
+def take(presets: DictConfig, overrides: Sequence[str], world_size: int = 1) -> Config:
+    """The command line's path from overrides to a checked config. Raises ConfigError."""
+    composed = copy.deepcopy(presets)
+    config = to_config(composed, set_values(composed, [check_override(text, None) for text in overrides]))
+    validate(config, world_size)
+    return config
+
+
+def fault(wrong: WrongValue, message: str) -> str:
+    """What is wrong with what was said of a wrong value; "" where it names key, value and rule, and advises something."""
+    name, _, rest = message.partition(" (")
+    value, _, rule = rest.partition(") ")
+    written = wrong.written.replace("'", "")
+    if name != wrong.key:
+        return "does not name the key"
+    if value != written and wrong.kind not in ("range", "huge", "nan", "fraction"):  # numbers are shown as they were read
+        return "does not show the value"
+    if not rule.startswith("must ") or "\n" in message:
+        return "does not say the rule in one line"
+    if wrong.kind == "unset variable" and UNSET not in rule:
+        return "does not name the variable"
+    if wrong.kind == "no key" and "nowhere.at.all" not in rule:
+        return "does not name what it refers to"
+    fixes = advice.split(message)[1]
+    return "" if fixes and all(any(advice.key_of(fix) == name for fix in each) for each in fixes) else "has no advice for the key"
