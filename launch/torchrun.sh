@@ -25,8 +25,9 @@ have run.
                        node is shown as well (default: show all, no files)
 
 Exit status: 0 when all steps are done; 75 when the run stopped early on purpose, with everything saved: the same command goes
-on; anything else is a failure, that of the rank that failed first. SIGTERM, SIGHUP, Ctrl-C, SIGUSR1 and SIGUSR2 make the ranks
-finish their step, save and stop; a second Ctrl-C ends them at once.
+on; 2 for a wrong config, which is not started again; anything else is a failure, that of the rank that failed first. The last
+line is that rank's. SIGTERM, SIGHUP, Ctrl-C, SIGUSR1 and SIGUSR2 make the ranks finish their step, save and stop, or end at
+once before the first step; a second Ctrl-C ends them in any case.
 
 One node listens on the loopback alone. Several nodes ask nobody who he is: docs/guide/network.md says how to keep others away.
 
