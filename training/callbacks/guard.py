@@ -143,7 +143,7 @@ class Guard(Callback):
         kind, state = ("stopped_early", "stopped_early") if verdict.stop else ("rank_lost", "failed")
         with contextlib.suppress(OSError):  # a full disk may be why; the words are said all the same
             events.record(self._run_dir, kind, words, **fields)
-            status.write(self._run_dir, state, verdict.step, words, exit_status=self._status)
+            status.write(self._run_dir, state, verdict.step, words, exit_status=STOPPED_EARLY if verdict.stop else self._status)
 
     def _end_hard(self) -> None:
         time.sleep(GRACE)
