@@ -59,24 +59,35 @@ def writing(path: Path | str) -> Iterator[None]:
         raise WriteError(path, error) from None
 
 
+@contextlib.contextmanager
+def writing_into(folder: Path) -> Iterator[None]:
+    """Names the folder in an error of a full or read-only disk that names no file. Raises WriteError; other errors pass."""
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        if error.errno not in FULL | _CLOSED or error.filename is not None:
+            raise
+        raise WriteError(folder, error) from None
+
+
 def temporary(path: Path) -> Path:
     """The name under which this process writes what will become `path`."""
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
 
-def write_text(path: Path, text: str, *, durable: bool = True, in_place: bool = False) -> None:
-    """Write a small file, whole or not at all. Raises WriteError; what is there then stays as it was.
+def write_text(path: Path, text: str, *, in_place: bool = False) -> None:
+    """Write a small file through to the disk, whole or not at all. Raises WriteError; what is there then stays as it was.
 
-    durable: through to the disk. in_place: where the disk is full, write over the file that is there; while it is small that takes no
-    more room.
+    in_place: where the disk is full, write over the file that is there; while it is small that takes no more room.
     """
     between, content = temporary(path), text.encode()
     try:
         with open(between, "wb") as stream:
             stream.write(content)
-            if durable:
-                stream.flush()
-                os.fsync(stream.fileno())
+            stream.flush()
+            os.fsync(stream.fileno())  # before the name: else a disk that fails may keep the name and lose what is in it
         os.replace(between, path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -135,7 +146,13 @@ class Log:
                     os.ftruncate(self._descriptor, mine.st_size)
                 raise
 
+    def sync(self) -> None:
+        """Have all lines through to the disk. Raises WriteError."""
+        with writing(self.path):
+            os.fsync(self._descriptor)
+
     def close(self) -> None:
         """No more lines; every one was written when `write` returned."""
+        descriptor, self._descriptor = self._descriptor, -1
         with contextlib.suppress(OSError):
-            os.close(self._descriptor)
+            os.close(descriptor)

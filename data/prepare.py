@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from configs import command
 from configs.exit_status import FAILED, INTERRUPTED
+from configs.files import write_text, writing_into
 from configs.schema import ConfigError, DataConfig
 from data import lock
 from data.corpus import Document, File, Source, parse_corpus, plan_parts, read_span, unpack
@@ -252,7 +253,8 @@ def _add_tokenized(
         with lock.hold(folder / "lock", config.timeout_seconds):
             done = find(rebuild_damaged)
             if done is None:
-                _tokenize(source, config, family, tokenizer, folder, cache, rule, show_progress)
+                with _room_given_back(folder), writing_into(folder):
+                    _tokenize(source, config, family, tokenizer, folder, cache, rule, show_progress)
                 done = find(False)
                 assert done is not None
     folder = Path(done["folder"])
@@ -327,6 +329,18 @@ def _checked(done: dict[str, Any], folder: Path, cache: Path, timeout: float, re
     return done
 
 
+@contextlib.contextmanager
+def _room_given_back(folder: Path) -> Iterator[None]:
+    """Where a disk fails, deletes what was half written; finished parts stay, and are gone on from."""
+    try:
+        yield
+    except OSError:
+        for leftover in folder.rglob("*.tmp*"):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        raise
+
+
 def _tokenize(
     source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, folder: Path, cache: Path, rule: str, show_progress: bool
 ) -> None:
@@ -363,7 +377,7 @@ def _tokenize(
         shutil.rmtree(folder)
         raise ConfigError(_no_documents(source.name, done["bad_lines"], done["first_bad_lines"]))
     done["digests"] = {name: file_digest(target / name, cache, config.timeout_seconds) for name in done["sizes"]}
-    _write_text(target / "done.json", json.dumps(done, indent=1))
+    write_text(target / "done.json", json.dumps(done, indent=1))
     shutil.rmtree(parts_dir)
     shutil.rmtree(unpacked_dir)
 
@@ -433,7 +447,7 @@ def _merge(parts: list[Path], folder: Path, tokenizer: Tokenizer, family: str, s
     files = [f"{name}.{suffix}" for name in names for suffix in ("bin", "idx")]
     for file in files:
         os.rename(folder / f"{file}.tmp", folder / file)
-    _write_text(folder / "bad_lines.txt", "".join(f"{line}\n" for line in bad))
+    write_text(folder / "bad_lines.txt", "".join(f"{line}\n" for line in bad))
     return {
         "tokens": {name: int(sum(int(part.sum(dtype=np.int64)) for part in lengths[name])) for name in names},
         "documents": first,
@@ -464,12 +478,6 @@ def _cut(
 def _load(part: Path) -> Any:
     """The arrays of a part, each read when it is asked for."""
     return np.load(io.BytesIO(part.read_bytes()))
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    temporary.write_text(text)
-    temporary.rename(path)
 
 
 # Processes
@@ -532,7 +540,9 @@ def _run_jobs(
                         )
                     reply = json.loads(line)
                     if "error" in reply:
-                        raise ConfigError(reply["error"]) if reply.get("config") else RuntimeError(f"{verb}: {reply['error']}")
+                        if reply.get("config"):
+                            raise ConfigError(reply["error"])
+                        raise OSError(reply["errno"], f"{verb}: {reply['error']}", reply["file"])
                     bar.update(jobs[reply["job"]]["size"])
                     if pending:
                         number, job = pending.pop()

@@ -104,7 +104,7 @@ def main() -> None:
         except ConfigError as error:
             reply = {"error": str(error), "config": True}
         except OSError as error:  # disk full, no permission: no traceback needed
-            reply = {"error": f"{type(error).__name__}: {error}"}
+            reply = {"error": error.strerror or str(error), "errno": error.errno, "file": error.filename}
         try:
             replies.write(json.dumps({"job": job["job"], **reply}) + "\n")
             replies.flush()

@@ -90,7 +90,7 @@ def read(run_dir: Path) -> Record | None:
 
 def write(run_dir: Path, record: Record) -> None:
     """Put a record in place, whole or not at all. Raises OSError."""
-    files.write_text(run_dir / RECORD, json.dumps(asdict(record), indent=1) + "\n", durable=False)
+    files.write_text(run_dir / RECORD, json.dumps(asdict(record), indent=1) + "\n")
 
 
 def this_process() -> dict[str, Any]:

@@ -60,6 +60,8 @@ class Saver:
         self._snapshot = Snapshot(pinned=model.topology.device.type == "cuda")
         self.last_step: int | None = None  # the step that was saved last, unless the model was loaded since
         self._save: _Save | None = None
+        # Called on rank 0, in the writing thread, before a checkpoint gets its name; what it raises fails the save.
+        self.before_name: Callable[[], None] = _nothing
         self._config = to_yaml(model.config)  # now, because it takes longer than a snapshot
         # The state of writers is asked for over the CPU, whatever training uses: no step waits for it on the device.
         gloo = dist.get_backend() == "gloo"
@@ -93,6 +95,7 @@ class Saver:
         state = contents.describe(model, progress, vocab_size, facts or {})
         small = {manifest.CONFIG: self._config, manifest.STATE: json.dumps(state, indent=1)}
         self._save = _Save(folder, progress.step, small, self._snapshot, keep, keep_every, begin)
+        self._save.before_name = self.before_name
         self.last_step = progress.step
         return earlier
 
@@ -144,6 +147,10 @@ class Saver:
             self._save = None
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Save:
     """One save: what is written where, and the part of it that is under way."""
 
@@ -154,6 +161,7 @@ class _Save:
         self.committing = False
         self._small, self._snapshot, self._keep, self._keep_every = small, snapshot, keep, keep_every
         self._reason = "cancelled"
+        self.before_name: Callable[[], None] = _nothing
         self._rank = dist.get_rank()
         self.part = _Part(self._write)
         self.pause = time.perf_counter() - begin
@@ -191,6 +199,7 @@ class _Save:
         assert lacking is None, lacking
         manifest.write(self.temporary, self.step, files)
         manifest.sync_folder(self.temporary)
+        self.before_name()
         manifest.put_in_place(self.temporary, self.folder)
         complaint = None
         try:

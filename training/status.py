@@ -27,7 +27,7 @@ def write(run_dir: Path, state: str, step: int, text: str, **fields: Any) -> Non
     """
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
     content = {"state": state, "step": step, "text": text, "time": time.time(), "launch": launch, **fields}
-    files.write_text(run_dir / STATUS, json.dumps(content, indent=1) + "\n", durable=False, in_place=True)
+    files.write_text(run_dir / STATUS, json.dumps(content, indent=1) + "\n", in_place=True)
 
 
 def read(run_dir: Path) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Trainer:
         self.config = config
         self._claim: resume.Claim | None = None  # keeps other jobs out of the run's folder
         metrics_file = MetricsFile()
-        self._health, self._checkpoints = Health(config), Checkpoints(metrics_file.flush)
+        self._health, self._checkpoints = Health(config), Checkpoints(metrics_file.flush, metrics_file.sync)
         planning = ExpertPlanning() if plans_moe(config) else None
         self.callbacks: list[Callback] = [
             *([planning] if planning else []),

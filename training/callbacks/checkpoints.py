@@ -15,16 +15,18 @@ class Checkpoints(Callback):
 
     A save that fails in the midst of a run is said, and the next one is tried when it is due: who makes room in time loses nothing. A
     run whose last save failed ends with its error. on_record: called on the main rank before a save begins; it sees to it that the
-    steps up to it are on record, and raises where they are not.
+    steps up to it are on record, and raises where they are not. on_disk: called before a checkpoint gets its name, in another thread;
+    it sees to it that this record is on the disk.
     """
 
-    def __init__(self, on_record: Callable[[], None] = lambda: None) -> None:
-        self._on_record = on_record
+    def __init__(self, on_record: Callable[[], None] = lambda: None, on_disk: Callable[[], None] = lambda: None) -> None:
+        self._on_record, self._on_disk = on_record, on_disk
         self._saver: Saver | None = None
         self._failed: str | None = None  # of the newest save
 
     def on_start(self, run: Run) -> None:
         self._saver = checkpoint.saver_of(run.model)
+        self._saver.before_name = self._on_disk
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         settings = run.config.checkpoint

@@ -58,6 +58,12 @@ class MetricsFile(Callback):
             self._log.write(self._waiting[0])
             del self._waiting[0]
 
+    def sync(self) -> None:
+        """Have every step that was written on the disk. Raises WriteError."""
+        log = self._log
+        if log is not None:
+            log.sync()
+
     def on_rollback(self, run: Run) -> None:
         self.close()
         self.on_start(run)
