@@ -70,6 +70,8 @@ KEYS: Keys = {
     "reorder_and_upcast_attn": irrelevant(FLAG),  # the same sums in another order
     "is_causal": only(True),
     "is_decoder": irrelevant(FLAG),
+    "n_special": only(0),
+    "predict_special_tokens": irrelevant(FLAG),
     # Of a head for classification.
     "summary_type": irrelevant(TEXT),
     "summary_use_proj": irrelevant(FLAG),

@@ -158,7 +158,7 @@ _GENERATION = (
 _NOTES = (
     *("_name_or_path", "name_or_path", "_commit_hash", "_attn_implementation_autoset", "finetuning_task", "task_specific_params"),
     *("prefix", "tokenizer_class", "sep_token_id", "tf_legacy_loss", "use_bfloat16", "xla_device", "output_past", "torchscript"),
-    *("gradient_checkpointing", "cross_attention_hidden_size"),
+    *("gradient_checkpointing", "cross_attention_hidden_size", "_num_labels", "eos_token_ids"),
 )
 TYPES = ("float32", "bfloat16", "float16")
 EVERY_FAMILY: Keys = {

@@ -145,6 +145,72 @@ def test_old_and_new_spellings_are_one_model() -> None:
     assert _read(_config("llama", rope_parameters={"type": "default", "rope_theta": 5}))["rotary_base"] == 5.0
 
 
+# Keys of folders that are in wide use, beside the sizes.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-medium": (
+        "gpt2",
+        {
+            "n_ctx": 16,
+            "n_special": 0,
+            "predict_special_tokens": True,
+            "output_past": True,
+            "_num_labels": 1,
+            "summary_activation": None,
+            "summary_first_dropout": 0.1,
+            "summary_proj_to_labels": True,
+            "summary_type": "cls_index",
+            "summary_use_proj": True,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        },
+    ),
+    "bert-base-chinese": (
+        "bert",
+        {
+            "directionality": "bidi",
+            "pooler_fc_size": 768,
+            "pooler_num_attention_heads": 12,
+            "pooler_num_fc_layers": 3,
+            "pooler_size_per_head": 128,
+            "pooler_type": "first_token_transform",
+            "position_embedding_type": "absolute",
+            "gradient_checkpointing": False,
+            "type_vocab_size": 2,
+            "transformers_version": "4.6.0.dev0",
+        },
+    ),
+    "Llama-2-7b": (
+        "llama",
+        {"_name_or_path": "x", "pretraining_tp": 1, "rope_scaling": None, "max_length": 4096, "temperature": 0.9, "top_p": 0.6},
+    ),
+    "Mixtral-8x7B": ("mixtral", {"sliding_window": None, "output_router_logits": False, "router_aux_loss_coef": 0.02, "use_cache": True}),
+    "Qwen3-30B-A3B": (
+        "qwen3_moe",
+        {"max_window_layers": 48, "sliding_window": None, "use_sliding_window": False, "rope_scaling": None, "decoder_sparse_step": 1},
+    ),
+    "OLMoE-1B-7B": ("olmoe", {"clip_qkv": None, "rope_scaling": None, "attention_bias": False, "router_aux_loss_coef": 0.01}),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {
+            "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+            "ep_size": 1,
+            "moe_layer_freq": 1,
+            "pretraining_tp": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "num_nextn_predict_layers": 1,
+            "aux_loss_alpha": 0.001,
+            "seq_aux": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str) -> None:
+    base, keys = PUBLISHED[name]
+    assert _read(_config(base, **keys)) == _read(_config(base))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bases")
