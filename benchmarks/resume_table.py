@@ -129,10 +129,10 @@ def cases(root: Path, count: int, seed: int) -> list[Case]:
         for names in by_meaning.values():
             while names and len(found) < count:
                 name, number = names.pop(), len(found)
-                model = "gpt_moe_tiny" if name.startswith("moe.") else "bert_tiny" if "bert" in KEYS[name].meaning else MODELS[number % 3]
+                model = "gpt_moe_tiny" if name.startswith("moe.") else "bert_tiny" if "bert" in KEYS[name].meaning else rng.choice(MODELS)
                 value = legal(base(model, root), name, 1)
                 if value is not None:
-                    found.append(Case(name, value, model, WAYS[number // 3 % 3], number % 3 == 2))
+                    found.append(Case(name, value, model, WAYS[number // 3 % 3], (number // 9 + number) % 3 == 0))
                     break
     return found
 
