@@ -362,8 +362,9 @@ def _set_up(rank: int, world_size: int, port: int, prefix: str, timeout: float, 
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    # What torchrun would say; the group is already there, so no address is needed.
+    # What torchrun would say.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # Longer than the test's own limit: a hang is then reported with the stacks of all ranks, not as gloo's timeout.
     limit = datetime.timedelta(seconds=timeout + 60)
     store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
