@@ -97,6 +97,17 @@ def write_text(path: Path, text: str, *, in_place: bool = False) -> None:
         raise WriteError(path, error) from None
 
 
+def sync(path: Path) -> None:
+    """Have a file, or all that is in a folder, through to the disk. Raises WriteError."""
+    for part in [path, *(path.rglob("*") if path.is_dir() else ())]:
+        with writing(part):
+            descriptor = os.open(part, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
 def _write_over(path: Path, content: bytes) -> bool:
     try:
         with open(path, "r+b", buffering=0) as stream:

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from configs import command
 from configs.exit_status import FAILED, INTERRUPTED
-from configs.files import write_text, writing_into
+from configs.files import sync, write_text, writing_into
 from configs.schema import ConfigError, DataConfig
 from data import lock
 from data.corpus import Document, File, Source, parse_corpus, plan_parts, read_span, unpack
@@ -446,6 +446,7 @@ def _merge(parts: list[Path], folder: Path, tokenizer: Tokenizer, family: str, s
         write_index(folder / f"{name}.idx.tmp", dtype, np.concatenate(lengths[name]), bounds)
     files = [f"{name}.{suffix}" for name in names for suffix in ("bin", "idx")]
     for file in files:
+        sync(folder / f"{file}.tmp")
         os.rename(folder / f"{file}.tmp", folder / file)
     write_text(folder / "bad_lines.txt", "".join(f"{line}\n" for line in bad))
     return {

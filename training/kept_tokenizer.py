@@ -59,6 +59,7 @@ def keep(run_dir: Path, tokenizer: Tokenizer) -> None:
     with files.writing(folder):
         try:
             copy_tokenizer(Path(tokenizer.path), between)
+            files.sync(between)  # before its name: else a disk that fails may keep the name and lose what is in it
             between.replace(folder)
         except OSError:
             shutil.rmtree(between, ignore_errors=True)

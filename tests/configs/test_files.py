@@ -86,6 +86,15 @@ def test_a_folder_that_goes_is_noticed(tmp_path: Path, take_away: Any) -> None:
     assert not (folder / "lines").exists() or (folder / "lines").read_text() == "another run's\n"
 
 
+def test_all_of_a_folder_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_text("")
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    files.sync(tmp_path)
+    assert sorted(synced) == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+
+
 def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
     for name in ("status.json.123.tmp", "notes.tmp", "x.tmp.txt"):
         (tmp_path / name).write_text("")
