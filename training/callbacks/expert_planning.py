@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron.core import parallel_state
 
 from configs import derived
+from configs.files import Log, WriteError
 from configs.schema import ConfigError
 from moe import blocks, exchanges
 from moe.layer import MixtrainMoELayer
@@ -42,7 +44,7 @@ class ExpertPlanning(Callback):
     their own, `plans_stage1.jsonl` and so on."""
 
     def __init__(self) -> None:
-        self._stream: TextIO | None = None
+        self._log: Log | None = None
         self._planners: dict[str, Planner] = {}  # by the all-to-all whose costs they know
         self._in_force: dict[int, tuple[str, Plan]] = {}  # by layer
         self.decisions: dict[int, Decision] = {}  # by layer: the one in force
@@ -68,7 +70,7 @@ class ExpertPlanning(Callback):
             self._planners[kind] = Planner(measured[kind], limits)
         if parallel_state.get_data_parallel_rank() == 0 and run.topology.tensor_rank == 0:
             stage = run.topology.pipeline_rank
-            self._stream = open(run.run_dir / ("plans.jsonl" if stage == 0 else f"plans_stage{stage}.jsonl"), "a")
+            self._log = Log(run.run_dir / ("plans.jsonl" if stage == 0 else f"plans_stage{stage}.jsonl"))
         self._write({"step": run.progress.step, "costs": {kind: of_kind.as_dict() for kind, of_kind in measured.items()}})
         even = self._shape.even()
         self._trial = Trial(self._ask(lambda planner: planner.close(even)), len(layers))
@@ -144,13 +146,18 @@ class ExpertPlanning(Callback):
             self._write({**line, **_as_dict(decision)})
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._stream is not None:
-            self._stream.write(json.dumps(line) + "\n")
-            self._stream.flush()
+        if self._log is None:
+            return
+        try:
+            self._log.write(json.dumps(line))
+        except WriteError as error:  # a run does not end for want of what explains its plans
+            print(f"{error} No more plans are on record", file=sys.stderr, flush=True)
+            self.close()
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
 
 def _shape(run: Run, layer: MixtrainMoELayer) -> Shape:

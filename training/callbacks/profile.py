@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,12 @@ class Profile(Callback):
 
         def write(profiler: Any) -> None:
             if self._done in chosen:  # not where an error cuts a step off
-                profiler.export_chrome_trace(str(trace_path(run.run_dir, self._done, run.topology.rank)))
+                path = trace_path(run.run_dir, self._done, run.topology.rank)
+                try:
+                    profiler.export_chrome_trace(str(path))
+                except OSError as error:  # a trace less ends no run
+                    path.unlink(missing_ok=True)
+                    print(f"{path} cannot be written: {error.strerror or error}", file=sys.stderr, flush=True)
 
         activities = [ProfilerActivity.CPU]
         if run.topology.device.type == "cuda":

@@ -21,8 +21,9 @@ class TensorBoard(Callback):
         if run.is_main and run.config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # imports for a second; only where it is used
 
-            self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.progress.step + 1)
-            self._soon = Background()
+            self._soon = Background("tensorboard")
+            with self._soon.watched():
+                self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.progress.step + 1)
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         if self._soon is not None:
@@ -45,11 +46,11 @@ class TensorBoard(Callback):
         self.on_start(run)
 
     def close(self) -> None:
-        try:
-            if self._soon is not None:
-                self._soon.close()
-        finally:
-            if self._writer is not None:
+        if self._soon is None:
+            return
+        self._soon.close()
+        if self._writer is not None:
+            with self._soon.watched():
                 self._writer.close()
 
 

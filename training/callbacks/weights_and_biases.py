@@ -35,7 +35,7 @@ class WeightsAndBiases(Callback):
                 raise ConfigError(f"logging.wandb (online) must reach its service: {reason}. Try logging.wandb=offline.") from error
             print(f"logging.wandb=auto: its service does not answer ({reason}); the run is logged offline", flush=True)
             self._run = self._begin(run, "offline")
-        self._soon = Background()
+        self._soon = Background("wandb")
 
     def _begin(self, run: Run, mode: str) -> Any:
         import wandb
@@ -67,9 +67,8 @@ class WeightsAndBiases(Callback):
         self._run.log({**scalars(metrics), **texts(metrics), **bars}, step=metrics["step"])
 
     def close(self) -> None:
-        try:
-            if self._soon is not None:
-                self._soon.close()
-        finally:
-            if self._run is not None:
-                self._run.finish()
+        if self._soon is None:
+            return
+        self._soon.close()
+        with self._soon.watched():
+            self._run.finish()
