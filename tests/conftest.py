@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from tests import distributed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _children_take_an_interrupt() -> None:
+    """A shell starts what it runs in the background with SIGINT ignored, and programs that tests start would inherit that."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
