@@ -32,9 +32,13 @@ def on_resume(name: str, before: Config, after: Config) -> OnResume:
         return "free"  # the learning rate does not look at the run's end
     if name == "training.micro_batch_size" and not any(_looks_at_micro_batches(config) for config in both):
         return "free"  # the loss is a mean over the global batch
+    if name == "data.vocab_size" and all(config.data.tokenizer != "sentencepiece" for config in both):
+        return "free"  # of a tokenizer that is trained here
     return KEYS[name].on_resume
 
 
 def _looks_at_micro_batches(config: Config) -> bool:
-    moe = config.moe
+    model, moe = config.model, config.moe
+    if model.hidden_dropout > 0 or model.attention_dropout > 0:
+        return True  # each micro-batch draws its own
     return derived.is_moe(config) and (moe.aux_loss_coeff > 0 or moe.capacity_factor is not None)

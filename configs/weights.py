@@ -102,7 +102,10 @@ def _adopt_again(config: Config, named: set[str]) -> bool:
     path = Path(config.run_dir) / "config.yaml"
     try:
         kept = yaml.safe_load(path.read_bytes())
-        if kept["checkpoint"]["weights"] != config.checkpoint.weights or not (path.parent / "checkpoints").is_dir():
+        if (
+            Path(kept["checkpoint"]["weights"]).resolve() != Path(str(config.checkpoint.weights)).resolve()
+            or not (path.parent / "checkpoints").is_dir()
+        ):
             return False
         theirs = {section: {key: value for key, value in kept[section].items() if key != "placement"} for section in SECTIONS}
         tokenizer = kept["data"]["tokenizer"]

@@ -7,7 +7,8 @@ An identity is what JSON holds:
     source: {"name": as data.corpus has it, "weight": float or null, "documents": int,
              "train": {"tokens": int, "digest": ...}, "valid": the same,
              "files": {"bin": digest, "idx": digest} of token files that the user has made, else null,
-             "python": the version whose library stdlib is, else null}
+             "python": the version whose library stdlib is, else null,
+             "text": digest of the documents' text, whatever their tokens and split, else null}
 
 Paths and times are no part of it: a corpus that has moved is the same.
 """
@@ -71,7 +72,8 @@ def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool
             return f"{words} {'has' if len(changed) == 1 else 'have'} other bytes than the run was trained on"
     same_count = source["documents"] == old["documents"]
     changed = [split for split in ("train", "valid") if source[split] != old[split]]
-    if same_count and not (changed and comparable):
+    other_text = bool(source.get("text") and old.get("text")) and source["text"] != old["text"]
+    if same_count and not other_text and not (changed and comparable):
         return None
     if source.get("python") and old.get("python") and source["python"] != old["python"]:
         return f"stdlib is of Python {source['python']}, the run was trained on that of {old['python']}"
@@ -80,7 +82,8 @@ def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool
         return f"{called} has {source['documents']:,} documents, the run was trained on {old['documents']:,}"
     called_split = {"train": "training", "valid": "validation"}
     counts = [f"{called_split[split]} {source[split]['tokens']:,} tokens, then {old[split]['tokens']:,}" for split in changed]
-    return f"{called} has other text than the run was trained on ({'; '.join(counts)})"
+    shown = f" ({'; '.join(counts)})" if comparable else ""
+    return f"{called} has other text than the run was trained on{shown}"
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any], key: str) -> bool:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+import xxhash
 from tqdm import tqdm
 
 from configs import command
@@ -267,7 +268,9 @@ def _add_tokenized(
         name: {"tokens": done["tokens"][name], "digest": digest_of(digests[f"{name}.bin"], digests[f"{name}.idx"])}
         for name in ("train", "valid")
     }
-    prepared.identity["sources"].append(_source_identity(source, done["documents"], splits["train"], splits["valid"], None))
+    prepared.identity["sources"].append(
+        _source_identity(source, done["documents"], splits["train"], splits["valid"], None, done.get("text"))
+    )
     prepared.num_documents += done["documents"]
     prepared.num_bytes += done["bytes"]
     prepared.num_bad_lines += done["bad_lines"]
@@ -276,11 +279,13 @@ def _add_tokenized(
         prepared.bad_lines_files.append(str(folder / "bad_lines.txt"))
 
 
-def _source_identity(source: Source, num_documents: int, train: Any, valid: Any, files: dict[str, str] | None) -> dict[str, Any]:
+def _source_identity(
+    source: Source, num_documents: int, train: Any, valid: Any, files: dict[str, str] | None, text: str | None = None
+) -> dict[str, Any]:
     """What data/identity.py says of a source."""
     python = platform.python_version() if any(file.format == "stdlib" for file in source.files) else None
     names = {"name": source.given, "weight": source.weight, "documents": num_documents}
-    return {**names, "train": train, "valid": valid, "files": files, "python": python}
+    return {**names, "train": train, "valid": valid, "files": files, "python": python, "text": text}
 
 
 def _find_done(folder: Path, source: Source, config: DataConfig, cache: Path, rule: str, rebuild_damaged: bool) -> dict[str, Any] | None:
@@ -376,10 +381,22 @@ def _tokenize(
     if not done["documents"]:
         shutil.rmtree(folder)
         raise ConfigError(_no_documents(source.name, done["bad_lines"], done["first_bad_lines"]))
+    done["text"] = _text_digest(outs)
     done["digests"] = {name: file_digest(target / name, cache, config.timeout_seconds) for name in done["sizes"]}
     write_text(target / "done.json", json.dumps(done, indent=1))
     shutil.rmtree(parts_dir)
     shutil.rmtree(unpacked_dir)
+
+
+def _text_digest(parts: list[Path]) -> str | None:
+    """Of the text of all documents, whatever their tokens and their split; None where an earlier version has made a part."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        arrays = _load(part)
+        if "texts" not in arrays:
+            return None
+        digest.update(arrays["texts"].tobytes())
+    return digest.hexdigest()
 
 
 def _no_documents(name: str, num_bad: int, bad: list[str]) -> str:

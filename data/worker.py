@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from configs.schema import ConfigError
 from data.corpus import BadLine, Span, document_hash, read_span, split_sentences, unpack
@@ -29,7 +30,7 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
     """Tokenize the documents of a part and write them to `out` (.npz) and beside it (.bin), atomically. Returns its counts.
 
     The .bin holds the tokens; the .npz, which is written last and says that the part is complete, sequence_lengths [n],
-    sequences_per_document [d] and hashes [d] (of the documents' names).
+    sequences_per_document [d], hashes [d] (of the documents' names) and texts [d] (hashes of what they hold).
     GPT: one sequence per document, which ends with end-of-document. BERT: a sequence per sentence.
     """
     dtype = token_dtype(tokenizer.vocab_size)
@@ -38,6 +39,7 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
     lengths: list[int] = []
     counts: list[int] = []
     hashes: list[int] = []
+    texts: list[int] = []
     bad: list[str] = []
     num_bytes = 0
     for span in spans:
@@ -57,7 +59,9 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
                 lengths.append(len(ids) + 1)
                 counts.append(1)
             hashes.append(document_hash(item.name))
-            num_bytes += len(item.text) if item.text.isascii() else len(item.text.encode("utf-8"))
+            text = item.text.encode("utf-8")
+            texts.append(xxhash.xxh3_64_intdigest(text))
+            num_bytes += len(text)
     tokens = np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
     temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")
     temporary.write_bytes(tokens.data)
@@ -68,6 +72,7 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
             sequence_lengths=np.array(lengths, dtype=np.int32),
             sequences_per_document=np.array(counts, dtype=np.int64),
             hashes=np.array(hashes, dtype=np.uint64),
+            texts=np.array(texts, dtype=np.uint64),
             num_bytes=np.array(num_bytes),
             bad_lines=np.array(bad, dtype=np.str_),
         )

@@ -54,7 +54,11 @@ def keep(run_dir: Path, tokenizer: Tokenizer) -> None:
         old = tokenizer_digest(folder)
         if old == tokenizer.digest:
             return
-        folder.rename(run_dir / f"{FOLDER}-{old[:8]}")
+        place = run_dir / f"{FOLDER}-{old[:8]}"
+        if place.exists():  # exchanged before, and back
+            shutil.rmtree(folder)
+        else:
+            folder.rename(place)
     between = files.temporary(folder)
     with files.writing(folder):
         try:

@@ -235,6 +235,9 @@ def checkpoints_at(path: Path) -> list[Path]:
     if not found and path.is_dir() and ((path / MANIFEST).exists() or path.name.startswith("step_")):
         found = [path]
     if not found:
+        foreign = foreign_checkpoints(path)
+        if foreign:
+            raise ConfigError(f"{path} holds no checkpoint of its own run: {foreign[0][0].name}: {foreign[0][1]}.")
         raise ConfigError(f"{path} holds no checkpoint. Give a run folder or one of its checkpoints/step_XXXXXXX.")
     return found
 

@@ -23,6 +23,7 @@ def check(config: Config) -> None:
     if begun.checkpoint is not None:
         start.check_model(config, None, begun.checkpoint)
         start.changed_settings(config, begun)
+        start.data_config(config, begun)
         start.check_tokenizer(config, begun)
     if config.data.tokenizer != "sentencepiece":  # else it is trained here, to a size that the config was checked with
         _check_vocabulary(config, load_tokenizer(start.data_config(config, begun).tokenizer).vocab_size)

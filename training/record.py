@@ -24,6 +24,8 @@ from configs import files
 from configs.schema import Config, ConfigError
 
 RECORD = "run.json"
+METRICS = "metrics.jsonl"
+TAIL_BYTES = 1 << 20  # of metrics.jsonl, in which its last whole line lies
 HEARTBEAT = 10.0  # seconds between two signs of life
 SILENCE = 6 * HEARTBEAT  # without one, a process on another host is taken for dead
 SAME_START = 2.0  # seconds by which two readings of one process's start may differ: clocks are set
@@ -53,19 +55,27 @@ class Record:
         return "started fresh" if self.weights is None else f"started from the weights {self.weights}"
 
 
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("id", "resume", "host"), str),
+    **dict.fromkeys(("weights", "checkpoint"), (str, type(None))),
+    **dict.fromkeys(("saved", "pid"), int),
+    **dict.fromkeys(("created", "process_started", "heartbeat"), (int, float)),
+}
+
+
 def way(config: Config) -> tuple[str, str | None]:
     """How a command asks a run to start: `checkpoint.resume` and `checkpoint.weights`, with paths made absolute."""
     resume, weights = config.checkpoint.resume, config.checkpoint.weights
     return (
-        resume if resume in ("auto", "never") else str(Path(resume).absolute()),
-        None if weights is None else str(Path(weights).absolute()),
+        resume if resume in ("auto", "never") else str(Path(resume).resolve()),
+        None if weights is None else str(Path(weights).resolve()),
     )
 
 
 def new(config: Config, checkpoint: Path | None) -> Record:
     """The record of a run that begins now, from a checkpoint of another run or from none."""
     resume, weights = way(config)
-    start = None if checkpoint is None else str(checkpoint.absolute())
+    start = None if checkpoint is None else str(checkpoint.resolve())
     return Record(secrets.token_hex(4), resume, weights if start is None else None, start, created=time.time())
 
 
@@ -76,8 +86,9 @@ def read(run_dir: Path) -> Record | None:
         content = json.loads(path.read_text())
         known = {field.name for field in dataclasses.fields(Record)}
         found = Record(**{key: value for key, value in content.items() if key in known})
-        if not isinstance(found.id, str) or not isinstance(found.resume, str):
-            raise ValueError("its id and resume must be texts")
+        for name, kinds in _KINDS.items():
+            if not isinstance(getattr(found, name), kinds):
+                raise ValueError(f"{name} ({getattr(found, name)}) is of another kind")
         return found
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -134,3 +145,19 @@ class Keeper:
         """No more signs of life."""
         self._ended.set()
         self._thread.join(HEARTBEAT)
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that metrics.jsonl holds; 0 where it holds none."""
+    try:
+        with open(run_dir / METRICS, "rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
+            lines = stream.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue  # the end of a line that a kill cut off
+    return 0

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from configs import files
 from configs.changes import Change
 from configs.schema import Config, ConfigError
-from data.identity import Identity
+from data.identity import Difference, Identity
 from training import contents, events, manifest, start, status
-from training.record import Keeper, Record
+from training.record import Keeper, Record, last_step
 from training.start import Start
 
 LOCK = "job.lock"
@@ -110,7 +110,7 @@ class Beginning:
 
     start: Start
     settings: list[Change]
-    data: list[str]  # sentences
+    data: list[Difference]
 
 
 def find(config: Config, vocab_size: int, identity: Identity) -> Beginning:
@@ -152,22 +152,24 @@ def say(config: Config, beginning: Beginning, step: int) -> None:
     if status.read(run_dir).get("state") == "running" and not found.is_new:  # we hold the folder: that process is gone
         text = "the attempt before this one ended without a word"
         print(text, flush=True)
-        events.record(run_dir, "ended_hard", text, step=start.last_step(run_dir))
+        events.record(run_dir, "ended_hard", text, step=last_step(run_dir))
     line = found.line(step)
     if found.record.adopted and found.checkpoint is not None and manifest.run_of(found.checkpoint) is None:
         line += "; its checkpoint is of an earlier version, which names neither tokenizer nor data: they are taken from its folder"
     print(line, flush=True)
-    events.record(run_dir, "run_started" if found.is_new else "run_goes_on", line, step=step, run=found.record.id)
+    way = {"run": found.record.id, "resume": found.record.resume, "weights": found.record.weights, "checkpoint": found.record.checkpoint}
+    events.record(run_dir, "run_started" if found.is_new else "run_goes_on", line, step=step, **way)
     if found.checkpoint is not None:
         text = f"resumed from {found.checkpoint} at step {step}"
         print(text, flush=True)
         events.record(run_dir, "resumed", text, step=step)
     changed = start.in_words(beginning.settings, beginning.data)
     if changed:
-        text = f"it goes on with other settings than its checkpoint: {changed}"
+        before = "checkpoint" if found.checkpoint is not None else "first attempt"
+        text = f"it goes on with other settings than its {before}: {changed}"
         print(text, flush=True)
         values = {change.key: [change.before, change.after] for change in beginning.settings}
-        events.record(run_dir, "settings_changed", text, step=step, settings=values, data=beginning.data)
+        events.record(run_dir, "settings_changed", text, step=step, settings=values, data=[change.text for change in beginning.data])
 
 
 def _with_checks(work: Callable[[], Any]) -> Any:

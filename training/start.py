@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +18,15 @@ from configs.architecture import architecture, to_architecture
 from configs.changes import Change, changes
 from configs.compose import load
 from configs.ranks import world_size
-from configs.schema import Config, ConfigError, DataConfig
+from configs.schema import KEYS, Config, ConfigError, DataConfig
 from configs.validate import first_problem, get, show, usable_world_size
 from configs.values import as_typed
-from data.identity import Identity, differences
+from data.identity import Difference, Identity, differences
 from data.tokenizer import tokenizer_digest
-from training import kept_tokenizer, manifest, record
-from training.record import Record
+from training import events, kept_tokenizer, manifest, record
+from training.record import Record, last_step
 from training.state_file import read_state
 
-METRICS = "metrics.jsonl"
-TAIL_BYTES = 1 << 20  # of metrics.jsonl, in which its last whole line lies
 MAX_ADVISED = 6  # keys that another model is turned into the checkpoint's with; with more another folder is the better advice
 # Known by content where the checkpoint says what it was trained on: the same data under another name are the same.
 BY_CONTENT = ("data.corpus", "data.text_key", "data.tokenizer")
@@ -82,8 +79,18 @@ def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
     resume, weights = record.way(config)
     if resume not in ("auto", held.resume):
         raise ConfigError(f"{holds}, which {held.began}, and checkpoint.resume={resume} begins another. {_ADVICE}.")
+    if weights not in (None, held.weights):
+        raise ConfigError(f"{holds}, which {held.began}, and checkpoint.weights={weights} begins another. {_ADVICE}, without that key.")
     good, passed_over = manifest.newest_good(own, check)
     if good is not None:
+        taken, last = int(good.name[5:]), last_step(run_dir)
+        if taken > max(last, held.saved) and last > 0:  # a step's metrics are written before its checkpoint
+            raise ConfigError(
+                f"run_dir ({run_dir}) holds run {held.id} at step {max(last, held.saved)}, and {good.name}, which it has not saved. "
+                f"Move that out of {run_dir / 'checkpoints'}, or choose another run_dir."
+            )
+        if taken < held.saved and not any(int(folder.name[5:]) >= held.saved for folder in own):
+            passed_over = [*passed_over, f"passed over {manifest.folder_of(run_dir, held.saved)}: it is gone"]
         return Start(held, good, False, tuple(passed_over))
     if own:
         raise ConfigError(f"{holds}, and none of its checkpoints is good: {'; '.join(passed_over)}. Mend one, or choose another run_dir.")
@@ -93,7 +100,7 @@ def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
         folder = _named(held.checkpoint, check)
         return Start(held, folder, False)
     if weights != held.weights:
-        raise ConfigError(f"{holds}, which {held.began}, and checkpoint.weights is {config.checkpoint.weights}. Choose another run_dir.")
+        raise ConfigError(f"{holds}, which {held.began}, and checkpoint.weights is not given. Give it again, or choose another run_dir.")
     return Start(held, None, False)
 
 
@@ -105,6 +112,11 @@ def _begin(config: Config, check: manifest.Check, run_id: str | None = None) -> 
     folder: Path | None = None
     passed_over: list[str] = []
     if config.checkpoint.resume not in ("auto", "never"):
+        if config.checkpoint.weights is not None:
+            raise ConfigError(
+                f"checkpoint.weights ({config.checkpoint.weights}) and checkpoint.resume ({config.checkpoint.resume}) both say where the "
+                "run begins. Leave one out."
+            )
         folder, passed_over = _from_path(config.checkpoint.resume, check)
     begun = record.new(config, folder)
     if run_id is not None:
@@ -146,32 +158,19 @@ def _adopted(run_dir: Path) -> Record | None:
             f"run_dir ({run_dir}) holds a run at step {last} and checkpoints of an earlier one: {', '.join(later)}. "
             f"Move them out of {run_dir / 'checkpoints'}, or choose another run_dir."
         )
-    began = {"resume": "auto", "weights": None}
+    told = events.read(run_dir)
+    began: dict[str, Any] = {"resume": "auto", "weights": None, "checkpoint": None}
     try:
         began |= yaml.safe_load((run_dir / manifest.CONFIG).read_text())["checkpoint"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         pass  # auto goes on with any run
-    resume, weights = str(began["resume"]), began["weights"]
+    began |= next((event for event in reversed(told) if event.get("kind") == "run_started" and event.get("run") in ids), {})
     config = Config()
-    config.checkpoint.resume, config.checkpoint.weights = resume, weights
-    found = record.new(config, None if resume in ("auto", "never") else Path(resume))
-    return dataclasses.replace(found, id=ids[0] if ids else found.id, adopted=not ids)
-
-
-def last_step(run_dir: Path) -> int:
-    """The last step that metrics.jsonl holds; 0 where it holds none."""
-    try:
-        with open(run_dir / METRICS, "rb") as stream:
-            stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
-            lines = stream.read().splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue  # the end of a line that a kill cut off
-    return 0
+    config.checkpoint.resume, config.checkpoint.weights = str(began["resume"]), began["weights"]
+    origin = began["checkpoint"] or (None if config.checkpoint.resume in ("auto", "never") else config.checkpoint.resume)
+    found = record.new(config, None if origin is None else Path(origin))
+    saved = [event["step"] for event in told if event.get("kind") == "checkpoint_saved" and isinstance(event.get("step"), int)]
+    return dataclasses.replace(found, id=ids[0] if ids else found.id, saved=saved[-1] if saved else 0, adopted=not ids)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,10 +183,14 @@ def data_config(config: Config, start: Start) -> DataConfig:
     accepted = config.checkpoint.accept_changes
     if start.checkpoint is None or "data.tokenizer" in accepted or "data.vocab_size" in accepted:
         return config.data
-    kept = kept_tokenizer.of_checkpoint(start.checkpoint)
+    kept, named = kept_tokenizer.of_checkpoint(start.checkpoint), config.data.tokenizer
     if kept is None:
+        if named == "sentencepiece":  # one trained today may be another
+            raise ConfigError(
+                f"{start.checkpoint.absolute().parent.parent / kept_tokenizer.FOLDER} is missing: the tokenizer that the checkpoint "
+                f"{start.checkpoint} was trained with. Put it back, or name it: data.tokenizer=PATH."
+            )
         return config.data
-    named = config.data.tokenizer
     if named != "sentencepiece" and (Path(named).exists() or named != load(start.checkpoint / manifest.CONFIG).data.tokenizer):
         return config.data  # its content is compared
     return dataclasses.replace(config.data, tokenizer=str(kept))
@@ -226,9 +229,9 @@ def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
 def changed_settings(config: Config, start: Start) -> list[Change]:
     """What the config says otherwise than the checkpoint's. Raises ConfigError for what must be accepted by name and is not."""
     if start.checkpoint is None:
-        return []
-    saved = load(start.checkpoint / manifest.CONFIG)
-    found = [change for change in changes(saved, config) if not (change.key == "data.corpus" and _same_place(change.before, change.after))]
+        first_attempt = Path(config.run_dir) / manifest.CONFIG
+        return [] if start.is_new or not first_attempt.is_file() else _changed_since(first_attempt, config)
+    found = _changed_since(start.checkpoint / manifest.CONFIG, config)
     known = "data" in read_state(start.checkpoint)
     accepted = config.checkpoint.accept_changes
     refused = [
@@ -244,11 +247,22 @@ def changed_settings(config: Config, start: Start) -> list[Change]:
             "validation documents, or the order or meaning of samples, would change under the run. Try "
             f"{first.key}={_show(first.before)}, or checkpoint.accept_changes=[{keys}] to go on all the same."
         )
-    return [change for change in found if change.on_resume != "free"]
+    return found
 
 
-def changed_data(config: Config, start: Start, identity: Identity) -> list[str]:
-    """What the data are otherwise than what the checkpoint was trained on, a sentence each. Raises ConfigError for what must be
+def _changed_since(path: Path, config: Config) -> list[Change]:
+    """What means something to the run and is otherwise than in a config.yaml. The architecture is compared by itself, spelled out."""
+    return [
+        change
+        for change in changes(load(path), config)
+        if change.on_resume != "free"
+        and not KEYS[change.key].architecture
+        and not (change.key == "data.corpus" and _same_place(change.before, change.after))
+    ]
+
+
+def changed_data(config: Config, start: Start, identity: Identity) -> list[Difference]:
+    """What the data are otherwise than what the checkpoint was trained on. Raises ConfigError for what must be
     accepted by name and is not."""
     if start.checkpoint is None:
         return []
@@ -261,7 +275,7 @@ def changed_data(config: Config, start: Start, identity: Identity) -> list[str]:
             f"{'; '.join(change.text for change in refused)}: the run of {start.checkpoint} would go on with other data. Put them "
             f"back, or checkpoint.accept_changes=[{keys}] to go on all the same."
         )
-    return [change.text for change in found]
+    return found
 
 
 def check_tokenizer(config: Config, start: Start) -> None:
@@ -277,10 +291,11 @@ def check_tokenizer(config: Config, start: Start) -> None:
         )
 
 
-def in_words(found: Iterable[Change], sentences: Iterable[str]) -> str:
-    """One short paragraph of what differs; empty where nothing does."""
-    values = [f"{change.key} {_show(change.before)} -> {_show(change.after)}" for change in found]
-    return "; ".join([*values, *sentences])
+def in_words(settings: Iterable[Change], data: Iterable[Difference]) -> str:
+    """One short paragraph of what differs, each key once; empty where nothing does."""
+    sentences = {change.key: change.text for change in data}
+    values = [f"{change.key} {_show(change.before)} -> {_show(change.after)}" for change in settings if change.key not in sentences]
+    return "; ".join([*values, *(change.text for change in data)])
 
 
 def _same_place(one: Any, other: Any) -> bool:

@@ -48,6 +48,7 @@ def now(run_dir: Path) -> dict[str, Any]:
     return {
         **content,
         "state": "died",
+        "step": max(content.get("step", 0), record.last_step(run_dir)),
         "text": f"process {held.pid} on {held.host} ended without a word; last sign of life: {sign}",
     }
 
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     def body() -> None:
         content = now(options.run_dir)
         if not content:
-            raise ConfigError(f"{options.run_dir} holds no {STATUS}: no run has started there. Give a run folder, such as runs/quickstart.")
+            raise ConfigError(f"{options.run_dir} holds no {STATUS} that can be read. Has a run started there? Give a run folder.")
         print(json.dumps(content) if options.json else f"{content['state']} after step {content['step']}: {content['text']}")
 
     return command.run(body)

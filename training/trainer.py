@@ -218,14 +218,14 @@ class Trainer:
                 print(line, flush=True)
         elif config.checkpoint.weights is not None:
             model.load_weights(Path(config.checkpoint.weights), vocab_size)
-        if topology.rank == 0:
-            resume.say(config, beginning, progress.step)
         skipped = SkippedSamples.load(Path(config.run_dir), beginning.start.origin)
 
         def data(consumed: int) -> Any:
             return build_data(config, prepared, rank=topology.data_rank, world_size=topology.data_size, consumed_samples=consumed)
 
         loader, make_validation_loader = data(progress.consumed_samples)
+        if topology.rank == 0:
+            resume.say(config, beginning, progress.step)
         self._flops_per_token = training_flops_per_token(config, vocab_size)
         self._peak_flops = peak_flops(config, topology.device)
         run = Run(

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from configs.changes import on_resume
+from configs.changes import Change, on_resume
 from configs.compose import to_yaml
 from configs.schema import KEYS, Config, ConfigError
 from configs.validate import get
 from data.tokenizer import load_tokenizer, tokenizer_digest, train_tokenizer
-from training import kept_tokenizer, manifest, record, start, status
+from training import events, kept_tokenizer, manifest, record, start, status
 from training.record import Record
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "resume.md"
@@ -268,8 +268,8 @@ def test_data_are_known_by_content(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"{key}.*checkpoint.accept_changes=\[{key}\]"):
             start.changed_data(config, found, identity)
         config.checkpoint.accept_changes = [key]
-        (sentence,) = start.changed_data(config, found, identity)
-        assert sentence.startswith(key)
+        (difference,) = start.changed_data(config, found, identity)
+        assert difference.key == key and start.in_words([Change(key, 1, 2, "refuse")], [difference]) == difference.text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -345,3 +345,103 @@ def test_a_keeper_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monkey
     keeper.close()
     assert first is not None and later is not None and first.saved == later.saved == 5 and later.heartbeat > first.heartbeat
     assert record.is_alive(later) and not list(tmp_path.glob("*.tmp"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a new user found
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def asking(root: Path, **checkpoint: object) -> Config:
+    config = Config()
+    config.run_dir = str(root / "run")
+    for key, value in checkpoint.items():
+        setattr(config.checkpoint, key, value)
+    return config
+
+
+def test_a_checkpoint_whose_tokenizer_is_gone_is_not_given_one_trained_today(tmp_path: Path) -> None:
+    for run, facts in ((None, {}), (ID, {"data": IDENTITY})):
+        found = start.Start(Record(ID, "auto"), save(tmp_path / str(run), 3, run, facts), False)
+        with pytest.raises(ConfigError, match="tokenizer is missing.*data.tokenizer=PATH"):
+            start.data_config(Config(), found)
+        named = changed_to("data.tokenizer", "mine.model")
+        assert start.data_config(named, found) is named.data
+
+
+def test_accepting_one_key_of_the_data_hides_no_other(tmp_path: Path) -> None:
+    source = {"name": "a", "weight": None, "documents": 3, "train": {"tokens": 9, "digest": "x"}, "valid": {"tokens": 1, "digest": "y"}}
+    trained = {**IDENTITY, "sources": [{**source, "text": "t1"}]}
+    split = {**source, "train": {"tokens": 8, "digest": "z"}, "valid": {"tokens": 2, "digest": "w"}}
+    now = {**IDENTITY, "split": {"rule": "hash", "fraction": 0.1}, "sources": [{**split, "text": "t1"}]}
+    found = start.Start(Record(ID, "auto"), save(tmp_path / "run", 3, facts={"data": trained}), False)
+    config = asking(tmp_path, accept_changes=["data.validation_fraction"])
+    assert [change.key for change in start.changed_data(config, found, now)] == ["data.validation_fraction"]
+    now["sources"] = [{**split, "text": "t2"}]
+    with pytest.raises(ConfigError, match="a has other text than the run was trained on"):
+        start.changed_data(config, found, now)
+
+
+def test_weights_beside_another_beginning_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "source", 5, run="feedbeef")
+    with pytest.raises(ConfigError, match="both say where the run begins"):
+        start.find(asking(tmp_path, weights="w", resume=str(tmp_path / "source")), manifest.problem_with)
+    save(begun(tmp_path, "auto"), 3)
+    with pytest.raises(ConfigError, match="checkpoint.weights=.*other begins another"):
+        start.find(asking(tmp_path, weights="other"), manifest.problem_with)
+
+
+def test_a_run_that_begins_again_says_what_is_otherwise(tmp_path: Path) -> None:
+    run_dir = begun(tmp_path, "auto")
+    (run_dir / manifest.CONFIG).write_text(to_yaml(Config()))
+    config = asking(tmp_path)
+    config.training.seed, config.optimizer.lr = 7, 0.5
+    found = start.find(config)
+    said = start.in_words(start.changed_settings(config, found), [])
+    assert found.checkpoint is None and not found.is_new and said == "training.seed 1234 -> 7; optimizer.lr 0.001 -> 0.5"
+
+
+def test_what_events_and_metrics_tell_of_a_folder(tmp_path: Path) -> None:
+    take_steps(tmp_path / "run", 8)
+    events.record(tmp_path / "run", "checkpoint_saved", "step 8 is saved", step=8)
+    with pytest.raises(ConfigError, match="its checkpoint of step 8 is gone"):  # no run.json, no checkpoint
+        start.find(asking(tmp_path))
+    save(tmp_path / "run", 4)
+    found = start.find(asking(tmp_path), manifest.problem_with)
+    assert found.passed_over == (f"passed over {manifest.folder_of(tmp_path / 'run', 8)}: it is gone",)
+    save(tmp_path / "run", 12)  # of a copy of the run that went on elsewhere: it has the same id
+    with pytest.raises(ConfigError, match="holds run 7f3a91c2 at step 8, and step_0000012, which it has not saved"):
+        start.find(asking(tmp_path), manifest.problem_with)
+
+
+def test_a_lost_record_comes_back_from_the_events(tmp_path: Path) -> None:
+    origin = save(tmp_path / "source", 5, run="feedbeef")
+    take_steps(tmp_path / "run", 3)
+    save(tmp_path / "run", 3)
+    way = {"run": ID, "resume": str(tmp_path / "source"), "weights": None, "checkpoint": str(origin)}
+    events.record(tmp_path / "run", "run_started", "", step=5, **way)
+    found = start.find(asking(tmp_path, resume=str(tmp_path / "elsewhere" / ".." / "source")), manifest.problem_with)
+    assert (found.record.id, found.record.resume, found.record.checkpoint) == (ID, str(tmp_path / "source"), str(origin))
+
+
+def test_the_same_architecture_may_be_spelled_out(tmp_path: Path) -> None:
+    found = start.Start(Record(ID, "auto"), save(tmp_path / "run", 3), False)
+    config = asking(tmp_path)
+    config.model.num_query_groups, config.model.vocab_size = config.model.num_attention_heads, 384
+    assert start.changed_settings(config, found) == []
+
+
+def test_tokenizers_are_exchanged_there_and_back(tmp_path: Path) -> None:
+    both = [load_tokenizer(trained_tokenizer(tmp_path / name, words)) for name, words in (("a", "abcdef"), ("b", "qwerty"))]
+    for tokenizer in (*both, *both):
+        kept_tokenizer.keep(tmp_path / "run", tokenizer)
+        assert tokenizer_digest(tmp_path / "run" / "tokenizer") == tokenizer.digest
+    kept = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert kept == sorted(["tokenizer", *(f"tokenizer-{tokenizer.digest[:8]}" for tokenizer in both)])
+
+
+@pytest.mark.parametrize("content", ["[]", '{"id": 3, "resume": "auto"}', '{"id": "a", "resume": "auto", "heartbeat": null}', '{"id": "a"'])
+def test_a_record_of_another_shape_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / record.RECORD).write_text(content)
+    with pytest.raises(ConfigError, match="run.json cannot be read"):
+        record.read(tmp_path)
