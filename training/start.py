@@ -185,15 +185,20 @@ def data_config(config: Config, start: Start) -> DataConfig:
         return config.data
     kept, named = kept_tokenizer.of_checkpoint(start.checkpoint), config.data.tokenizer
     if kept is None:
-        if named == "sentencepiece":  # one trained today may be another
-            raise ConfigError(
-                f"{start.checkpoint.absolute().parent.parent / kept_tokenizer.FOLDER} is missing: the tokenizer that the checkpoint "
-                f"{start.checkpoint} was trained with. Put it back, or name it: data.tokenizer=PATH."
-            )
-        return config.data
+        if named == "sentencepiece" and kept_tokenizer.digest_of(start.checkpoint) is None:  # one trained today may be another
+            raise _missing_tokenizer(start.checkpoint)
+        return config.data  # its content is compared
     if named != "sentencepiece" and (Path(named).exists() or named != load(start.checkpoint / manifest.CONFIG).data.tokenizer):
         return config.data  # its content is compared
     return dataclasses.replace(config.data, tokenizer=str(kept))
+
+
+def _missing_tokenizer(checkpoint: Path) -> ConfigError:
+    place = checkpoint.absolute().parent.parent / kept_tokenizer.FOLDER
+    return ConfigError(
+        f"{place} is missing: the tokenizer that the checkpoint {checkpoint} was trained with, and one trained today is another. "
+        "Put it back, or name it: data.tokenizer=PATH."
+    )
 
 
 def split_rule(start: Start) -> str:
@@ -269,6 +274,8 @@ def changed_data(config: Config, start: Start, identity: Identity) -> list[Diffe
     trained = read_state(start.checkpoint).get("data")
     found = [] if trained is None else differences(identity, trained)
     refused = [change for change in found if change.key not in config.checkpoint.accept_changes]
+    if any(change.key == "data.tokenizer" for change in refused) and kept_tokenizer.of_checkpoint(start.checkpoint) is None:
+        raise _missing_tokenizer(start.checkpoint)
     if refused:
         keys = ",".join(dict.fromkeys(change.key for change in refused))
         raise ConfigError(

@@ -18,6 +18,7 @@ from configs.validate import get
 from data.tokenizer import load_tokenizer, tokenizer_digest, train_tokenizer
 from training import events, kept_tokenizer, manifest, record, start, status
 from training.record import Record
+from training.state_file import read_state
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "resume.md"
 ID, OTHER_ID = "7f3a91c2", "0badcafe"
@@ -260,11 +261,16 @@ def test_data_are_known_by_content(tmp_path: Path) -> None:
     config = Config()
     source = {"name": "a", "weight": None, "documents": 3, "train": {"tokens": 9, "digest": "x"}, "valid": {"tokens": 1, "digest": "y"}}
     trained = {**IDENTITY, "sources": [source]}
-    found = start.Start(Record(ID, "auto"), save(tmp_path / "run", 3, facts={"data": trained}), False)
+    folder = save(tmp_path / "run", 3, facts={"data": trained})
+    found = start.Start(Record(ID, "auto"), folder, False)
     moved = {**IDENTITY, "sources": [{**source, "name": "b"}]}
     assert start.changed_data(config, found, trained) == start.changed_data(config, found, moved) == []
     grown = {**IDENTITY, "sources": [{**source, "documents": 4, "train": {"tokens": 12, "digest": "z"}}]}
-    for identity, key in ((grown, "data.corpus"), ({**trained, "tokenizer": "u"}, "data.tokenizer")):
+    (tmp_path / "run" / "tokenizer").mkdir()
+    train_tokenizer([f"words {i}" for i in range(50)], 330, tmp_path / "run" / "tokenizer" / "tokenizer.model")
+    trained["tokenizer"] = tokenizer_digest(tmp_path / "run" / "tokenizer")
+    (folder / manifest.STATE).write_text(json.dumps({**read_state(folder), "data": trained}))
+    for identity, key in (({**grown, "tokenizer": trained["tokenizer"]}, "data.corpus"), ({**trained, "tokenizer": "u"}, "data.tokenizer")):
         with pytest.raises(ConfigError, match=rf"{key}.*checkpoint.accept_changes=\[{key}\]"):
             start.changed_data(config, found, identity)
         config.checkpoint.accept_changes = [key]
@@ -360,13 +366,16 @@ def asking(root: Path, **checkpoint: object) -> Config:
     return config
 
 
-def test_a_checkpoint_whose_tokenizer_is_gone_is_not_given_one_trained_today(tmp_path: Path) -> None:
-    for run, facts in ((None, {}), (ID, {"data": IDENTITY})):
-        found = start.Start(Record(ID, "auto"), save(tmp_path / str(run), 3, run, facts), False)
-        with pytest.raises(ConfigError, match="tokenizer is missing.*data.tokenizer=PATH"):
-            start.data_config(Config(), found)
-        named = changed_to("data.tokenizer", "mine.model")
-        assert start.data_config(named, found) is named.data
+def test_a_checkpoint_whose_tokenizer_is_gone_is_not_given_another(tmp_path: Path) -> None:
+    old, new = save(tmp_path / "old", 3, None), save(tmp_path / "new", 3, facts={"data": IDENTITY})
+    with pytest.raises(ConfigError, match="tokenizer is missing.*data.tokenizer=PATH"):  # nothing says which one it was
+        start.data_config(Config(), start.Start(Record(ID, "auto"), old, False))
+    named = changed_to("data.tokenizer", "mine.model")
+    assert start.data_config(named, start.Start(Record(ID, "auto"), old, False)) is named.data
+    found = start.Start(Record(ID, "auto"), new, False)  # this one names it: what is trained today is compared with it
+    assert start.data_config(Config(), found) == Config().data and start.changed_data(Config(), found, IDENTITY) == []
+    with pytest.raises(ConfigError, match="tokenizer is missing.*data.tokenizer=PATH"):
+        start.changed_data(Config(), found, {**IDENTITY, "tokenizer": "u"})
 
 
 def test_accepting_one_key_of_the_data_hides_no_other(tmp_path: Path) -> None:
