@@ -61,6 +61,7 @@ def _leave(line: str, status: int) -> None:
     now = time.time()
     content = {"message": {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(now)), "time": now, "status": status}}}
     with contextlib.suppress(OSError):  # a full disk may be why the process ends; the line is said all the same
-        with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
+        between = f"{path}.{threading.get_native_id()}.tmp"  # the thread that answers signals may speak at the same moment
+        with open(between, "w", encoding="utf-8") as stream:
             json.dump(content, stream)
-        os.replace(f"{path}.tmp", path)
+        os.replace(between, path)
