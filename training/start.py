@@ -248,9 +248,9 @@ def changed_settings(config: Config, start: Start) -> list[Change]:
         first, keys = refused[0], ",".join(change.key for change in refused)
         more = f" (and {', '.join(change.key for change in refused[1:])})" if len(refused) > 1 else ""
         raise ConfigError(
-            f"{first.key} ({_show(first.after)}) was {_show(first.before)} when {start.checkpoint} was written{more}: training and "
+            f"{first.key} ({show(first.after)}) was {show(first.before)} when {start.checkpoint} was written{more}: training and "
             "validation documents, or the order or meaning of samples, would change under the run. Try "
-            f"{first.key}={_show(first.before)}, or checkpoint.accept_changes=[{keys}] to go on all the same."
+            f"{as_typed(first.key, first.before)}, or checkpoint.accept_changes=[{keys}] to go on all the same."
         )
     return found
 
@@ -301,7 +301,7 @@ def check_tokenizer(config: Config, start: Start) -> None:
 def in_words(settings: Iterable[Change], data: Iterable[Difference]) -> str:
     """One short paragraph of what differs, each key once; empty where nothing does."""
     sentences = {change.key: change.text for change in data}
-    values = [f"{change.key} {_show(change.before)} -> {_show(change.after)}" for change in settings if change.key not in sentences]
+    values = [f"{change.key} {show(change.before)} -> {show(change.after)}" for change in settings if change.key not in sentences]
     return "; ".join([*values, *(change.text for change in data)])
 
 
@@ -316,8 +316,3 @@ def _same_place(one: Any, other: Any) -> bool:
         return str(Path(value).expanduser().absolute()) if isinstance(value, str) and value != "stdlib" else value
 
     return bool(resolved(one) == resolved(other))
-
-
-def _show(value: Any) -> str:
-    """A value as it is typed on a command line."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")

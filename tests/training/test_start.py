@@ -454,3 +454,9 @@ def test_a_record_of_another_shape_is_one_line(tmp_path: Path, content: str) -> 
     (tmp_path / record.RECORD).write_text(content)
     with pytest.raises(ConfigError, match="run.json cannot be read"):
         record.read(tmp_path)
+
+
+def test_values_are_shown_as_they_are_typed(tmp_path: Path) -> None:
+    found = start.Start(Record(ID, "auto"), save(tmp_path / "run", 3), False)
+    with pytest.raises(ConfigError, match=r"data.corpus \(my books/a b.txt\) was stdlib when .* Try data.corpus=stdlib, or "):
+        start.changed_settings(changed_to("data.corpus", "my books/a b.txt"), found)
