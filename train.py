@@ -1,7 +1,7 @@
 """Train a model: `python train.py [key=value ...]`, or the same under torchrun on many ranks.
 
-The config is composed and checked before anything heavy is imported; training/job.py and `Trainer.fit` do the rest. Signals are
-answered from the first line on.
+The config is composed and checked before anything heavy is imported; training/resilience/job.py and `Trainer.fit` do
+the rest. Signals are answered from the first line on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from configs import last_words
-from training import launcher, signals
+from training.resilience import launcher, signals
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -21,11 +21,13 @@ def main(config: Config) -> int:
     from configs.validate import planned_world_size
 
     if config.plan:
-        from training import plan_text  # imports torch, seconds that a wrong config need not wait for
+        from data.vocabulary import expected_vocab_size
+        from simulator import text as plan_text
 
         signals.of_this_process.restore(ignore=False)
-        return plan_text.show(config, planned_world_size(config, world_size()))
-    from training import job, preflight  # a wrong config and --help need not wait for these either
+        return plan_text.show(config, planned_world_size(config, world_size()), expected_vocab_size(config))
+    from training.resilience import job
+    from training.starting import preflight  # a wrong config and --help need not wait for these either
 
     preflight.check(config)
     return job.run(config)

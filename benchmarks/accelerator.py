@@ -1,8 +1,9 @@
-"""A virtual accelerator: experts that take the time they would take at a given rate, without using a core and without a result.
+"""A virtual accelerator: experts that take the time they would take at a given rate, without using a core and without a
+result.
 
-So two to four ranks on two cores have what they would have on a cluster of accelerators: a computation that leaves the host
-free while it runs. Gathers, sums and communication around the experts are real. What comes out is meaningless as numbers;
-whatever prints times measured with it says "virtual accelerator".
+So two to four ranks on two cores have what they would have on a cluster of accelerators: a computation that leaves the
+host free while it runs. Gathers, sums and communication around the experts are real. What comes out is meaningless as
+numbers; whatever prints times measured with it says "virtual accelerator".
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 
-from moe.blocks import SPARE_ROWS
-from moe.weights import Pairs, WeightGrads, Weights, WeightWork
-from moe.workspace import WORKSPACE
+from memory.pool import WORKSPACE
+from moe.experts.compute import ExpertCompute
+from moe.experts.sizes import SPARE_ROWS
+from moe.experts.weights import ChunkInputs, GradInputs, WeightGrads, Weights, WeightWork
 
 PR_SET_TIMERSLACK = 29  # <linux/prctl.h>; by default the kernel may wake us 50 microseconds late to save power
 
@@ -42,58 +44,49 @@ class Clock:
         self._late += time.perf_counter() - before - seconds
 
 
-def _products(pairs: int, weights: Weights) -> float:
+def _products(assignments: int, weights: Weights) -> float:
     """Floating-point operations of both matrix products for so many pairs."""
-    return 2.0 * pairs * (weights.fc1[0].numel() + weights.fc2[0].numel())
+    return 2.0 * assignments * (weights.fc1[0].numel() + weights.fc2[0].numel())
 
 
-def step_flops(pairs: int, hidden: int, width: int) -> float:
+def step_flops(assignments: int, hidden: int, width: int) -> float:
     """Of the experts' forward and backward pass with SwiGLU, nothing recomputed."""
-    return 3 * 2.0 * pairs * hidden * 3 * width
+    return 3 * 2.0 * assignments * hidden * 3 * width
 
 
-class VirtualAccelerator:
-    """An engine of `moe.schedule.routed_experts`; takes the same buffers as the module `moe.experts`."""
+class VirtualAccelerator(ExpertCompute):
+    """Takes the same buffers as the experts that compute."""
 
     def __init__(self, flops_per_second: float = math.inf) -> None:
         self.clock = Clock(flops_per_second)
 
-    def forward(self, weights: Weights, source: torch.Tensor, pairs: Pairs, hidden: torch.Tensor | None) -> torch.Tensor:
-        """See moe.experts."""
-        output = WORKSPACE.take((len(pairs.rows) + SPARE_ROWS, source.size(1)), source)
-        self.clock.work(_products(len(pairs.rows), weights))
+    def forward(self, inputs: ChunkInputs, preactivation: torch.Tensor | None) -> torch.Tensor:
+        n, source = len(inputs.assignments.rows), inputs.source_NH
+        output = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
+        self.clock.work(_products(n, inputs.weights))
         return output
 
-    def input_gradients(
-        self,
-        weights: Weights,
-        source: torch.Tensor,
-        pairs: Pairs,
-        hidden: torch.Tensor | None,
-        output_grad: torch.Tensor,
-        output_rows: torch.Tensor,
-        pair_weights: torch.Tensor,
-        grads: WeightGrads | None,
+    def input_grads(
+        self, inputs: GradInputs, preactivation: torch.Tensor | None, grads: WeightGrads | None
     ) -> tuple[torch.Tensor, torch.Tensor, WeightWork | None]:
-        """See moe.experts."""
-        n = len(pairs.rows)
+        weights, source, n = inputs.chunk.weights, inputs.chunk.source_NH, len(inputs.chunk.assignments.rows)
         input_grad = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
-        weight_grad = WORKSPACE.take((n,), source, torch.promote_types(source.dtype, torch.float32))
+        probs_grad = WORKSPACE.take((n,), source, torch.promote_types(source.dtype, torch.float32))
         flops = _products(n, weights)
-        if hidden is None:
+        if preactivation is None:
             flops += 2.0 * n * weights.fc1[0].numel()
         if grads is not None:
             self.clock.work(flops + _products(n, weights))
-            return input_grad, weight_grad, None
-        hidden_grad = WORKSPACE.take((n + SPARE_ROWS, weights.fc1.size(1)), source)
-        activated = WORKSPACE.take((n + SPARE_ROWS, weights.fc2.size(2)), source)
+            return input_grad, probs_grad, None
+        columns = weights.fc1.size(1), weights.fc2.size(2)
+        work = WeightWork(inputs, *(WORKSPACE.take((n + SPARE_ROWS, number), source) for number in columns))
         self.clock.work(flops)
-        return input_grad, weight_grad, WeightWork(pairs, source, output_rows, output_grad, hidden_grad, activated, pair_weights, weights)
+        return input_grad, probs_grad, work
 
-    def weight_gradients(self, work: WeightWork, grads: WeightGrads) -> None:
-        """See moe.experts."""
-        hidden, outer, width = work.source.size(1), work.hidden_grad.size(1), work.activated.size(1)
-        self.clock.work(2.0 * len(work.pairs.rows) * hidden * (outer + width))
+    def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
+        chunk = work.inputs.chunk
+        columns = work.preactivation_grad.size(1) + work.activated.size(1)
+        self.clock.work(2.0 * len(chunk.assignments.rows) * chunk.source_NH.size(1) * columns)
         work.free()
 
 
@@ -107,7 +100,9 @@ class VirtualExperts(torch.nn.Module):
         # Of one row: both products, as its weights count.
         self.flops_per_row = 2.0 * sum(parameter.numel() for parameter in experts.local_experts[0].parameters())
 
-    def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
         """See megatron.core.transformer.moe.experts.SequentialMLP."""
         return _Virtual.apply(self, rows, probs), None
 

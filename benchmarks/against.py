@@ -2,11 +2,11 @@
 
     python -m benchmarks.against COMMIT [--rounds 10] [--figure REGEX] [--json] -- COMMAND
 
-Both trees are copied into a temporary folder: COMMIT, and this working tree as it is, with what is not committed. In each round
-the command runs once in either, in a fresh process, in the other order than in the round before. The result is the mean of the
-rounds' ratios new / old (geometric), with its standard error. A command that runs train.py needs a folder of its own each time:
-write {folder} for it, as in `python train.py run_dir={folder}`. What a command leaves in its tree, as a prepared corpus in
-cache/, is there in the next round; the first round warms up and does not count.
+Both trees are copied into a temporary folder: COMMIT, and this working tree as it is, with what is not committed. In
+each round the command runs once in either, in a fresh process, in the other order than in the round before. The result
+is the mean of the rounds' ratios new / old (geometric), with its standard error. A command that runs train.py needs a
+folder of its own each time: write {folder} for it, as in `python train.py run_dir={folder}`. What a command leaves in
+its tree, as a prepared corpus in cache/, is there in the next round; the first round warms up and does not count.
 """
 
 from __future__ import annotations
@@ -58,7 +58,13 @@ class Failure(RuntimeError):
 
 
 def compare(
-    trees: dict[str, Path], command: Sequence[str], *, rounds: int, warm_up: int = 1, figure: str | None = None, timeout: float = 3600
+    trees: dict[str, Path],
+    command: Sequence[str],
+    *,
+    rounds: int,
+    warm_up: int = 1,
+    figure: str | None = None,
+    timeout: float = 3600,
 ) -> Comparison:
     """Run the command in turns in trees["old"] and trees["new"]. timeout: seconds for one process. Raises Failure."""
     values: dict[str, list[float]] = {"old": [], "new": []}
@@ -85,7 +91,13 @@ def _run_once(name: str, tree: Path, command: Sequence[str], figure: str | None,
             begin = time.perf_counter()
             try:
                 process = subprocess.Popen(
-                    words, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                    words,
+                    cwd=tree,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
                 )
             except OSError as error:
                 raise Failure(f"{words[0]}: {error.strerror}") from error
@@ -127,7 +139,8 @@ def _figure(figure: str, text: str, name: str, last: str) -> float:
 
 @contextlib.contextmanager
 def two_trees(repository: Path, commit: str) -> Iterator[dict[str, Path]]:
-    """Worktrees of `commit` ("old") and of the working tree as it is now ("new"), in a temporary folder that goes at the end."""
+    """Worktrees of `commit` ("old") and of the working tree as it is now ("new"), in a temporary folder that goes at
+    the end."""
     scratch = Path(tempfile.mkdtemp(prefix="against-"))
     trees = {"old": scratch / "old", "new": scratch / "new"}
     try:
@@ -167,7 +180,9 @@ def _copy_changes(repository: Path, tree: Path) -> None:
 def _git(folder: Path, *arguments: str) -> str:
     """What git prints. A Ctrl-C waits until it has ended, so that no worktree is left half made. Raises Failure."""
     command = ["git", "-C", str(folder), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         output, errors = process.communicate(timeout=600)
     except BaseException:
@@ -200,7 +215,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with two_trees(repository, commit) as trees:
-            made = compare(trees, command, rounds=options.rounds, warm_up=options.warm_up, figure=options.figure, timeout=options.timeout)
+            made = compare(
+                trees,
+                command,
+                rounds=options.rounds,
+                warm_up=options.warm_up,
+                figure=options.figure,
+                timeout=options.timeout,
+            )
     except Failure as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -209,7 +231,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     what = "seconds" if options.figure is None else options.figure
     here = f"{head[:10]}{f' with {len(modified)} changed files' if modified else ''}"
-    print(f"old {commit[:10]}: {statistics.median(made.old):.6g}; new {here}: {statistics.median(made.new):.6g} (medians of {what})")
+    print(
+        f"old {commit[:10]}: {statistics.median(made.old):.6g}; new {here}: {statistics.median(made.new):.6g} (medians "
+        f"of {what})"
+    )
     print(f"new / old {made.ratio:.4f} +- {made.standard_error:.4f} over {options.rounds} rounds")
     if options.json:
         print(json.dumps(_as_dict(made, commit, head, modified, command, options.figure)))
@@ -223,7 +248,9 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("commit", help="a commit, branch or tag to compare with")
     parser.add_argument("--rounds", type=int, default=10, help="that count; 10 by default, even numbers are best")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before those; 1 by default")
-    parser.add_argument("--figure", help="a regular expression: compare the number of its last match in the output, not the time")
+    parser.add_argument(
+        "--figure", help="a regular expression: compare the number of its last match in the output, not the time"
+    )
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one run of the command")
     parser.add_argument("--json", action="store_true", help="the result as JSON on the last line")
     options = parser.parse_args(arguments)
@@ -239,7 +266,9 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _as_dict(made: Comparison, commit: str, head: str, modified: list[str], command: Sequence[str], figure: str | None) -> dict[str, Any]:
+def _as_dict(
+    made: Comparison, commit: str, head: str, modified: list[str], command: Sequence[str], figure: str | None
+) -> dict[str, Any]:
     return {
         "commit": commit,
         "head": head,

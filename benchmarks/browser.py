@@ -1,6 +1,8 @@
-"""A page in a headless Chromium, watched over Chromium's own debugging pipe: when it was ready, what it complained about, how it looks.
+"""A page in a headless Chromium, watched over Chromium's own debugging pipe: when it was ready, what it complained
+about, how it looks.
 
-No driver is needed: https://chromedevtools.github.io/devtools-protocol/ over file descriptors 3 and 4 (--remote-debugging-pipe).
+No driver is needed: https://chromedevtools.github.io/devtools-protocol/ over file descriptors 3 and 4
+(--remote-debugging-pipe).
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from types import TracebackType
 from typing import Any
 
 FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--remote-debugging-pipe"),
 ]
 SECONDS = 60.0  # no answer takes longer
@@ -28,17 +37,20 @@ SECONDS = 60.0  # no answer takes longer
 
 def chromium() -> str | None:
     """The browser's path, or None where there is none."""
-    return next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    return next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
 
 
 @dataclass
 class Opened:
-    """What happened while a page was opened. `seconds` is from its address to its first picture, scripts and load event over;
-    `all_seconds` to the last chart of a report, also those that are out of sight."""
+    """What happened while a page was opened. `seconds` is from its address to its first picture, scripts and load event
+    over; `all_seconds` to the last chart of a report, also those that are out of sight."""
 
     seconds: float = 0.0
     all_seconds: float = 0.0
-    complaints: list[str] = field(default_factory=list)  # console errors and warnings, uncaught exceptions, the browser's log
+    # console errors and warnings, uncaught exceptions, the browser's log
+    complaints: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)  # addresses of everything it loaded
 
 
@@ -70,7 +82,9 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with contextlib.suppress(OSError, TimeoutError, EOFError):
             self._call("Browser.close")
         try:
@@ -84,7 +98,9 @@ class Browser:
 
     def look(self, *, width: int, height: int = 900, dark: bool = False) -> None:
         """The size of the window, and whether the system's scheme is dark, from the next page on."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -131,7 +147,9 @@ class Browser:
     def _call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         self._next += 1
         number = self._next
-        message = {"id": number, "method": method, "params": parameters} | ({} if session is None else {"sessionId": session})
+        message = {"id": number, "method": method, "params": parameters} | (
+            {} if session is None else {"sessionId": session}
+        )
         os.write(self._write, json.dumps(message).encode() + b"\0")
         deadline = time.perf_counter() + SECONDS
         while True:

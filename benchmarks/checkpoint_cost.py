@@ -1,15 +1,17 @@
-"""What saving costs a training: `python -m benchmarks.checkpoint_cost [--rounds 10] [--steps 20] [--ranks 1] [--json] [key=value ...]`
+"""What saving costs a training: `python -m benchmarks.checkpoint_cost [--rounds 10] [--steps 20] [--ranks 1] [--json]
+[key=value ...]`
 
-One process trains on, in rounds of `--steps` steps without and with a save at their beginning, in turns; the quickstart's
-model, unless overrides say otherwise. Saving is what a run does: the snapshot, the writing beside the next steps, and all
-that the callback does until the checkpoint is announced. A round is dropped when other processes took part of the machine.
-Printed: the medians of both, by how much throughput is lower with saves (a median over rounds), and the time that training
-stands still for a save as a share of a step, but for the first save, which allocates.
+One process trains on, in rounds of `--steps` steps without and with a save at their beginning, in turns; the
+quickstart's model, unless overrides say otherwise. Saving is what a run does: the snapshot, the writing beside the next
+steps, and all that the callback does until the checkpoint is announced. A round is dropped when other processes took
+part of the machine. Printed: the medians of both, by how much throughput is lower with saves (a median over rounds),
+and the time that training stands still for a save as a share of a step, but for the first save, which allocates.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -26,18 +28,19 @@ from benchmarks.tables import table
 from configs.compose import compose
 from configs.schema import Config
 from configs.validate import validate
-from training import events
 from training.callbacks.checkpoints import Checkpoints
-from training.run import Run
+from training.resilience import events
+from training.starting.build import build
 from training.trainer import Trainer
 
 MAX_DROPPED = 2  # rounds dropped for each one that counts, before we give up
 
 
 def measure(config: Config, rounds: int, steps: int) -> dict[str, Any]:
-    """Seconds of rounds with and without a save, in turns. Every rank of the job calls it. Raises RuntimeError on a busy machine."""
+    """Seconds of rounds with and without a save, in turns. Every rank of the job calls it. Raises RuntimeError on a
+    busy machine."""
     trainer = Trainer(config)
-    run: Run = trainer._build()
+    run = build(config, trainer.callbacks, contextlib.ExitStack())
     saver = Checkpoints()
     saver.on_start(run)
     pids: list[Any] = [None] * dist.get_world_size()
@@ -87,7 +90,10 @@ def measure(config: Config, rounds: int, steps: int) -> dict[str, Any]:
         "megabytes": saved[0]["bytes"] / 1e6,
         "step_ms": 1000 * step,
         "step_with_saves_ms": 1000 * statistics.median(times[True]) / steps,
-        "cost": 1 - statistics.median(without / with_saves for without, with_saves in zip(times[False], times[True], strict=True)),
+        "cost": 1
+        - statistics.median(
+            without / with_saves for without, with_saves in zip(times[False], times[True], strict=True)
+        ),
         "first_pause_ms": 1000 * saved[0]["pause_seconds"],
         "pause_ms": 1000 * statistics.median(pauses),
         "pause_share": statistics.median(pauses) / step,
@@ -105,10 +111,25 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
     if arguments.ranks > 1 and not dist.is_torchelastic_launched():
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
-        return subprocess.run([*launcher, "-m", "benchmarks.checkpoint_cost", *sys.argv[1:]], check=False, timeout=3600).returncode
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(arguments.ranks),
+        ]
+        return subprocess.run(
+            [*launcher, "-m", "benchmarks.checkpoint_cost", *sys.argv[1:]], check=False, timeout=3600
+        ).returncode
     with tempfile.TemporaryDirectory() as folder:
-        quiet = [f"run_dir={folder}", "checkpoint.resume=never", "checkpoint.interval=0", "logging=quiet", "training.eval_interval=0"]
+        quiet = [
+            f"run_dir={folder}",
+            "checkpoint.resume=never",
+            "checkpoint.interval=0",
+            "logging=quiet",
+            "training.eval_interval=0",
+        ]
         config = compose([*quiet, "training.steps=1000000", "checkpoint.keep=2", *arguments.overrides])
         validate(config, arguments.ranks)
         result = measure(config, arguments.rounds, arguments.steps)
@@ -127,7 +148,12 @@ def main() -> int:
                 "dropped",
             ]
             row = [
-                *(f"{result['ranks']}", f"{result['megabytes']:.1f}", f"{result['step_ms']:.1f}", f"{result['step_with_saves_ms']:.1f}"),
+                *(
+                    f"{result['ranks']}",
+                    f"{result['megabytes']:.1f}",
+                    f"{result['step_ms']:.1f}",
+                    f"{result['step_with_saves_ms']:.1f}",
+                ),
                 *(f"{-result['cost']:+.2%}", f"{result['pause_ms']:.1f}", f"{result['pause_share']:.1%}"),
                 *(
                     f"{result['longest_pause_share']:.1%}",

@@ -1,15 +1,16 @@
 """A cluster on one machine: its nodes are network namespaces, its links have a rate, its ranks live long.
 
-`python -m benchmarks.cluster --nodes 2 --rate 200mbit -- COMMAND ...` starts COMMAND once per rank, as torchrun would, for
-users who debug runs over several nodes. Benchmarks call functions on the ranks instead:
+`python -m benchmarks.cluster --nodes 2 --rate 200mbit -- COMMAND ...` starts COMMAND once per rank, as torchrun would,
+for users who debug runs over several nodes. Benchmarks call functions on the ranks instead:
 
     with Cluster(nodes=2, rate="200mbit") as cluster:
         results = cluster.call(function, argument)  # function(argument) on every rank, results by rank
 
-Each node has one network card, which sends and receives at `rate` at the same time; a cable joins two, a bridge more. Nothing
-here has a name outside of its processes: a namespace ends with the last process that is in it or holds its descriptor, and with it its
-links. Ranks ask the kernel to be killed when their parent ends, and a guard process ends what they have started and removes
-their control groups. So nothing is left of a cluster, however its parent ends, and clusters run beside one another.
+Each node has one network card, which sends and receives at `rate` at the same time; a cable joins two, a bridge more.
+Nothing here has a name outside of its processes: a namespace ends with the last process that is in it or holds its
+descriptor, and with it its links. Ranks ask the kernel to be killed when their parent ends, and a guard process ends
+what they have started and removes their control groups. So nothing is left of a cluster, however its parent ends, and
+clusters run beside one another.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ SEGMENT_SECONDS = 1.4e-3  # a segment takes at most so long
 # Sizes of segments; TCP over IPv4 has those beyond 64 KiB since Linux 6.3.
 LINUX = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
 SEGMENTS = tuple(size * 1024 for size in (128, 64, 32, 16) if size <= 64 or LINUX >= (6, 3))
-RTM_NEWLINK, NLM_F_REQUEST_ACK, IFLA_GSO_MAX_SIZE, IFLA_GSO_IPV4_MAX_SIZE = 16, 5, 41, 63  # <linux/rtnetlink.h>, <linux/if_link.h>
+# <linux/rtnetlink.h>, <linux/if_link.h>
+RTM_NEWLINK, NLM_F_REQUEST_ACK, IFLA_GSO_MAX_SIZE, IFLA_GSO_IPV4_MAX_SIZE = (16, 5, 41, 63)
 
 COMMAND_TIMEOUT = 30.0  # seconds for ip and tc
 START_TIMEOUT = 120.0  # seconds for all ranks to import torch and to meet
@@ -60,8 +62,13 @@ STACKS_TIMEOUT = 2.0  # seconds that stuck ranks have to write their stacks
 SWEEP_TIMEOUT = 10.0  # seconds for killed processes to leave their control groups
 
 CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1  # <linux/sched.h>, <linux/prctl.h>
-# Ranks compute on the host. torch would warn that addresses in the namespaces have no names, libraries of what is not installed.
-WORKER_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::UserWarning"}
+# Ranks compute on the host. torch would warn that addresses in the namespaces have no names, libraries of what is not
+# installed.
+WORKER_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::UserWarning",
+}
 UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 WORKER = "from benchmarks.cluster import _worker; _worker()"
 COMMAND = "from benchmarks.cluster import _become; _become()"
@@ -94,18 +101,21 @@ def parse_rate(rate: str) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)", rate)
     if match is None or float(match[1]) == 0:
-        raise ValueError(f"rate={rate!r}: a positive number and one of bit, kbit, mbit, gbit, or {UNCAPPED}, such as 200mbit")
+        raise ValueError(
+            f"rate={rate!r}: a positive number and one of bit, kbit, mbit, gbit, or {UNCAPPED}, such as 200mbit"
+        )
     return float(match[1]) * UNITS[match[2]]
 
 
 def link_settings(bits_per_second: float) -> tuple[int, int]:
     """Largest segment that is handed to the link, and burst of its token bucket, both in bytes.
 
-    Each segment costs the machine two interrupts and a thread's waking up, some 50 microseconds here, which a network card would
-    save it: with one each 0.5 ms, computation beside the link was 16 to 28% slower, with one each 1 to 1.5 ms, 4 to 9% (two ranks
-    held to 0.7 of a core). The burst passes at once, so it must be small beside a message (a message of 1 MiB runs at up to 1.05 of
-    the rate); but a bucket smaller than a segment makes the kernel cut segments up in software, which slows the computation
-    twofold. The bucket must hold what flows in 0.4 ms, or fast links do not reach their rate.
+    Each segment costs the machine two interrupts and a thread's waking up, some 50 microseconds here, which a network
+    card would save it: with one each 0.5 ms, computation beside the link was 16 to 28% slower, with one each 1 to 1.5
+    ms, 4 to 9% (two ranks held to 0.7 of a core). The burst passes at once, so it must be small beside a message (a
+    message of 1 MiB runs at up to 1.05 of the rate); but a bucket smaller than a segment makes the kernel cut segments
+    up in software, which slows the computation twofold. The bucket must hold what flows in 0.4 ms, or fast links do not
+    reach their rate.
     """
     segment = next(size for size in SEGMENTS if size <= bits_per_second / 8 * SEGMENT_SECONDS or size == SEGMENTS[-1])
     return segment, max(segment * 5 // 4, int(bits_per_second / 8 * 0.4e-3))
@@ -135,18 +145,22 @@ def _new_namespace() -> int:
         return _elsewhere(make)
     except OSError as error:
         raise ClusterError(
-            f"network namespaces cannot be made here ({error}): run as root, or inside `unshare --user --map-root-user`, on Linux."
+            f"network namespaces cannot be made here ({error}): run as root, or inside `unshare --user "
+            "--map-root-user`, on Linux."
         ) from None
 
 
 def _limit_segments(namespace: int, names: Sequence[str], size: int) -> None:
-    """Segments of at most `size` bytes leave through these devices of a namespace. (`ip` can do it from iproute2 6.3 on.)"""
+    """Segments of at most `size` bytes leave through these devices of a namespace. (`ip` can do it from iproute2 6.3
+    on.)"""
 
     def limit() -> None:
         _libc_call("setns", namespace, CLONE_NEWNET)
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
             for name in names:
-                attributes = b"".join(struct.pack("HHI", 8, kind, size) for kind in (IFLA_GSO_MAX_SIZE, IFLA_GSO_IPV4_MAX_SIZE))
+                attributes = b"".join(
+                    struct.pack("HHI", 8, kind, size) for kind in (IFLA_GSO_MAX_SIZE, IFLA_GSO_IPV4_MAX_SIZE)
+                )
                 message = struct.pack("BxHiII", 0, 0, socket.if_nametoindex(name), 0, 0) + attributes
                 kernel.send(struct.pack("IHHII", 16 + len(message), RTM_NEWLINK, NLM_F_REQUEST_ACK, 1, 0) + message)
                 (error,) = struct.unpack("i", kernel.recv(4096)[16:20])
@@ -160,8 +174,8 @@ def _limit_segments(namespace: int, names: Sequence[str], size: int) -> None:
 
 
 class _Network:
-    """Namespaces of the nodes: two are joined by a cable, more by a bridge in a namespace of its own. The machine's own network stays
-    as it is."""
+    """Namespaces of the nodes: two are joined by a cable, more by a bridge in a namespace of its own. The machine's own
+    network stays as it is."""
 
     def __init__(self, nodes: int, rate: str) -> None:
         limit = parse_rate(rate)
@@ -181,14 +195,18 @@ class _Network:
             self._batch(self._bridge, "ip", lines)
             for i, namespace in enumerate(self.namespaces):
                 node = ["link set lo up", f"addr add {address(i)}/24 dev {INTERFACE}", f"link set {INTERFACE} up"]
-                # BBR, some systems' default, shares a card badly among several senders: four nodes at 200 Mbit/s exchanged
-                # 8 MiB each with 138 to 165 Mbit/s, and with 187 to 189 under cubic.
+                # BBR, some systems' default, shares a card badly among several senders: four nodes at 200 Mbit/s
+                # exchanged 8 MiB each with 138 to 165 Mbit/s, and with 187 to 189 under cubic.
                 node.append(f"route replace {SUBNET}.0/24 dev {INTERFACE} src {address(i)} congctl cubic")
                 self._batch(namespace, "ip", node)
             if limit is not None:
-                # A node's own end limits what it sends, the bridge's end (or the other end of the cable) what it receives.
+                # A node's own end limits what it sends, the bridge's end (or the other end of the cable) what it
+                # receives.
                 segment, burst = link_settings(limit)
-                for namespace, names in [(self._bridge, ports), *((namespace, [INTERFACE]) for namespace in self.namespaces)]:
+                for namespace, names in [
+                    (self._bridge, ports),
+                    *((namespace, [INTERFACE]) for namespace in self.namespaces),
+                ]:
                     _limit_segments(namespace, names, segment)
                     bucket = f"root tbf rate {limit:.0f}bit burst {burst} latency 400ms"
                     self._batch(namespace, "tc", [f"qdisc add dev {name} {bucket}" for name in names])
@@ -230,9 +248,12 @@ def address(node: int) -> str:
 
 
 class _Rank:
-    """One rank's process in its node's namespace, and the thread that copies its output, each line with the rank before it."""
+    """One rank's process in its node's namespace, and the thread that copies its output, each line with the rank before
+    it."""
 
-    def __init__(self, rank: int, code: str, arguments: Sequence[str], environment: dict[str, str], pass_fds: list[int]) -> None:
+    def __init__(
+        self, rank: int, code: str, arguments: Sequence[str], environment: dict[str, str], pass_fds: list[int]
+    ) -> None:
         self.rank = rank
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
@@ -281,7 +302,9 @@ class _Processes:
         if cpu_share is not None and not 0.01 <= cpu_share <= 1:
             raise ValueError(f"cpu_share={cpu_share}: the part of one core that each rank gets, 0.01 to 1")
         if cpu_share is not None and not (CGROUPS / "cpu.cfs_quota_us").exists():
-            raise ClusterError(f"cpu_share={cpu_share} needs control groups of version 1 with quotas under {CGROUPS}; leave it away.")
+            raise ClusterError(
+                f"cpu_share={cpu_share} needs control groups of version 1 with quotas under {CGROUPS}; leave it away."
+            )
         sweep()
         self.ranks_per_node, self.world_size, self.cpu_share = ranks_per_node, nodes * ranks_per_node, cpu_share
         self.token = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -294,7 +317,9 @@ class _Processes:
             start_new_session=True,
         )
 
-    def start(self, code: str, arguments: Sequence[str] = (), environment: dict[str, str] | None = None, descriptor: int = -1) -> _Rank:
+    def start(
+        self, code: str, arguments: Sequence[str] = (), environment: dict[str, str] | None = None, descriptor: int = -1
+    ) -> _Rank:
         """Start the next rank."""
         rank = len(self.ranks)
         node, local = divmod(rank, self.ranks_per_node)
@@ -410,12 +435,14 @@ def _sweep(token: str) -> None:
 class Cluster:
     """Nodes with ranks that wait for calls; torch.distributed's default group (gloo, over the links) joins them.
 
-    `rate` is each node's, both ways ("200mbit", or "uncapped"); `cpu_share` holds what each rank computes to a part of a core. Every rank
-    computes with one thread. State that calls leave in modules' globals stays. Raises ValueError for impossible settings and
-    ClusterError where the machine cannot do it.
+    `rate` is each node's, both ways ("200mbit", or "uncapped"); `cpu_share` holds what each rank computes to a part of
+    a core. Every rank computes with one thread. State that calls leave in modules' globals stays. Raises ValueError for
+    impossible settings and ClusterError where the machine cannot do it.
     """
 
-    def __init__(self, nodes: int, rate: str = UNCAPPED, ranks_per_node: int = 1, cpu_share: float | None = None) -> None:
+    def __init__(
+        self, nodes: int, rate: str = UNCAPPED, ranks_per_node: int = 1, cpu_share: float | None = None
+    ) -> None:
         self.nodes, self.rate, self.world_size = nodes, rate, nodes * ranks_per_node
         self._processes: _Processes | None = _Processes(nodes, rate, ranks_per_node, cpu_share)
         try:
@@ -450,13 +477,15 @@ class Cluster:
     def call(self, function: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT) -> list[Any]:
         """`function(*args)` on every rank; results by rank.
 
-        `function` must be importable by name; arguments and results are pickled. Raises RankError, or ClusterError where a
-        rank ended or did not answer within `timeout` seconds; the cluster is then closed.
+        `function` must be importable by name; arguments and results are pickled. Raises RankError, or ClusterError
+        where a rank ended or did not answer within `timeout` seconds; the cluster is then closed.
         """
         if self._processes is None:
             raise ClusterError("the cluster is closed")
         if "<" in function.__qualname__ or function.__module__ == "__main__":
-            raise ValueError(f"function={function.__module__}.{function.__qualname__}: another process must be able to import it")
+            raise ValueError(
+                f"function={function.__module__}.{function.__qualname__}: another process must be able to import it"
+            )
         message = pickle.dumps((function.__module__, function.__qualname__, args))
         try:
             for rank in self._processes.ranks:
@@ -475,7 +504,9 @@ class Cluster:
         results: dict[int, Any] = {}
         error: ClusterError | None = None
         while waiting:
-            ready = wait([connection for connection in waiting if connection is not None], max(0.0, deadline - time.monotonic()))
+            ready = wait(
+                [connection for connection in waiting if connection is not None], max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 break
             for connection in ready:
@@ -504,7 +535,9 @@ def _obituary(rank: _Rank, what: str) -> str:
     with contextlib.suppress(subprocess.TimeoutExpired):
         rank.process.wait(timeout=STACKS_TIMEOUT)
     time.sleep(0.1)  # its last lines are on their way
-    return f"{what}: rank {rank.rank} ended with status {rank.process.returncode}; its last output:\n" + "\n".join(rank.tail)
+    return f"{what}: rank {rank.rank} ended with status {rank.process.returncode}; its last output:\n" + "\n".join(
+        rank.tail
+    )
 
 
 def _stacks(ranks: list[_Rank]) -> str:
@@ -566,12 +599,18 @@ def _release_threads() -> None:
 
 
 def launch(
-    command: Sequence[str], nodes: int, rate: str, ranks_per_node: int = 1, cpu_share: float | None = None, timeout: float = 3600
+    command: Sequence[str],
+    nodes: int,
+    rate: str,
+    ranks_per_node: int = 1,
+    cpu_share: float | None = None,
+    timeout: float = 3600,
 ) -> int:
-    """Run a command once per rank, its output with the rank before each line; the status of the first rank that fails, else 0.
+    """Run a command once per rank, its output with the rank before each line; the status of the first rank that fails,
+    else 0.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun does. Once one
-    rank has failed, the others are ended after GRACE seconds; all after `timeout` seconds (status 124).
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun does.
+    Once one rank has failed, the others are ended after GRACE seconds; all after `timeout` seconds (status 124).
     """
     processes = _Processes(nodes, rate, ranks_per_node, cpu_share)
     try:
@@ -599,9 +638,11 @@ def launch(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help=f"of each node's link, each way, as tc writes it, or {UNCAPPED}")
+    parser.add_argument(
+        "--rate", default="1gbit", help=f"of each node's link, each way, as tc writes it, or {UNCAPPED}"
+    )
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--cpu-share", type=float, help="part of one core that each rank gets")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds")
@@ -611,7 +652,9 @@ def main() -> int:
     if not command:
         parser.error("a command is missing: -- python train.py ...")
     try:
-        return launch(command, arguments.nodes, arguments.rate, arguments.ranks_per_node, arguments.cpu_share, arguments.timeout)
+        return launch(
+            command, arguments.nodes, arguments.rate, arguments.ranks_per_node, arguments.cpu_share, arguments.timeout
+        )
     except (ValueError, ClusterError) as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 2

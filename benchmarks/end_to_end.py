@@ -1,14 +1,15 @@
-"""Training of whole MoE models over links: the layer of this project beside Megatron-core's own, everything else the same.
+"""Training of whole MoE models over links: the layer of this project beside Megatron-core's own, everything else the
+same.
 
-`python -m benchmarks.end_to_end [--presets gpt_moe_small bert_moe_small] [--rates 500mbit 200mbit] [--precisions fp32] [--rounds 10]
-[--quick] [--json] [--markdown] [key=value ...]`
+`python -m benchmarks.end_to_end [--presets gpt_moe_small bert_moe_small] [--rates 500mbit 200mbit] [--precisions fp32]
+[--rounds 10] [--quick] [--json] [--markdown] [key=value ...]`
 
-Two ranks on an emulated cluster, one thread each, compute in earnest; the experts are spread over both. The variants are models of one
-process: the same initial weights, batches (the embedded corpus) and dropout, DDP, sharded optimizer and gradient clipping. They take
-their optimizer steps in turns, so that step i of all variants has the same data, and their losses must agree:
-  megatron  Megatron-core's MoELayer: SequentialMLP, the alltoall dispatcher, and a full-duplex all_to_all_single, as our layer has
-  r=1       our layer, each pass in one chunk
-  auto      our layer as its planner sets it (moe.pipeline_degree=auto); what the planning takes in each step counts
+Two ranks on an emulated cluster, one thread each, compute in earnest; the experts are spread over both. The variants
+are models of one process: the same initial weights, batches (the embedded corpus) and dropout, DDP, sharded optimizer
+and gradient clipping. They take their optimizer steps in turns, so that step i of all variants has the same data, and
+their losses must agree: megatron  Megatron-core's MoELayer: SequentialMLP, the alltoall dispatcher, and a full-duplex
+all_to_all_single, as our layer has r=1       our layer, each pass in one chunk auto      our layer as its planner sets
+it (moe.pipeline_degree=auto); what the planning takes in each step counts
 """
 
 from __future__ import annotations
@@ -57,19 +58,35 @@ SIZES = ("parallel.expert=2", "training.micro_batch_size=4", "training.global_ba
 class _Variant:
     """One model that trains; the losses and gradient norms of its steps."""
 
-    def __init__(self, name: str, config: Config, topology: Any, vocab_size: int, batches: Sequence[Any], folder: Path) -> None:
-        from training import step
-        from training.callbacks.expert_planning import ExpertPlanning
+    def __init__(
+        self, name: str, config: Config, topology: Any, vocab_size: int, batches: Sequence[Any], folder: Path
+    ) -> None:
+        from checkpoint.saver import Saver
+        from training import engine
+        from training.callbacks.moe.expert_planning import ExpertPlanning
+        from training.resilience.health import Health
         from training.run import Run
 
         config = copy.deepcopy(config)
         config.moe.pipeline_degree = "auto" if name == AUTO else 1
         # No costs of another link, and no run folder that stays.
         config.data.cache_dir, config.run_dir = str(folder), str(folder)
-        build = mock.patch.object(step, "build_model", _build_megatron) if name == MEGATRON else contextlib.nullcontext()
+        build = (
+            mock.patch.object(engine, "build_model", _build_megatron) if name == MEGATRON else contextlib.nullcontext()
+        )
         with build:
-            model = step.Model(config, topology, vocab_size)
-        self.run = Run(config, topology, model, vocab_size, None, None, lambda: None)
+            model = engine.Engine(config, topology, vocab_size)
+        self.run = Run(
+            config,
+            topology,
+            model,
+            vocab_size,
+            None,
+            None,
+            lambda: None,
+            Saver(config, topology.device),
+            Health(config),
+        )
         self.planning = ExpertPlanning() if name == AUTO else None
         if self.planning is not None:
             self.planning.on_start(self.run)
@@ -78,13 +95,14 @@ class _Variant:
 
     def step(self) -> float:
         """Take the next optimizer step; its seconds."""
+        from training.step import train_step
+
         run, batches = self.run, self.batches[self.run.progress.step % len(self.batches)]
         _seed(run.config.training.seed + 1000 * run.progress.step)
         dist.barrier()
         start = time.perf_counter()
-        result = run.model.train_step(batches, run.progress.step + 1)
-        run.progress.step += 1
-        run.tokens_per_expert = result.tokens_per_expert
+        result = train_step(run.engine, batches, run.progress.step + 1)
+        run.take(result)
         if self.planning is not None:
             self.planning.after_step(run, {})
         seconds = time.perf_counter() - start
@@ -97,19 +115,22 @@ _variants: dict[str, _Variant] = {}
 
 
 def build(config: Config, prepared: PreparedData, num_steps: int, folder: str) -> list[int]:
-    """Make all variants of this rank, and the batches of `num_steps` steps; the numbers of parameters of each. Once per process."""
+    """Make all variants of this rank, and the batches of `num_steps` steps; the numbers of parameters of each. Once per
+    process."""
     from data.build import build_data
     from parallel.topology import initialize
 
     topology = initialize(config)
     dist.all_to_all_single = link.all_to_all_single
-    loader, _ = build_data(config, prepared, rank=topology.data_rank, world_size=topology.data_size, consumed_samples=0)
+    loader, _ = build_data(config, prepared, rank=topology.data.rank, world_size=topology.data.size, consumed_samples=0)
     batches = [loader.next_step() for _ in range(num_steps)]
     loader.close()
     vocab_size = config.model.vocab_size or prepared.vocab_size
     for name in VARIANTS:
         _variants[name] = _Variant(name, config, topology, vocab_size, batches, Path(folder))
-    return [sum(p.numel() for chunk in of.run.model.bare_chunks for p in chunk.parameters()) for of in _variants.values()]
+    return [
+        sum(p.numel() for chunk in of.run.engine.bare_chunks for p in chunk.parameters()) for of in _variants.values()
+    ]
 
 
 def step(name: str) -> dict[str, float]:
@@ -134,10 +155,9 @@ def course() -> dict[str, dict[str, list[float]]]:
 
 def plans() -> list[dict[str, Any]]:
     """The plans in force in the layers of the planned model."""
-    from moe.layer import MixtrainMoELayer
+    from moe.layer import layers_of
 
-    modules = [module for chunk in _variants[AUTO].run.model.bare_chunks for module in chunk.modules()]
-    return [dataclasses.asdict(module.plan) for module in modules if isinstance(module, MixtrainMoELayer)]
+    return [dataclasses.asdict(layer.plan) for layer in layers_of(_variants[AUTO].run.engine.bare_chunks).values()]
 
 
 def _seed(seed: int) -> None:
@@ -148,14 +168,14 @@ def _seed(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed + dist.get_rank(), force_reset_rng=True)
 
 
-def _build_megatron(config: Config, vocab_size: int) -> list[torch.nn.Module]:
+def _build_megatron(config: Config, topology: Any, vocab_size: int) -> list[torch.nn.Module]:
     """The model as this project builds it, and then Megatron-core's layers with the same weights in place of ours."""
     from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 
     from models.build import build_model
     from moe.layer import MixtrainMoELayer
 
-    chunks = build_model(config, vocab_size)
+    chunks = build_model(config, topology, vocab_size)
     for chunk in chunks:
         for parent in list(chunk.modules()):
             for name, module in list(parent.named_children()):
@@ -186,18 +206,22 @@ def _megatron_layer(ours: Any) -> torch.nn.Module:
 
 
 def make_config(preset: str, precision: str, overrides: Sequence[str]) -> Config:
-    """The preset with the benchmark's sizes, and `overrides` on top. Raises ConfigError, also for a linear bias, which both layers lack."""
+    """The preset with the benchmark's sizes, and `overrides` on top. Raises ConfigError, also for a linear bias, which
+    both layers lack."""
     config = compose([f"experiment={preset}", *SIZES, f"training.precision={precision}", *overrides])
     validate(config, NODES)
     if config.moe.num_experts is None:
         raise ConfigError(f"experiment ({preset}) must be a mixture of experts. Try gpt_moe_small")
     if config.model.linear_bias:
-        raise ConfigError("model.linear_bias (true) must be false here: Megatron-core's experts are copied without. Try false")
+        raise ConfigError(
+            "model.linear_bias (true) must be false here: Megatron-core's experts are copied without. Try false"
+        )
     return config
 
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest difference of two runs' losses (or gradient norms), relative to `theirs`; ValueError for other lengths."""
+    """The largest difference of two runs' losses (or gradient norms), relative to `theirs`; ValueError for other
+    lengths."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -211,9 +235,12 @@ def measure(cluster: Cluster, config: Config, prepared: PreparedData, num_rounds
         result = rounds.measure(cluster, step, {name: (name,) for name in VARIANTS}, num_rounds, warm_up=WARM_UP)
     of_steps = cluster.call(course)[0]
     num_steps = len(of_steps["loss"][MEGATRON])  # the planned model has taken more, while it tried plans
-    of_steps = {what: {name: of_variant[:num_steps] for name, of_variant in values.items()} for what, values in of_steps.items()}
+    of_steps = {
+        what: {name: of_variant[:num_steps] for name, of_variant in values.items()} for what, values in of_steps.items()
+    }
     differences = {
-        what: {name: largest_difference(values[name], values[MEGATRON]) for name in (ONE_CHUNK, AUTO)} for what, values in of_steps.items()
+        what: {name: largest_difference(values[name], values[MEGATRON]) for name in (ONE_CHUNK, AUTO)}
+        for what, values in of_steps.items()
     }
     return {
         "preset": config.name,
@@ -261,7 +288,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--presets", nargs="+", default=["gpt_moe_small", "bert_moe_small"], help="experiments")
     parser.add_argument("--rates", nargs="+", default=["500mbit", "200mbit"], help="of the links")
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16"], default=["fp32"])
@@ -277,8 +304,8 @@ def main() -> int:
         overrides = ["model.num_layers=2", *overrides]
     today = datetime.datetime.now(datetime.UTC).date()
     print(
-        f"{today}, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}; {NODES} nodes of one rank with one thread; "
-        f"medians of {arguments.rounds} steps in turns; speedups over Megatron-core's layer; loss and "
+        f"{today}, {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}; {NODES} nodes of one rank "
+        f"with one thread; medians of {arguments.rounds} steps in turns; speedups over Megatron-core's layer; loss and "
         "gradient's norm: our models' largest relative difference from it over all steps\n"
     )
     print(headline(HEADINGS, arguments.markdown), flush=True)

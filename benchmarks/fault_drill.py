@@ -2,9 +2,9 @@
 
     python -m benchmarks.fault_drill [--seed N] [--timeout SECONDS] [--json]
 
-A rank of a training under torchrun is killed, stopped (SIGSTOP), made to hang or to raise, at a random step. The job must end within
-parallel.timeout_seconds plus 15 s with that rank named in its events, and then, started again, finish with the undisturbed run's
-losses, bit for bit. The exit status says whether all did.
+A rank of a training under torchrun is killed, stopped (SIGSTOP), made to hang or to raise, at a random step. The job
+must end within parallel.timeout_seconds plus 15 s with that rank named in its events, and then, started again, finish
+with the undisturbed run's losses, bit for bit. The exit status says whether all did.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from benchmarks.kill_test import differences
-from training import events
+from training.resilience import events
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = ("kill", "stop", "raise", "hang")
@@ -40,8 +40,22 @@ STEPS = 12
 
 def train(ranks: int, fault: str, overrides: list[str], log: Path) -> tuple[int, float]:
     """Run a training to its end; exit status, and when it ended."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "tests.training.faulty", fault]
-    common = ["logging=quiet", "sample.prompts=[]", "training.eval_interval=0", "training.micro_batch_size=1", "checkpoint.interval=3"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        "tests.training.faulty",
+        fault,
+    ]
+    common = [
+        "logging=quiet",
+        "sample.prompts=[]",
+        "training.eval_interval=0",
+        "training.micro_batch_size=1",
+        "checkpoint.interval=3",
+    ]
     with open(log, "wb") as stream:
         process = subprocess.Popen(
             [sys.executable, *torchrun, *common, *overrides],
@@ -72,7 +86,9 @@ def drill(fault: str, layout: str, rng: random.Random, timeout: int, folder: Pat
     overrides = [*overrides, f"training.steps={STEPS}", f"parallel.timeout_seconds={timeout}"]
     if not whole.exists():
         train(ranks, "none:-1:0", [*overrides, f"run_dir={whole}"], folder / f"whole-{layout}.log")
-    status, ended = train(ranks, f"{fault}:{rank}:{step}", [*overrides, f"run_dir={run_dir}"], folder / f"{fault}-{layout}.log")
+    status, ended = train(
+        ranks, f"{fault}:{rank}:{step}", [*overrides, f"run_dir={run_dir}"], folder / f"{fault}-{layout}.log"
+    )
     begin = (run_dir / "metrics.jsonl").stat().st_mtime  # of the last step before the fault
     lost = [event for event in events.read(run_dir) if event["kind"] == "rank_lost"]
     named = len(lost) == 1 and lost[0]["lost_rank"] == rank and lost[0]["step"] == step - 1
@@ -103,8 +119,15 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    print(f"seed {arguments.seed}; parallel.timeout_seconds={arguments.timeout}; the job must end within {arguments.timeout + BEYOND:g} s")
-    print(f"{'fault':<7}{'layout':<10}{'rank':>5}{'step':>5}{'seconds':>9}  {'named':<6}{'bit for bit':<12}last collective", flush=True)
+    print(
+        f"seed {arguments.seed}; parallel.timeout_seconds={arguments.timeout}; the job must end within "
+        f"{arguments.timeout + BEYOND:g} s"
+    )
+    print(
+        f"{'fault':<7}{'layout':<10}{'rank':>5}{'step':>5}{'seconds':>9}  {'named':<6}{'bit for bit':<12}last "
+        "collective",
+        flush=True,
+    )
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for layout in arguments.layouts:
@@ -113,7 +136,8 @@ def main() -> int:
                 results.append(result)
                 print(
                     f"{fault:<7}{layout:<10}{result['rank']:>5}{result['step']:>5}{result['seconds']:>9.1f}  "
-                    f"{'yes' if result['named'] else 'NO':<6}{'yes' if result['resumed'] else 'NO':<12}{result['collective']}",
+                    f"{'yes' if result['named'] else 'NO':<6}{'yes' if result['resumed'] else 'NO':<12}"
+                    f"{result['collective']}",
                     flush=True,
                 )
     good = sum(result["held"] and result["named"] and result["resumed"] for result in results)

@@ -1,7 +1,9 @@
-"""Generation against Hugging Face's `generate` on the same weights: `python -m benchmarks.generate_speed [--models NAME ...] [--json]`.
+"""Generation against Hugging Face's `generate` on the same weights: `python -m benchmarks.generate_speed [--models NAME
+...] [--json]`.
 
-Each model is random, of its family's proportions at a size for a CPU, saved by transformers and loaded by both. Greedy, one process,
-the same prompts; runs alternate, and medians are compared. Prefill is the time to the first token, decode the tokens after it.
+Each model is random, of its family's proportions at a size for a CPU, saved by transformers and loaded by both. Greedy,
+one process, the same prompts; runs alternate, and medians are compared. Prefill is the time to the first token, decode
+the tokens after it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.tables import headline, line
-from training.generation import generate
-from training.open_model import OpenModel, open_model
+from inference.generation import generate
+from inference.open_model import OpenModel, open_model
 
 LLAMA = {
     "vocab_size": 16003,
@@ -102,7 +104,9 @@ def measure(name: str, batches: list[int], prompt_length: int, num_tokens: int, 
                 yield _measure_batch(name, theirs, model, batch, prompt_length, num_tokens, repeats)
 
 
-def _measure_batch(name: str, theirs: Any, model: OpenModel, batch: int, prompt_length: int, num_tokens: int, repeats: int) -> Row:
+def _measure_batch(
+    name: str, theirs: Any, model: OpenModel, batch: int, prompt_length: int, num_tokens: int, repeats: int
+) -> Row:
     decoder = model.decoder()
     prompts = torch.randint(2, model.vocab_size, (batch, prompt_length), generator=torch.Generator().manual_seed(batch))
     mask = torch.ones_like(prompts)
@@ -123,7 +127,9 @@ def _measure_batch(name: str, theirs: Any, model: OpenModel, batch: int, prompt_
     return Row(name, batch, parameters, same, ours_first, theirs_first, *decode, ours_all, theirs_all)
 
 
-def _alternate(ours: Callable[[int], Any], theirs: Callable[[int], Any], count: int, repeats: int) -> tuple[float, float]:
+def _alternate(
+    ours: Callable[[int], Any], theirs: Callable[[int], Any], count: int, repeats: int
+) -> tuple[float, float]:
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         for function, taken in zip((ours, theirs), seconds, strict=True):
@@ -135,7 +141,9 @@ def _alternate(ours: Callable[[int], Any], theirs: Callable[[int], Any], count: 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=[name for name in MODELS if name != "gpt2_124m"])
+    parser.add_argument(
+        "--models", nargs="+", choices=list(MODELS), default=[name for name in MODELS if name != "gpt2_124m"]
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt-length", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
@@ -156,7 +164,11 @@ def main() -> int:
             cells = [
                 *(row.model, str(row.batch), f"{row.parameters / 1e6:.1f}", "yes" if row.same_tokens else "NO"),
                 *(f"{1e3 * row.our_prefill_seconds:.1f}", f"{1e3 * row.their_prefill_seconds:.1f}"),
-                *(f"{row.our_decode_tokens_per_second:.0f}", f"{row.their_decode_tokens_per_second:.0f}", f"{row.speedup:.2f}x"),
+                *(
+                    f"{row.our_decode_tokens_per_second:.0f}",
+                    f"{row.their_decode_tokens_per_second:.0f}",
+                    f"{row.speedup:.2f}x",
+                ),
             ]
             print(line(cells, headings, markdown=False), flush=True)
     if options.json:

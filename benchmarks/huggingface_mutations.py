@@ -1,11 +1,13 @@
 """Mutated Hugging Face configs and damaged folders, against transformers on the same folder.
 
-`python -m benchmarks.huggingface_mutations [--configs 525] [--damages 75] [--seed 0] [--only FAMILY] [--markdown] [--json]`
+`python -m benchmarks.huggingface_mutations [--configs 525] [--damages 75] [--seed 0] [--only FAMILY] [--markdown]
+[--json]`
 
-Seven families, each with tied and untied or otherwise different tiny models (tests/models/mutations.py). A case agrees (fp32 logits
-within tests/tolerances.py's ORACLE_LOGITS of transformers'), or is refused by `models.convert import` and by opening the folder, in
-one line that names the key, the tensor or the file. There is no third outcome: the exit status is 1 if there was one. What
-transformers cannot load, or fills with random weights, must be refused. Some cases write the same meaning in another way, and must agree.
+Seven families, each with tied and untied or otherwise different tiny models (tests/models/mutations.py). A case agrees
+(fp32 logits within tests/tolerances.py's ORACLE_LOGITS of transformers'), or is refused by `models.convert import` and
+by opening the folder, in one line that names the key, the tensor or the file. There is no third outcome: the exit
+status is 1 if there was one. What transformers cannot load, or fills with random weights, must be refused. Some cases
+write the same meaning in another way, and must agree.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ def main() -> int:
                 wrong.append(text)
     kinds = list(dict.fromkeys(kind for _, kind, _ in counts))
     families = [family for family in FAMILIES if any(key[0] == family for key in counts)]
-    rows = [[family, *(" / ".join(str(counts[family, kind, word]) for word in WORDS) for kind in kinds)] for family in families]
+    rows = [
+        [family, *(" / ".join(str(counts[family, kind, word]) for word in WORDS) for kind in kinds)]
+        for family in families
+    ]
     total = Counter(word for (_, _, word), number in counts.items() for _ in range(number))
     print(f"seed {arguments.seed}, {time.perf_counter() - start:.0f} s; each cell: {' / '.join(WORDS)}")
     print(table(["family", *kinds], rows, arguments.markdown))

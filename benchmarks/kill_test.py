@@ -1,24 +1,27 @@
 """Kill trainings again and again, and compare them with ones that were left alone.
 
-`python -m benchmarks.kill_test [--kills 200] [--disk 0.3] [--seed 0] [--layouts single,ep2,tp2,pp2_ep2] [--steps 40] [--json] [KEY=VALUE]`
+`python -m benchmarks.kill_test [--kills 200] [--disk 0.3] [--seed 0] [--layouts single,ep2,tp2,pp2_ep2] [--steps 40]
+[--json] [KEY=VALUE]`
 
-GPT-MoE runs in several layouts are killed with SIGKILL and started again until each has had its share of the kills and ends by
-itself. Each kill falls at a random moment of a random kind: any moment from the start on, while a checkpoint is saved (taken,
-written, put in place or an old one deleted), while one is loaded, or during an evaluation; it takes all ranks at once, or one
-rank, and the others some moments later. Every run must end with the loss, validation loss, gradient norm and learning rate of
-every step bit for bit those of the undisturbed run, each step on record once. No checkpoint that was announced may be lost:
-after each kill it must be there and good, or as many newer good ones as `checkpoint.keep` asks for.
+GPT-MoE runs in several layouts are killed with SIGKILL and started again until each has had its share of the kills and
+ends by itself. Each kill falls at a random moment of a random kind: any moment from the start on, while a checkpoint is
+saved (taken, written, put in place or an old one deleted), while one is loaded, or during an evaluation; it takes all
+ranks at once, or one rank, and the others some moments later. Every run must end with the loss, validation loss,
+gradient norm and learning rate of every step bit for bit those of the undisturbed run, each step on record once. No
+checkpoint that was announced may be lost: after each kill it must be there and good, or as many newer good ones as
+`checkpoint.keep` asks for.
 
-`--disk SHARE` makes that share of the kills faults of the disk, at the same moments: it is full, for a while or for good; it becomes
-read-only, as after an error; the run's folder is moved away. The run must go on, or end by itself with a line that names the file;
-nothing may be made in the place of a folder that is gone, and half a checkpoint must give its room back. Then the disk is mended and
-the same command goes on. The runs then lie in a file system of their own, an image that is mounted: this takes root.
+`--disk SHARE` makes that share of the kills faults of the disk, at the same moments: it is full, for a while or for
+good; it becomes read-only, as after an error; the run's folder is moved away. The run must go on, or end by itself with
+a line that names the file; nothing may be made in the place of a folder that is gone, and half a checkpoint must give
+its room back. Then the disk is mended and the same command goes on. The runs then lie in a file system of their own, an
+image that is mounted: this takes root.
 
 After every start no process may be left, and after every run no temporary file and no lock.
 
-The ranks are forked from this process, which has imported everything already and only plays torchrun: a start then takes
-less than a second. tests/training/test_kill.py does the same to real command lines, torchrun included. Exit status 1 where
-anything differed; further arguments are config overrides for all runs.
+The ranks are forked from this process, which has imported everything already and only plays torchrun: a start then
+takes less than a second. tests/checkpoint/test_kill.py does the same to real command lines, torchrun included. Exit
+status 1 where anything differed; further arguments are config overrides for all runs.
 """
 
 from __future__ import annotations
@@ -51,13 +54,14 @@ from typing import Any
 import psutil
 import torch
 
+from checkpoint import manifest, resume, saver
+from checkpoint import state as checkpoint_state
+from checkpoint.saver import SaveError
 from configs.compose import compose
 from configs.files import WriteError
 from configs.schema import Config, ConfigError
 from configs.validate import validate
-from training import contents, manifest, resume, saver
 from training.callbacks import evaluation
-from training.saver import SaveError
 from training.trainer import Trainer
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -82,7 +86,8 @@ COMPARED = ("step", "loss", "validation_loss", "grad_norm", "learning_rate", "to
 
 @dataclass(frozen=True)
 class Kill:
-    """When, and whom: `delay` seconds after the start or after the `count`-th time that any rank begins `kind`; rank None is all ranks."""
+    """When, and whom: `delay` seconds after the start or after the `count`-th time that any rank begins `kind`; rank
+    None is all ranks."""
 
     kind: str
     count: int
@@ -109,7 +114,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="in all layouts together")
     parser.add_argument("--seed", type=int, default=None, help="of the kills; default: a new one")
     parser.add_argument(
-        "--disk", type=float, default=0.0, metavar="SHARE", help="of the kills that are faults of the disk instead; takes root"
+        "--disk",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of the kills that are faults of the disk instead; takes root",
     )
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument("--steps", type=int, default=40, help="of each run")
@@ -184,8 +193,19 @@ def kill_runs(
     """Kill runs of one layout that often. Raises RuntimeError where a start fails by itself."""
     ranks, layout = LAYOUTS[name]
     common = [
-        *("experiment=gpt_moe_tiny", "model.hidden_dropout=0.1", "model.attention_dropout=0.1", f"training.steps={steps}"),
-        *("training.eval_interval=3", "training.eval_batches=2", "checkpoint.interval=2", "checkpoint.keep=2", "checkpoint.keep_every=10"),
+        *(
+            "experiment=gpt_moe_tiny",
+            "model.hidden_dropout=0.1",
+            "model.attention_dropout=0.1",
+            f"training.steps={steps}",
+        ),
+        *(
+            "training.eval_interval=3",
+            "training.eval_batches=2",
+            "checkpoint.interval=2",
+            "checkpoint.keep=2",
+            "checkpoint.keep_every=10",
+        ),
         *("logging=quiet", "sample.prompts=[]", *layout, *overrides),
     ]
 
@@ -205,7 +225,8 @@ def kill_runs(
     while sum(result.landed.values()) < kills:
         (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
         rank = rng.randrange(ranks) if ranks > 1 and rng.random() < 0.5 else None
-        count = rng.randint(1, ranks * (2 if kind == "load" else MAX_COUNT))  # a start looks for a checkpoint, then loads it
+        # a start looks for a checkpoint, then loads it
+        count = rng.randint(1, ranks * (2 if kind == "load" else MAX_COUNT))
         fault = rng.choice(FAULTS) if rng.random() < disk_share else None
         if fault is not None and kind not in ("save", "evaluate") and (kind == "load" or fault == "moved"):
             kind = "save"  # a folder that is moved before the run works in it is another folder
@@ -230,8 +251,8 @@ def kill_runs(
         result.found += [f"{name}, {run.run_dir.name}: {text}" for text in problems]
         good = [int(path.name[5:]) for path in manifest.list_checkpoints(run.run_dir) if manifest.verify(path) is None]
         print(
-            f"{name}: {sum(result.landed.values()):>5} {during:>9} {kill.delay:>8.3f}  {victim if victim != 'one' else f'rank {rank}':<8} "
-            f"{len(read_steps(run.run_dir)):>6}  {sorted(good)}",
+            f"{name}: {sum(result.landed.values()):>5} {during:>9} {kill.delay:>8.3f}  "
+            f"{victim if victim != 'one' else f'rank {rank}':<8} {len(read_steps(run.run_dir)):>6}  {sorted(good)}",
             flush=True,
         )
     if start(config, ranks, run) is not None:
@@ -262,7 +283,8 @@ def differences(ours: Path, theirs: Path) -> list[str]:
 
 
 def lost(run: Run, keep: int) -> list[str]:
-    """Announced checkpoints that are neither good nor made up for by `keep` newer good ones; and resumes from older ones."""
+    """Announced checkpoints that are neither good nor made up for by `keep` newer good ones; and resumes from older
+    ones."""
     found = []
     for line in run.log.read_text(errors="replace").splitlines():
         if match := re.fullmatch(r"checkpoint \S*/step_(\d+)", line):
@@ -276,7 +298,11 @@ def lost(run: Run, keep: int) -> list[str]:
 
 def leftovers(run_dir: Path) -> list[str]:
     """What a run that has ended must not leave: temporary files, and a lock."""
-    found = [f"{path} was left" for path in run_dir.rglob("*") if ".tmp" in path.name or path.name.endswith(manifest.REPLACED)]
+    found = [
+        f"{path} was left"
+        for path in run_dir.rglob("*")
+        if ".tmp" in path.name or path.name.endswith(manifest.REPLACED)
+    ]
     with open(run_dir / resume.LOCK, "a") as stream:
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -352,7 +378,9 @@ class Disk:
 def _call(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"--disk needs a file system of its own, but {' '.join(command)} failed: {done.stderr.strip()}")
+        raise RuntimeError(
+            f"--disk needs a file system of its own, but {' '.join(command)} failed: {done.stderr.strip()}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -361,7 +389,8 @@ def _call(*command: str) -> None:
 
 
 def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str | None:
-    """Start the run on forked ranks, and kill them as planned; what the first victim was doing, or None where the run ended.
+    """Start the run on forked ranks, and kill them as planned; what the first victim was doing, or None where the run
+    ended.
 
     Raises RuntimeError if it fails by itself or outlives the limit.
     """
@@ -431,7 +460,8 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str
         run.found += run.disk.mend(broken)
     if any(ended) and SAID not in ended:
         run.found.append(
-            f"{broken}: no rank ended with a line of its own, but with {ended}: {run.log.read_text(errors='replace')[said:][-2000:]}"
+            f"{broken}: no rank ended with a line of its own, but with {ended}: "
+            f"{run.log.read_text(errors='replace')[said:][-2000:]}"
         )
     return run.met if any(ended) else None
 
@@ -479,7 +509,7 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
         return call
 
     vars(resume)["find"] = told("load", resume.find)
-    vars(contents)["load"] = told("load", contents.load)
+    vars(checkpoint_state)["load"] = told("load", checkpoint_state.load)
     vars(evaluation)["evaluate"] = told("evaluate", evaluation.evaluate)
     vars(saver)["Saver"].start = told("save", saver.Saver.start)
     vars(saver)["_Part"]._run = told("save", saver._Part._run)

@@ -1,7 +1,7 @@
 """A rank's side of benchmarks of one MoE layer on a cluster: builds the layer once, then times steps of it in any plan.
 
-The layer has no router: tokens go to experts evenly, each to `top_k` ranks, so that every rank sends and receives as much as
-every other, and a chunk as much as every other chunk.
+The layer has no router: tokens go to experts evenly, each to `top_k` ranks, so that every rank sends and receives as
+much as every other, and a chunk as much as every other chunk.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from benchmarks import link
 from benchmarks.accelerator import VirtualAccelerator, VirtualExperts
-from moe import experts
-from moe.dispatch import FlatAllToAll, Flow, Handle
-from moe.load import Shape
-from moe.measure import BUDGET, measure_costs
-from moe.plan import Load, Plan
-from moe.planner import LayerCosts
-from moe.schedule import routed_experts
-from moe.weights import Weights
+from moe.alltoall.flat import FlatAllToAll, Handle, SplitSizes
+from moe.experts.compute import ExpertCompute
+from moe.experts.weights import Weights
+from moe.layer import routed_experts
+from moe.planning.costs import LayerCosts
+from moe.planning.load import Shape
+from moe.planning.measure import BUDGET, measure_costs
+from moe.schedule.chunk_plan import LayerLoad, Plan
 
 MEGATRON, EXCHANGES, IN_TURN = "megatron", "exchanges", "in turn"
 
@@ -43,8 +43,8 @@ class Case:
 class _Blocking(FlatAllToAll):
     """The same exchanges, each over before anything else happens: what a layer without any overlap does."""
 
-    def expect(self, buffer: torch.Tensor, flow: Flow) -> Handle:
-        return _BlockingHandle(super().expect(buffer, flow))
+    def expect(self, buffer: torch.Tensor, split_sizes: SplitSizes) -> Handle:
+        return _BlockingHandle(super().expect(buffer, split_sizes))
 
 
 class _BlockingHandle:
@@ -76,9 +76,11 @@ class _Layer:
         fc1, fc2 = (torch.nn.Parameter(torch.randn(shape, generator=generator) * 0.02) for shape in shapes)
         self.weights = Weights(fc1, fc2, None, None, "swiglu")
         self.exchange, self.blocking = FlatAllToAll(dist.group.WORLD), _Blocking(dist.group.WORLD)
-        self.engine: Any = experts if case.flops_per_second is None else VirtualAccelerator(case.flops_per_second)
+        speed = case.flops_per_second
+        self.experts = ExpertCompute() if speed is None else VirtualAccelerator(speed)
         self.megatron: Any = None
-        # What a virtual accelerator leaves in its buffers is added up all the same, which must not be slower than numbers are.
+        # What a virtual accelerator leaves in its buffers is added up all the same, which must not be slower than
+        # numbers are.
         torch.set_flush_denormal(case.flops_per_second is not None)
 
     def forward(self, what: Plan | str) -> torch.Tensor:
@@ -86,7 +88,14 @@ class _Layer:
             return self._forward_by_megatron()
         plan, exchange = (Plan(), self.blocking) if isinstance(what, str) else (what, self.exchange)
         return routed_experts(
-            self.x, self.probs, self.routing_map, self.weights, plan, exchange, pairs_per_token=self.case.top_k, engine=self.engine
+            self.x,
+            self.probs,
+            self.routing_map,
+            self.weights,
+            plan,
+            exchange,
+            assignments_per_token=self.case.top_k,
+            experts=self.experts,
         )
 
     def _forward_by_megatron(self) -> torch.Tensor:
@@ -142,7 +151,7 @@ def shape(case: Case, num_ranks: int) -> Shape:
     )
 
 
-def load(case: Case, num_ranks: int) -> Load:
+def load(case: Case, num_ranks: int) -> LayerLoad:
     """What a rank has to do: each token goes to `top_k` different ranks, so that no two of its rows are one."""
     rows = case.tokens * case.top_k
     return replace(shape(case, num_ranks).even(), rows=rows, away_rows=rows * (num_ranks - 1) // num_ranks)
@@ -153,14 +162,15 @@ def costs(budget: float = BUDGET) -> LayerCosts:
     layer = _layer
     assert layer is not None, "build comes first"
     sizes = shape(layer.case, layer.size)
-    return measure_costs(layer.weights, layer.exchange, dist.group.WORLD, sizes, engine=layer.engine, budget=budget)
+    return measure_costs(layer.weights, layer.exchange, dist.group.WORLD, sizes, experts=layer.experts, budget=budget)
 
 
 def steps(what: Plan | str, repeats: int = 1) -> list[dict[str, float]]:
-    """Seconds of one forward and backward pass, each and together: of the second step, as every one of a training but the first, and
-    of those that follow.
+    """Seconds of one forward and backward pass, each and together: of the second step, as every one of a training but
+    the first, and of those that follow.
 
-    `what` is a plan, IN_TURN (degree 1, and nothing at the same time), MEGATRON, or EXCHANGES (those of degree 1 alone).
+    `what` is a plan, IN_TURN (degree 1, and nothing at the same time), MEGATRON, or EXCHANGES (those of degree 1
+    alone).
     """
     layer = _layer
     assert layer is not None, "build comes first"
@@ -201,7 +211,8 @@ def _exchanges(layer: _Layer) -> dict[str, float]:
 
 
 def start_megatron() -> None:
-    """Expert parallelism over all ranks; its all-to-all becomes full duplex, as ours is, so that no gain is an artefact."""
+    """Expert parallelism over all ranks; its all-to-all becomes full duplex, as ours is, so that no gain is an
+    artefact."""
     from megatron.core import parallel_state, tensor_parallel
 
     from parallel.megatron import apply_patches
@@ -209,7 +220,9 @@ def start_megatron() -> None:
     if parallel_state.model_parallel_is_initialized():
         return
     apply_patches("cpu")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1)
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     dist.all_to_all_single = link.all_to_all_single
 
@@ -247,7 +260,8 @@ def _megatron_layer(ours: _Layer) -> Any:
 
 
 def difference() -> float:
-    """Largest difference of Megatron-core's output and gradients from ours (degree 1), by the largest value of each. Collective."""
+    """Largest difference of Megatron-core's output and gradients from ours (degree 1), by the largest value of each.
+    Collective."""
     from benchmarks.megatron_layer import expert_gradients
 
     layer = _layer

@@ -1,14 +1,15 @@
 """One run in every layout: the same losses and gradient norms, step by step: python -m benchmarks.layout_parity.
 
-Trains the tiny models with the same seed, data and global batch on one process and in each layout, and compares every step's
-loss and gradient norm with the one-process run: the largest relative difference over all steps. In fp32 a loss may differ by
-1e-5 and a norm by 1e-4, in bf16 a loss by 1e-2 (a norm is shown only); the exit status says whether all did.
+Trains the tiny models with the same seed, data and global batch on one process and in each layout, and compares every
+step's loss and gradient norm with the one-process run: the largest relative difference over all steps. In fp32 a loss
+may differ by 1e-5 and a norm by 1e-4, in bf16 a loss by 1e-2 (a norm is shown only); the exit status says whether all
+did.
 
-Experts fold over data parallel ranks, so EP2xPP2 on 4 ranks is DP2xPP2xEP2 and stands once. In DP2xEP2 each expert has two
-copies. MoE models under tensor parallelism run with sequence parallelism, which Megatron-core asks for.
+Experts fold over data parallel ranks, so EP2xPP2 on 4 ranks is DP2xPP2xEP2 and stands once. In DP2xEP2 each expert has
+two copies. MoE models under tensor parallelism run with sequence parallelism, which Megatron-core asks for.
 
-The ranks are processes of one pool, over gloo on the CPU; each training goes through `Trainer` with its real data loader.
-Further arguments are config overrides for all runs, such as data.corpus=... or model.hidden_dropout=0.
+The ranks are processes of one pool, over gloo on the CPU; each training goes through `Trainer` with its real data
+loader. Further arguments are config overrides for all runs, such as data.corpus=... or model.hidden_dropout=0.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ TIMEOUT = 600.0  # seconds for one training
 
 @dataclass(frozen=True)
 class Layout:
-    """A number of ranks and the overrides that lay the model out on them; `models`: all, or only those with or without experts."""
+    """A number of ranks and the overrides that lay the model out on them; `models`: all, or only those with or without
+    experts."""
 
     ranks: int
     overrides: tuple[str, ...]
@@ -87,9 +89,13 @@ class Row:
 
 
 def compare(
-    models: Sequence[str], layouts: Sequence[str], overrides: Sequence[str], on_row: Callable[[Row], None] = lambda row: None
+    models: Sequence[str],
+    layouts: Sequence[str],
+    overrides: Sequence[str],
+    on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Train each model on one process and in each layout that suits it. `on_row` hears of each row as soon as it is known."""
+    """Train each model on one process and in each layout that suits it. `on_row` hears of each row as soon as it is
+    known."""
     rows = []
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +113,9 @@ def compare(
                 lines = _train([*common, *layout.overrides], layout.ranks)
                 loss, norm = (largest_difference(lines, single, key) for key in ("loss", "grad_norm"))
                 passed = loss <= FP32_LOSS and norm <= FP32_GRAD_NORM if precision == "fp32" else loss <= BF16_LOSS
-                rows.append(Row(model, name, layout.ranks, loss, norm, lines[-1]["loss"], time.perf_counter() - begin, passed))
+                rows.append(
+                    Row(model, name, layout.ranks, loss, norm, lines[-1]["loss"], time.perf_counter() - begin, passed)
+                )
                 on_row(rows[-1])
     return rows
 
@@ -136,22 +144,36 @@ def _show(row: Row) -> None:
     else:
         differences = f"{row.loss_difference:>12.1e}{row.grad_norm_difference:>12.1e}"
     verdict = "" if row.passed else "  TOO FAR"
-    print(f"{row.model:<15}{row.layout:<18}{row.ranks:>5}{differences}{row.last_loss:>12.6f}{row.seconds:>9.1f}{verdict}", flush=True)
+    print(
+        f"{row.model:<15}{row.layout:<18}{row.ranks:>5}{differences}{row.last_loss:>12.6f}{row.seconds:>9.1f}{verdict}",
+        flush=True,
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT", help=", ".join(LAYOUTS))
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument(
+        "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT", help=", ".join(LAYOUTS)
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=", ".join(MODELS)
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--markdown", action="store_true", help="print the table for the README too")
+    parser.add_argument("--markdown", action="store_true", help="print the table in markdown too")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides for all runs; after -- if a list comes before")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="overrides for all runs; after -- if a list comes before"
+    )
     arguments = parser.parse_args()
     overrides = [f"training.steps={arguments.steps}", f"training.precision={arguments.precision}", *arguments.overrides]
-    print(f"{arguments.steps} steps in {arguments.precision}, beside one process: largest relative difference of any step")
-    print(f"{'model':<15}{'layout':<18}{'ranks':>5}{'loss':>12}{'grad norm':>12}{'last loss':>12}{'seconds':>9}", flush=True)
+    print(
+        f"{arguments.steps} steps in {arguments.precision}, beside one process: largest relative difference of any step"
+    )
+    print(
+        f"{'model':<15}{'layout':<18}{'ranks':>5}{'loss':>12}{'grad norm':>12}{'last loss':>12}{'seconds':>9}",
+        flush=True,
+    )
     begin = time.perf_counter()
     try:
         rows = compare(arguments.models, arguments.layouts, overrides, _show)
@@ -166,7 +188,11 @@ def main() -> int:
     if arguments.markdown:
         print(f"\n{markdown(rows)}\n")
     if arguments.json:
-        print(json.dumps({"steps": arguments.steps, "precision": arguments.precision, "rows": [vars(row) for row in rows]}))
+        print(
+            json.dumps(
+                {"steps": arguments.steps, "precision": arguments.precision, "rows": [vars(row) for row in rows]}
+            )
+        )
     return 1 if broken else 0
 
 

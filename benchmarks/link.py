@@ -1,7 +1,7 @@
 """What a cluster's links really give: exchanges in which every receive is posted before its send.
 
-gloo's own all_to_all_single sends first; a late rank's notice that it is ready to receive then waits behind its own payload,
-and the two directions run one after the other. So every layer that is compared on gloo gets this exchange.
+gloo's own all_to_all_single sends first; a late rank's notice that it is ready to receive then waits behind its own
+payload, and the two directions run one after the other. So every layer that is compared on gloo gets this exchange.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ from benchmarks.cluster import Cluster
 MESSAGE = 4 * 2**20  # bytes that each rank sends: far more than a link's burst
 
 
-def exchange(output: torch.Tensor, source: torch.Tensor, output_counts: Sequence[int], source_counts: Sequence[int], group: Any) -> None:
-    """All-to-all of rows: `source_counts[i]` of them to rank i, `output_counts[i]` from it. Returns when all is there and sent."""
+def exchange(
+    output: torch.Tensor, source: torch.Tensor, output_counts: Sequence[int], source_counts: Sequence[int], group: Any
+) -> None:
+    """All-to-all of rows: `source_counts[i]` of them to rank i, `output_counts[i]` from it. Returns when all is there
+    and sent."""
     rank, size = group.rank(), group.size()
     outputs, sources = output.split(list(output_counts)), source.split(list(source_counts))
     others = [(rank + step) % size for step in range(1, size)]
     works = [dist.irecv(outputs[other], group=group, group_src=other) for other in others if output_counts[other]]
-    works += [dist.isend(sources[other].contiguous(), group=group, group_dst=other) for other in others if source_counts[other]]
+    works += [
+        dist.isend(sources[other].contiguous(), group=group, group_dst=other)
+        for other in others
+        if source_counts[other]
+    ]
     outputs[rank].copy_(sources[rank])
     for work in works:
         if work is not None:
@@ -47,13 +54,16 @@ def all_to_all_single(
     """In place of torch.distributed's, full duplex; it is over when it returns."""
     group = group or dist.group.WORLD
     even = [len(input) // group.size()] * group.size()
-    receive, send = (even if sizes is None else [int(size) for size in sizes] for sizes in (output_split_sizes, input_split_sizes))
+    receive, send = (
+        even if sizes is None else [int(size) for size in sizes] for sizes in (output_split_sizes, input_split_sizes)
+    )
     exchange(output, input.contiguous(), receive, send, group)
     return _Done() if async_op else None
 
 
 def seconds_of_exchanges(row_counts: Sequence[int], hidden: int, repeats: int) -> float:
-    """On a rank: seconds for `repeats` exchanges of `row_counts[i]` fp32 rows [hidden] with rank i, one after the other."""
+    """On a rank: seconds for `repeats` exchanges of `row_counts[i]` fp32 rows [hidden] with rank i, one after the
+    other."""
     group = dist.group.WORLD
     rows, received = (torch.zeros(sum(row_counts), hidden) for _ in range(2))
     dist.barrier()

@@ -2,14 +2,16 @@
 
 `python -m benchmarks.loop_overhead [--ranks 2] [--rounds 16] [--steps 3] [--json] [key=value ...]`
 
-Both sides train the same model on the same data in the same processes, in alternating rounds of `--steps` steps. Ours is
-what `Trainer.fit` does in a step, with all callbacks of a run (W&B is off); the bare side calls Megatron-core directly on batches that lie
-ready in memory. Printed: the median over rounds of the ratio of their times, and the share of a step spent waiting for data.
+Both sides train the same model on the same data in the same processes, in alternating rounds of `--steps` steps. Ours
+is what `Trainer.fit` does in a step, with all callbacks of a run (W&B is off); the bare side calls Megatron-core
+directly on batches that lie ready in memory. Printed: the median over rounds of the ratio of their times, and the share
+of a step spent waiting for data.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
@@ -25,12 +27,15 @@ import torch.distributed as dist
 from configs.compose import compose
 from configs.schema import Config
 from configs.validate import validate
+from parallel.topology import Topology
 from training.callbacks.guard import Guard
-from training.run import Run
+from training.starting.build import build
 from training.trainer import Trainer
 
 
-def bare_step(config: Config, vocab_size: int, steps: Iterator[list[dict[str, torch.Tensor]]]) -> Callable[[], None]:
+def bare_step(
+    config: Config, topology: Topology, vocab_size: int, steps: Iterator[list[dict[str, torch.Tensor]]]
+) -> Callable[[], None]:
     """A step as a short script would write it: Megatron-core's DDP, optimizer and schedule, nothing else."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -40,12 +45,15 @@ def bare_step(config: Config, vocab_size: int, steps: Iterator[list[dict[str, to
     from models import gpt
     from models.build import build_model
 
-    chunk = build_model(config, vocab_size)[0]
+    chunk = build_model(config, topology, vocab_size)[0]
     settings = get_model_config(chunk)
     model = DistributedDataParallel(
         settings,
         DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            use_distributed_optimizer=True,
         ),
         chunk,
     )
@@ -103,11 +111,11 @@ def bare_step(config: Config, vocab_size: int, steps: Iterator[list[dict[str, to
 def measure(config: Config, rounds: int, steps: int) -> dict[str, float]:
     """Alternate both loops; median ratio and data wait over all rounds. Every rank of the job calls it."""
     trainer = Trainer(config, guard=Guard(config))
-    run: Run = trainer._build()
+    run = build(config, trainer.callbacks, contextlib.ExitStack())
     trainer._start(run)
     # Fresh data for each step of both: on a batch learned by heart, gradients turn denormal and CPUs slow down.
     ready = [run.loader.next_step() for _ in range((rounds + 1) * steps)]
-    bare = bare_step(config, run.vocab_size, iter(ready))
+    bare = bare_step(config, run.topology, run.vocab_size, iter(ready))
     waits: list[float] = []
 
     def ours() -> None:
@@ -148,7 +156,7 @@ def measure(config: Config, rounds: int, steps: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3)
@@ -156,10 +164,25 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", default=[])
     arguments = parser.parse_args()
     if arguments.ranks > 1 and not dist.is_torchelastic_launched():
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
-        return subprocess.run([*launcher, "-m", "benchmarks.loop_overhead", *sys.argv[1:]], check=False, timeout=1800).returncode
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(arguments.ranks),
+        ]
+        return subprocess.run(
+            [*launcher, "-m", "benchmarks.loop_overhead", *sys.argv[1:]], check=False, timeout=1800
+        ).returncode
     with tempfile.TemporaryDirectory() as folder:
-        sizes = ["model=gpt_small", "model.num_layers=4", "model.hidden_size=256", "model.ffn_hidden_size=704", "model.sequence_length=256"]
+        sizes = [
+            "model=gpt_small",
+            "model.num_layers=4",
+            "model.hidden_size=256",
+            "model.ffn_hidden_size=704",
+            "model.sequence_length=256",
+        ]
         defaults = [*sizes, "training.global_batch_size=8", "training.micro_batch_size=2", "training.steps=100000"]
         quiet = [
             f"run_dir={folder}",
@@ -173,7 +196,10 @@ def main() -> int:
         validate(config, arguments.ranks)
         result = measure(config, arguments.rounds, arguments.steps)
         if dist.get_rank() == 0:
-            print(f"{'ranks':>5} {'ours ms':>9} {'bare ms':>9} {'ratio':>7} {'lowest':>7} {'highest':>8} {'data wait':>10}")
+            print(
+                f"{'ranks':>5} {'ours ms':>9} {'bare ms':>9} {'ratio':>7} {'lowest':>7} {'highest':>8} "
+                f"{'data wait':>10}"
+            )
             print(
                 f"{result['ranks']:>5} {result['ours_ms']:>9.1f} {result['bare_ms']:>9.1f} {result['ratio']:>7.4f} "
                 f"{result['ratio_low']:>7.3f} {result['ratio_high']:>8.3f} {result['data_wait_share']:>10.4%}"

@@ -36,4 +36,6 @@ def fill_experts(layer: MoELayer, fc1: torch.Tensor, fc2: torch.Tensor) -> None:
 def expert_gradients(layer: MoELayer) -> list[torch.Tensor]:
     """The gradients of both weights of the local experts, stacked as ours are."""
     experts = layer.experts.local_experts
-    return [torch.stack([getattr(expert, name).weight.grad for expert in experts]) for name in ("linear_fc1", "linear_fc2")]
+    return [
+        torch.stack([getattr(expert, name).weight.grad for expert in experts]) for name in ("linear_fc1", "linear_fc2")
+    ]

@@ -1,16 +1,18 @@
 """What the MoE layer's memory strategies hold and what they cost in time, and what the planner picks within a budget.
 
-`python -m benchmarks.memory_reuse [--layers 1gbit:1 500mbit:2 200mbit:4] [--rounds 7] [--budgets 16] [--quick] [--json] [--markdown]`
+`python -m benchmarks.memory_reuse [--layers 1gbit:1 500mbit:2 200mbit:4] [--rounds 7] [--budgets 16] [--quick] [--json]
+[--markdown]`
 
-Two ranks on an emulated cluster compute in earnest. A layer is a link's rate and its communication by computation. Memory is
-exact: PyTorch's memory tracker counts every tensor from the start of the forward to the end of the backward pass, without the
-layer's input, weights and their gradients; the largest over the ranks. Time is that of both passes, in rounds that take turns;
-after the first rounds only the baseline, the picks and what may be the fastest within some budget go on.
+Two ranks on an emulated cluster compute in earnest. A layer is a link's rate and its communication by computation.
+Memory is exact: PyTorch's memory tracker counts every tensor from the start of the forward to the end of the backward
+pass, without the layer's input, weights and their gradients; the largest over the ranks. Time is that of both passes,
+in rounds that take turns; after the first rounds only the baseline, the picks and what may be the fastest within some
+budget go on.
 
-The baseline keeps everything in one chunk. Then the budget falls from what the largest plan needs to what the smallest does: the
-planner's pick, from its own measured costs and a trial of its best few plans, as in the first steps of a training of four such
-layers. Then it runs against the fastest measured plan that fits, in rounds of these two alone (the median over rounds of one
-round's ratio); right is within 2% of it.
+The baseline keeps everything in one chunk. Then the budget falls from what the largest plan needs to what the smallest
+does: the planner's pick, from its own measured costs and a trial of its best few plans, as in the first steps of a
+training of four such layers. Then it runs against the fastest measured plan that fits, in rounds of these two alone
+(the median over rounds of one round's ratio); right is within 2% of it.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ from benchmarks.cluster import Cluster, ClusterError, parse_rate
 from benchmarks.layer_step import Case
 from benchmarks.pipeline_degree import HIDDEN, TOKENS, make_case, tried
 from benchmarks.tables import table
-from moe.plan import Load, Plan
-from moe.planner import LayerCosts, Limits, Planner, best_plan, predict
-from moe.workspace import WORKSPACE
+from memory.pool import WORKSPACE
+from moe.planning.costs import LayerCosts, Limits
+from moe.planning.planner import Planner
+from moe.planning.search import best_plan, predict
+from moe.schedule.chunk_plan import LayerLoad, Plan
 
 BASELINE = Plan()
 # On a host there is no other memory to offload to.
@@ -52,18 +56,25 @@ MIB = 2**20
 
 
 def peak_bytes(plan: Plan) -> int:
-    """Most bytes of tensors at once during a step of this rank's layer, beyond its inputs, weights and their gradients."""
+    """Most bytes of tensors at once during a step of this rank's layer, beyond its inputs, weights and their
+    gradients."""
     layer = layer_step._layer
     assert layer is not None
     layer.clear()
     weights = (layer.weights.fc1, layer.weights.fc2)
-    return tracked_peak(lambda: layer.forward(plan), layer.output_grad, (layer.x, layer.probs, layer.routing_map), weights)
+    return tracked_peak(
+        lambda: layer.forward(plan), layer.output_grad, (layer.x, layer.probs, layer.routing_map), weights
+    )
 
 
 def tracked_peak(
-    forward: Callable[[], torch.Tensor], output_grad: torch.Tensor, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    forward: Callable[[], torch.Tensor],
+    output_grad: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
 ) -> int:
-    """The same of any step; the tensors have no gradients yet. What the forward pass returns is not its own afterwards."""
+    """The same of any step; the tensors have no gradients yet. What the forward pass returns is not its own
+    afterwards."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     device, tracker = output_grad.device, MemTracker()
@@ -72,7 +83,8 @@ def tracked_peak(
     def count(which: str) -> int:
         return tracker.get_tracker_snapshot(which)[device]["Total"]
 
-    WORKSPACE.pooled = False  # what is given back is gone, as with a GPU's allocator, so that live memory is what is counted
+    # what is given back is gone, as with a GPU's allocator, so that live memory is what is counted
+    WORKSPACE.pooled = False
     try:
         with tracker:
             before = count("current")
@@ -126,7 +138,9 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> 
     base = _key(BASELINE)
     always = {base, *(_key(plan) for _, plan in picks)}
     variants = {key: (plan, STEPS) for key, plan in plans.items()}
-    result = rounds.measure_contenders(cluster, layer_step.step, variants, num_rounds, lambda first: contenders(first, memory) | always)
+    result = rounds.measure_contenders(
+        cluster, layer_step.step, variants, num_rounds, lambda first: contenders(first, memory) | always
+    )
     rows = [
         {
             "plan": asdict(plan),
@@ -147,7 +161,9 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> 
         "rounds": result.num_rounds,
         "rounds_dropped": result.num_dropped,
         "rows": rows,
-        "picks": [_judge(budget, *pair, memory[pair[0]], slower[pair]) for (budget, _), pair in zip(picks, pairs, strict=True)],
+        "picks": [
+            _judge(budget, *pair, memory[pair[0]], slower[pair]) for (budget, _), pair in zip(picks, pairs, strict=True)
+        ],
         "refusal": _refusal(costs, load, replace(limits, memory_budget=min(memory.values()) // 2)),
     }
 
@@ -157,7 +173,8 @@ def _falling(most: int, least: int, count: int) -> list[int]:
 
 
 def contenders(result: rounds.Rounds, memory: Mapping[str, int]) -> set[str]:
-    """Names of the plans that may be the fastest within some budget: none that needs no more memory is faster by much."""
+    """Names of the plans that may be the fastest within some budget: none that needs no more memory is faster by
+    much."""
     seconds = {name: result.median(name, "together") for name in result.seconds}
     return {
         name
@@ -171,8 +188,8 @@ def _fastest(rows: Sequence[dict[str, Any]], budget: int) -> str:
 
 
 def _duel(cluster: Cluster, variants: Mapping[str, tuple[Any, ...]], pick: str, rival: str, num_rounds: int) -> float:
-    """What the pick takes by what its rival takes, in rounds of these two alone. The machine is not the same at both ends of a round
-    of all plans, and the rival is the one that was lucky there."""
+    """What the pick takes by what its rival takes, in rounds of these two alone. The machine is not the same at both
+    ends of a round of all plans, and the rival is the one that was lucky there."""
     if pick == rival:
         return 1.0
     both = {name: variants[name] for name in (pick, rival)}
@@ -182,10 +199,17 @@ def _duel(cluster: Cluster, variants: Mapping[str, tuple[Any, ...]], pick: str, 
 
 def _judge(budget: int, pick: str, fastest: str, num_bytes: int, slower: float) -> dict[str, Any]:
     fits = num_bytes <= budget
-    return {"budget": budget, "pick": pick, "fits": fits, "fastest": fastest, "slower": slower, "right": fits and slower <= SAME}
+    return {
+        "budget": budget,
+        "pick": pick,
+        "fits": fits,
+        "fastest": fastest,
+        "slower": slower,
+        "right": fits and slower <= SAME,
+    }
 
 
-def _refusal(costs: LayerCosts, load: Load, limits: Limits) -> str:
+def _refusal(costs: LayerCosts, load: LayerLoad, limits: Limits) -> str:
     try:
         return f"not refused: {best_plan(costs, load, limits).plan}"
     except ValueError as error:
@@ -209,7 +233,8 @@ def _report(layer: dict[str, Any], markdown: bool) -> str:
         for row in sorted(layer["rows"], key=lambda row: -row["bytes"])
     ]
     picks = [
-        [f"{p['budget'] / MIB:.1f}", p["pick"], "yes" if p["fits"] else "NO", p["fastest"], f"{p['slower']:.3f}"] for p in layer["picks"]
+        [f"{p['budget'] / MIB:.1f}", p["pick"], "yes" if p["fits"] else "NO", p["fastest"], f"{p['slower']:.3f}"]
+        for p in layer["picks"]
     ]
     right = sum(pick["right"] for pick in layer["picks"])
     parts = [
@@ -222,9 +247,12 @@ def _report(layer: dict[str, Any], markdown: bool) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument(
-        "--layers", nargs="+", default=["1gbit:1", "500mbit:2", "200mbit:4"], help="link rate : communication by computation"
+        "--layers",
+        nargs="+",
+        default=["1gbit:1", "500mbit:2", "200mbit:4"],
+        help="link rate : communication by computation",
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budgets", type=int, default=16, help="budgets per layer")
@@ -246,7 +274,10 @@ def main() -> int:
                 tokens = arguments.tokens or TOKENS.get(parse_rate(rate) or 0.0, 4096)
                 base = Case(tokens, HIDDEN, 512, 2, arguments.experts_per_rank)
                 case = make_case(cluster, base, float(ratio), virtual=False)
-                print(f"\n{link.in_words(cluster, rate_measured)}; communication / computation {ratio}; {case}", flush=True)
+                print(
+                    f"\n{link.in_words(cluster, rate_measured)}; communication / computation {ratio}; {case}",
+                    flush=True,
+                )
                 layers.append(measure(cluster, case, arguments.rounds, arguments.budgets))
                 print(_report(layers[-1], arguments.markdown), flush=True)
     except (ValueError, ClusterError) as error:

@@ -1,13 +1,15 @@
 """One MoE layer's cost against other implementations and against the dense layer with the same activated FLOPs.
 
-`python -m benchmarks.moe_layer [--shapes 8:2:1024 32:4:256] [--dtypes fp32 bf16] [--rounds 7] [--peers ...] [--separate] [--json]`
+`python -m benchmarks.moe_layer [--shapes 8:2:1024 32:4:256] [--dtypes fp32 bf16] [--rounds 7] [--peers ...]
+[--separate] [--json]`
 
 One rank and one thread; forward and backward of 4096 tokens, hidden 512, SwiGLU, router included. In every round all
-candidates take turns on the same new tokens, and CPU time counts, which other work on the machine disturbs least. All share
-one process. With `--separate` each has its own, which is kinder to those that allocate large tensors in every step, the dense layer
-first of all: alone, its allocator learns to keep them; beside others it gives them back to the system and pays for the page
-faults again. A candidate's number is the median of its rounds; its ratio is the median over the rounds of its time by the dense
-layer's in the same round. Skewed: the router's logits are offset by -4 e / (E - 1) for expert e.
+candidates take turns on the same new tokens, and CPU time counts, which other work on the machine disturbs least. All
+share one process. With `--separate` each has its own, which is kinder to those that allocate large tensors in every
+step, the dense layer first of all: alone, its allocator learns to keep them; beside others it gives them back to the
+system and pays for the page faults again. A candidate's number is the median of its rounds; its ratio is the median
+over the rounds of its time by the dense layer's in the same round. Skewed: the router's logits are offset by -4 e / (E
+- 1) for expert e.
 """
 
 from __future__ import annotations
@@ -111,7 +113,9 @@ def _skew_megatron(layer: Any, offsets: Any) -> None:
     layer.router.gating = lambda hidden: gating(hidden) + offsets
 
 
-def _megatron(dispatcher: str, experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x: Any, output_grad: Any) -> Step:
+def _megatron(
+    dispatcher: str, experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x: Any, output_grad: Any
+) -> Step:
     from benchmarks.megatron_layer import megatron_layer
 
     layer = megatron_layer(_megatron_config(experts, top_k, width, dtype, dispatcher))
@@ -123,21 +127,29 @@ def _mixtrain(experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x:
     from megatron.core.transformer.spec_utils import build_module
 
     from benchmarks.megatron_layer import LINEAR
-    from moe.plan import Plan
+    from moe.schedule.chunk_plan import Plan
     from moe.spec import moe_spec
+    from parallel.topology import megatron_groups
 
-    layer = build_module(moe_spec(LINEAR, "swiglu", Plan()), config=_megatron_config(experts, top_k, width, dtype, "alltoall"))
+    layer = build_module(
+        moe_spec(megatron_groups(), LINEAR, "swiglu", Plan()),
+        config=_megatron_config(experts, top_k, width, dtype, "alltoall"),
+    )
     layer.set_layer_number(1)
     _skew_megatron(layer, offsets)
     return _stepper(layer, x, output_grad, lambda hidden: layer(hidden.view(TOKENS, 1, HIDDEN))[0].view(TOKENS, HIDDEN))
 
 
-def _huggingface(implementation: str, experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x: Any, output_grad: Any) -> Step:
+def _huggingface(
+    implementation: str, experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x: Any, output_grad: Any
+) -> Step:
     import torch
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=width, num_local_experts=experts, num_experts_per_tok=top_k)
+    config = MixtralConfig(
+        hidden_size=HIDDEN, intermediate_size=width, num_local_experts=experts, num_experts_per_tok=top_k
+    )
     config._experts_implementation = implementation
     block = MixtralSparseMoeBlock(config)
     for parameter in block.parameters():
@@ -153,7 +165,8 @@ def _huggingface(implementation: str, experts: int, top_k: int, width: int, dtyp
 
 
 def _skew_linear_router(gate: Any, offsets: Any) -> None:
-    """Offset the logits of Hugging Face's or DeepSpeed's router, which computes them with torch's `linear` and no bias."""
+    """Offset the logits of Hugging Face's or DeepSpeed's router, which computes them with torch's `linear` and no
+    bias."""
     from torch.nn import functional as F
 
     forward = gate.forward
@@ -187,7 +200,12 @@ def _deepspeed(experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x
             return self.fc2(F.silu(gate) * up)
 
     deepspeed.init_distributed(dist_backend="gloo")
-    settings: dict[str, Any] = {"capacity_factor": 1.25, "drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False}
+    settings: dict[str, Any] = {
+        "capacity_factor": 1.25,
+        "drop_tokens": False,
+        "use_rts": False,
+        "top2_2nd_expert_sampling": False,
+    }
     layer = MoE(HIDDEN, Expert(), num_experts=experts, ep_size=1, k=top_k, **settings)
     layer.set_deepspeed_parallelism()
     layer.to(dtype)
@@ -224,7 +242,8 @@ class Setting:
 
 
 def _serve(connection: Connection) -> None:
-    """A process with candidates: builds (name, setting) when told to, and answers each name with a step's CPU seconds."""
+    """A process with candidates: builds (name, setting) when told to, and answers each name with a step's CPU
+    seconds."""
     import torch
 
     torch.set_num_threads(1)
@@ -282,7 +301,8 @@ class _Process:
 
 
 def measure(setting: Setting, processes: dict[str, _Process]) -> list[dict[str, Any]]:
-    """One row per candidate: median CPU milliseconds of a step, and the median ratio to the dense layer's in the same round."""
+    """One row per candidate: median CPU milliseconds of a step, and the median ratio to the dense layer's in the same
+    round."""
     names = list(processes)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
@@ -307,12 +327,15 @@ def measure(setting: Setting, processes: dict[str, _Process]) -> list[dict[str, 
 
 
 def _line(row: dict[str, Any]) -> str:
-    setting = f"{row['experts']:>7} {row['top_k']:>3} {row['ffn']:>5} {row['dtype']:>5} {row['routing']:<9} {row['layer']:<19}"
+    setting = (
+        f"{row['experts']:>7} {row['top_k']:>3} {row['ffn']:>5} {row['dtype']:>5} {row['routing']:<9} "
+        f"{row['layer']:<19}"
+    )
     return f"{setting} {row['cpu_ms']:>8.1f} {row['min_cpu_ms']:>8.1f} {row['to_dense']:>8.3f}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="experts:top_k:ffn")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--routings", nargs="+", default=["balanced", "skewed"], choices=["balanced", "skewed"])
@@ -325,10 +348,16 @@ def main() -> int:
 
     names = [name for name in PEERS if (name in arguments.peers or name == "dense") and available(name)]
     missing = [name for name in arguments.peers if not available(name)]
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, 1 thread, {TOKENS} tokens, hidden {HIDDEN}")
+    print(
+        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, 1 thread, {TOKENS} tokens, hidden "
+        f"{HIDDEN}"
+    )
     if missing:
         print(f"not installed: {', '.join(missing)}")
-    print(f"{'experts':>7} {'top':>3} {'ffn':>5} {'dtype':>5} {'routing':<9} {'layer':<19} {'CPU ms':>8} {'lowest':>8} {'/ dense':>8}")
+    print(
+        f"{'experts':>7} {'top':>3} {'ffn':>5} {'dtype':>5} {'routing':<9} {'layer':<19} {'CPU ms':>8} {'lowest':>8} "
+        f"{'/ dense':>8}"
+    )
     rows = []
     common = [] if arguments.separate else [_Process()]
     processes = {name: common[0] if common else _Process() for name in names}

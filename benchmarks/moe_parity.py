@@ -2,12 +2,13 @@
 
 `python -m benchmarks.moe_parity [--ranks 1 2 4] [--every 6] [--sizes 13 8 12] [--json] [--markdown]`
 
-Degrees 1 to 8, forward and backward alike and different, times every memory strategy, with the backward order taking turns; top 1, 2,
-4 and 8 of 8 experts; balanced, skewed, empty, dropped and all-on-one-expert routing; with and without a shared expert; flat and, on
-four ranks as two nodes of two, hierarchical exchange. fp64, fp32, bf16. Each case meets every
-6th plan, in turns, or every one with `--every 1` (an hour). The reference is the loop over tokens in fp64 on the same rounded
-numbers. A tensor's error is the norm of its difference by its norm; beside it stands the worst single number's, by the
-tensor's largest, and the same two of the loop over tokens in the precision itself: what rounding alone does to so small tensors.
+Degrees 1 to 8, forward and backward alike and different, times every memory strategy, with the backward order taking
+turns; top 1, 2, 4 and 8 of 8 experts; balanced, skewed, empty, dropped and all-on-one-expert routing; with and without
+a shared expert; flat and, on four ranks as two nodes of two, hierarchical exchange. fp64, fp32, bf16. Each case meets
+every 6th plan, in turns, or every one with `--every 1` (an hour). The reference is the loop over tokens in fp64 on the
+same rounded numbers. A tensor's error is the norm of its difference by its norm; beside it stands the worst single
+number's, by the tensor's largest, and the same two of the loop over tokens in the precision itself: what rounding alone
+does to so small tensors.
 """
 
 from __future__ import annotations
@@ -21,10 +22,23 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.tables import table
-from moe.dispatch import AllToAll, FlatAllToAll
-from moe.hierarchical import HierarchicalAllToAll
+from moe.alltoall.flat import AllToAll, FlatAllToAll
+from moe.alltoall.hierarchical import HierarchicalAllToAll
 from tests.distributed import run, shutdown
-from tests.moe.oracle import HIDDEN, ROUTINGS, TOP_K, WIDTH, Case, compared, error_of_norms, largest_error, loop, plans, problem, with_dtype
+from tests.moe.oracle import (
+    HIDDEN,
+    ROUTINGS,
+    TOP_K,
+    WIDTH,
+    Case,
+    compared,
+    error_of_norms,
+    largest_error,
+    loop,
+    plans,
+    problem,
+    with_dtype,
+)
 from tests.tolerances import MOE
 
 
@@ -57,7 +71,9 @@ def errors(kind: str, dtype: str, every: int, sizes: tuple[int, int, int]) -> tu
         for routing, top_k, shared in itertools.product(ROUTINGS, TOP_K, (False, True))
     ]
     own, plain = Errors(), Errors()
-    for _, _, actual, expected in compared(((case, plans()[i % every :: every]) for i, case in enumerate(cases)), exchange, rank, size):
+    for _, _, actual, expected in compared(
+        ((case, plans()[i % every :: every]) for i, case in enumerate(cases)), exchange, rank, size
+    ):
         own.add(actual, expected)
     for case in cases if size == 1 else ():
         plain.add(loop(case, problem(case), case.dtype), loop(case, problem(case)))
@@ -65,7 +81,7 @@ def errors(kind: str, dtype: str, every: int, sizes: tuple[int, int, int]) -> tu
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--every", type=int, default=6, help="of the plans, for each case")
     parser.add_argument(
@@ -101,7 +117,17 @@ def main() -> int:
                     )
     finally:
         shutdown()
-    header = ["EP", "exchange", "dtype", "comparisons a rank", "error", "allowed", "single number", "plain loop", "its single number"]
+    header = [
+        "EP",
+        "exchange",
+        "dtype",
+        "comparisons a rank",
+        "error",
+        "allowed",
+        "single number",
+        "plain loop",
+        "its single number",
+    ]
     cells = [
         [str(r["ranks"]), r["exchange"], r["dtype"], str(r["comparisons"])]
         + [f"{r[key]:.1e}" for key in ("error", "allowed", "single")]

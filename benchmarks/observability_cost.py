@@ -1,20 +1,23 @@
-"""What looking costs: a step with all metrics, loggers and names for traces, against one without; and the report of a long run.
+"""What looking costs: a step with all metrics, loggers and names for traces, against one without; and the report of a
+long run.
 
 `python -m benchmarks.observability_cost [--rounds 150] [--steps 1000] [--json] [key=value ...]`
 
-The quickstart's model on one process with one thread. Steps with and without alternate, two on each batch; the ratio of each pair
-counts, of wall time and of CPU time (of all threads of the process; less disturbed by others), and its median is given with the
-quartiles. "Without" takes everything out: counts and entropy of the routers, gradient norms by part, memory, files, TensorBoard and
-Weights & Biases (offline). The time spent in callbacks is also measured by itself. The names for traces cannot be taken out: their
-number in a step times what a call costs is given.
+The quickstart's model on one process with one thread. Steps with and without alternate, two on each batch; the ratio of
+each pair counts, of wall time and of CPU time (of all threads of the process; less disturbed by others), and its median
+is given with the quartiles. "Without" takes everything out: counts and entropy of the routers, gradient norms by part,
+memory, files, TensorBoard and Weights & Biases (offline). The time spent in callbacks is also measured by itself. The
+names for traces cannot be taken out: their number in a step times what a call costs is given.
 
-Then a made-up run of `--steps` steps, 32 MoE layers of 64 experts, 8 traced ranks, is made into a page: its size and, where there is
-a Chromium, the time until it is there, and until the charts that are out of sight are drawn too (median of 5 new browsers).
+Then a made-up run of `--steps` steps, 32 MoE layers of 64 experts, 8 traced ranks, is made into a page: its size and,
+where there is a Chromium, the time until it is there, and until the charts that are out of sight are drawn too (median
+of 5 new browsers).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import math
@@ -51,18 +54,25 @@ def _since(start: Seconds) -> Seconds:
 
 def measure_steps(rounds: int, overrides: list[str]) -> dict[str, Any]:
     """Ratios of alternating steps, and what the parts cost by themselves."""
-    from megatron.core.transformer.moe.router import Router
-
+    from moe.router import Router
     from parallel import trace
+    from training.starting.build import build
+    from training.sums import StepSums
     from training.trainer import Trainer
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        always = [f"run_dir={folder}/run", "training.steps=1000000", "training.eval_interval=0", "checkpoint=off", "logging.wandb=offline"]
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as built:
+        always = [
+            f"run_dir={folder}/run",
+            "training.steps=1000000",
+            "training.eval_interval=0",
+            "checkpoint=off",
+            "logging.wandb=offline",
+        ]
         config = compose(["logging.progress=false", *always, *overrides])
         validate(config, 1)
         trainer = Trainer(config)
-        run = trainer._build()
+        run = build(config, trainer.callbacks, built)
         trainer._start(run)
         following = run.loader.next_step
         held: list[Any] = []
@@ -74,18 +84,18 @@ def measure_steps(rounds: int, overrides: list[str]) -> dict[str, Any]:
             return held[0]
 
         run.loader.next_step = next_step  # type: ignore[method-assign]
-        model, watch = run.model, run.model.watch
-        routers = [module for chunk in model.bare_chunks for module in chunk.modules() if isinstance(module, Router)]
-        hooks = [(router, router._forward_hooks.copy(), router.routing) for router in routers]
-        norms, along = model.optimizer.get_grad_norm, dict(model.along)
+        engine, watch = run.engine, run.engine.watch
+        routers = [module for chunk in engine.bare_chunks for module in chunk.modules() if isinstance(module, Router)]
+        hooks = [(router, router._forward_hooks.copy(), router.watch) for router in routers]
+        norms, sums = engine.optimizer.get_grad_norm, engine.sums
         in_callbacks: list[float] = []
 
         def with_all() -> Seconds:
-            model.watch, model.optimizer.get_grad_norm = watch, norms
-            model.along.update(along)
-            for router, hook, routing in hooks:
+            engine.watch, engine.optimizer.get_grad_norm = watch, norms
+            engine.sums = sums
+            for router, hook, watched in hooks:
                 router._forward_hooks.update(hook)
-                router.routing = routing
+                router.watch = watched
             start = _now()
             metrics = trainer.train_step(run) or {}
             middle = time.perf_counter()
@@ -95,14 +105,13 @@ def measure_steps(rounds: int, overrides: list[str]) -> dict[str, Any]:
             return _since(start)
 
         def without() -> Seconds:
-            model.watch = None
-            model.along.clear()
-            if "get_grad_norm" in vars(model.optimizer):
-                del model.optimizer.get_grad_norm
+            engine.watch = None
+            engine.sums = StepSums()
+            if "get_grad_norm" in vars(engine.optimizer):
+                del engine.optimizer.get_grad_norm
             for router, _, _ in hooks:
                 router._forward_hooks.clear()
-                if "routing" in vars(router):
-                    del router.routing
+                router.watch = None
             start = _now()
             trainer.train_step(run)
             return _since(start)
@@ -172,7 +181,9 @@ def _name_off(trace: Any, calls: int = 100_000) -> float:
     return best[0] - best[1]
 
 
-def made_up_run(folder: Path, steps: int, layers: int, experts: int, ranks: int, spans: int = 1500, seed: int = 1) -> None:
+def made_up_run(
+    folder: Path, steps: int, layers: int, experts: int, ranks: int, spans: int = 1500, seed: int = 1
+) -> None:
     """A run's folder with everything that a report shows, of numbers drawn at random."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -204,7 +215,9 @@ def made_up_run(folder: Path, steps: int, layers: int, experts: int, ranks: int,
             "updated": True,
             "mfu": 0.2 / seconds,
             "step_seconds_percentiles": {"p50": 0.55, "p95": 0.6 + 0.01 * draw.random(), "p99": 1.1},
-            "grad_norm_by_part": {part: norm * draw.random() for part in ("embedding", "attention", "norm", "router", "experts", "head")},
+            "grad_norm_by_part": {
+                part: norm * draw.random() for part in ("embedding", "attention", "norm", "router", "experts", "head")
+            },
             "memory": {"device": 30 * 2**30, "device_peak": 40 * 2**30, "host": 5 * 2**30, "disk": step * 2**20},
         }
         if step in (1, steps // 2):
@@ -214,7 +227,9 @@ def made_up_run(folder: Path, steps: int, layers: int, experts: int, ranks: int,
         if layers:
             popularity = (popularity + 0.05 * torch.randn(layers, experts, generator=generator)).clamp(min=0.05)
             counts = (popularity / popularity.sum(dim=1, keepdim=True) * 262144).long()
-            by_layer = {name: [draw.random() for _ in range(layers)] for name in ("router_entropy", "aux_loss", "z_loss")}
+            by_layer = {
+                name: [draw.random() for _ in range(layers)] for name in ("router_entropy", "aux_loss", "z_loss")
+            }
             times = {
                 f"{kind}_{way}_seconds": [0.01 + 0.001 * draw.random() for _ in range(layers)]
                 for kind in ("predicted", "measured")
@@ -222,7 +237,13 @@ def made_up_run(folder: Path, steps: int, layers: int, experts: int, ranks: int,
             }
             line |= {"aux_loss": 1 + draw.random() / step, "z_loss": 0.1}
             ratio = counts.max(dim=1).values / counts.double().mean(dim=1)
-            line["tokens_per_expert"] = {"mean": 4096.0, "min": 10, "max": 9000, "max_over_mean": ratio.tolist(), "counts": counts.tolist()}
+            line["tokens_per_expert"] = {
+                "mean": 4096.0,
+                "min": 10,
+                "max": 9000,
+                "max_over_mean": ratio.tolist(),
+                "counts": counts.tolist(),
+            }
             words = {"memory_strategy": ["keep"] * layers, "all_to_all": ["flat"] * layers}
             plans = {"degree": [2] * layers, "backward_degree": [4] * layers, **words, **times}
             line["moe_layers"] = {"layer": list(range(layers)), "dropped_tokens": [0] * layers, **by_layer, **plans}
@@ -238,7 +259,9 @@ def made_up_run(folder: Path, steps: int, layers: int, experts: int, ranks: int,
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
     (folder / "traces").mkdir()
     for rank in range(ranks if spans else 0):
-        (folder / "traces" / f"step_{steps // 2:07d}_rank_{rank:05d}.json.gz").write_bytes(_made_up_trace(rank, spans, draw))
+        (folder / "traces" / f"step_{steps // 2:07d}_rank_{rank:05d}.json.gz").write_bytes(
+            _made_up_trace(rank, spans, draw)
+        )
 
 
 def _made_up_trace(rank: int, spans: int, draw: random.Random) -> bytes:
@@ -250,7 +273,9 @@ def _made_up_trace(rank: int, spans: int, draw: random.Random) -> bytes:
         parts = (("attention", 0.0, 0.3), ("dispatch", 0.3, 0.1), ("experts", 0.4, 0.5), ("gloo:send", 0.35, 0.4))
         events.append({"ph": "X", "cat": "user_annotation", "name": phase, "ts": now, "dur": length})
         for name, start, share in parts if phase != "pipeline exchange" else ():
-            events.append({"ph": "X", "cat": "user_annotation", "name": name, "ts": now + start * length, "dur": share * length})
+            events.append(
+                {"ph": "X", "cat": "user_annotation", "name": name, "ts": now + start * length, "dur": share * length}
+            )
         now += length + 5
     events.append({"ph": "X", "cat": "user_annotation", "name": "optimizer", "ts": now, "dur": 900.0})
     return gzip.compress(json.dumps({"baseTimeNanoseconds": 10**18, "traceEvents": events}).encode())
@@ -280,7 +305,7 @@ def measure_report(steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--json", action="store_true")
@@ -289,16 +314,29 @@ def main() -> int:
     result = measure_steps(options.rounds, options.overrides) | measure_report(options.steps)
     cost = result["cpu_quartiles"][1] - 1 + result["names_share"]
     opened = (
-        "no Chromium" if result["open_seconds"] is None else f"{result['open_seconds']:.2f} s, all drawn {result['drawn_seconds']:.2f} s"
+        "no Chromium"
+        if result["open_seconds"] is None
+        else f"{result['open_seconds']:.2f} s, all drawn {result['drawn_seconds']:.2f} s"
     )
     rows = [
         ["step without", f"{result['step_ms']:.1f} ms", ""],
         *(
             [f"with metrics / without, {name}", f"{median:.4f}", f"{first:.4f} to {third:.4f}"]
-            for name, (first, median, third) in (("wall time", result["wall_quartiles"]), ("CPU time", result["cpu_quartiles"]))
+            for name, (first, median, third) in (
+                ("wall time", result["wall_quartiles"]),
+                ("CPU time", result["cpu_quartiles"]),
+            )
         ),
-        ["in callbacks", f"{result['callbacks_ms']:.2f} ms", f"{result['callbacks_ms'] / result['step_ms']:.2%} of a step"],
-        ["names for traces, off", f"{result['names_per_step']} x {result['name_off_us']:.2f} us", f"{result['names_share']:.3%} of a step"],
+        [
+            "in callbacks",
+            f"{result['callbacks_ms']:.2f} ms",
+            f"{result['callbacks_ms'] / result['step_ms']:.2%} of a step",
+        ],
+        [
+            "names for traces, off",
+            f"{result['names_per_step']} x {result['name_off_us']:.2f} us",
+            f"{result['names_share']:.3%} of a step",
+        ],
         ["cost, CPU time", f"{cost:.2%}", f"limit {MAX_COST:.0%}"],
         [f"page of {options.steps} steps", f"{result['page_bytes'] / 1e6:.2f} MB", f"limit {MAX_BYTES / 1e6:.0f} MB"],
         ["written in", f"{result['write_seconds']:.1f} s", ""],

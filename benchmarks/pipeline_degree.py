@@ -1,17 +1,18 @@
 """What the chunk pipeline of the MoE layer gains over computing and communicating in turn, on an emulated cluster.
 
-`python -m benchmarks.pipeline_degree [--mode virtual|real] [--ranks 2] [--rates 500mbit] [--ratios 0.25 0.5 1 2 4] [--rounds 5]
-[--quick] [--json] [--markdown]`
+`python -m benchmarks.pipeline_degree [--mode virtual|real] [--ranks 2] [--rates 500mbit] [--ratios 0.25 0.5 1 2 4]
+[--rounds 5] [--quick] [--json] [--markdown]`
 
-Each layer is made so that its communication takes `ratio` times its computation, both at degree 1: in the mode `real` by the
-width of its experts, with a virtual accelerator by that one's rate. In every round the same step, forward and backward, runs at
-degrees 1, 2 (FasterMoE's choice), 4 and 8, by the planner's choice and by Megatron-core's alltoall layer with the same weights and
-routing; all of them exchange rows full duplex. Two controls have nothing to gain: an uncapped link, and messages of a few KB.
+Each layer is made so that its communication takes `ratio` times its computation, both at degree 1: in the mode `real`
+by the width of its experts, with a virtual accelerator by that one's rate. In every round the same step, forward and
+backward, runs at degrees 1, 2 (FasterMoE's choice), 4 and 8, by the planner's choice and by Megatron-core's alltoall
+layer with the same weights and routing; all of them exchange rows full duplex. Two controls have nothing to gain: an
+uncapped link, and messages of a few KB.
 
-Speedups are over `in turn`: the layer at degree 1 that does one thing at a time, as other layers do (and PipeMoE's r = 1). Ours
-at r=1 is faster than that, since its weight gradients already run beside the exchange of the input gradients.
-The ideal is the pipeline without overheads: chunks of equal times, no start-up costs, one computation and one transfer at a
-time, in the best of the degrees for each pass. Computation is what a step in turn takes beyond its exchanges.
+Speedups are over `in turn`: the layer at degree 1 that does one thing at a time, as other layers do (and PipeMoE's r =
+1). Ours at r=1 is faster than that, since its weight gradients already run beside the exchange of the input gradients.
+The ideal is the pipeline without overheads: chunks of equal times, no start-up costs, one computation and one transfer
+at a time, in the best of the degrees for each pass. Computation is what a step in turn takes beyond its exchanges.
 Share of the ideal gain = (speedup - 1) / (ideal - 1).
 """
 
@@ -30,9 +31,10 @@ from benchmarks.accelerator import step_flops
 from benchmarks.cluster import UNCAPPED, Cluster, ClusterError, parse_rate
 from benchmarks.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case
 from benchmarks.tables import headline, line
-from moe.plan import Load, Plan
-from moe.planner import Limits, Planner
-from moe.trial import TURNS, Trial
+from moe.planning.costs import Limits
+from moe.planning.planner import Planner
+from moe.planning.trial import Trial, TrialPolicy
+from moe.schedule.chunk_plan import LayerLoad, Plan
 
 DEGREES = (1, 2, 4, 8)
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -71,7 +73,9 @@ def ideal_seconds(exchange: float, compute: float, later: float, degree: int) ->
     return max(now + left * rest, link_free)
 
 
-def ideal_speedups(exchange: Mapping[str, float], step: Mapping[str, float], degrees: Sequence[int] = DEGREES) -> dict[str, float]:
+def ideal_speedups(
+    exchange: Mapping[str, float], step: Mapping[str, float], degrees: Sequence[int] = DEGREES
+) -> dict[str, float]:
     """The best schedule's speedup of each part, from the seconds of exchanges alone and of the step in turn."""
     best = {}
     for part in ("forward", "backward"):
@@ -88,21 +92,28 @@ def ideal_speedups(exchange: Mapping[str, float], step: Mapping[str, float], deg
 
 
 def auto_plan(cluster: Cluster, case: Case) -> Plan:
-    """What a training chooses for the layer that was built, from costs that it measures now; it keeps everything, as the others do."""
+    """What a training chooses for the layer that was built, from costs that it measures now; it keeps everything, as
+    the others do."""
     costs = cluster.call(layer_step.costs)[0]
     planner = Planner(costs, Limits(strategies=("keep",)))
-    return tried(cluster, planner, layer_step.load(case, cluster.world_size), num_layers=TURNS)
+    return tried(cluster, planner, layer_step.load(case, cluster.world_size), num_layers=TrialPolicy.turns)
 
 
-def tried(cluster: Cluster, planner: Planner, load: Load, num_layers: int = 1, steps: int = 1) -> Plan:
-    """What a training of so many layers chooses after its first steps, in which it tries the plans that may be fastest: the fewer
-    layers, the more often. In a turn so many steps of this one layer are timed, as if each were another layer's."""
+def tried(cluster: Cluster, planner: Planner, load: LayerLoad, num_layers: int = 1, steps: int = 1) -> Plan:
+    """What a training of so many layers chooses after its first steps, in which it tries the plans that may be fastest:
+    the fewer layers, the more often. In a turn so many steps of this one layer are timed, as if each were another
+    layer's."""
     choices = [(FLAT, decision) for decision in planner.close(load)]
     trial = Trial(choices, num_layers)
     while not trial.is_over:
         _, decision = trial.choice
         results = zip(*cluster.call(layer_step.steps, decision.plan, steps), strict=True)
-        trial.took([(max(rank["forward"] for rank in of_step), max(rank["backward"] for rank in of_step)) for of_step in results])
+        trial.took(
+            [
+                (max(rank["forward"] for rank in of_step), max(rank["backward"] for rank in of_step))
+                for of_step in results
+            ]
+        )
     planner.learn(trial.factors(FLAT))
     return planner.decide(load).plan
 
@@ -119,28 +130,31 @@ def _exchange_and_computation(cluster: Cluster, case: Case) -> tuple[float, floa
 
 
 def make_case(cluster: Cluster, case: Case, ratio: float, virtual: bool) -> Case:
-    """The case with the accelerator's rate, or the experts' width, that makes communication `ratio` times the computation.
+    """The case with the accelerator's rate, or the experts' width, that makes communication `ratio` times the
+    computation.
 
-    Where the rest of a layer's work alone takes longer than that, the narrowest experts are as near as it gets (a row says
-    what was met); a virtual accelerator cannot come near, and raises ValueError.
+    Where the rest of a layer's work alone takes longer than that, the narrowest experts are as near as it gets (a row
+    says what was met); a virtual accelerator cannot come near, and raises ValueError.
     """
     if virtual:
-        pairs = cluster.call(layer_step.build, replace(case, flops_per_second=1e30))[0]
+        assignments = cluster.call(layer_step.build, replace(case, flops_per_second=1e30))[0]
         exchange = _median_step(cluster, EXCHANGES)
         rest = max(0.0, _median_step(cluster, IN_TURN) - exchange)
         seconds = exchange / ratio - rest
         if seconds <= 0:
             raise ValueError(
-                f"ratio={ratio:g} at {cluster.rate}: the layer's other work takes longer than {exchange / ratio:.3f} s; try a smaller one"
+                f"ratio={ratio:g} at {cluster.rate}: the layer's other work takes longer than {exchange / ratio:.3f} "
+                "s; try a smaller one"
             )
-        return replace(case, flops_per_second=step_flops(pairs, case.hidden, case.width) / seconds)
+        return replace(case, flops_per_second=step_flops(assignments, case.hidden, case.width) / seconds)
     narrow, width = TRIAL_WIDTHS
     _, least = _exchange_and_computation(cluster, replace(case, width=narrow))
     exchange, seconds = _exchange_and_computation(cluster, replace(case, width=width))
     slope = (seconds - least) / (width - narrow)
     if slope <= 0:
         raise ValueError(
-            f"ratio={ratio:g} at {cluster.rate}: experts {width} wide took no longer than {narrow} wide; try again when it is quiet"
+            f"ratio={ratio:g} at {cluster.rate}: experts {width} wide took no longer than {narrow} wide; try again "
+            "when it is quiet"
         )
     nearer = _nearer_width(width, (exchange / ratio - seconds) / slope)
     exchange, seconds = _exchange_and_computation(cluster, replace(case, width=nearer))
@@ -163,7 +177,9 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, megatron: bool, weigh
     result = rounds.measure(cluster, layer_step.step, variants, num_rounds, warm_up=0)
     seconds = {name: {part: result.median(name, part) for part in PARTS} for name in variants}
     ideal = ideal_speedups(seconds[EXCHANGES], seconds[IN_TURN])
-    speedups = {name: {part: result.speedup(name, part, IN_TURN) for part in PARTS} for name in variants if name != EXCHANGES}
+    speedups = {
+        name: {part: result.speedup(name, part, IN_TURN) for part in PARTS} for name in variants if name != EXCHANGES
+    }
     # Each pass has a degree of its own, so each pass's best counts.
     ours = [*(f"r={degree}" for degree in DEGREES), "auto"]
     fastest = {part: max(ours, key=lambda name: speedups[name][part]) for part in PARTS}
@@ -173,7 +189,8 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, megatron: bool, weigh
         "rate": cluster.rate,
         "case": asdict(case),
         "virtual_accelerator": case.flops_per_second is not None,
-        "ratio_measured": seconds[EXCHANGES]["together"] / max(1e-9, seconds[IN_TURN]["together"] - seconds[EXCHANGES]["together"]),
+        "ratio_measured": seconds[EXCHANGES]["together"]
+        / max(1e-9, seconds[IN_TURN]["together"] - seconds[EXCHANGES]["together"]),
         "rounds": result.num_rounds,
         "rounds_dropped": result.num_dropped,
         "auto": asdict(auto),
@@ -193,7 +210,8 @@ def _tokens(rate: str) -> int:
 
 
 def rows(arguments: argparse.Namespace, report: Any) -> list[dict[str, Any]]:
-    """Measure everything that was asked for; `report` is called with each row and, before those of a cluster, its links in words."""
+    """Measure everything that was asked for; `report` is called with each row and, before those of a cluster, its links
+    in words."""
     found = []
     virtual = arguments.mode == "virtual"
     clusters = [(rate, arguments.ratios) for rate in arguments.rates]
@@ -254,18 +272,29 @@ HEADINGS = ("ranks", "link", "layer", "comm/comp", "part", "comm ms", "turn ms",
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mode", choices=["virtual", "real"], default="virtual", help="virtual accelerator, or experts that compute")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
+    parser.add_argument(
+        "--mode", choices=["virtual", "real"], default="virtual", help="virtual accelerator, or experts that compute"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rates", nargs="*", default=["500mbit"])
     parser.add_argument("--ratios", nargs="*", type=float, default=list(RATIOS), help="communication by computation")
     parser.add_argument("--controls", nargs="*", choices=CONTROLS, default=[], help="layers that have nothing to gain")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, help="of each rank; default: by the link's rate")
-    parser.add_argument("--width", type=int, default=512, help="of the experts, with a virtual accelerator and in the controls")
+    parser.add_argument(
+        "--width", type=int, default=512, help="of the experts, with a virtual accelerator and in the controls"
+    )
     parser.add_argument("--experts-per-rank", type=int, default=1)
-    parser.add_argument("--accelerator-rate", type=float, default=1e11, help="FLOP/s of the virtual accelerator in the controls")
-    parser.add_argument("--weight-lag", type=int, default=1, help="chunks by which weight gradients are late, see moe.plan.Plan")
+    parser.add_argument(
+        "--accelerator-rate", type=float, default=1e11, help="FLOP/s of the virtual accelerator in the controls"
+    )
+    parser.add_argument(
+        "--weight-lag",
+        type=int,
+        default=1,
+        help="chunks by which weight gradients are late, see moe.schedule.chunk_plan.Plan",
+    )
     parser.add_argument("--cpu-share", type=float, help="part of one core that each rank computes with")
     parser.add_argument("--no-megatron", dest="megatron", action="store_false", help="leave Megatron-core's layer out")
     parser.add_argument("--quick", action="store_true", help="one ratio and two rounds")
@@ -284,7 +313,8 @@ def main() -> int:
 
     kind = "virtual accelerator" if arguments.mode == "virtual" else "real computation, one thread a rank"
     print(
-        f"hidden {HIDDEN}, top {TOP_K}, fp32, SwiGLU; columns r=1 to {MEGATRON}: speedup over in turn, median of {arguments.rounds} rounds"
+        f"hidden {HIDDEN}, top {TOP_K}, fp32, SwiGLU; columns r=1 to {MEGATRON}: speedup over in turn, median of "
+        f"{arguments.rounds} rounds"
         + "".join(f", of {name} {arguments.rounds * CONTROLS[name]}" for name in arguments.controls)
     )
     try:

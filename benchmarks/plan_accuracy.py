@@ -1,10 +1,12 @@
-"""What `train.py plan=true` says against what a step takes: python -m benchmarks.plan_accuracy [--quick] [--json] [--markdown].
+"""What `train.py plan=true` says against what a step takes: python -m benchmarks.plan_accuracy [--quick] [--json]
+[--markdown].
 
-Each case takes three steps of its preset on gloo ranks of this machine. The second runs under PyTorch's FLOP counter, which is taught
-the CPU's attention kernel and in-place products; its operations over all ranks are divided by the step's tokens. In the third the
-bytes of every tensor that is made are counted until it is freed. Weights, gradient buffers and optimizer state are known by their
-storages, the gather buffer and tables of positions are "buffers", and activations are what the peak has on top of all that stays.
-Shown is the plan over the measurement, of the rank whose total is the largest; memory is to be within 10%, operations within 1%.
+Each case takes three steps of its preset on gloo ranks of this machine. The second runs under PyTorch's FLOP counter,
+which is taught the CPU's attention kernel and in-place products; its operations over all ranks are divided by the
+step's tokens. In the third the bytes of every tensor that is made are counted until it is freed. Weights, gradient
+buffers and optimizer state are known by their storages, the gather buffer and tables of positions are "buffers", and
+activations are what the peak has on top of all that stays. Shown is the plan over the measurement, of the rank whose
+total is the largest; memory is to be within 10%, operations within 1%.
 
 The routers of a fresh model spread tokens about evenly, as the plan assumes.
 """
@@ -55,14 +57,35 @@ def _case(preset: str, layout: str, ranks: int, *overrides: str) -> Case:
 _TWO_LAYERS = ("model.num_layers=2", "training.micro_batch_size=2", "training.global_batch_size=4")
 CASES = [
     _case("gpt_tiny", "single", 1, "training.micro_batch_size=2"),
-    _case("gpt_small", "TP2+SP, bf16", 2, *_TWO_LAYERS, "parallel.tensor=2", "parallel.sequence=true", "training.precision=bf16"),
+    _case(
+        "gpt_small",
+        "TP2+SP, bf16",
+        2,
+        *_TWO_LAYERS,
+        "parallel.tensor=2",
+        "parallel.sequence=true",
+        "training.precision=bf16",
+    ),
     _case("gpt2_124m", "DP2, selective", 2, *_TWO_LAYERS, "training.recompute=selective", "model.sequence_length=256"),
     _case("bert_tiny", "TP2xPP2", 4, "parallel.tensor=2", "parallel.pipeline=2", "training.micro_batch_size=2"),
     _case("bert_small", "DP2", 2, *_TWO_LAYERS),
     _case("bert_moe_small", "DP2xEP2", 4, *_TWO_LAYERS, "parallel.expert=2", "training.global_batch_size=8"),
-    _case("gpt_moe_tiny", "PP2xVPP2", 2, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "training.micro_batch_size=1"),
     _case(
-        "gpt_moe_tiny", "TP2+SPxEP2xETP2", 4, "parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2", "parallel.expert_tensor=2"
+        "gpt_moe_tiny",
+        "PP2xVPP2",
+        2,
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=2",
+        "training.micro_batch_size=1",
+    ),
+    _case(
+        "gpt_moe_tiny",
+        "TP2+SPxEP2xETP2",
+        4,
+        "parallel.tensor=2",
+        "parallel.sequence=true",
+        "parallel.expert=2",
+        "parallel.expert_tensor=2",
     ),
     _case(
         "gpt_moe_small",
@@ -74,8 +97,22 @@ CASES = [
         "moe.memory_strategy=recompute",
     ),
     _case("quickstart", "single", 1, "training.global_batch_size=4"),
-    _case("quickstart", "PP4, full recompute", 4, "parallel.pipeline=4", "training.recompute=full", "training.global_batch_size=16"),
-    _case("gpt_tiny", "DP4, bf16, unsharded", 4, "training.precision=bf16", "optimizer.distributed=false", "training.micro_batch_size=2"),
+    _case(
+        "quickstart",
+        "PP4, full recompute",
+        4,
+        "parallel.pipeline=4",
+        "training.recompute=full",
+        "training.global_batch_size=16",
+    ),
+    _case(
+        "gpt_tiny",
+        "DP4, bf16, unsharded",
+        4,
+        "training.precision=bf16",
+        "optimizer.distributed=false",
+        "training.micro_batch_size=2",
+    ),
     _case(
         "llama3_8b",
         "narrow, TP2, untied",
@@ -138,18 +175,19 @@ def measure(config: Config) -> dict[str, Any]:
     """Bytes by kind and operations of one training step of this rank."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from moe.workspace import WORKSPACE
+    from memory.pool import WORKSPACE
     from parallel import topology as topology_module
-    from training.dry_run import made_up_batches
-    from training.step import Model
+    from training.engine import Engine
+    from training.starting.dry_run import made_up_batches
+    from training.step import train_step
 
     topology = topology_module.initialize(config)
-    model = Model(config, topology, VOCAB_SIZE)
-    count = config.training.global_batch_size // (config.training.micro_batch_size * topology.data_size)
-    batches = made_up_batches(config, count, VOCAB_SIZE, seed=topology.data_rank)
-    model.train_step(batches, 1)
+    model = Engine(config, topology, VOCAB_SIZE)
+    count = config.training.global_batch_size // (config.training.micro_batch_size * topology.data.size)
+    batches = made_up_batches(config, count, VOCAB_SIZE, seed=topology.data.rank)
+    train_step(model, batches, 1)
     with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
-        model.train_step(batches, 2)
+        train_step(model, batches, 2)
     WORKSPACE.pooled = False
     WORKSPACE._free.clear()  # a pool of host memory, which a GPU's allocator takes the place of
     try:
@@ -157,7 +195,7 @@ def measure(config: Config) -> dict[str, Any]:
         known = _storages_by_kind(model)
         inputs = {tensor.untyped_storage()._cdata for batch in batches for tensor in batch.values()}
         with LiveBytes() as live:
-            model.train_step(batches, 3)
+            train_step(model, batches, 3)
         bytes_of = {kind: sum(storages.values()) for kind, storages in known.items()}
         in_kinds = inputs.union(*known.values())
         others = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _own_tensors(model)}
@@ -170,7 +208,8 @@ def measure(config: Config) -> dict[str, Any]:
 
 
 def _own_tensors(model: Any) -> list[torch.Tensor]:
-    """What stays between steps besides weights, gradients and optimizer: the gather buffer, tables of positions, small module buffers."""
+    """What stays between steps besides weights, gradients and optimizer: the gather buffer, tables of positions, small
+    module buffers."""
     from megatron.core import parallel_state
 
     found = list(parallel_state.get_global_memory_buffer().buffer.values())
@@ -183,13 +222,15 @@ def _own_tensors(model: Any) -> list[torch.Tensor]:
 
 
 def _storages_by_kind(model: Any) -> dict[str, dict[int, int]]:
-    from optim.build import members
+    from parallel.megatron.optimizer import members
 
     def storages(tensors: Any) -> dict[int, int]:
         return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
     weights = storages(p.data for chunk in model.bare_chunks for p in chunk.parameters())
-    gradients = storages(b.grad_data for chunk in model.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers])
+    gradients = storages(
+        b.grad_data for chunk in model.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]
+    )
     state: list[torch.Tensor] = []
     for member in members(model.optimizer):
         if member.optimizer is not None:
@@ -202,7 +243,8 @@ def _storages_by_kind(model: Any) -> dict[str, dict[int, int]]:
 
 
 def _formulas() -> dict[Any, Any]:
-    """What PyTorch's counter does not know: the CPU's attention kernel, forward and backward, and products that add in place."""
+    """What PyTorch's counter does not know: the CPU's attention kernel, forward and backward, and products that add in
+    place."""
     aten = torch.ops.aten
 
     def attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -230,9 +272,9 @@ def _formulas() -> dict[Any, Any]:
 
 def compare(case: Case, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The plan beside the measurement; `ratios` is plan over measurement."""
-    from models.build import padded_vocab_size
-    from training.flops import executed_flops_per_token
-    from training.memory_plan import rank_memory
+    from models.blueprint import padded_vocab_size
+    from simulator.flops import executed_flops_per_token
+    from simulator.memory import rank_memory
 
     config = make_config([f"experiment={case.preset}", "training.device=cpu", *case.overrides, *overrides], case.ranks)
     measured = distributed.run(measure, case.ranks, config, timeout=TIMEOUT)
@@ -242,7 +284,11 @@ def compare(case: Case, overrides: Sequence[str] = ()) -> dict[str, Any]:
     tokens = config.training.global_batch_size * config.model.sequence_length
     flops = sum(result["flops"] for result in measured) / tokens
     planned_flops = executed_flops_per_token(config, padded_vocab_size(VOCAB_SIZE, config.parallel.tensor), "cpu")
-    ratios = {kind: planned[kind] / measured[rank][kind] for kind in KINDS if max(planned[kind], measured[rank][kind]) >= SMALL}
+    ratios = {
+        kind: planned[kind] / measured[rank][kind]
+        for kind in KINDS
+        if max(planned[kind], measured[rank][kind]) >= SMALL
+    }
     total = sum(measured[rank][kind] for kind in KINDS)
     worst = max(abs(ratio - 1) for ratio in [*ratios.values(), sum(planned.values()) / total])
     return {
@@ -261,7 +307,12 @@ def compare(case: Case, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _row(result: dict[str, Any]) -> list[str]:
-    cells = [result["preset"], result["layout"], str(result["ranks"]), f"{sum(result['measured'].values()) / STORAGE_MIB:.1f}"]
+    cells = [
+        result["preset"],
+        result["layout"],
+        str(result["ranks"]),
+        f"{sum(result['measured'].values()) / STORAGE_MIB:.1f}",
+    ]
     cells += [f"{result['ratios'][kind]:.3f}" if kind in result["ratios"] else "" for kind in (*KINDS, "total")]
     return [*cells, f"{result['flops_ratio']:.4f}", "" if result["passed"] else "TOO FAR"]
 
@@ -282,7 +333,11 @@ def main() -> int:
     try:
         for case in cases:
             results.append(compare(case, arguments.overrides))
-            print(f"{case.preset} {case.layout}: {'as planned' if results[-1]['passed'] else 'TOO FAR'}", file=sys.stderr, flush=True)
+            print(
+                f"{case.preset} {case.layout}: {'as planned' if results[-1]['passed'] else 'TOO FAR'}",
+                file=sys.stderr,
+                flush=True,
+            )
     finally:
         distributed.shutdown()
     print(table(headings, [_row(result) for result in results], arguments.markdown))

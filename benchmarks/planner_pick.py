@@ -1,17 +1,19 @@
-"""How good the planner's numbers of chunks are: its picks against the measured best, over layers that differ in what is best.
+"""How good the planner's numbers of chunks are: its picks against the measured best, over layers that differ in what is
+best.
 
-`python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 7] [--quick]`, then `... --summary FILE [--json] [--markdown]`
+`python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 7] [--quick]`, then `... --summary FILE [--json]
+[--markdown]`
 
-Each layer runs on an emulated cluster, in earnest (2 ranks) or with a virtual accelerator (2 and 4 ranks). Costs are measured as
-training does, and the planner picks a number of chunks for each pass among 1, 2, 4 and 8. Then every number is measured, for the
-backward pass with the weight gradients at once and one chunk later, and the pick itself, in rounds that take turns; also what is
-chosen after a trial of the best few, as in a training's first steps. A round has some steps of each, and what is far from the fastest
-after the first rounds leaves: on a shared machine, regrets over ten steps are 2% uncertain, and 3% are to be told apart. Each pass has
-a number of its own, so a layer's passes are two cases. A part appends its layers to FILE, one JSON object a line; the summary takes
-each layer's last.
+Each layer runs on an emulated cluster, in earnest (2 ranks) or with a virtual accelerator (2 and 4 ranks). Costs are
+measured as training does, and the planner picks a number of chunks for each pass among 1, 2, 4 and 8. Then every number
+is measured, for the backward pass with the weight gradients at once and one chunk later, and the pick itself, in rounds
+that take turns; also what is chosen after a trial of the best few, as in a training's first steps. A round has some
+steps of each, and what is far from the fastest after the first rounds leaves: on a shared machine, regrets over ten
+steps are 2% uncertain, and 3% are to be told apart. Each pass has a number of its own, so a layer's passes are two
+cases. A part appends its layers to FILE, one JSON object a line; the summary takes each layer's last.
 
-Regret of a pick: the median over rounds of its time by that of the fastest candidate, less 1. Policies to compare with: the same
-number for every case, with the weight lag that the planner picks for it.
+Regret of a pick: the median over rounds of its time by that of the fastest candidate, less 1. Policies to compare with:
+the same number for every case, with the weight lag that the planner picks for it.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ from benchmarks.cluster import UNCAPPED, Cluster, ClusterError
 from benchmarks.layer_step import Case
 from benchmarks.pipeline_degree import tried
 from benchmarks.tables import table
-from moe.measure import BUDGET
-from moe.plan import Plan
-from moe.planner import Limits, Planner, best_plan, predict, weight_lags
+from moe.planning.costs import Limits
+from moe.planning.measure import BUDGET
+from moe.planning.planner import Planner
+from moe.planning.search import best_plan, predict, weight_lags
+from moe.schedule.chunk_plan import Plan
 
 DEGREES = (1, 2, 4, 8)
 PASSES = ("forward", "backward")
@@ -46,7 +50,8 @@ LIMITS = Limits(degrees=DEGREES, backward_degrees=DEGREES, strategies=("keep",))
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer and its cluster. `compute_ms` is what both passes' experts take on a virtual accelerator; None: they compute."""
+    """A layer and its cluster. `compute_ms` is what both passes' experts take on a virtual accelerator; None: they
+    compute."""
 
     ranks: int
     rate: str
@@ -62,7 +67,9 @@ class Layer:
         case = Case(self.tokens, self.hidden, self.width, self.top_k, self.experts_per_rank)
         if self.compute_ms is None:
             return case
-        return replace(case, flops_per_second=step_flops(self.tokens * self.top_k, self.hidden, self.width) / self.compute_ms * 1e3)
+        return replace(
+            case, flops_per_second=step_flops(self.tokens * self.top_k, self.hidden, self.width) / self.compute_ms * 1e3
+        )
 
     def in_words(self) -> str:
         """Tokens x hidden x width and the rest, and how it computes."""
@@ -70,8 +77,9 @@ class Layer:
         return f"{self.tokens}x{self.hidden}x{self.width} top {self.top_k}, {self.experts_per_rank} exp, {kind}"
 
 
-# Passes of 20 to 150 ms, in which a number of chunks makes a difference that can be measured. One chunk is best where the link is
-# fast, or where experts are many and get few tokens; more, the more there is to hide and the less a chunk costs.
+# Passes of 20 to 150 ms, in which a number of chunks makes a difference that can be measured. One chunk is best where
+# the link is fast, or where experts are many and get few tokens; more, the more there is to hide and the less a chunk
+# costs.
 LAYERS = (
     Layer(2, UNCAPPED, 1024, 512, 512, 2, 8),
     Layer(2, UNCAPPED, 512, 512, 1024, 2, 8),
@@ -122,7 +130,8 @@ LAYERS = (
 
 
 def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> dict[str, Any]:
-    """A layer's record: what the planner knew, predicted and picked, and the seconds of every candidate in every round."""
+    """A layer's record: what the planner knew, predicted and picked, and the seconds of every candidate in every
+    round."""
     case = layer.case()
     cluster.call(layer_step.build, case)
     known, load = cluster.call(layer_step.costs, budget)[0], layer_step.load(case, cluster.world_size)
@@ -135,7 +144,9 @@ def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> d
     names = {f"{plan.degree},{plan.backward_degree},{plan.weight_lag}": plan for plan in plans}
     variants = {name: (plan, STEPS) for name, plan in names.items()}
     picked = {name for name, plan in names.items() if plan in (pick, chosen)}
-    result = rounds.measure_contenders(cluster, layer_step.step, variants, num_rounds, lambda first: contenders(first.seconds) | picked)
+    result = rounds.measure_contenders(
+        cluster, layer_step.step, variants, num_rounds, lambda first: contenders(first.seconds) | picked
+    )
     return {
         "layer": asdict(layer),
         "costs": known.as_dict(),
@@ -156,7 +167,8 @@ def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> d
 
 
 def contenders(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> set[str]:
-    """Names of the plans that may be the fastest in a pass or in both together, by the seconds of each pass in each round."""
+    """Names of the plans that may be the fastest in a pass or in both together, by the seconds of each pass in each
+    round."""
     names: set[str] = set()
     for parts in (PASSES[:1], PASSES[1:], PASSES):
         medians = {name: statistics.median(_sums(of_plan, parts)) for name, of_plan in seconds.items()}
@@ -185,7 +197,8 @@ def regret(seconds: Sequence[float], fastest: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Judged:
-    """One pass of one layer. `seconds` and `predicted` are by number of chunks, with the planner's lag; `regrets` too."""
+    """One pass of one layer. `seconds` and `predicted` are by number of chunks, with the planner's lag; `regrets`
+    too."""
 
     layer: Layer
     part: str
@@ -215,10 +228,14 @@ def _judge_pass(record: dict[str, Any], part: str, pick: Plan) -> Judged:
         if plan == pick:
             of_pick = entry["seconds"][part]
     # The forward pass is the same whatever the lag: it has run several times in each round.
-    seconds = {key: [statistics.fmean(filter(None, of_round)) for of_round in zip_longest(*lists)] for key, lists in times.items()}
+    seconds = {
+        key: [statistics.fmean(filter(None, of_round)) for of_round in zip_longest(*lists)]
+        for key, lists in times.items()
+    }
     fixed = {plan.degree: _key(plan, forward) for plan in (Plan(**values) for values in record["fixed"])}
     fastest = min(seconds, key=lambda key: statistics.median(seconds[key]))
-    if pick.degree == pick.backward_degree:  # else it takes a little longer to prepare two kinds of chunks, which counts
+    # else it takes a little longer to prepare two kinds of chunks, which counts
+    if pick.degree == pick.backward_degree:
         of_pick = seconds[_key(pick, forward)]
     return Judged(
         layer=Layer(**record["layer"]),
@@ -262,7 +279,9 @@ def totals(cases: Sequence[Judged]) -> dict[str, Any]:
         "pick_is": {degree: pick_counts[degree] for degree in DEGREES},
         "same_as_best": sum(case.pick == case.best for case in cases) / len(cases),
         "within_3_percent": sum(case.regret <= CLOSE for case in cases) / len(cases),
-        "constant_within_3_percent": {degree: sum(case.regrets[degree] <= CLOSE for case in cases) / len(cases) for degree in DEGREES},
+        "constant_within_3_percent": {
+            degree: sum(case.regrets[degree] <= CLOSE for case in cases) / len(cases) for degree in DEGREES
+        },
         "mean_regret": mean,
         "worst_regret": max(case.regret for case in cases),
         "constant_mean_regret": constants,
@@ -314,17 +333,21 @@ def totals_text(sums: dict[str, Any], after_trial: dict[str, Any], markdown: boo
     num_layers = sums["cases"] // len(PASSES)
     ours = {"planner": sums, "planner, after a trial of its best": after_trial}
     rows = [[name, f"{each['within_3_percent']:.0%}", f"{each['mean_regret']:.2%}"] for name, each in ours.items()]
-    rows += [[f"always r={r}", f"{sums['constant_within_3_percent'][r]:.0%}", f"{sums['constant_mean_regret'][r]:.2%}"] for r in DEGREES]
+    rows += [
+        [f"always r={r}", f"{sums['constant_within_3_percent'][r]:.0%}", f"{sums['constant_mean_regret'][r]:.2%}"]
+        for r in DEGREES
+    ]
     counts = _counts(sums["best_is"])
     lines = [
-        f"{sums['cases']} cases: both passes of {num_layers} layers; {sums['virtual_cases']} of them with a virtual accelerator.",
+        f"{sums['cases']} cases: both passes of {num_layers} layers; {sums['virtual_cases']} of them with a virtual "
+        "accelerator.",
         f"Measured best: {counts}.",
     ]
     for name, each in ours.items():
         lines.append(
-            f"{name.capitalize()}: {_counts(each['pick_is'])}; the best one itself in {each['same_as_best']:.0%}. Mean regret "
-            f"{each['mean_regret']:.2%} (worst {each['worst_regret']:.1%}), {each['regret_by_best_constant']:.2f} times that of the best "
-            f"constant policy (r={each['best_constant']})."
+            f"{name.capitalize()}: {_counts(each['pick_is'])}; the best one itself in {each['same_as_best']:.0%}. Mean "
+            f"regret {each['mean_regret']:.2%} (worst {each['worst_regret']:.1%}), "
+            f"{each['regret_by_best_constant']:.2f} times that of the best constant policy (r={each['best_constant']})."
         )
     return "\n".join([*lines, "", table(("policy", "within 3% of the best", "mean regret"), rows, markdown)])
 
@@ -350,11 +373,13 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--out", type=Path, help="file to which each layer's record is appended")
     parser.add_argument("--summary", type=Path, help="print the totals of such a file instead of measuring")
     parser.add_argument("--part", type=_part, default=(1, 1), help="i/n: the i-th of n parts of the layers")
-    parser.add_argument("--rounds", type=int, default=7, help=f"of plans near the fastest; the others leave after {rounds.FOR_ALL}")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help=f"of plans near the fastest; the others leave after {rounds.FOR_ALL}"
+    )
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for measuring a layer's costs")
     parser.add_argument("--quick", action="store_true", help="two layers and two rounds")
     parser.add_argument("--json", action="store_true")
@@ -383,7 +408,12 @@ def main() -> int:
         return 1
     whole_steps = {which: [whole_step_regret(record, which) for record in found] for which in ("pick", "chosen")}
     if arguments.json:
-        result = {"totals": sums, "after_trial": after_trial, "whole_step_regrets": whole_steps, "cases": [asdict(case) for case in cases]}
+        result = {
+            "totals": sums,
+            "after_trial": after_trial,
+            "whole_step_regrets": whole_steps,
+            "cases": [asdict(case) for case in cases],
+        }
         print(json.dumps(result))
     else:
         print(f"\n{totals_text(sums, after_trial, arguments.markdown)}\n")
@@ -391,7 +421,8 @@ def main() -> int:
             regrets = whole_steps[which]
             within = sum(each <= CLOSE for each in regrets) / len(regrets)
             print(
-                f"Whole steps, {name}: within 3% in {within:.0%}, mean regret {statistics.fmean(regrets):.2%}, worst {max(regrets):.1%}.\n"
+                f"Whole steps, {name}: within 3% in {within:.0%}, mean regret {statistics.fmean(regrets):.2%}, worst "
+                f"{max(regrets):.1%}.\n"
             )
         if arguments.summary is not None:
             print(cases_table(found, arguments.markdown))

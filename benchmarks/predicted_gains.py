@@ -2,16 +2,16 @@
 
 `python -m benchmarks.predicted_gains [--json] [--markdown]`
 
-Predictions, not measurements: every time is evaluated from alpha-beta models with the constants that PipeMoE's authors published
-with their code (Fragile-azalea/PipeMoE, solver.py): RTX 2080 Ti in fp32, startup 1.5e-4 s of a matrix product and 1.49e-13 s per
-multiply-add (3.73e-14 times 4, as they count); all-to-all over 100 Gbit/s InfiniBand, startup and seconds per byte for 16, 32
-and 64 GPUs. The paper evaluates 174 layers, whose list is not published; so here is the full product of typical batches, lengths,
-hidden sizes and their multiples, GPUs, top-k and capacity factors, without the layers that do not fit the card's 11 GiB. One
-expert a GPU, balanced.
+Predictions, not measurements: every time is evaluated from alpha-beta models with the constants that PipeMoE's authors
+published with their code (Fragile-azalea/PipeMoE, solver.py): RTX 2080 Ti in fp32, startup 1.5e-4 s of a matrix product
+and 1.49e-13 s per multiply-add (3.73e-14 times 4, as they count); all-to-all over 100 Gbit/s InfiniBand, startup and
+seconds per byte for 16, 32 and 64 GPUs. The paper evaluates 174 layers, whose list is not published; so here is the
+full product of typical batches, lengths, hidden sizes and their multiples, GPUs, top-k and capacity factors, without
+the layers that do not fit the card's 11 GiB. One expert a GPU, balanced.
 
-Gains over one chunk, over two chunks everywhere (FasterMoE), and over the constant degree of 1, 2, 4, 8 that is best over all
-layers (what a tuned constant, as in Tutel, can reach at most). Once for this project's schedule, forward and backward, weight
-gradients included; once for PipeMoE's own order, forward, by its closed form.
+Gains over one chunk, over two chunks everywhere (FasterMoE), and over the constant degree of 1, 2, 4, 8 that is best
+over all layers (what a tuned constant, as in Tutel, can reach at most). Once for this project's schedule, forward and
+backward, weight gradients included; once for PipeMoE's own order, forward, by its closed form.
 """
 
 from __future__ import annotations
@@ -26,21 +26,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe.plan import Load, Plan
-from moe.planner import (
-    DEGREES,
-    LayerCosts,
-    Limits,
-    best_plan,
-    closed_form_degree,
-    closed_form_seconds,
-    predict,
-    weight_lags,
-)
-from parallel.costs import NOTHING, Curve, Line
+from benchmarks.closed_form import closed_form_degree, closed_form_seconds
+from moe.planning.costs import DEGREES, LayerCosts, Limits
+from moe.planning.search import best_plan, predict, weight_lags
+from moe.schedule.chunk_plan import LayerLoad, Plan
+from parallel.costs.models import NOTHING, Curve, Line
 
 GEMM = Line(1.5e-4, 3.73e-14)  # over 4 times the multiply-adds of one matrix product, as the authors count
-ALL_TO_ALL = {16: Line(5.70e-4, 2.96e-10), 32: Line(2.09e-4, 3.55e-10), 64: Line(7.83e-4, 3.84e-10)}  # over bytes, by GPUs
+# over bytes, by GPUs
+ALL_TO_ALL = {16: Line(5.70e-4, 2.96e-10), 32: Line(2.09e-4, 3.55e-10), 64: Line(7.83e-4, 3.84e-10)}
 FLOAT = 4  # bytes
 CARD = 11 * 2**30  # bytes of an RTX 2080 Ti
 CONSTANTS = (1, 2, 4, 8)
@@ -68,17 +62,18 @@ class Layer:
         return int(self.top_k * self.capacity * self.tokens)
 
     def fits(self) -> bool:
-        """Expert with gradient and Adam's two moments, and the layer's activations (MPipeMoE's count: 4 T M + T H, twice)."""
+        """Expert with gradient and Adam's two moments, and the layer's activations (MPipeMoE's count: 4 T M + T H,
+        twice)."""
         states = 4 * 2 * self.hidden * self.ffn
         activations = 2 * self.rows * (4 * self.hidden + self.ffn)
         return FLOAT * (states + activations) <= CARD
 
-    def load(self) -> Load:
-        return Load(
+    def load(self) -> LayerLoad:
+        return LayerLoad(
             tokens=self.tokens,
             rows=self.rows,
             away_rows=self.rows,  # the published times are for all bytes, a GPU's own among them
-            pairs=self.rows,
+            assignments=self.rows,
             hidden_size=self.hidden,
             hidden_columns=self.ffn,
             width=self.ffn,
@@ -90,13 +85,14 @@ class Layer:
         return Line(2 * GEMM.alpha, 2 * GEMM.beta * 4 * self.hidden * self.ffn)
 
     def costs(self) -> LayerCosts:
-        """As the published models have it: nothing but all-to-alls and matrix products, which do not slow each other down."""
+        """As the published models have it: nothing but all-to-alls and matrix products, which do not slow each other
+        down."""
         line = self.products()
         experts = Curve((1.0, 2.0), (line(1), line(2)))
         return LayerCosts(
             exchange=ALL_TO_ALL[self.gpus],
             gather=NOTHING,
-            home_sum=NOTHING,
+            combine_sum=NOTHING,
             forward=experts,
             recompute=experts,
             input_gradients=experts,
@@ -106,20 +102,25 @@ class Layer:
 
 def all_layers() -> list[Layer]:
     """The grid, without what does not fit the card."""
-    grid = itertools.product((1, 2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096), (1, 2, 4), (16, 32, 64), (1, 2), (1.0, 1.2))
+    grid = itertools.product(
+        (1, 2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096), (1, 2, 4), (16, 32, 64), (1, 2), (1.0, 1.2)
+    )
     layers = [Layer(batch, length, hidden, times * hidden, *rest) for batch, length, hidden, times, *rest in grid]  # type: ignore[arg-type]
     return [layer for layer in layers if layer.fits()]
 
 
 def own_times(layer: Layer) -> tuple[dict[int, float], float, int]:
-    """This project's schedule: seconds of both passes by constant degree (best lag), of the planner's choice, and its degree."""
+    """This project's schedule: seconds of both passes by constant degree (best lag), of the planner's choice, and its
+    degree."""
     costs, load = layer.costs(), layer.load()
 
     def seconds(plan: Plan) -> float:
         prediction = predict(costs, load, plan)
         return prediction.forward + prediction.backward
 
-    constant = {degree: min(seconds(Plan(degree, degree, "keep", lag)) for lag in weight_lags(degree)) for degree in CONSTANTS}
+    constant = {
+        degree: min(seconds(Plan(degree, degree, "keep", lag)) for lag in weight_lags(degree)) for degree in CONSTANTS
+    }
     plan = best_plan(costs, load, Limits(strategies=("keep",))).plan
     return constant, seconds(plan), plan.degree
 
@@ -136,13 +137,22 @@ def pipemoe_times(layer: Layer) -> tuple[dict[int, float], float, int]:
     return {constant: seconds(constant) for constant in CONSTANTS}, seconds(degree), degree
 
 
-def summarize(layers: Sequence[Layer], times_of: Callable[[Layer], tuple[dict[int, float], float, int]]) -> dict[str, Any]:
-    """Predicted gains (time of the constant by time of the choice) over all layers, and how often each degree is chosen."""
+def summarize(
+    layers: Sequence[Layer], times_of: Callable[[Layer], tuple[dict[int, float], float, int]]
+) -> dict[str, Any]:
+    """Predicted gains (time of the constant by time of the choice) over all layers, and how often each degree is
+    chosen."""
     times = [times_of(layer) for layer in layers]
-    mean = {degree: statistics.fmean(constant[degree] / planned for constant, planned, _ in times) for degree in CONSTANTS}
+    mean = {
+        degree: statistics.fmean(constant[degree] / planned for constant, planned, _ in times) for degree in CONSTANTS
+    }
     best = min(CONSTANTS, key=lambda degree: mean[degree])
     gains = {}
-    for name, degree in (("one chunk", 1), ("two chunks (FasterMoE)", 2), (f"best constant ({best}; Tutel at most)", best)):
+    for name, degree in (
+        ("one chunk", 1),
+        ("two chunks (FasterMoE)", 2),
+        (f"best constant ({best}; Tutel at most)", best),
+    ):
         ratios = sorted(constant[degree] / planned for constant, planned, _ in times)
         gains[name] = {
             "mean": statistics.fmean(ratios),
@@ -152,14 +162,21 @@ def summarize(layers: Sequence[Layer], times_of: Callable[[Layer], tuple[dict[in
             "share_over_5_percent": statistics.fmean(ratio > 1.05 for ratio in ratios),
         }
     degrees = Counter(degree for *_, degree in times)
-    return {"predicted_gain_over": gains, "predicted_degrees": {str(degree): degrees[degree] for degree in sorted(degrees)}}
+    return {
+        "predicted_gain_over": gains,
+        "predicted_degrees": {str(degree): degrees[degree] for degree in sorted(degrees)},
+    }
 
 
 def table(title: str, summary: dict[str, Any], markdown: bool) -> str:
     """The gains of one schedule as text or Markdown."""
     head = ["predicted gain over", "mean", "median", "smallest", "largest", "layers over 1.05"]
     rows = [
-        [name, *(f"{gain[key]:.3f}" for key in ("mean", "median", "smallest", "largest")), f"{gain['share_over_5_percent']:.0%}"]
+        [
+            name,
+            *(f"{gain[key]:.3f}" for key in ("mean", "median", "smallest", "largest")),
+            f"{gain['share_over_5_percent']:.0%}",
+        ]
         for name, gain in summary["predicted_gain_over"].items()
     ]
     chosen = "Predicted best degrees (forward): " + ", ".join(
@@ -170,14 +187,17 @@ def table(title: str, summary: dict[str, Any], markdown: bool) -> str:
         return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), "", chosen + "."])
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     lines = [
-        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in [head, *rows]
     ]
     return "\n".join([title, *lines, chosen])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()

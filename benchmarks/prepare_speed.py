@@ -1,15 +1,14 @@
 """How fast data.prepare tokenizes, beside sentencepiece's own encoder: python -m benchmarks.prepare_speed [--json].
 
-A: `data.prepare.prepare`, from the .jsonl file to the finished .bin/.idx files, with N worker processes; the tokenizer exists.
-   The time is everything: planning, starting the processes, reading, encoding, writing and merging.
-B: N bare processes, each with half (1/N) of the same documents already in memory, that call `SentencePieceProcessor.encode`
-   on one after the other and keep nothing. The time is that of the slowest one's loop: no start, no reading, no writing.
-C: as B, with the time from the start of the processes to the end of the last, reading the documents included.
+A: `data.prepare.prepare`, from the .jsonl file to the finished .bin/.idx files, with N worker processes; the tokenizer
+exists. The time is everything: planning, starting the processes, reading, encoding, writing and merging. B: N bare
+processes, each with half (1/N) of the same documents already in memory, that call `SentencePieceProcessor.encode` on
+one after the other and keep nothing. The time is that of the slowest one's loop: no start, no reading, no writing. C:
+as B, with the time from the start of the processes to the end of the last, reading the documents included.
 
-A, B and C take turns; the table shows medians. A / C is like for like: both begin with a file and start their processes; A also
-writes the result. A / B charges A alone with starting, reading and writing.
-CPU seconds are of all processes together; they say more than the clock on a
-machine that does other work at the same time.
+A, B and C take turns; the table shows medians. A / C is like for like: both begin with a file and start their
+processes; A also writes the result. A / B charges A alone with starting, reading and writing. CPU seconds are of all
+processes together; they say more than the clock on a machine that does other work at the same time.
 """
 
 from __future__ import annotations
@@ -112,14 +111,20 @@ def main() -> None:
             texts = (json.loads(line)["text"] for i, line in enumerate(file) if i < 1000)
             train_tokenizer(texts, arguments.vocab_size, model)
         for _ in range(arguments.runs):
-            measured = (time_prepare(corpus, model, cache, arguments.workers), *time_bare(corpus, model, arguments.workers))
+            measured = (
+                time_prepare(corpus, model, cache, arguments.workers),
+                *time_bare(corpus, model, arguments.workers),
+            )
             for name, (wall, processor) in zip("ABC", measured, strict=True):
                 seconds[name].append(wall)
                 cpu[name].append(processor)
     rates = {name: num_bytes / 1e6 / statistics.median(values) for name, values in seconds.items()}
     used = {name: statistics.median(values) for name, values in cpu.items()}
     labels = {"A": "data.prepare, all of it", "B": "bare encode, loop only", "C": "bare encode, with start and reading"}
-    print(f"{num_bytes / 1e6:.0f} MB of text, {arguments.workers} processes, {os.cpu_count()} cores, median of {arguments.runs} runs")
+    print(
+        f"{num_bytes / 1e6:.0f} MB of text, {arguments.workers} processes, {os.cpu_count()} cores, median of "
+        f"{arguments.runs} runs"
+    )
     print(f"{'':<38}{'MB/s':>8}{'seconds':>10}{'min':>8}{'max':>8}{'CPU s':>8}")
     for name, label in labels.items():
         values = seconds[name]
@@ -128,7 +133,12 @@ def main() -> None:
     print(f"A / B = {rates['A'] / rates['B']:.2f}   A / C = {rates['A'] / rates['C']:.2f}")
     print(f"in CPU seconds: A / B = {used['B'] / used['A']:.2f}   A / C = {used['C'] / used['A']:.2f}")
     if arguments.json:
-        result = {"megabytes": num_bytes / 1e6, "workers": arguments.workers, "runs": arguments.runs, "mb_per_second": rates}
+        result = {
+            "megabytes": num_bytes / 1e6,
+            "workers": arguments.workers,
+            "runs": arguments.runs,
+            "mb_per_second": rates,
+        }
         print(
             json.dumps(
                 {

@@ -1,12 +1,14 @@
-"""Real starts in a used folder with one key changed: goes on bit for bit, says what differs, or refuses, as the schema says.
+"""Real starts in a used folder with one key changed: goes on bit for bit, says what differs, or refuses, as the schema
+says.
 
     python -m benchmarks.resume_table [--starts 30] [--seed 1] [--json]
 
-A run of three steps is made for a dense, a MoE and a BERT model. Each start takes a copy of one of them, changes one key, and asks
-for five steps: with `checkpoint.resume=auto` in the copy, from its checkpoint by path into a new folder, or by that path a second
-time. Every third start goes through launch/torchrun.sh with a rank killed after it has resumed and started again.
-free: steps 4 and 5 have the losses of the undisturbed run, bit for bit (within rounding for another layout or order of sums).
-say: one line and an event name the key. refuse: status 2, the key in the last line, and not a byte of the folder changed.
+A run of three steps is made for a dense, a MoE and a BERT model. Each start takes a copy of one of them, changes one
+key, and asks for five steps: with `checkpoint.resume=auto` in the copy, from its checkpoint by path into a new folder,
+or by that path a second time. Every third start goes through launch/torchrun.sh with a rank killed after it has resumed
+and started again. free: steps 4 and 5 have the losses of the undisturbed run, bit for bit (within rounding for another
+layout or order of sums). say: one line and an event name the key. refuse: status 2, the key in the last line, and not a
+byte of the folder changed.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from typing import Any
 
 from configs.changes import on_resume
 from configs.compose import compose
+from configs.keys import get
 from configs.schema import KEYS, Config
-from configs.validate import get, show, validate
+from configs.show import show
+from configs.validate import validate
 from tests.tolerances import FP32_LOSS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -48,7 +52,15 @@ ROUNDS = (
     "training.micro_batch_size",
 )
 # What decides of the start itself, ends the run or takes hours.
-LEFT_OUT = ("name", "run_dir", "plan", "plan_world_size", "checkpoint.resume", "checkpoint.weights", "checkpoint.accept_changes")
+LEFT_OUT = (
+    "name",
+    "run_dir",
+    "plan",
+    "plan_world_size",
+    "checkpoint.resume",
+    "checkpoint.weights",
+    "checkpoint.accept_changes",
+)
 VALUES: dict[str, Any] = {
     "data.corpus": "CORPUS2",
     "data.tokenizer": "TOKENIZER2",
@@ -80,9 +92,27 @@ class Case:
 
 def base(model: str, root: Path) -> list[str]:
     return [
-        *(f"experiment={model}", "model.num_layers=2", f"data.corpus={root}/corpus", "data.vocab_size=340", f"data.cache_dir={root}/cache"),
-        *("logging.tensorboard=false", "logging.wandb=off", "logging.progress=false", "sample.prompts=[]", "training.eval_interval=0"),
-        *("training.device=auto", "checkpoint.interval=1", "checkpoint.keep=0", "training.global_batch_size=4", "data.num_workers=1"),
+        *(
+            f"experiment={model}",
+            "model.num_layers=2",
+            f"data.corpus={root}/corpus",
+            "data.vocab_size=340",
+            f"data.cache_dir={root}/cache",
+        ),
+        *(
+            "logging.tensorboard=false",
+            "logging.wandb=off",
+            "logging.progress=false",
+            "sample.prompts=[]",
+            "training.eval_interval=0",
+        ),
+        *(
+            "training.device=auto",
+            "checkpoint.interval=1",
+            "checkpoint.keep=0",
+            "training.global_batch_size=4",
+            "data.num_workers=1",
+        ),
         *("training.dry_run=false", "checkpoint.async_save=false"),
     ]
 
@@ -129,7 +159,13 @@ def cases(root: Path, count: int, seed: int) -> list[Case]:
         for names in by_meaning.values():
             while names and len(found) < count:
                 name, number = names.pop(), len(found)
-                model = "gpt_moe_tiny" if name.startswith("moe.") else "bert_tiny" if "bert" in KEYS[name].meaning else rng.choice(MODELS)
+                model = (
+                    "gpt_moe_tiny"
+                    if name.startswith("moe.")
+                    else "bert_tiny"
+                    if "bert" in KEYS[name].meaning
+                    else rng.choice(MODELS)
+                )
                 value = legal(base(model, root), name, 1)
                 if value is not None:
                     found.append(Case(name, value, model, WAYS[number // 3 % 3], (number // 9 + number) % 3 == 0))
@@ -162,11 +198,18 @@ def command(overrides: list[str], restarts: int = 0) -> list[str]:
 
 
 def start(overrides: list[str], run_dir: Path, restarted: bool) -> tuple[int, str]:
-    """Status and output of a start; `restarted`: its rank is killed once it has taken a step, and the launcher starts it again."""
+    """Status and output of a start; `restarted`: its rank is killed once it has taken a step, and the launcher starts
+    it again."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = command([*overrides, f"run_dir={run_dir}"], restarts=1 if restarted else 0)
     process = subprocess.Popen(
-        words, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        words,
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         if restarted:
@@ -192,7 +235,9 @@ def kill_rank(run_dir: Path) -> None:
 
 def last_step(run_dir: Path) -> int:
     try:
-        return len((run_dir / "metrics.jsonl").read_text().splitlines()) + (0 if (run_dir / "copied").exists() else STOP)
+        return len((run_dir / "metrics.jsonl").read_text().splitlines()) + (
+            0 if (run_dir / "copied").exists() else STOP
+        )
     except OSError:
         return 0
 
@@ -230,9 +275,8 @@ def judge(case: Case, root: Path) -> str:
             return f"the first start by path ended with {status}: {output[-300:]}"
     known = contents(run_dir) if run_dir.exists() else {}
     meaning = on_resume(case.key, before, compose(changed))
-    meaning = (
-        "say" if meaning == "refuse" and case.key == "data.text_key" else meaning
-    )  # no text of these corpora has a key: the data are the same
+    # no text of these corpora has a key: the data are the same
+    meaning = "say" if meaning == "refuse" and case.key == "data.text_key" else meaning
     status, output = start(changed, run_dir, case.restarted and meaning != "refuse")
     last = output.rstrip().rsplit("\n", 1)[-1]
     if meaning == "refuse":
@@ -243,11 +287,21 @@ def judge(case: Case, root: Path) -> str:
     if status != 0:
         return f"status {status}, last line: {last}"
     if meaning == "say":
-        event = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines() if "settings_changed" in line]
-        return "" if case.key in output and event and case.key in event[0]["settings"] else f"nobody said {case.key}: {output[-300:]}"
+        event = [
+            json.loads(line)
+            for line in (run_dir / "events.jsonl").read_text().splitlines()
+            if "settings_changed" in line
+        ]
+        return (
+            ""
+            if case.key in output and event and case.key in event[0]["settings"]
+            else f"nobody said {case.key}: {output[-300:]}"
+        )
     ours, theirs = losses(run_dir), losses(root / f"{case.model}-undisturbed")
     tolerance = FP32_LOSS if case.key.startswith(ROUNDS) else 0.0
-    wrong = [step for step in (STOP + 1, STOP + 2) if not abs(ours[step] - theirs[step]) <= tolerance * abs(theirs[step])]
+    wrong = [
+        step for step in (STOP + 1, STOP + 2) if not abs(ours[step] - theirs[step]) <= tolerance * abs(theirs[step])
+    ]
     return f"steps {wrong} differ: {ours}, {theirs}" if wrong else ""
 
 
@@ -263,18 +317,23 @@ def main() -> int:
         write_inputs(root)
         from data.tokenizer import train_tokenizer
 
-        train_tokenizer((path.read_text() for path in sorted((root / "CORPUS2").iterdir())[:20]), 340, root / "CORPUS2.model")
+        train_tokenizer(
+            (path.read_text() for path in sorted((root / "CORPUS2").iterdir())[:20]), 340, root / "CORPUS2.model"
+        )
         chosen = cases(root, options.starts, options.seed)
         for model in dict.fromkeys(case.model for case in chosen):
             for name, steps in ((model, STOP), (f"{model}-undisturbed", STEPS)):
-                status, output = start([*base(model, root), "optimizer.decay_steps=50", f"training.steps={steps}"], root / name, False)
+                status, output = start(
+                    [*base(model, root), "optimizer.decay_steps=50", f"training.steps={steps}"], root / name, False
+                )
                 assert status == 0, output
         for case in chosen:
             problem = judge(case, root)
             rows.append({**asdict(case), "on_resume": KEYS[case.key].on_resume, "problem": problem})
             launcher = "torchrun.sh, killed" if case.restarted else "train.py"
-            print(f"{'ok' if not problem else 'WRONG':<6}{KEYS[case.key].on_resume:<8}{case.way:<17}{launcher:<21}{case.model:<14}"
-                  f"{case.key}={show(case.value)} {problem}", flush=True)  # fmt: skip
+            result, on_resume = "WRONG" if problem else "ok", KEYS[case.key].on_resume
+            columns = f"{result:<6}{on_resume:<8}{case.way:<17}{launcher:<21}{case.model:<14}"
+            print(f"{columns}{case.key}={show(case.value)} {problem}", flush=True)
     wrong = sum(bool(row["problem"]) for row in rows)
     print(f"{len(rows)} starts, {wrong} wrong; {dict(Counter(row['on_resume'] for row in rows))}")
     if options.json:

@@ -1,8 +1,9 @@
 """Variants of a computation measured in turns on all ranks of a cluster, beside whatever else the machine does.
 
-In each round all variants run once, starting with another one each time; a barrier comes before each. What a variant reports
-is the largest over the ranks. A round is dropped when other processes took more of the machine than DISTURBED during any of its
-variants. Ratios are medians over the rounds of one round's ratio: slow drifts of the machine then cancel out.
+In each round all variants run once, starting with another one each time; a barrier comes before each. What a variant
+reports is the largest over the ranks. A round is dropped when other processes took more of the machine than DISTURBED
+during any of its variants. Ratios are medians over the rounds of one round's ratio: slow drifts of the machine then
+cancel out.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 
 from benchmarks.cluster import Cluster
 
-# A variant is disturbed when other processes used more than this share of all cores beside it, or the hypervisor gave more than
-# that to others. Both are counted in clock ticks; a busy process is 50% of two cores. What the kernel does for our packets
-# belongs to no process and is not counted: 20 to 30% at 200 Mbit/s to 1 Gbit/s between two ranks.
+# A variant is disturbed when other processes used more than this share of all cores beside it, or the hypervisor gave
+# more than that to others. Both are counted in clock ticks; a busy process is 50% of two cores. What the kernel does
+# for our packets belongs to no process and is not counted: 20 to 30% at 200 Mbit/s to 1 Gbit/s between two ranks.
 DISTURBED, TICKS = 0.05, 0.02
 KERNEL_THREADS = 2  # process id of their parent
 MAX_DROPPED = 2  # rounds dropped for each one that counts, before we give up
@@ -79,7 +80,11 @@ def is_disturbed(before: Load, after: Load) -> bool:
 
 
 def measure(
-    cluster: Cluster, function: Callable[..., dict[str, float]], variants: Mapping[str, tuple[Any, ...]], rounds: int, warm_up: int = 1
+    cluster: Cluster,
+    function: Callable[..., dict[str, float]],
+    variants: Mapping[str, tuple[Any, ...]],
+    rounds: int,
+    warm_up: int = 1,
 ) -> Rounds:
     """`function(*variants[name])` on all ranks in turns; it returns seconds by part, of which the most counts.
 
@@ -105,7 +110,9 @@ def measure(
         if disturbed:
             dropped += 1
             if dropped > MAX_DROPPED * rounds + MAX_DROPPED:
-                raise RuntimeError(f"only {clean} of {clean + dropped} rounds were undisturbed: too much else runs on this machine")
+                raise RuntimeError(
+                    f"only {clean} of {clean + dropped} rounds were undisturbed: too much else runs on this machine"
+                )
             continue
         clean += 1
         for name, parts in this_round.items():
@@ -121,7 +128,8 @@ def measure_contenders(
     rounds: int,
     contenders: Callable[[Rounds], set[str]],
 ) -> Rounds:
-    """As `measure`, without warm-up, but after the first FOR_ALL rounds only the variants go on that `contenders` names by them."""
+    """As `measure`, without warm-up, but after the first FOR_ALL rounds only the variants go on that `contenders` names
+    by them."""
     first = measure(cluster, function, variants, min(FOR_ALL, rounds), warm_up=0)
     left = contenders(first)
     going_on = {name: args for name, args in variants.items() if name in left}

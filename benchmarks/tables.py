@@ -10,7 +10,9 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool
     if markdown:
         return "\n".join([headline(headings, markdown), *(line(row, headings, markdown) for row in rows)])
     widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
-    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [headings, *rows])
+    return "\n".join(
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [headings, *rows]
+    )
 
 
 def headline(headings: Sequence[str], markdown: bool) -> str:

@@ -1,6 +1,8 @@
-"""Training speed of presets on this machine: tokens/s, step time and model FLOPs utilisation of real runs of `train.py`.
+"""Training speed of presets on this machine: tokens/s, step time and model FLOPs utilisation of real runs of
+`train.py`.
 
-`python -m benchmarks.throughput [--experiments gpt2_124m gpt_moe_small] [--ranks 1] [--steps 30] [--json] [key=value ...]`
+`python -m benchmarks.throughput [--experiments gpt2_124m gpt_moe_small] [--ranks 1] [--steps 30] [--json] [key=value
+...]`
 
 The first third of the steps is warm-up and does not count. MFU is printed where the device's peak is known.
 """
@@ -21,15 +23,29 @@ import torch
 
 
 def measure(experiment: str, ranks: int, steps: int, overrides: list[str]) -> dict[str, Any]:
-    """Train `steps` steps of an experiment and summarise the metrics of the last two thirds. Raises RuntimeError if it fails."""
+    """Train `steps` steps of an experiment and summarise the metrics of the last two thirds. Raises RuntimeError if it
+    fails."""
     with tempfile.TemporaryDirectory() as folder:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        settings = [f"experiment={experiment}", f"run_dir={folder}/run", f"training.steps={steps}", "training.eval_interval=0"]
-        quiet = ["checkpoint.at_end=false", "checkpoint.interval=0", "logging.wandb=off", "sample.prompts=[]", "optimizer.warmup_steps=0"]
+        settings = [
+            f"experiment={experiment}",
+            f"run_dir={folder}/run",
+            f"training.steps={steps}",
+            "training.eval_interval=0",
+        ]
+        quiet = [
+            "checkpoint.at_end=false",
+            "checkpoint.interval=0",
+            "logging.wandb=off",
+            "sample.prompts=[]",
+            "optimizer.warmup_steps=0",
+        ]
         command = [*launcher, "train.py", *settings, *quiet, *overrides]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=3600)
         if done.returncode != 0:
-            raise RuntimeError(f"{experiment} ended with status {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+            raise RuntimeError(
+                f"{experiment} ended with status {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            )
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     counted = lines[len(lines) // 3 :]
     utilisation = [line["mfu"] for line in counted if "mfu" in line]
@@ -46,11 +62,15 @@ def measure(experiment: str, ranks: int, steps: int, overrides: list[str]) -> di
 
 def device_name() -> str:
     """What the runs train on, for the heading of a table."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.processor() or platform.machine()} CPU"
+    return (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{platform.processor() or platform.machine()} CPU"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--experiments", nargs="+", default=["gpt2_124m", "gpt_moe_small"])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
@@ -63,8 +83,8 @@ def main() -> int:
     for row in rows:
         utilisation = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
         print(
-            f"{row['experiment']:<20} {row['ranks']:>5} {row['tokens_per_second']:>10,.0f} {row['step_seconds']:>8.3f} {utilisation:>7} "
-            f"{row['peak_memory_gib']:>7.2f} {row['last_loss']:>7.3f}"
+            f"{row['experiment']:<20} {row['ranks']:>5} {row['tokens_per_second']:>10,.0f} {row['step_seconds']:>8.3f} "
+            f"{utilisation:>7} {row['peak_memory_gib']:>7.2f} {row['last_loss']:>7.3f}"
         )
     if arguments.json:
         print(json.dumps({"device": device_name(), "torch": torch.__version__, "rows": rows}))

@@ -1,11 +1,13 @@
-"""Wrong values of every key of the schema: one last line that names key, value and rule, with advice that works, and status 2.
+"""Wrong values of every key of the schema: one last line that names key, value and rule, with advice that works, and
+status 2.
 
     python -m benchmarks.wrong_values [--models MODEL...] [--starts 12] [--seed 1] [--json]
 
-First every wrong value of every key in this process, on five models: another type, null, a list, a mapping, an unset variable, a
-reference to no key and to itself, other choices, numbers out of range, not whole, not finite and far too large. The advice of each
-line is taken, and has to be legal. Then real starts of a sample under `launch/torchrun.sh --ranks-per-node 2`, first of keys that
-no start has had and of every kind: the last line on stderr, the exit status, and the time until the launcher has ended.
+First every wrong value of every key in this process, on five models: another type, null, a list, a mapping, an unset
+variable, a reference to no key and to itself, other choices, numbers out of range, not whole, not finite and far too
+large. The advice of each line is taken, and has to be legal. Then real starts of a sample under `launch/torchrun.sh
+--ranks-per-node 2`, first of keys that no start has had and of every kind: the last line on stderr, the exit status,
+and the time until the launcher has ended.
 """
 
 from __future__ import annotations
@@ -62,9 +64,19 @@ def in_process(model: str) -> tuple[Counter[str], list[str]]:
 
 def start(wrong: WrongValue) -> dict[str, Any]:
     """One start on two ranks; what it ended with."""
-    command = ["bash", "launch/torchrun.sh", "--ranks-per-node", "2", "--", "model=gpt_tiny", f"{wrong.key}={wrong.written}"]
+    command = [
+        "bash",
+        "launch/torchrun.sh",
+        "--ranks-per-node",
+        "2",
+        "--",
+        "model=gpt_tiny",
+        f"{wrong.key}={wrong.written}",
+    ]
     begin = time.monotonic()
-    done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
     seconds = time.monotonic() - begin
     last = done.stderr.strip().splitlines()[-1]
     message = last.partition("config error: ")[2]
@@ -83,7 +95,10 @@ def start(wrong: WrongValue) -> dict[str, Any]:
 def sample(count: int, seed: int) -> list[WrongValue]:
     """Values of so many keys, the five main kinds in turn."""
     random_keys = random.Random(seed)
-    by_kind = {kind: [w for key in KEYS.values() for w in wrong_values.wrong_values(key) if w.kind == kind] for kind in wrong_values.KINDS}
+    by_kind = {
+        kind: [w for key in KEYS.values() for w in wrong_values.wrong_values(key) if w.kind == kind]
+        for kind in wrong_values.KINDS
+    }
     chosen: list[WrongValue] = []
     while len(chosen) < count:
         left = [
@@ -112,7 +127,9 @@ def main(arguments: list[str] | None = None) -> int:
         right += more
         faults += wrong
         print(
-            f"{model}: {more.total()} of {more.total() + len(wrong)} values right, {time.process_time() - begin:.1f} s of CPU", flush=True
+            f"{model}: {more.total()} of {more.total() + len(wrong)} values right, {time.process_time() - begin:.1f} s "
+            "of CPU",
+            flush=True,
         )
     print(table(["kind", "right"], [[kind, str(count)] for kind, count in right.items()], True))
     starts = []

@@ -40,8 +40,11 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     return {"model": model, "moe": moe}
 
 
-def to_architecture(config: Config, theirs: dict[str, dict[str, Any]], vocab_size: int) -> tuple[Config, dict[str, Any]]:
-    """The config with the fewest keys set anew that make it of the architecture `theirs`, and these keys, the most telling first.
+def to_architecture(
+    config: Config, theirs: dict[str, dict[str, Any]], vocab_size: int
+) -> tuple[Config, dict[str, Any]]:
+    """The config with the fewest keys set anew that make it of the architecture `theirs`, and these keys, the most
+    telling first.
 
     vocab_size: that of `config`. Where positions rotate, their number is no part of the architecture.
     """
@@ -57,7 +60,8 @@ def to_architecture(config: Config, theirs: dict[str, dict[str, Any]], vocab_siz
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names of keys that differ, with their value. A key that they leave out means nothing there, or has its default."""
+    """Names of keys that differ, with their value. A key that they leave out means nothing there, or has its
+    default."""
     names = [f"{section}.{key}" for section in ("moe", "model") for key in {**theirs[section], **ours[section]}]
     for name in [*(name for name in _TELLING if name in names), *(name for name in names if name not in _TELLING)]:
         section, _, last = name.partition(".")
@@ -70,13 +74,16 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any], known: dict[str, 
 def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     """`architecture`, and the other values of the model that its training was set up with: what config.yaml holds."""
     overrides = architecture(config, vocab_size)
-    overrides["model"].update((key, getattr(config.model, key)) for key in ("hidden_dropout", "attention_dropout", "init_std"))
+    overrides["model"].update(
+        (key, getattr(config.model, key)) for key in ("hidden_dropout", "attention_dropout", "init_std")
+    )
     if config.model.max_positions is not None:
         overrides["model"]["max_positions"] = config.model.max_positions
     return overrides
 
 
-_TELLING = ("model.family", "model.attention", "model.position_embedding", "model.qk_norm")  # what other keys follow from
+# what other keys follow from
+_TELLING = ("model.family", "model.attention", "model.position_embedding", "model.qk_norm")
 _LATENT_ONLY = ("attention", "q_lora_rank", "kv_lora_rank", "rotary_head_dim", "value_head_dim")
 _NOT_ARCHITECTURE = {"max_positions", "hidden_dropout", "attention_dropout", "init_std", "backend"}
 _MOE_ARCHITECTURE = (

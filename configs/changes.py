@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from configs import derived
-from configs.keys import OnResume
+from configs.keys import OnResume, get
 from configs.schema import KEYS, Config
-from configs.validate import get
 
 
 class Change(NamedTuple):
@@ -28,7 +27,9 @@ def changes(before: Config, after: Config) -> list[Change]:
 def on_resume(name: str, before: Config, after: Config) -> OnResume:
     """What another value of a key means between these configurations: what the schema says, or less."""
     both = (before, after)
-    if name == "training.steps" and all(c.optimizer.schedule == "constant" or c.optimizer.decay_steps is not None for c in both):
+    if name == "training.steps" and all(
+        c.optimizer.schedule == "constant" or c.optimizer.decay_steps is not None for c in both
+    ):
         return "free"  # the learning rate does not look at the run's end
     if name == "training.micro_batch_size" and not any(_looks_at_micro_batches(config) for config in both):
         return "free"  # the loss is a mean over the global batch

@@ -18,7 +18,8 @@ WRONG_PATHS = {
 
 
 def run(body: Callable[[], int | None]) -> int:
-    """Run a tool's body; its exit status: what it returns (None: 0), 2 for what the user got wrong, 1 for files that fail.
+    """Run a tool's body; its exit status: what it returns (None: 0), 2 for what the user got wrong, 1 for files that
+    fail.
 
     Every error of these is one line on standard error. Bugs keep their traceback.
     """

@@ -36,11 +36,14 @@ from configs.values import for_hydra, one_line, set_values, to_config
 ConfigStore.instance().store(name="schema", node=Config)
 # For presets, so that warm-up and final rate follow an override of the steps or of the peak rate.
 OmegaConf.register_new_resolver("fraction", lambda share, number: round(float(share) * int(number)), replace=True)
-OmegaConf.register_new_resolver("times", lambda factor, number: float(f"{float(factor) * float(number):.12g}"), replace=True)
+OmegaConf.register_new_resolver(
+    "times", lambda factor, number: float(f"{float(factor) * float(number):.12g}"), replace=True
+)
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
-    """Compose the presets and `overrides` (as on the command line) into a typed configuration; `validate` is the caller's.
+    """Compose the presets and `overrides` (as on the command line) into a typed configuration; `validate` is the
+    caller's.
 
     Args:
         config_dir: a folder of further presets, under names that the shipped ones do not have.
@@ -103,9 +106,9 @@ def to_yaml(config: Config) -> str:
 def run(main: Callable[[Config], int]) -> NoReturn:
     """Run `main` with the configuration that the command line asks for, then exit with the status it returns.
 
-    Any `ConfigError`, also one that `main` raises, ends in one line on stderr and exit status 2. `--cfg`, `--info` and shell
-    completion are Hydra's. `-m` (`--multirun`) runs the product of comma-separated values, one run after the other in this
-    process, after all of them were checked.
+    Any `ConfigError`, also one that `main` raises, ends in one line on stderr and exit status 2. `--cfg`, `--info` and
+    shell completion are Hydra's. `-m` (`--multirun`) runs the product of comma-separated values, one run after the
+    other in this process, after all of them were checked.
     """
     if "--version" in sys.argv[1:]:  # the parser's own says Hydra's
         print(help.version())
@@ -129,7 +132,9 @@ def _checked_configs(args: argparse.Namespace) -> list[Config] | None:
     """The configurations to run, or None when Hydra is asked to show something instead."""
     for option in ("config_path", "config_name", "experimental_rerun"):
         if getattr(args, option, None) is not None:
-            raise ConfigError(f"--{option.replace('_', '-')} is not supported. Try --config-dir FOLDER for presets of your own")
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is not supported. Try --config-dir FOLDER for presets of your own"
+            )
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
         raise ConfigError(f"--config-dir ({args.config_dir}) must be a folder of presets, such as {CONFIG_DIR.name}")
     if args.resolve and not (args.cfg or args.help):

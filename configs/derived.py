@@ -34,7 +34,8 @@ def expert_ffn_hidden_size(config: Config) -> int:
 
 
 def moe_layer_pattern(config: Config) -> list[int]:
-    """One entry per layer of the whole model: 1 for an MoE layer, 0 for a dense one (Megatron-core's `moe_layer_freq`)."""
+    """One entry per layer of the whole model: 1 for an MoE layer, 0 for a dense one (Megatron-core's
+    `moe_layer_freq`)."""
     num_layers = config.model.num_layers
     if not is_moe(config):
         return [0] * num_layers
@@ -44,7 +45,8 @@ def moe_layer_pattern(config: Config) -> list[int]:
 
 
 def pipeline_degrees(config: Config) -> tuple[int | None, int | None]:
-    """Chunks that an MoE layer's tokens are split into, in its forward and its backward pass; None is chosen by measured costs."""
+    """Chunks that an MoE layer's tokens are split into, in its forward and its backward pass; None is chosen by
+    measured costs."""
     forward = None if config.moe.pipeline_degree == "auto" else config.moe.pipeline_degree
     return forward, forward if config.moe.backward_pipeline_degree is None else config.moe.backward_pipeline_degree
 
@@ -56,7 +58,8 @@ def plans_moe(config: Config) -> bool:
 
 
 def expert_tensor_size(config: Config) -> int:
-    """Ranks that one expert's weights are split over: `parallel.expert_tensor`, else `tensor` without expert parallelism, else 1."""
+    """Ranks that one expert's weights are split over: `parallel.expert_tensor`, else `tensor` without expert
+    parallelism, else 1."""
     parallel = config.parallel
     if parallel.expert_tensor is not None:
         return parallel.expert_tensor
@@ -85,7 +88,21 @@ def expert_data_parallel_size(config: Config, world_size: int) -> int:
 
 def num_micro_batches(config: Config, world_size: int) -> int:
     """Micro-batches that one rank runs in an optimizer step."""
-    return config.training.global_batch_size // (config.training.micro_batch_size * data_parallel_size(config, world_size))
+    return config.training.global_batch_size // (
+        config.training.micro_batch_size * data_parallel_size(config, world_size)
+    )
+
+
+def tokens_per_call(config: Config) -> int:
+    """Tokens of a micro-batch that one rank's MoE layers get in a call, with those of its expert tensor peers."""
+    parallel, training = config.parallel, config.training
+    samples = training.micro_batch_size * expert_tensor_size(config)
+    return samples * config.model.sequence_length // (parallel.tensor * parallel.context)
+
+
+def element_size(config: Config) -> int:
+    """Bytes of a number of the forward and the backward pass."""
+    return 4 if config.training.precision == "fp32" else 2
 
 
 def decay_steps(config: Config) -> int:
@@ -94,5 +111,6 @@ def decay_steps(config: Config) -> int:
 
 
 def overlap_param_gather(config: Config) -> bool:
-    """Whether parameters are gathered during the forward pass: asked for, and possible (Megatron's DDP needs both other options)."""
+    """Whether parameters are gathered during the forward pass: asked for, and possible (Megatron's DDP needs both other
+    options)."""
     return config.parallel.overlap_param_gather and config.parallel.overlap_grad_reduce and config.optimizer.distributed

@@ -1,14 +1,17 @@
-"""Files that are whole or not there, and one line for what keeps them from being written. Imports nothing of Mixtrain."""
+"""Files that are whole or not there, and one line for what keeps them from being written. Imports nothing of
+Mixtrain."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CLOSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -61,7 +64,8 @@ def writing(path: Path | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """Names the folder in an error of a full or read-only disk that names no file. Raises WriteError; other errors pass."""
+    """Names the folder in an error of a full or read-only disk that names no file. Raises WriteError; other errors
+    pass."""
     try:
         yield
     except WriteError:
@@ -78,7 +82,8 @@ def temporary(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str, *, in_place: bool = False) -> None:
-    """Write a small file through to the disk, whole or not at all. Raises WriteError; what is there then stays as it was.
+    """Write a small file through to the disk, whole or not at all. Raises WriteError; what is there then stays as it
+    was.
 
     in_place: where the disk is full, write over the file that is there; while it is small that takes no more room.
     """
@@ -87,7 +92,8 @@ def write_text(path: Path, text: str, *, in_place: bool = False) -> None:
         with open(between, "wb") as stream:
             stream.write(content)
             stream.flush()
-            os.fsync(stream.fileno())  # before the name: else a disk that fails may keep the name and lose what is in it
+            # before the name: else a disk that fails may keep the name and lose what is in it
+            os.fsync(stream.fileno())
         os.replace(between, path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -129,6 +135,18 @@ def tidy(folder: Path) -> None:
                     path.unlink()
 
 
+def read_json_lines(path: Path) -> list[Any]:
+    """The JSON values of a file with one a line; none where the file is missing. A line that a kill cut off is left
+    out."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
 class Log:
     """A file that grows by whole lines. A line that could not be written leaves no trace."""
 
@@ -139,7 +157,8 @@ class Log:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, line: str) -> None:
-        """Add a line. Raises WriteError, and GoneError where the file is not there any more: writing on would be for nobody."""
+        """Add a line. Raises WriteError, and GoneError where the file is not there any more: writing on would be for
+        nobody."""
         with writing(self.path):
             mine = os.fstat(self._descriptor)
             try:

@@ -1,4 +1,5 @@
-"""What `train.py --help` and `--version` print: groups with their presets, every key with its value, rule and meaning."""
+"""What `train.py --help` and `--version` print: groups with their presets, every key with its value, rule and
+meaning."""
 
 from __future__ import annotations
 
@@ -8,9 +9,8 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from configs.keys import Key
+from configs.keys import Key, get
 from configs.schema import KEYS, Config
-from configs.validate import get
 from configs.values import as_typed
 
 WIDTH = 100  # columns
@@ -43,7 +43,9 @@ def describe(config: Config, groups: Mapping[str, list[str]]) -> str:
         if name.rpartition(".")[0] != section:
             section = name.rpartition(".")[0]
             lines.append("")
-        lines += textwrap.wrap(as_typed(name, get(config, name)), WIDTH, initial_indent="  ", subsequent_indent="      ")
+        lines += textwrap.wrap(
+            as_typed(name, get(config, name)), WIDTH, initial_indent="  ", subsequent_indent="      "
+        )
         lines += textwrap.wrap(_meaning(key), WIDTH, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)
 
@@ -54,7 +56,9 @@ def _meaning(key: Key) -> str:
 
 def version() -> str:
     """Our version and those of the libraries that a run's numbers depend on, without importing them."""
-    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     found = [f"{project['name']} {project['version']}"]
     for library in ("torch", "megatron-core", "hydra-core"):
         try:

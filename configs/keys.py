@@ -1,7 +1,8 @@
-"""What the schema says of each key beside its type and default: meaning, choices, range, and what a change means to a run.
+"""What the schema says of each key beside its type and default: meaning, choices, range, and what a change means to a
+run.
 
-`key` puts it into a dataclass field's metadata, `table` reads it back as one flat table. `--help`, the checks of single values
-and the tests' tables of wrong and of changed values come from it.
+`key` puts it into a dataclass field's metadata, `table` reads it back as one flat table. `--help`, the checks of single
+values and the tests' tables of wrong and of changed values come from it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any, Literal
 
 OnResume = Literal["free", "say", "refuse"]
 
-LARGEST = 2**31 - 1  # of integers without a limit of their own: what is beyond is a slip of the hand, and rules count up to a value
+# of integers without a limit of their own: what is beyond is a slip of the hand, and rules count up to a value
+LARGEST = 2**31 - 1
 
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 
@@ -27,9 +29,10 @@ class Key:
     """One key of the schema.
 
     on_resume says what it means when a run goes on with another value than its checkpoint's config has:
-    free: the same is computed, but for what a layout may change. say: what is trained from here on changes; it is said and
-    recorded. refuse: validation documents, the order of samples or their meaning would move; refused unless
-    `checkpoint.accept_changes` lists the key. It is the most that a change may mean: `changes.on_resume` weighs two configurations.
+    free: the same is computed, but for what a layout may change. say: what is trained from here on changes; it is said
+    and recorded. refuse: validation documents, the order of samples or their meaning would move; refused unless
+    `checkpoint.accept_changes` lists the key. It is the most that a change may mean: `changes.on_resume` weighs two
+    configurations.
     """
 
     name: str  # dotted
@@ -44,7 +47,8 @@ class Key:
     below: float | None = None
     form: str = ""  # what a value of a key of type Any looks like
     needed_for: str = ""  # the feature that other values than the default belong to, which is not available yet
-    architecture: bool = False  # names, shapes or meaning of the weights: another value is another model, which nothing accepts
+    # names, shapes or meaning of the weights: another value is another model, which nothing accepts
+    architecture: bool = False
 
     @property
     def acceptable(self) -> bool:
@@ -93,7 +97,8 @@ class Key:
         return f"{first}{' of' if limits.startswith('at') else ''} {limits}{null}" if limits else f"{first}{null}"
 
     def broken_rule(self, value: Any) -> str | None:
-        """What a value of the right type must be and is not, in words that read on from "must be"; None for a legal value."""
+        """What a value of the right type must be and is not, in words that read on from "must be"; None for a legal
+        value."""
         if value is None or self.type is Any:
             return None
         values = value if isinstance(value, list) else [value]
@@ -118,7 +123,12 @@ class Key:
         )
 
     def _limits(self) -> str:
-        words = (("at least", self.low), ("greater than", self.above), ("at most", self.high), ("less than", self.below))
+        words = (
+            ("at least", self.low),
+            ("greater than", self.above),
+            ("at most", self.high),
+            ("less than", self.below),
+        )
         return " and ".join(f"{word} {limit}" for word, limit in words if limit is not None)
 
 
@@ -127,7 +137,9 @@ def one_of(choices: tuple[Any, ...]) -> str:
     return str(choices[0]) if len(choices) == 1 else f"one of {', '.join(map(str, choices))}"
 
 
-def key(default: Any, meaning: str, on_resume: OnResume | None = None, *, architecture: bool = False, **more: Any) -> Any:
+def key(
+    default: Any, meaning: str, on_resume: OnResume | None = None, *, architecture: bool = False, **more: Any
+) -> Any:
     """A dataclass field with what `Key` says of it; `architecture` alone is a key that a resume refuses."""
     assert (on_resume is None) == architecture, "on_resume, or architecture"
     metadata = {"meaning": meaning, "on_resume": on_resume or "refuse", "architecture": architecture, **more}
@@ -139,6 +151,14 @@ def key(default: Any, meaning: str, on_resume: OnResume | None = None, *, archit
 def table(schema: type) -> dict[str, Key]:
     """Every key of a dataclass whose fields are keys or sections, by dotted name, in their order."""
     return {found.name: found for found in _keys(schema, "")}
+
+
+def get(config: Any, key: str) -> Any:
+    """The value at a dotted key of a config."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def _keys(schema: type, prefix: str) -> Iterator[Key]:

@@ -1,4 +1,5 @@
-"""The line that a process ends with, on stderr and for its launcher: torchrun and launch/agent.py repeat it when all ranks have ended."""
+"""The line that a process ends with, on stderr and for its launcher: torchrun and launch/agent.py repeat it when all
+ranks have ended."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from configs import ranks
+
 _said = False
 
 
 def say(words: str, status: int) -> None:
-    """Say in one line why this process ends. status: what it ends with, since its launcher's own signal may end it first."""
+    """Say in one line why this process ends. status: what it ends with, since its launcher's own signal may end it
+    first."""
     global _said
     _said = True
-    line = " ".join(words.split())
-    rank = os.environ.get("RANK")
     # Every rank speaks: its launcher ends the others as soon as one has failed, so no single rank is sure to be heard.
-    if rank is not None and os.environ.get("WORLD_SIZE", "1") != "1":
-        line = f"[rank {rank}] {line}"
+    line = ranks.label() + " ".join(words.split())
     _leave(line, status)
     with contextlib.suppress(OSError, ValueError):  # nobody reads any more
         sys.stdout.flush()
@@ -36,7 +37,8 @@ def said() -> bool:
 
 
 def within(seconds: float, function: Callable[[], object]) -> None:
-    """Call a function in a thread and wait for it, but no longer: a full pipe or a lost disk must not keep a process from ending."""
+    """Call a function in a thread and wait for it, but no longer: a full pipe or a lost disk must not keep a process
+    from ending."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -59,9 +61,15 @@ def _leave(line: str, status: int) -> None:
     if not path:
         return
     now = time.time()
-    content = {"message": {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(now)), "time": now, "status": status}}}
+    content = {
+        "message": {
+            "message": line,
+            "extraInfo": {"py_callstack": line, "timestamp": str(int(now)), "time": now, "status": status},
+        }
+    }
     with contextlib.suppress(OSError):  # a full disk may be why the process ends; the line is said all the same
-        between = f"{path}.{threading.get_native_id()}.tmp"  # the thread that answers signals may speak at the same moment
+        # the thread that answers signals may speak at the same moment
+        between = f"{path}.{threading.get_native_id()}.tmp"
         with open(between, "w", encoding="utf-8") as stream:
             json.dump(content, stream)
         os.replace(between, path)

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from configs.schema import KEYS, ConfigError
-from configs.validate import nearest
+from configs.show import nearest
 from configs.values import as_typed, one_line, suggest
 
 CONFIG_DIR = Path(__file__).resolve().parent
@@ -28,7 +28,11 @@ def _choices(group: str, config_dir: str | None = None) -> list[str]:
 
 
 def _groups(config_dir: str | None = None) -> list[str]:
-    return [name for name in (*sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()),) if _choices(name, config_dir)]
+    return [
+        name
+        for name in (*sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()),)
+        if _choices(name, config_dir)
+    ]
 
 
 def presets_by_group(config_dir: str | None = None) -> dict[str, list[str]]:
@@ -71,7 +75,9 @@ def check_override(text: str, config_dir: str | None) -> Override:
         return override
     if override.is_sweep_override():
         values = text.partition("=")[2]
-        raise ConfigError(f"{key} ({values}) has several values, which only a sweep takes. Try -m, or {key}={values.split(',')[0]}")
+        raise ConfigError(
+            f"{key} ({values}) has several values, which only a sweep takes. Try -m, or {key}={values.split(',')[0]}"
+        )
     if override.is_delete():
         raise ConfigError(f"{text}: a key cannot be removed. Try {_example(key)}")
     groups = _groups(config_dir)
@@ -99,11 +105,14 @@ def check_choice(group: str, choice: Any, shown: str, config_dir: str | None) ->
     choices = _choices(group, config_dir)
     if not isinstance(choice, str) or choice not in choices:
         close = nearest(str(choice), choices)
-        raise ConfigError(f"{group} ({shown}) must be one of {', '.join(choices)}." + (f" Try {group}={close}." if close else ""))
+        raise ConfigError(
+            f"{group} ({shown}) must be one of {', '.join(choices)}." + (f" Try {group}={close}." if close else "")
+        )
 
 
 def unknown_key(key: str, groups: list[str] | None = None, wish: Any = None) -> str:
-    """Names the key that was most likely meant: within its section, else by its last part anywhere, else by the whole name."""
+    """Names the key that was most likely meant: within its section, else by its last part anywhere, else by the whole
+    name."""
     names = list(KEYS)
     section, _, last = key.rpartition(".")
     siblings = [name.rpartition(".")[2] for name in names if section and name.rpartition(".")[0] == section]
@@ -111,7 +120,9 @@ def unknown_key(key: str, groups: list[str] | None = None, wish: Any = None) -> 
     sibling = nearest(last, siblings)
     close = (f"{section}.{sibling}" if sibling else None) or by_last.get(last)
     if not close and not siblings:
-        close = nearest(key, [*names, *([] if section else groups or [])], cutoff=0.75) or by_last.get(nearest(last, by_last) or "")
+        close = nearest(key, [*names, *([] if section else groups or [])], cutoff=0.75) or by_last.get(
+            nearest(last, by_last) or ""
+        )
     if close:
         return f"{key} is no known key. Try {_example(close, wish)}."
     if siblings:

@@ -1,4 +1,5 @@
-"""Presets in a folder of one's own (`--config-dir`), and other files of keys: checked before Hydra or OmegaConf merge them."""
+"""Presets in a folder of one's own (`--config-dir`), and other files of keys: checked before Hydra or OmegaConf merge
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from yaml import YAMLError
 from configs.keys import Key
 from configs.mistakes import CONFIG_DIR, check_choice, unknown_key
 from configs.schema import KEYS, ConfigError
-from configs.validate import show
+from configs.show import show
 from configs.values import as_typed, converted, one_line, refers, suggest, wrong_value
 
 UNQUOTED = "; unquoted, YAML reads on, off, yes and no as true or false, and 1e3 as a number"
@@ -35,14 +36,17 @@ def read_mapping(path: Path) -> dict[Any, Any]:
 
 
 def check_mapping(content: Mapping[Any, Any], prefix: str = "") -> None:
-    """Check that a file's keys exist, and that each value is by itself one of its key's. Raises ConfigError, naming the key."""
+    """Check that a file's keys exist, and that each value is by itself one of its key's. Raises ConfigError, naming the
+    key."""
     for last, value in content.items():
         name = f"{prefix}{last}"
         if name in KEYS:
             _check_value(KEYS[name], value)
         elif any(other.startswith(f"{name}.") for other in KEYS):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{name} ({show(value)}) must be a mapping of keys to values: it is a section, not a key")
+                raise ConfigError(
+                    f"{name} ({show(value)}) must be a mapping of keys to values: it is a section, not a key"
+                )
             check_mapping(value, f"{name}.")
         else:
             raise ConfigError(unknown_key(name))
@@ -60,7 +64,8 @@ def _check_value(key: Key, value: Any) -> None:
 
 
 def check_preset(config_dir: str, group: str, choice: str, seen: frozenset[Path] = frozenset()) -> None:
-    """Check a preset of a folder of one's own, and those that its defaults name there; shipped ones are left to the tests.
+    """Check a preset of a folder of one's own, and those that its defaults name there; shipped ones are left to the
+    tests.
 
     Raises:
         ConfigError: naming the file, and in it the key.
@@ -72,7 +77,10 @@ def check_preset(config_dir: str, group: str, choice: str, seen: frozenset[Path]
     if path in seen:
         raise ConfigError(f"{shown}: its defaults lead back to itself")
     if (CONFIG_DIR / group / path.name).is_file() and path.resolve() != (CONFIG_DIR / group / path.name).resolve():
-        raise ConfigError(f"{shown} of --config-dir has the name of a shipped preset, which would be taken instead. Give it another name")
+        raise ConfigError(
+            f"{shown} of --config-dir has the name of a shipped preset, which would be taken instead. Give it another "
+            "name"
+        )
     content = read_mapping(path) if path.read_bytes().strip() else {}
     try:
         for own_group, own_choice in _defaults(content.pop("defaults", []), group):
@@ -91,7 +99,10 @@ def _package(path: Path, group: str) -> str:
     if package == "_global_":
         return ""
     if package == "experiment":
-        raise ConfigError("the first line must be # @package _global_, or its keys would belong to a section experiment, which is none")
+        raise ConfigError(
+            "the first line must be # @package _global_, or its keys would belong to a section experiment, which is "
+            "none"
+        )
     return f"{group if package == '_group_' else package}."
 
 
@@ -104,9 +115,14 @@ def _defaults(entries: Any, group: str) -> list[tuple[str, str]]:
         (name, choice), *more = entry.items() if isinstance(entry, Mapping) and entry else ((group, entry),)
         words = str(name).replace("/", "").split()
         if more or not isinstance(choice, str) or not isinstance(entries, list):
-            raise ConfigError("defaults must be a list of `- override /model: NAME`, of names of other presets of the folder, or _self_")
+            raise ConfigError(
+                "defaults must be a list of `- override /model: NAME`, of names of other presets of the folder, or "
+                "_self_"
+            )
         if isinstance(entry, Mapping) and words != ["override", "model"]:
             other = words[-1] if words else str(name)
-            raise ConfigError(f"defaults may override model alone, since {other}=... on the command line must win. Set {other}'s keys")
+            raise ConfigError(
+                f"defaults may override model alone, since {other}=... on the command line must win. Set {other}'s keys"
+            )
         found.append((words[-1], choice))
     return found

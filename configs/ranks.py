@@ -1,20 +1,25 @@
-"""This process's place among those that were started together, as the launcher put it into the environment."""
+"""This process's place among those that were started together, as the launcher put it into the environment.
+
+Nobody else reads RANK, WORLD_SIZE and what goes with them. Imports nothing heavy: configs/last_words.py is there from
+the first line on.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
-
-from configs.schema import ConfigError
+from typing import NamedTuple, NoReturn
 
 LAUNCHERS = "bash launch/torchrun.sh, or none of these variables for one process"
 
 
 class Launch(NamedTuple):
-    """A process of a launch; rank 0 of 1 without a launcher."""
+    """A process of a launch; rank 0 of 1 without a launcher. The last two count this node's; None where the launcher
+    does not say."""
 
     rank: int
     world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
 
     def check_meeting(self) -> None:
         """Raises ConfigError where several processes are not told where to meet."""
@@ -22,14 +27,17 @@ class Launch(NamedTuple):
             return
         several = f"where WORLD_SIZE ({self.world_size}) is above 1: the launcher sets it. Try {LAUNCHERS}"
         if not os.environ.get("MASTER_ADDR"):
-            raise ConfigError(f"MASTER_ADDR must be set {several}")
+            _refuse(f"MASTER_ADDR must be set {several}")
         port = _number("MASTER_PORT", 1)
         if port is None or port >= 2**16:
-            raise ConfigError(f"MASTER_PORT ({port or 'unset'}) must be a port from 1 to 65535 {several}")
+            _refuse(f"MASTER_PORT ({port or 'unset'}) must be a port from 1 to 65535 {several}")
 
 
 def launched() -> Launch:
-    """Read and check RANK and WORLD_SIZE, and LOCAL_RANK beside them: with wrong ones ranks wait for each other in vain.
+    """Read and check RANK and WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE: with wrong ones ranks wait for each other in
+    vain.
+
+    Who has process groups asks parallel/topology.py instead.
 
     Raises:
         ConfigError: naming the variable.
@@ -37,18 +45,21 @@ def launched() -> Launch:
     rank, world_size, local_rank = _number("RANK"), _number("WORLD_SIZE", 1), _number("LOCAL_RANK")
     if world_size is None:
         if rank is not None:
-            raise ConfigError(f"WORLD_SIZE must be set where RANK ({rank}) is: a launcher sets both. Try {LAUNCHERS}")
-        return Launch(0, 1)
+            _refuse(f"WORLD_SIZE must be set where RANK ({rank}) is: a launcher sets both. Try {LAUNCHERS}")
+        return Launch(0, 1, local_rank)
     if rank is None:
         if world_size > 1:
-            raise ConfigError(f"RANK must be set where WORLD_SIZE ({world_size}) is above 1: a launcher sets both. Try {LAUNCHERS}")
-        return Launch(0, 1)
-    on_this_node, name = _number("LOCAL_WORLD_SIZE", 1), "LOCAL_WORLD_SIZE"
-    if on_this_node is None:
-        on_this_node, name = world_size, "WORLD_SIZE"
+            _refuse(
+                f"RANK must be set where WORLD_SIZE ({world_size}) is above 1: a launcher sets both. Try {LAUNCHERS}"
+            )
+        return Launch(0, 1, local_rank)
+    on_this_node = _number("LOCAL_WORLD_SIZE", 1)
     _below("RANK", rank, "WORLD_SIZE", world_size)
-    _below("LOCAL_RANK", local_rank or 0, name, on_this_node)
-    return Launch(rank, world_size)
+    if on_this_node is None:
+        _below("LOCAL_RANK", local_rank or 0, "WORLD_SIZE", world_size)
+    else:
+        _below("LOCAL_RANK", local_rank or 0, "LOCAL_WORLD_SIZE", on_this_node)
+    return Launch(rank, world_size, local_rank, on_this_node)
 
 
 def world_size() -> int:
@@ -56,15 +67,33 @@ def world_size() -> int:
     return launched().world_size
 
 
+def use_fewer(world_size: int) -> None:
+    """From now on this launch has so many processes; the others stand by."""
+    os.environ["WORLD_SIZE"] = str(world_size)
+
+
+def label() -> str:
+    """`[rank 3] ` where a launcher started several, else nothing: for a line about anything, also about what `launched`
+    refuses."""
+    rank = os.environ.get("RANK")
+    return f"[rank {rank}] " if rank is not None and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+
+
 def _number(name: str, least: int = 0) -> int | None:
     text = os.environ.get(name)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ConfigError(f"{name} ({text}) must be an integer of at least {least}: it is set by the launcher. Try {LAUNCHERS}")
+        _refuse(f"{name} ({text}) must be an integer of at least {least}: it is set by the launcher. Try {LAUNCHERS}")
     return int(text)
+
+
+def _refuse(text: str) -> NoReturn:
+    from configs.schema import ConfigError
+
+    raise ConfigError(text)
 
 
 def _below(name: str, value: int, other: str, limit: int) -> None:
     if value >= limit:
-        raise ConfigError(f"{name} ({value}) must be less than {other} ({limit}): the launcher sets both. Try {LAUNCHERS}")
+        _refuse(f"{name} ({value}) must be less than {other} ({limit}): the launcher sets both. Try {LAUNCHERS}")

@@ -1,4 +1,5 @@
-"""Which files of a folder are its tokenizer. Imports nothing of Mixtrain: the rooms that read, keep and convert tokenizers agree on it."""
+"""Which files of a folder are its tokenizer. Imports nothing of Mixtrain: the rooms that read, keep and convert
+tokenizers agree on it."""
 
 from __future__ import annotations
 
@@ -14,15 +15,23 @@ SETTINGS = (
     "chat_template.json",
 )
 # Names that Hugging Face's tokenizers give to vocabularies.
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt")
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
 # In a folder of logical weights: the folder with what the export to Hugging Face adds to a tokenizer that only we read.
 FOR_TRANSFORMERS = "huggingface"
 JSON, MODEL = "tokenizer.json", "tokenizer.model"
 
 
 def core_file(path: Path) -> Path | None:
-    """The file that decides what the tokenizer at `path`, a file or a folder, does: tokenizer.json or the one .model file; None
-    where there is none, or more than one."""
+    """The file that decides what the tokenizer at `path`, a file or a folder, does: tokenizer.json or the one .model
+    file; None where there is none, or more than one."""
     if not path.is_dir():
         return path if path.is_file() else None
     if (path / JSON).is_file():
@@ -43,7 +52,8 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Keep the tokenizer at `path` in `folder`, under the names that readers look for and with the usual file mode. Raises OSError."""
+    """Keep the tokenizer at `path` in `folder`, under the names that readers look for and with the usual file mode.
+    Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, file in tokenizer_files(path).items():
         if not ((folder / name).exists() and file.samefile(folder / name)):

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.keys import Key
 from configs.schema import KEYS, Config, ConfigError
-from configs.validate import nearest, show
+from configs.show import nearest, show
 
 MISSING = "???"  # OmegaConf's mark of a value that somebody else must give
 NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
@@ -72,7 +72,8 @@ def to_config(composed: DictConfig, before: dict[str, Any] | None = None) -> Con
         before: what stood at the keys that the command line has set.
 
     Raises:
-        ConfigError: for a reference that leads nowhere or to a value of another type, naming the key that it was written for.
+        ConfigError: for a reference that leads nowhere or to a value of another type, naming the key that it was
+        written for.
     """
     before = before or {}
     failed = {}
@@ -81,7 +82,8 @@ def to_config(composed: DictConfig, before: dict[str, Any] | None = None) -> Con
         if reason is not None:
             failed[name] = (show(written), reason)
     if failed:
-        # A key that refers to another one which fails is not the cause; of a circle, the key that the command line has set.
+        # A key that refers to another one which fails is not the cause; of a circle, the key that the command line has
+        # set.
         causes = [name for name in failed if not failed.keys() & set(re.findall(r"\$\{([\w.]+)\}", failed[name][0]))]
         name = min(causes or failed, key=lambda name: name not in before)
         written, reason = failed[name]
@@ -159,7 +161,13 @@ def converted(key: Key, value: Any) -> Any:
 def _scalar(kind: Any, value: Any) -> Any:
     if value is None or isinstance(value, (dict, list)):
         raise ValueError("no single value")
-    if kind is str and isinstance(value, (bool, float)) or kind is bool and isinstance(value, int) and value not in (0, 1):
+    if (
+        kind is str
+        and isinstance(value, (bool, float))
+        or kind is bool
+        and isinstance(value, int)
+        and value not in (0, 1)
+    ):
         raise ValueError("OmegaConf would take it for something that was not written")
     return NODES[kind](value)._value()
 

@@ -1,7 +1,7 @@
 """A folder of logical weights brings the model that they are of: what `checkpoint.weights` sets beside itself.
 
-The folder's config.yaml has the sections `model` and `moe`; what a preset says otherwise gives way, what the command line says
-otherwise is refused. Its tokenizer is the run's, unless another of the same content is named.
+The folder's config.yaml has the sections `model` and `moe`; what a preset says otherwise gives way, what the command
+line says otherwise is refused. Its tokenizer is the run's, unless another of the same content is named.
 """
 
 from __future__ import annotations
@@ -15,23 +15,28 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.architecture import architecture
+from configs.keys import get
 from configs.schema import KEYS, Config, ConfigError
+from configs.show import show
 from configs.tokenizer_files import core_file
-from configs.validate import get, show
 
 FORMAT = "mixtrain-weights-1"
 SECTIONS = ("model", "moe")
 
 
 def read_config(folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections `model` and `moe` of a folder of logical weights. Raises ConfigError where there is no such folder."""
+    """The sections `model` and `moe` of a folder of logical weights. Raises ConfigError where there is no such
+    folder."""
     path = folder / "config.yaml"
     try:
         content = yaml.safe_load(path.read_bytes()) if path.is_file() else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f"folder {folder} must hold a config.yaml of format {FORMAT}, as `python -m models.convert import` writes it.")
+        raise ConfigError(
+            f"folder {folder} must hold a config.yaml of format {FORMAT}, as `python -m models.convert import` writes "
+            "it."
+        )
     found = {section: content.get(section) for section in SECTIONS}
     for section, values in found.items():
         if not isinstance(values, dict):
@@ -42,14 +47,17 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
             try:
                 OmegaConf.merge(OmegaConf.structured(Config), {section: {key: value}})
             except OmegaConfBaseException as error:
-                raise ConfigError(f"{path}: {section}.{key} ({value}) must be {KEYS[f'{section}.{key}'].rule()}.") from error
+                raise ConfigError(
+                    f"{path}: {section}.{key} ({value}) must be {KEYS[f'{section}.{key}'].rule()}."
+                ) from error
     return {section: dict(values) for section, values in found.items() if values is not None}
 
 
 def adopt(config: Config, named: set[str]) -> None:
     """Give a composed config with `checkpoint.weights` the folder's model and tokenizer.
 
-    named: keys and groups of the command line. Raises ConfigError where the folder is none, or where these name another model.
+    named: keys and groups of the command line. Raises ConfigError where the folder is none, or where these name another
+    model.
     """
     assert config.checkpoint.weights is not None
     folder = Path(config.checkpoint.weights)
@@ -60,8 +68,8 @@ def adopt(config: Config, named: set[str]) -> None:
     if config.data.tokenizer == KEYS["data.tokenizer"].default:
         if core_file(folder) is None:
             raise ConfigError(
-                f"checkpoint.weights ({folder}) comes without a tokenizer, and its weights mean nothing with another than their own. "
-                "Name it: data.tokenizer=PATH."
+                f"checkpoint.weights ({folder}) comes without a tokenizer, and its weights mean nothing with another "
+                "than their own. Name it: data.tokenizer=PATH."
             )
         config.data.tokenizer = str(folder)
 
@@ -73,7 +81,8 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
         asked = name in named or section in named or "experiment" in named
         if section not in SECTIONS:
             continue
-        of_the_weights = name in ("model.vocab_size", "model.max_positions") and name not in named  # no preset of sizes means these
+        # no preset of sizes means these
+        of_the_weights = name in ("model.vocab_size", "model.max_positions") and name not in named
         if last in theirs[section] and (of_the_weights or not asked):
             _put(config, name, copy.deepcopy(theirs[section][last]))
         elif not asked and (key.architecture or (section == "moe" and is_dense)):
@@ -81,7 +90,9 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
     vocab_size = get(config, "model.vocab_size")
     ours = architecture(config, vocab_size)
     for section in reversed(SECTIONS):  # that it has experts says more than the width that follows from it
-        for last in dict.fromkeys([*ours[section], *(key for key in theirs[section] if KEYS[f"{section}.{key}"].architecture)]):
+        for last in dict.fromkeys(
+            [*ours[section], *(key for key in theirs[section] if KEYS[f"{section}.{key}"].architecture)]
+        ):
             name, mine, their = f"{section}.{last}", ours[section].get(last), theirs[section].get(last)
             if mine != their and not means_nothing(config, name, mine, their):
                 raise ConfigError(
@@ -91,7 +102,8 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
 
 
 def means_nothing(config: Config, name: str, one: Any, other: Any) -> bool:
-    """Whether weights fit both values: rotary positions have no weights of a length, and both sentence heads have the same."""
+    """Whether weights fit both values: rotary positions have no weights of a length, and both sentence heads have the
+    same."""
     if name == "model.sequence_length":
         return config.model.position_embedding == "rope"
     return name == "model.sentence_head" and "none" not in (one, other)
@@ -107,7 +119,9 @@ def _adopt_again(config: Config, named: set[str]) -> bool:
             or not (path.parent / "checkpoints").is_dir()
         ):
             return False
-        theirs = {section: {key: value for key, value in kept[section].items() if key != "placement"} for section in SECTIONS}
+        theirs = {
+            section: {key: value for key, value in kept[section].items() if key != "placement"} for section in SECTIONS
+        }
         tokenizer = kept["data"]["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
         return False

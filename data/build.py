@@ -21,8 +21,8 @@ def build_data(
 ) -> tuple[Loader, Callable[[], Loader]]:
     """The training loader, which continues after `consumed_samples`, and a function that makes a validation loader.
 
-    rank, world_size: of the data-parallel group. Each validation loader gives the same training.eval_batches global batches.
-    Raises ConfigError for damaged files, too little data, or a vocabulary that does not fit.
+    rank, world_size: of the data-parallel group. Each validation loader gives the same training.eval_batches global
+    batches. Raises ConfigError for damaged files, too little data, or a vocabulary that does not fit.
     """
     _check_vocabulary(config, prepared)
     training = config.training
@@ -54,11 +54,14 @@ def _check_vocabulary(config: Config, prepared: PreparedData) -> None:
     size = config.model.vocab_size
     if size is not None and size < prepared.vocab_size:
         raise ConfigError(
-            f"model.vocab_size={size}: the tokenizer {prepared.tokenizer_path} has {prepared.vocab_size} tokens, and the model must "
-            "have at least as many; model.vocab_size=null takes the tokenizer's"
+            f"model.vocab_size={size}: the tokenizer {prepared.tokenizer_path} has {prepared.vocab_size} tokens, and "
+            "the model must have at least as many; model.vocab_size=null takes the tokenizer's"
         )
     if prepared.family != config.model.family:
-        raise ConfigError(f"model.family={config.model.family}: the data was prepared for {prepared.family}; prepare it for this family")
+        raise ConfigError(
+            f"model.family={config.model.family}: the data was prepared for {prepared.family}; prepare it for this "
+            "family"
+        )
 
 
 def _check_validation(config: Config, prepared: PreparedData) -> None:
@@ -72,14 +75,19 @@ def _check_validation(config: Config, prepared: PreparedData) -> None:
         if enough or (valid == 0 and prepared.valid):
             continue
         works = math.ceil((needed + LINE_REACH) / total * 1000) / 1000
-        has = f"data.validation_fraction ({fraction}) leaves {valid:,} of the {total:,} tokens of {source['name']} for validation, "
+        has = (
+            f"data.validation_fraction ({fraction}) leaves {valid:,} of the {total:,} tokens of {source['name']} for "
+            "validation, "
+        )
         if total * (1 - works) < needed + LINE_REACH:
             longest = max(1, total // 2 - LINE_REACH - 1)
             raise ConfigError(
-                f"{has}and a sample takes {needed:,}: too little text for training and validation. Try model.sequence_length={longest}, "
-                "or training.eval_interval=0"
+                f"{has}and a sample takes {needed:,}: too little text for training and validation. Try "
+                f"model.sequence_length={longest}, or training.eval_interval=0"
             )
-        raise ConfigError(f"{has}and a sample takes {needed:,}. Try data.validation_fraction={works}, or training.eval_interval=0")
+        raise ConfigError(
+            f"{has}and a sample takes {needed:,}. Try data.validation_fraction={works}, or training.eval_interval=0"
+        )
 
 
 def _samples(config: Config, prepared: PreparedData, files: list[TokenFile], shuffle: bool) -> GPTSamples | BertSamples:
@@ -99,7 +107,8 @@ def _samples(config: Config, prepared: PreparedData, files: list[TokenFile], shu
 
 
 def label_counts(steps: Iterable[list[dict[str, torch.Tensor]]], vocab_size: int) -> torch.Tensor:
-    """How often each token is to be predicted: int64 [vocab_size], over the labels with loss_mask above 0. Ranks may sum theirs."""
+    """How often each token is to be predicted: int64 [vocab_size], over the labels with loss_mask above 0. Ranks may
+    sum theirs."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for step in steps:
         for batch in step:
@@ -114,8 +123,8 @@ def entropy(counts: torch.Tensor) -> float:
 
 
 def unigram_entropy(loader: Loader, vocab_size: int) -> float:
-    """Entropy in nats of the unigram distribution of the label tokens that a finite loader gives: the loss of the best model
-    that ignores its input. Closes the loader."""
+    """Entropy in nats of the unigram distribution of the label tokens that a finite loader gives: the loss of the best
+    model that ignores its input. Closes the loader."""
     steps = []
     try:
         while True:

@@ -1,8 +1,8 @@
 """What a file holds, in 32 hexadecimal digits, without reading it again while it is as it was.
 
-The digest is XXH3 (128 bits, 10 GB/s on a core) over the digests of pieces of 64 MiB, which threads read side by side. It finds
-what was exchanged or damaged, not what was forged. It is kept under data.cache_dir with the file's size, times and inode;
-any of them changed means that the file is read again.
+The digest is XXH3 (128 bits, 10 GB/s on a core) over the digests of pieces of 64 MiB, which threads read side by side.
+It finds what was exchanged or damaged, not what was forged. It is kept under data.cache_dir with the file's size, times
+and inode; any of them changed means that the file is read again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PIECE_BYTES = 1 << 26
 READ_BYTES = 1 << 22
 MAX_THREADS = 8
 TRIES = 3
-# A file that is changed twice within one tick of its file system's clock has the same times after both. So what was changed
-# less than this before it was read is read again the next time.
+# A file that is changed twice within one tick of its file system's clock has the same times after both. So what was
+# changed less than this before it was read is read again the next time.
 TICK_NS = 2_000_000_000
 
 
@@ -80,7 +80,8 @@ def _keep(path: Path, place: Path) -> str:
 
 
 def _fingerprint(stat: os.stat_result) -> dict[str, int]:
-    """What changes when a file is written or exchanged. (Not the device: its number differs between the nodes that share a file.)"""
+    """What changes when a file is written or exchanged. (Not the device: its number differs between the nodes that
+    share a file.)"""
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
 
 

@@ -34,7 +34,11 @@ def differences(now: Identity, trained: Identity) -> list[Difference]:
     """
     found = []
     if _differ(now, trained, "tokenizer"):
-        found.append(Difference("data.tokenizer", "data.tokenizer has other content than the tokenizer that the run was trained with"))
+        found.append(
+            Difference(
+                "data.tokenizer", "data.tokenizer has other content than the tokenizer that the run was trained with"
+            )
+        )
     split, old_split = now.get("split", {}), trained.get("split", {})
     if _differ(split, old_split, "fraction"):
         text = f"data.validation_fraction is {split['fraction']}, the run was trained with {old_split['fraction']}"
@@ -47,7 +51,10 @@ def differences(now: Identity, trained: Identity) -> list[Difference]:
         text = f"data.corpus has the sources {_names(sources)}; the run was trained on {_names(old_sources)}"
         return [*found, Difference("data.corpus", text)]
     if _reordered(sources, old_sources):
-        text = f"data.corpus has the sources in the order {_names(sources)}; the run was trained with {_names(old_sources)}"
+        text = (
+            f"data.corpus has the sources in the order {_names(sources)}; the run was trained with "
+            f"{_names(old_sources)}"
+        )
         return [*found, Difference("data.corpus", text)]
     # Other ids, or another share of the documents, have other digests everywhere: only what is counted says more.
     comparable = not found
@@ -81,7 +88,9 @@ def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool
     if not same_count:
         return f"{called} has {source['documents']:,} documents, the run was trained on {old['documents']:,}"
     called_split = {"train": "training", "valid": "validation"}
-    counts = [f"{called_split[split]} {source[split]['tokens']:,} tokens, then {old[split]['tokens']:,}" for split in changed]
+    counts = [
+        f"{called_split[split]} {source[split]['tokens']:,} tokens, then {old[split]['tokens']:,}" for split in changed
+    ]
     shown = f" ({'; '.join(counts)})" if comparable else ""
     return f"{called} has other text than the run was trained on{shown}"
 

@@ -1,7 +1,9 @@
-"""Megatron's token files: `<prefix>.bin` holds the tokens, `<prefix>.idx` the length and place of each sequence and document.
+"""Megatron's token files: `<prefix>.bin` holds the tokens, `<prefix>.idx` the length and place of each sequence and
+document.
 
-The layout is that of megatron/core/datasets/indexed_dataset.py (megatron-core 0.16.1). It is read and written here, without
-importing Megatron, because that import takes seconds in each process that tokenizes; a test holds the two compatible.
+The layout is that of megatron/core/datasets/indexed_dataset.py (megatron-core 0.16.1). It is read and written here,
+without importing Megatron, because that import takes seconds in each process that tokenizes; a test holds the two
+compatible.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def token_dtype(vocab_size: int) -> type[np.generic]:
 
 
 def write_index(path: Path, dtype: type[np.generic], sequence_lengths: np.ndarray, document_bounds: np.ndarray) -> None:
-    """Write an .idx file. sequence_lengths [n] in tokens; document_bounds [d + 1]: first sequence of each document, then n."""
+    """Write an .idx file. sequence_lengths [n] in tokens; document_bounds [d + 1]: first sequence of each document,
+    then n."""
     code = next(code for code, known in DTYPES.items() if known is dtype)
     lengths = np.ascontiguousarray(sequence_lengths, dtype=np.int32)
     pointers = np.zeros(len(lengths), dtype=np.int64)
@@ -58,14 +61,21 @@ class IndexedTokens:
         bin_path, idx_path = f"{prefix}.bin", f"{prefix}.idx"
         for path in (bin_path, idx_path):
             if not os.path.isfile(path):
-                raise ConfigError(f"data.corpus: token file {path} does not exist, though its partner is expected beside it; {REBUILD}")
-        # Neither file is mapped into memory: reading what another process has cut off would end this one with a bus error.
+                raise ConfigError(
+                    f"data.corpus: token file {path} does not exist, though its partner is expected beside it; "
+                    f"{REBUILD}"
+                )
+        # Neither file is mapped into memory: reading what another process has cut off would end this one with a bus
+        # error.
         with open(idx_path, "rb") as file:
             self.fingerprints = [_fingerprint(os.fstat(file.fileno()))]
             content = file.read()
         idx_bytes, head = len(content), content[:HEADER_BYTES]
         if len(head) < HEADER_BYTES or not head.startswith(HEADER):
-            raise ConfigError(f"data.corpus: {idx_path} ({idx_bytes} bytes) does not begin with the header of a Megatron index; {REBUILD}")
+            raise ConfigError(
+                f"data.corpus: {idx_path} ({idx_bytes} bytes) does not begin with the header of a Megatron index; "
+                f"{REBUILD}"
+            )
         version, code, num_sequences, num_bounds = struct.unpack("<QBQQ", head[len(HEADER) :])
         if version != VERSION or code not in DTYPES:
             raise ConfigError(
@@ -75,8 +85,8 @@ class IndexedTokens:
         expected = HEADER_BYTES + num_sequences * (4 + 8) + num_bounds * 8
         if idx_bytes < expected:  # longer is legal: Megatron appends a byte per sequence to multimodal indices
             raise ConfigError(
-                f"data.corpus: {idx_path} is truncated: {idx_bytes} bytes, but its header announces {num_sequences} sequences "
-                f"and {num_bounds} document bounds, which take {expected}; {REBUILD}"
+                f"data.corpus: {idx_path} is truncated: {idx_bytes} bytes, but its header announces {num_sequences} "
+                f"sequences and {num_bounds} document bounds, which take {expected}; {REBUILD}"
             )
         self.dtype = np.dtype(DTYPES[code])
         index = np.frombuffer(content, dtype=np.uint8)
@@ -99,8 +109,8 @@ class IndexedTokens:
 
 
 class TokenReader:
-    """The tokens of an open .bin file. A file that is deleted or exchanged under its name stays readable; one that is written to
-    or cut is an error at the next reading, never a crash. Threads may share it."""
+    """The tokens of an open .bin file. A file that is deleted or exchanged under its name stays readable; one that is
+    written to or cut is an error at the next reading, never a crash. Threads may share it."""
 
     def __init__(self, path: str, dtype: np.dtype):
         self.path, self.dtype = path, dtype
@@ -116,14 +126,20 @@ class TokenReader:
         return self.read([(begin, end)])
 
     def read(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """The tokens of [begin, end) of each span, one after the other. Raises ConfigError when the file was changed since."""
+        """The tokens of [begin, end) of each span, one after the other. Raises ConfigError when the file was changed
+        since."""
         size, descriptor = self.dtype.itemsize, self._file.fileno()
         content = b"".join([_read(descriptor, (end - begin) * size, begin * size) for begin, end in spans])
         now = _fingerprint(os.fstat(descriptor))
         if now != self.fingerprint or len(content) < sum(end - begin for begin, end in spans) * size:
-            found = f"has {now[0]} bytes now, of {self.fingerprint[0]}" if now[0] != self.fingerprint[0] else "was written to"
+            found = (
+                f"has {now[0]} bytes now, of {self.fingerprint[0]}"
+                if now[0] != self.fingerprint[0]
+                else "was written to"
+            )
             raise ConfigError(
-                f"data.corpus: {self.path} {found}: it was changed while it was read. Put it back as it was, and start again to go on"
+                f"data.corpus: {self.path} {found}: it was changed while it was read. Put it back as it was, and start "
+                "again to go on"
             )
         return np.frombuffer(content, self.dtype)
 
@@ -157,7 +173,8 @@ def _open(path: str) -> BinaryIO:
 
 
 def documents(starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Start and length in tokens, both int64 [number of documents], of every document of an index (as IndexedTokens has it)."""
+    """Start and length in tokens, both int64 [number of documents], of every document of an index (as IndexedTokens has
+    it)."""
     if len(bounds) < 2:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     ends = np.append(starts, starts[-1:] + lengths[-1:])
@@ -166,7 +183,9 @@ def documents(starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray) -> tu
     return first, stop - first
 
 
-def write_tokens(prefix: Path, dtype: type[np.generic], documents: Sequence[Sequence[Sequence[int] | np.ndarray]]) -> None:
+def write_tokens(
+    prefix: Path, dtype: type[np.generic], documents: Sequence[Sequence[Sequence[int] | np.ndarray]]
+) -> None:
     """Write small token files in one go: documents, each a list of token arrays (its sequences)."""
     sequences = [sequence for document in documents for sequence in document]
     with open(f"{prefix}.bin", "wb") as file:

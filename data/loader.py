@@ -23,12 +23,12 @@ class Samples(Protocol):
 class Loader:
     """Steps of micro-batches for one data-parallel rank.
 
-    Step t uses samples [t * global, (t + 1) * global), counted from `consumed_samples`; its micro-batch j on data-parallel rank d
-    is the (j * world + d)-th run of `micro_batch_size` of them. So the set of micro-batches, and with it every loss that is a
-    mean over one, is the same for every number of ranks.
+    Step t uses samples [t * global, (t + 1) * global), counted from `consumed_samples`; its micro-batch j on
+    data-parallel rank d is the (j * world + d)-th run of `micro_batch_size` of them. So the set of micro-batches, and
+    with it every loss that is a mean over one, is the same for every number of ranks.
 
-    `prefetch` steps are made ahead in a thread (0: none, in the caller). `num_steps`: end after that many (None: never).
-    `wait_seconds`: how long `next_step` has waited for data, in all. `close` when done.
+    `prefetch` steps are made ahead in a thread (0: none, in the caller). `num_steps`: end after that many (None:
+    never). `wait_seconds`: how long `next_step` has waited for data, in all. `close` when done.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class Loader:
             self._thread.start()
 
     def next_step(self) -> list[dict[str, torch.Tensor]]:
-        """The micro-batches of the next step, in order. Raises what went wrong in the thread, StopIteration after num_steps."""
+        """The micro-batches of the next step, in order. Raises what went wrong in the thread, StopIteration after
+        num_steps."""
         if self._closed.is_set():
             raise RuntimeError("the loader is closed")
         if self._steps_left == 0:
@@ -79,7 +80,9 @@ class Loader:
             try:
                 found = self._queue.get(timeout=self._timeout)
             except queue.Empty:
-                raise TimeoutError(f"no batch within {self._timeout} s; is the storage that holds data.cache_dir reachable?") from None
+                raise TimeoutError(
+                    f"no batch within {self._timeout} s; is the storage that holds data.cache_dir reachable?"
+                ) from None
             if isinstance(found, BaseException):
                 self.close()
                 raise found
@@ -103,7 +106,9 @@ class Loader:
 
     def _make(self, first_sample: int) -> list[dict[str, torch.Tensor]]:
         step = []
-        for begin in range(first_sample + self._rank * self._micro, first_sample + self._global, self._world * self._micro):
+        for begin in range(
+            first_sample + self._rank * self._micro, first_sample + self._global, self._world * self._micro
+        ):
             arrays = self._samples.batch(range(begin, begin + self._micro))
             batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
             step.append({name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin else batch)

@@ -1,11 +1,11 @@
 """Which documents are for validation.
 
-`hash`: the documents whose names hash to less than data.validation_fraction of the range, and one at least. Of few documents, or of
-documents of very different sizes, that is any share of the tokens.
+`hash`: the documents whose names hash to less than data.validation_fraction of the range, and one at least. Of few
+documents, or of documents of very different sizes, that is any share of the tokens.
 
-`exact` (what a fresh run gets): documents in the order of their hashes until the share is reached, and of the last one its end, cut
-at a line. Where that would gain nothing the split by hash stays: for many documents whose share it meets, and for the standard
-library, whose figures are recorded. Both depend on the documents alone, not on where they lie.
+`exact` (what a fresh run gets): documents in the order of their hashes until the share is reached, and of the last one
+its end, cut at a line. Where that would gain nothing the split by hash stays: for many documents whose share it meets,
+and for the standard library, whose figures are recorded. Both depend on the documents alone, not on where they lie.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import numpy as np
 from data.indexed import documents
 
 RULES = ("hash", "exact")
-MANY_DOCUMENTS, CLOSE = 5_000, 0.1  # so many documents with the share met within this fraction of it: the split by hash stays
+# so many documents with the share met within this fraction of it: the split by hash stays
+MANY_DOCUMENTS, CLOSE = (5_000, 0.1)
 LEAST_PIECE = 8  # tokens: less is not cut off a document
 LINE_REACH = 32  # tokens from the exact place to the line end, or else the word, that is taken instead
 
 
 @dataclass(frozen=True)
 class Split:
-    """held_out [documents] bool: whole documents of validation. `cut`: a document that is not, but for its last `tail` tokens.
+    """held_out [documents] bool: whole documents of validation. `cut`: a document that is not, but for its last `tail`
+    tokens.
 
     by_hash: what the rule `hash` gives.
     """
@@ -35,7 +37,9 @@ class Split:
     tail: int = 0
 
 
-def split_documents(hashes: np.ndarray, lengths: np.ndarray, fraction: float, rule: str, is_stdlib: bool = False) -> Split:
+def split_documents(
+    hashes: np.ndarray, lengths: np.ndarray, fraction: float, rule: str, is_stdlib: bool = False
+) -> Split:
     """Split documents by their hashes uint64 [d] and lengths in tokens [d]."""
     assert rule in RULES, rule
     by_hash = _by_hash(hashes, fraction)
@@ -58,7 +62,9 @@ def hash_suffices(num_documents: int, train: int, valid: int, fraction: float, i
     """Whether `exact` leaves the split by hash, which has put these tokens into training and validation."""
     if is_stdlib or fraction == 0:
         return True
-    return num_documents >= MANY_DOCUMENTS and abs(valid - fraction * (train + valid)) <= CLOSE * fraction * (train + valid)
+    return num_documents >= MANY_DOCUMENTS and abs(valid - fraction * (train + valid)) <= CLOSE * fraction * (
+        train + valid
+    )
 
 
 def _by_hash(hashes: np.ndarray, fraction: float) -> np.ndarray:
@@ -76,11 +82,14 @@ def number_hashes(num_documents: int) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def cut_place(lengths: np.ndarray, tail: int, tokens: np.ndarray | None = None, marks: tuple[np.ndarray, np.ndarray] | None = None) -> int:
-    """Where to cut a document of sequences with these lengths so that about `tail` of its tokens are for validation: how many are not.
+def cut_place(
+    lengths: np.ndarray, tail: int, tokens: np.ndarray | None = None, marks: tuple[np.ndarray, np.ndarray] | None = None
+) -> int:
+    """Where to cut a document of sequences with these lengths so that about `tail` of its tokens are for validation:
+    how many are not.
 
-    That is between two of its sequences; else, by its tokens [n] and `marks` (bool [vocabulary]: a token ends a line, and it begins
-    a word), between lines or before a word; each where one is near, else at the very token.
+    That is between two of its sequences; else, by its tokens [n] and `marks` (bool [vocabulary]: a token ends a line,
+    and it begins a word), between lines or before a word; each where one is near, else at the very token.
     """
     ends = np.cumsum(lengths)
     wanted = int(ends[-1]) - tail
@@ -98,8 +107,8 @@ def cut_place(lengths: np.ndarray, tail: int, tokens: np.ndarray | None = None, 
 def cut_document(
     starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, number: int, place: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Make document `number` two, of which the first has `place` tokens, in an index: sequence_starts, sequence_lengths [n], and
-    document_bounds [d + 1] (see IndexedTokens)."""
+    """Make document `number` two, of which the first has `place` tokens, in an index: sequence_starts, sequence_lengths
+    [n], and document_bounds [d + 1] (see IndexedTokens)."""
     first, last = int(bounds[number]), int(bounds[number + 1])
     ends = np.cumsum(lengths[first:last], dtype=np.int64)
     inside = int(np.searchsorted(ends, place))
@@ -117,7 +126,8 @@ def cut_document(
 def split_index(
     starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, fraction: float, rule: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Split a token file that the user has made: its index, with the document that is cut made two, and which are held out [d]."""
+    """Split a token file that the user has made: its index, with the document that is cut made two, and which are held
+    out [d]."""
     in_document = documents(starts, lengths, bounds)[1]
     split = split_documents(number_hashes(len(in_document)), in_document, fraction, rule)
     held_out = split.held_out

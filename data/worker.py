@@ -1,8 +1,9 @@
 """A process that unpacks files and tokenizes parts for data.prepare: `python -m data.worker`, never started by hand.
 
-It reads one JSON object per line from standard input, first the settings and then one job after the other, and answers each
-with one line on standard output. It is a fresh interpreter, neither forked from a process that may hold threads and locks nor
-importing the caller's main module, and it imports no torch, so that it starts in a tenth of a second. It ends when its input does.
+It reads one JSON object per line from standard input, first the settings and then one job after the other, and answers
+each with one line on standard output. It is a fresh interpreter, neither forked from a process that may hold threads
+and locks nor importing the caller's main module, and it imports no torch, so that it starts in a tenth of a second. It
+ends when its input does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from data.tokenizer import Tokenizer, load_tokenizer
 
 
 def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family: str, out: Path) -> dict[str, Any]:
-    """Tokenize the documents of a part and write them to `out` (.npz) and beside it (.bin), atomically. Returns its counts.
+    """Tokenize the documents of a part and write them to `out` (.npz) and beside it (.bin), atomically. Returns its
+    counts.
 
     The .bin holds the tokens; the .npz, which is written last and says that the part is complete, sequence_lengths [n],
     sequences_per_document [d], hashes [d] (of the documents' names) and texts [d] (hashes of what they hold).
@@ -81,7 +83,8 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
 
 
 def _end_with_caller() -> None:
-    """Be killed when the caller's main thread ends, however it ends: Linux's PR_SET_PDEATHSIG. Elsewhere the input's end does it."""
+    """Be killed when the caller's main thread ends, however it ends: Linux's PR_SET_PDEATHSIG. Elsewhere the input's
+    end does it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 

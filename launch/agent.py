@@ -1,14 +1,18 @@
-"""torchrun for this repository: its signals reach the ranks, and its exit status tells a stop on purpose from a failure.
+"""torchrun for this repository: its signals reach the ranks, and its exit status tells a stop on purpose from a
+failure.
 
     python -m launch.agent TORCHRUN-OPTION... -- KEY=VALUE...
 
-launch/torchrun.sh calls it. torchrun alone ends with 1 whatever happened, starts ranks again that stopped on purpose, dies of the
-signals that Slurm warns with, and kills its ranks 30 seconds after SIGTERM, however long a checkpoint takes. Here
+launch/torchrun.sh calls it. torchrun alone ends with 1 whatever happened, starts ranks again that stopped on purpose,
+dies of the signals that Slurm warns with, and kills its ranks 30 seconds after SIGTERM, however long a checkpoint
+takes. Here
 
-* SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, as a SIGTERM, SIGHUP are handed to every rank as soon as it can answer them, also to
-  ranks that start later; they then finish their step, save and end (how long that may take is for whoever sent the signal);
-* the status is 0 when all steps are done, 75 when the ranks stopped early on purpose, else that of the rank that failed first, and
-  the last line is that rank's own (configs/last_words.py), or says how it died; a wrong config is not started again;
+* SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, as a SIGTERM, SIGHUP are handed to every rank as soon as it can answer them,
+  also to ranks that start later; they then finish their step, save and end (how long that may take is for whoever sent
+  the signal);
+* the status is 0 when all steps are done, 75 when the ranks stopped early on purpose, else that of the rank that failed
+  first, and the last line is that rank's own (configs/last_words.py), or says how it died; a wrong config is not
+  started again;
 * a rank's output under --log-dir is also found by its number: rank_00003.out and .err are links to it;
 * with --min-ranks, a single node that runs out of restarts goes on with fewer ranks, as many as the layout allows.
 """
@@ -42,8 +46,8 @@ POLL = 0.2  # seconds between two looks for ranks that have not been told
 
 def main(arguments: Sequence[str]) -> int:
     """Run the ranks to their end; the exit status."""
-    # Blocked before any thread or rank exists: only the thread below takes them, and a rank that is just starting keeps them
-    # pending instead of dying of them.
+    # Blocked before any thread or rank exists: only the thread below takes them, and a rank that is just starting keeps
+    # them pending instead of dying of them.
     taken = _signals_to_take()
     signal.pthread_sigmask(signal.SIG_BLOCK, taken)
     threading.Thread(target=_hand_on_signals, args=(taken,), daemon=True).start()
@@ -96,7 +100,9 @@ def _run(options: list[str], log_dir: Path | None, overrides: list[str]) -> int:
         except RendezvousError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             if causes:  # the others ended the job, since it had ended here
-                return _last(Cause(f"{causes[-1].line} (and the nodes did not meet again: {reason})", causes[-1].status), log_dir)
+                return _last(
+                    Cause(f"{causes[-1].line} (and the nodes did not meet again: {reason})", causes[-1].status), log_dir
+                )
             advice = "check --master-addr, --master-port and --num-nodes"
             return _last(Cause(f"launch: the nodes did not find each other: {reason}; {advice}", 1), log_dir)
         except SignalException as error:
@@ -115,10 +121,12 @@ class Cause(NamedTuple):
 
 
 def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
-    """Which of the failures (by rank) the others follow from. ended: the ranks that had ended before torch ended the rest."""
+    """Which of the failures (by rank) the others follow from. ended: the ranks that had ended before torch ended the
+    rest."""
     rank, failure = min(failures.items(), key=lambda item: (_blame(item[1]), item[0] not in ended, *_kind(item[1])))
     words = _words(failure)
-    status = words.get("status", failure.exitcode)  # the launcher's SIGTERM may come before a rank that has spoken has ended
+    # the launcher's SIGTERM may come before a rank that has spoken has ended
+    status = words.get("status", failure.exitcode)
     if words:
         return Cause(str(words["line"]), status if status > 0 else 128 - status)
     who = f"launch: rank {rank} on {socket.gethostname()}"
@@ -128,7 +136,10 @@ def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
             if re.search(rf"\brank {rank} on \S+ (?!is dead)", witness.get("line", "")):
                 return Cause(witness["line"], witness.get("status", 1))
         hint = " (from outside, or for want of memory)" if status == -signal.SIGKILL else ""
-        return Cause(f"{who} was killed by {failure.signal_name() if _known(-status) else f'signal {-status}'}{hint}", 128 - status)
+        return Cause(
+            f"{who} was killed by {failure.signal_name() if _known(-status) else f'signal {-status}'}{hint}",
+            128 - status,
+        )
     return Cause(f"{who} failed first, with exit status {status}: see its output", status)
 
 
@@ -210,9 +221,14 @@ def _fewer_ranks(overrides: list[str], ranks: int, least: int) -> int | None:
 
 
 def _signals_to_take() -> list[signal.Signals]:
-    """All but those that the caller wants ignored, as nohup does; launch/torchrun.sh itself ignores the warnings until now."""
+    """All but those that the caller wants ignored, as nohup does; launch/torchrun.sh itself ignores the warnings until
+    now."""
     warnings = (signal.SIGUSR1, signal.SIGUSR2)
-    return [signum for signum in (*HANDED_ON, signal.SIGHUP) if signum in warnings or signal.getsignal(signum) != signal.SIG_IGN]
+    return [
+        signum
+        for signum in (*HANDED_ON, signal.SIGHUP)
+        if signum in warnings or signal.getsignal(signum) != signal.SIG_IGN
+    ]
 
 
 def _hand_on_signals(taken: list[signal.Signals]) -> None:

@@ -1,8 +1,10 @@
-"""What a scheduler's script must know of a run before it starts one: whether its config is possible, and where it writes.
+"""What a scheduler's script must know of a run before it starts one: whether its config is possible, and where it
+writes.
 
     python -m launch.job --world-size N [--array-task T] -- KEY=VALUE...
 
-prints the folder of the run, then one line for each override to add; a wrong configuration ends in one line and exit status 2.
+prints the folder of the run, then one line for each override to add; a wrong configuration ends in one line and exit
+status 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What launch/agent.py starts as each rank: train.py, whose early stop on purpose torchrun must not take for a failure."""
+"""What launch/agent.py starts as each rank: train.py, whose early stop on purpose torchrun must not take for a
+failure."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from configs import last_words
 from configs.exit_status import STOPPED_EARLY
+from configs.ranks import launched
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # signals that the agent gives to its ranks
@@ -18,15 +20,16 @@ HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # s
 def main(mark: str, log_dir: str) -> None:
     """Run train.py with the rest of the command line; on an early stop touch `mark` and end with 0."""
     last_words.of_exceptions()
-    # Slurm signals every process of a job. A rank that cannot answer yet lets it pass: the agent tells it again when it can. So what
-    # is pending since the agent blocked it is forgotten here, and the others stay ignored until train.py takes them.
+    # Slurm signals every process of a job. A rank that cannot answer yet lets it pass: the agent tells it again when it
+    # can. So what is pending since the agent blocked it is forgotten here, and the others stay ignored until train.py
+    # takes them.
     for signum in HANDED_ON:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torch asks with it
     if log_dir:
         for stream, suffix in ((1, "out"), (2, "err")):
-            _link(Path(log_dir) / f"rank_{int(os.environ['RANK']):05}.{suffix}", os.readlink(f"/proc/self/fd/{stream}"))
+            _link(Path(log_dir) / f"rank_{launched().rank:05}.{suffix}", os.readlink(f"/proc/self/fd/{stream}"))
     try:
         runpy.run_path(str(TRAIN), run_name="__main__")
     except SystemExit as end:

@@ -1,7 +1,9 @@
-"""How the launchers of a job meet: on one node over the loopback alone, on several without running what a stranger wrote.
+"""How the launchers of a job meet: on one node over the loopback alone, on several without running what a stranger
+wrote.
 
-torch's stores (2.11 to 2.13) listen on every interface, whatever address they are given, and let anybody read and write. torchrun's
-rendezvous keeps its state in one as a pickle, so whoever reaches the port runs code in the launcher. Here
+torch's stores (2.11 to 2.13) listen on every interface, whatever address they are given, and let anybody read and
+write. torchrun's rendezvous keeps its state in one as a pickle, so whoever reaches the port runs code in the launcher.
+Here
 
 * one node needs no rendezvous: its launcher holds the ranks' store itself, behind a socket that listens on 127.0.0.1;
 * several nodes keep torch's rendezvous, with its state as JSON.
@@ -35,12 +37,20 @@ BACKEND = "loopback"  # among torchrun's rendezvous backends
 
 
 def secure(options: Namespace) -> Namespace:
-    """torchrun's options with a rendezvous that is safe to listen for: `--standalone` is the loopback's, c10d's state is JSON."""
+    """torchrun's options with a rendezvous that is safe to listen for: `--standalone` is the loopback's, c10d's state
+    is JSON."""
     if options.standalone:
         rendezvous_handler_registry.register(BACKEND, OneNode)
-        options.standalone, options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = False, BACKEND, "", str(uuid4())
+        options.standalone, options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = (
+            False,
+            BACKEND,
+            "",
+            str(uuid4()),
+        )
     # The one place of torch.distributed that unpickles what a store holds.
-    assert hasattr(dynamic_rendezvous, "pickle"), "this torch reads its rendezvous state in another way; see launch/rendezvous.py"
+    assert hasattr(dynamic_rendezvous, "pickle"), (
+        "this torch reads its rendezvous state in another way; see launch/rendezvous.py"
+    )
     dynamic_rendezvous.pickle = JsonState  # type: ignore[attr-defined]
     return options
 
@@ -53,7 +63,9 @@ class OneNode(RendezvousHandler):
         self._run_id, self._round = parameters.run_id, 0
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
-        self._store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self._store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
     use_agent_store = True  # the ranks' store is this one
 
@@ -118,7 +130,9 @@ class JsonState:
             state.redundancy_list = {_node(node) for node in fields["redundancy_list"]}
             state.last_heartbeats = {_node(node): _time(beat) for node, beat in fields["last_heartbeats"]}
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise RendezvousStateError(f"the rendezvous state is none that a node of this job writes ({error})") from None
+            raise RendezvousStateError(
+                f"the rendezvous state is none that a node of this job writes ({error})"
+            ) from None
         return state
 
 

@@ -159,7 +159,7 @@ if ! "$python" -m pip install -qq --disable-pip-version-check --constraint launc
     die "pip could not install the dependencies (its message is above); run this again once that is mended"
 fi
 # So that no training waits for them; where they can't be compiled, torch's operations do the work.
-if [[ -f moe/kernels.py ]]; then
+if [[ -f moe/kernels/__main__.py ]]; then
     "$python" -m moe.kernels || true
 fi
 printf '%s\n%s\n' "$(fingerprint)" "$wanted" >"$stamp.new"

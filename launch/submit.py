@@ -2,11 +2,11 @@
 
     python -m launch.submit [SBATCH OPTION]... [--ranks-per-node N] [--max-restarts N] [--dry-run] -- [KEY=VALUE]...
 
-The configuration is composed for nodes times ranks first, so that an impossible one is refused now and not when the job starts.
-Then the sbatch line is printed, and run unless --dry-run is given. Options not listed here go to sbatch as they are; what is not
-given is as in launch/slurm.sbatch.
+The configuration is composed for nodes times ranks first, so that an impossible one is refused now and not when the job
+starts. Then the sbatch line is printed, and run unless --dry-run is given. Options not listed here go to sbatch as they
+are; what is not given is as in launch/slurm.sbatch.
 
-    python -m launch.submit --nodes 4 --time 12:00:00 -- experiment=gpt_moe_small parallel.expert=8 training.micro_batch_size=2
+    python -m launch.submit --nodes 4 -- experiment=gpt_moe_small parallel.expert=8 training.micro_batch_size=2
     python -m launch.submit --array 0-3 --gpus-per-node 1 -- 'training.seed=${oc.env:SLURM_ARRAY_TASK_ID}'
 """
 
@@ -56,7 +56,9 @@ def prepare(arguments: Sequence[str]) -> Request:
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}. Try python -m launch.submit --help") from error
 
-    known = {name: value for name in ("nodes", "gpus_per_node", "array") if (value := getattr(options, name)) is not None}
+    known = {
+        name: value for name in ("nodes", "gpus_per_node", "array") if (value := getattr(options, name)) is not None
+    }
     defaults = _script_defaults()
     nodes = _nodes(known.get("nodes", defaults["nodes"]))
     if options.ranks_per_node is not None:
@@ -100,7 +102,10 @@ def main(arguments: Sequence[str]) -> int:
     if dry_run:
         return 0
     if shutil.which("sbatch") is None:
-        print("submit: sbatch is not on PATH here: nothing was submitted. Run this on a login node of the cluster.", file=sys.stderr)
+        print(
+            "submit: sbatch is not on PATH here: nothing was submitted. Run this on a login node of the cluster.",
+            file=sys.stderr,
+        )
         return 1
     return subprocess.run(request.line, cwd=ROOT).returncode
 
@@ -139,7 +144,9 @@ def _array_tasks(text: str) -> list[int]:
     for part in text.partition("%")[0].split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?", part)
         if found is None or int(found[2] or found[1]) < int(found[1]):
-            raise ConfigError(f"--array ({text}) must be numbers and ranges such as 0-7, 0-15:4 or 1,3,5-7. Try --array 0-7")
+            raise ConfigError(
+                f"--array ({text}) must be numbers and ranges such as 0-7, 0-15:4 or 1,3,5-7. Try --array 0-7"
+            )
         tasks.update(range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1)))
     return sorted(tasks)
 

@@ -1,4 +1,5 @@
-"""Core attention on torch's scaled_dot_product_attention: Megatron's DotProductAttention without its mask tensor and s x s scores.
+"""Core attention on torch's scaled_dot_product_attention: Megatron's DotProductAttention without its mask tensor and s
+x s scores.
 
 Shapes: s sequence, b batch, n query heads of this rank, g key/value heads of this rank, d channels of a head.
 """
@@ -30,8 +31,9 @@ from configs.schema import ConfigError
 class LatentAttention(MLASelfAttention):
     """Megatron-core's multi-head latent attention with right gradients under tensor parallelism.
 
-    Megatron-core gathers the compressed keys and values from the tensor ranks; on the way back each rank keeps its part of the
-    gradient that it computed itself. For the rotary key, which the heads of all ranks use, that part must be summed over them.
+    Megatron-core gathers the compressed keys and values from the tensor ranks; on the way back each rank keeps its part
+    of the gradient that it computed itself. For the rotary key, which the heads of all ranks use, that part must be
+    summed over them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +41,9 @@ class LatentAttention(MLASelfAttention):
         if self.config.tensor_model_parallel_size > 1:
             self.linear_kv_down_proj.register_forward_hook(self._gather)
 
-    def _gather(self, _module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    def _gather(
+        self, _module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]
+    ) -> tuple[torch.Tensor, Any]:
         full = gather_from_tensor_model_parallel_region(output[0])  # [s, b, latent + rotary]
         if self.config.sequence_parallel:
             # Megatron-core gathers the rotary key of such a part by itself, and that sums its gradients.
@@ -47,8 +51,8 @@ class LatentAttention(MLASelfAttention):
         latent, rotary = full.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
         rotary = copy_to_tensor_model_parallel_region(rotary)
         if rotary.requires_grad:
-            # Megatron-core sums a copy of a gradient that is not contiguous, as a part of a concatenation is, and goes on with
-            # the gradient itself.
+            # Megatron-core sums a copy of a gradient that is not contiguous, as a part of a concatenation is, and goes
+            # on with the gradient itself.
             rotary.register_hook(torch.Tensor.contiguous)
         return torch.cat([latent, rotary], dim=-1), output[1]
 
@@ -70,10 +74,12 @@ class ScaledDotProductAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        # Context parallelism comes here: exchange keys and values (or heads) between the context ranks before the kernel.
+        # Context parallelism comes here: exchange keys and values (or heads) between the context ranks before the
+        # kernel.
         if config.context_parallel_size > 1:
             raise ConfigError(
-                f"parallel.context ({config.context_parallel_size}) is not supported by the portable attention yet. Try parallel.context=1."
+                f"parallel.context ({config.context_parallel_size}) is not supported by the portable attention yet. "
+                "Try parallel.context=1."
             )
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
@@ -95,7 +101,9 @@ class ScaledDotProductAttention(MegatronModule):
         Causal masking needs no tensor; for other mask types, attention_mask is bool `[b, 1, 1 or s, s]` with Megatron's
         True = masked.
         """
-        assert attention_bias is None and packed_seq_params is None, "no model of this repository uses attention bias or packed sequences"
+        assert attention_bias is None and packed_seq_params is None, (
+            "no model of this repository uses attention bias or packed sequences"
+        )
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         mask = None if causal or attention_mask is None else ~attention_mask
         dropout = self.attention_dropout if self.training else 0.0

@@ -24,8 +24,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
-from models.gpt import POSITION_EMBEDDINGS, position_ids
+from models.gpt import POSITION_EMBEDDINGS
 from models.norm import mark_sequence_parallel, norm_class
+from parallel.context import position_ids
+from parallel.topology import Topology
 
 NUM_TOKEN_TYPES = 2  # first and second sentence
 
@@ -33,7 +35,8 @@ Output: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 
 class BertEmbedding(LanguageModelEmbedding):
-    """Word, position and token type embeddings, then a norm and dropout: `[b, s] -> [s, b, h]` (`s` split under sequence parallelism)."""
+    """Word, position and token type embeddings, then a norm and dropout: `[b, s] -> [s, b, h]` (`s` split under
+    sequence parallelism)."""
 
     def __init__(self, config: TransformerConfig, **kwargs: object) -> None:
         super().__init__(config=config, num_tokentypes=NUM_TOKEN_TYPES, **kwargs)
@@ -73,13 +76,17 @@ class Bert(LanguageModule):
         self,
         config: Config,
         megatron: TransformerConfig,
+        topology: Topology,
         block: TransformerBlockSubmodules,
+        vocab_size: int,
         padded_vocab_size: int,
         pre_process: bool,
         post_process: bool,
         vp_stage: int | None,
     ) -> None:
-        super().__init__(config=megatron)
+        super().__init__(config=megatron, pg_collection=topology.groups)
+        self.logical_vocab_size = vocab_size  # without the rows that pad the storage
+        self.context = topology.context
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process = pre_process
         self.post_process = post_process
@@ -96,7 +103,9 @@ class Bert(LanguageModule):
         self.rotary_pos_emb = None
         if position_type == "rope":
             self.rotary_pos_emb = RotaryEmbedding(
-                kv_channels=megatron.kv_channels, rotary_percent=config.model.rotary_fraction, rotary_base=config.model.rotary_base
+                kv_channels=megatron.kv_channels,
+                rotary_percent=config.model.rotary_fraction,
+                rotary_base=config.model.rotary_base,
             )
         self.encoder = TransformerBlock(
             config=megatron,
@@ -130,13 +139,18 @@ class Bert(LanguageModule):
         """Take the hidden state of the previous pipeline stage."""
         self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
-    def forward(self, tokens: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
+    def forward(
+        self, tokens: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> Output:
         """Run this stage: see `forward` of this file for shapes."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
         if self.pre_process:
-            hidden = self.embedding(input_ids=tokens, position_ids=position_ids(tokens), tokentype_ids=types)
+            hidden = self.embedding(
+                input_ids=tokens, position_ids=position_ids(tokens, self.context), tokentype_ids=types
+            )
         rotary = self.rotary_pos_emb(tokens.size(1)) if self.rotary_pos_emb is not None else None
-        # Megatron's convention: True = masked. Only keys are masked: what a padding position itself computes reaches no loss.
+        # Megatron's convention: True = masked. Only keys are masked: what a padding position itself computes reaches no
+        # loss.
         attention_mask = ~padding_mask[:, None, None, :]
         hidden = self.encoder(hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=rotary)
         if not self.post_process:
@@ -152,27 +166,33 @@ class Bert(LanguageModule):
 def build_chunk(
     config: Config,
     megatron: TransformerConfig,
+    topology: Topology,
     block: TransformerBlockSubmodules,
+    vocab_size: int,
     padded_vocab_size: int,
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None,
 ) -> Bert:
     """The part of a BERT that one (virtual) pipeline stage holds, weights not yet filled."""
-    return Bert(config, megatron, block, padded_vocab_size, pre_process, post_process, vp_stage)
+    return Bert(config, megatron, topology, block, vocab_size, padded_vocab_size, pre_process, post_process, vp_stage)
 
 
 def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Output:
-    """Run this rank's stage on `tokens`, `types`, `labels` (int64 `[b, s]`) and `padding_mask` (bool `[b, s]`, True = real token).
+    """Run this rank's stage on `tokens`, `types`, `labels` (int64 `[b, s]`) and `padding_mask` (bool `[b, s]`, True =
+    real token).
 
-    Last stage: (loss of each token fp32 `[b, s]`, or logits `[b, s, v]` without labels; sentence logits `[b, 2]` or None).
-    Other stages: hidden `[s, b, h]`.
+    Last stage: (loss of each token fp32 `[b, s]`, or logits `[b, s, v]` without labels; sentence logits `[b, 2]` or
+    None). Other stages: hidden `[s, b, h]`.
     """
-    return model(tokens=batch["tokens"], types=batch["types"], padding_mask=batch["padding_mask"], labels=batch.get("labels"))
+    return model(
+        tokens=batch["tokens"], types=batch["types"], padding_mask=batch["padding_mask"], labels=batch.get("labels")
+    )
 
 
 def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the masked-LM loss over the predicted tokens (where `loss_mask` is 1), fp32 scalar, and the head's mean loss.
+    """Sum of the masked-LM loss over the predicted tokens (where `loss_mask` is 1), fp32 scalar, and the head's mean
+    loss.
 
     The second is `{"sentence_loss": scalar}` with a sentence head (`sentence_label` int64 `[b]`), else empty.
     """
@@ -184,7 +204,10 @@ def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
     return (token_losses.float() * batch["loss_mask"]).sum(), extra
 
 
-def logits(model: torch.nn.Module, batch: dict[str, torch.Tensor], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits over the whole logical vocabulary `[b, s, vocab_size]` and of the sentence head, on every tensor rank of the last stage."""
+def logits(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits over the whole logical vocabulary `[b, s, vocab_size]` and of the sentence head, on every tensor rank of
+    the last stage."""
     token_logits, sentence_logits = forward(model, {name: value for name, value in batch.items() if name != "labels"})
     return gather_from_tensor_model_parallel_region(token_logits)[..., :vocab_size], sentence_logits

@@ -1,7 +1,9 @@
-"""Convert folders: `python -m models.convert import HF_FOLDER OUT_FOLDER`, `python -m models.convert export IN_FOLDER HF_FOLDER`.
+"""Convert folders: `python -m models.convert import HF_FOLDER OUT_FOLDER`, `python -m models.convert export IN_FOLDER
+HF_FOLDER`.
 
-import: config.json + *.safetensors of GPT-2, Llama, Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or BERT -> config.yaml + logical weights.
-export: the reverse. Tokenizer files go along. Tensors are streamed: memory holds one part of a file at a time.
+import: config.json + *.safetensors of GPT-2, Llama, Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or BERT -> config.yaml +
+logical weights. export: the reverse. Tokenizer files go along. Tensors are streamed: memory holds one part of a file at
+a time.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from configs.tokenizer_files import FOR_TRANSFORMERS, SETTINGS, VOCABULARIES, to
 
 SOURCES = {
     "import": "a Hugging Face folder, with config.json and *.safetensors",
-    "export": "a folder of `python -m training.export` or of `python -m models.convert import`",
+    "export": "a folder of `python -m checkpoint.export` or of `python -m models.convert import`",
 }
 
 
 def import_folder(source: Path, target: Path, part_bytes: int | None = None) -> None:
     """Hugging Face folder -> folder of logical weights, in files of at most `part_bytes` (2 GB). Raises ConfigError."""
     from models import folder as folders  # imports torch, seconds that --help need not wait for
-    from models import huggingface, special_tokens
+    from models.huggingface import special_tokens, translate
 
-    hf = huggingface.open_folder(source)
+    hf = translate.open_folder(source)
     vocab_size = hf.config.model.vocab_size
     assert vocab_size is not None  # every family's config.json has one
     carried = _carried_files(source)
@@ -45,8 +47,8 @@ def import_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
 
 
 def export_folder(source: Path, target: Path, part_bytes: int | None = None) -> None:
-    """Folder of logical weights -> Hugging Face folder, in files of at most `part_bytes` (2 GB). Raises ConfigError if no family has such
-    a model."""
+    """Folder of logical weights -> Hugging Face folder, in files of at most `part_bytes` (2 GB). Raises ConfigError if
+    no family has such a model."""
     from models import folder as folders
 
     with folders.new_folder(target) as partial:
@@ -56,20 +58,23 @@ def export_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
 def export_into(source: Path, target: Path, part_bytes: int | None = None) -> None:
     """Write the files of `export_folder` into a folder that is there. Raises ConfigError."""
     from models import folder as folders
-    from models import huggingface, special_tokens
+    from models.huggingface import special_tokens, translate
 
     config = folders.config_from(folders.read_config(source))
-    family, hf_config = huggingface.write_config(config)
+    family, hf_config = translate.write_config(config)
     reader = folders.Reader(source)
     carried = {**_carried_files(source), **tokenizer_files(source / FOR_TRANSFORMERS)}
     assert config.model.vocab_size is not None  # write_config has seen to it
     special = special_tokens.kept_in(source, config.model.vocab_size)
     if special is None:
-        _say(f"{source} does not say which tokens begin and end a text, so the Hugging Face folder does not. Export or import it again.")
+        _say(
+            f"{source} does not say which tokens begin and end a text, so the Hugging Face folder does not. Export or "
+            "import it again."
+        )
         special = dict.fromkeys(special_tokens.KEYS)
     writer = folders.Writer(target, part_bytes or folders.PART_BYTES)
     dtype = str(reader.main_dtype(reader.names())).removeprefix("torch.")
-    for name, tensor in huggingface.export_weights(family, config, reader.get):
+    for name, tensor in translate.export_weights(family, config, reader.get):
         writer.add(name, tensor)
     writer.close()
     _copy(carried, target)
@@ -80,9 +85,10 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
 
 
 def _carried_files(source: Path) -> dict[str, Path]:
-    """The files that go along, by name. Raises ConfigError for one that is none, or a generation config that generation could not use."""
+    """The files that go along, by name. Raises ConfigError for one that is none, or a generation config that generation
+    could not use."""
     from models import folder as folders
-    from models.special_tokens import GENERATION_CONFIG, KEYS
+    from models.huggingface.special_tokens import GENERATION_CONFIG, KEYS
 
     generation = source / GENERATION_CONFIG
     for path in (source / name for name in (*SETTINGS, *VOCABULARIES, GENERATION_CONFIG)):
@@ -117,7 +123,9 @@ def _size(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m models.convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m models.convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("direction", choices=["import", "export"])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
@@ -127,7 +135,9 @@ def main(arguments: list[str] | None = None) -> int:
     def convert() -> None:
         if not options.source.is_dir():
             raise ConfigError(f"{options.source} is no folder. Give {SOURCES[options.direction]}.")
-        {"import": import_folder, "export": export_folder}[options.direction](options.source, options.target, options.max_shard_size)
+        {"import": import_folder, "export": export_folder}[options.direction](
+            options.source, options.target, options.max_shard_size
+        )
         print(f"wrote {options.target}")
 
     return command.run(convert)

@@ -1,7 +1,7 @@
 """Folders of safetensors: a streaming reader and writer, and the folder of logical weights with its config.yaml.
 
-Both Hugging Face folders and ours hold `model.safetensors`, or parts of at most PART_BYTES with an index. Tensors pass one
-at a time, and the writer keeps at most one part in memory.
+Both Hugging Face folders and ours hold `model.safetensors`, or parts of at most PART_BYTES with an index. Tensors pass
+one at a time, and the writer keeps at most one part in memory.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 
 class Reader:
-    """Reads tensors by name from a folder's model.safetensors or its parts. Raises ConfigError where they are missing or broken, or
-    disagree with the index."""
+    """Reads tensors by name from a folder's model.safetensors or its parts. Raises ConfigError where they are missing
+    or broken, or disagree with the index."""
 
     def __init__(self, folder: Path) -> None:
         # Folders may keep a second copy in another format beside these (consolidated.safetensors).
         index, single = folder / INDEX_NAME, folder / SINGLE_NAME
         if os.path.lexists(index) and os.path.lexists(single):
-            raise ConfigError(f"folder {folder} holds {SINGLE_NAME} and {INDEX_NAME}: which of them is the model? Move one away.")
+            raise ConfigError(
+                f"folder {folder} holds {SINGLE_NAME} and {INDEX_NAME}: which of them is the model? Move one away."
+            )
         parts: dict[str, set[str] | None]  # file -> the tensors that it must hold, where the index says it
         if os.path.lexists(index):
             parts = _read_index(index)
@@ -77,17 +79,22 @@ class Reader:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def main_dtype(self, names: Iterable[str]) -> torch.dtype:
-        """The type of most of these weights. Others may be kept in fp32, as a router's bias is; raises ConfigError for any other type."""
+        """The type of most of these weights. Others may be kept in fp32, as a router's bias is; raises ConfigError for
+        any other type."""
         dtypes = {name: self.dtype(name) for name in sorted(names)}
         sizes: Counter[str] = Counter()
         for name, dtype in dtypes.items():
             if dtype not in WEIGHT_DTYPES:
-                raise ConfigError(f"tensor {name} of folder {self.folder} has type {dtype}: it must be F32, BF16 or F16.")
+                raise ConfigError(
+                    f"tensor {name} of folder {self.folder} has type {dtype}: it must be F32, BF16 or F16."
+                )
             sizes[dtype] += math.prod(self.shape(name))
         main = max(sorted(sizes), key=lambda dtype: sizes[dtype], default="F32")
         for name, dtype in dtypes.items():
             if dtype not in (main, "F32"):
-                raise ConfigError(f"tensor {name} of folder {self.folder} has type {dtype}: it must be F32 or, as most are, {main}.")
+                raise ConfigError(
+                    f"tensor {name} of folder {self.folder} has type {dtype}: it must be F32 or, as most are, {main}."
+                )
         return WEIGHT_DTYPES[main]
 
     def get(self, name: str) -> torch.Tensor:
@@ -107,7 +114,9 @@ def _open_safetensors(path: Path) -> Any:
         raise ConfigError(f"{path} is no whole safetensors file ({_one_line(error)}); copy it again.") from error
     written_by = (file.metadata() or {}).get("format", "pt")
     if written_by not in ("pt", "mlx"):
-        raise ConfigError(f"{path} has format ({written_by}) in its metadata: it must be pt, as torch's models are saved.")
+        raise ConfigError(
+            f"{path} has format ({written_by}) in its metadata: it must be pt, as torch's models are saved."
+        )
     return file
 
 
@@ -115,12 +124,15 @@ def _read_index(path: Path) -> dict[str, set[str] | None]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(
-            f"{path} weight_map ({show_json(weight_map)}) must be an object: the name of each tensor, and the file that holds it."
+            f"{path} weight_map ({show_json(weight_map)}) must be an object: the name of each tensor, and the file "
+            "that holds it."
         )
     parts: dict[str, set[str] | None] = {}
     for name, part in weight_map.items():
         if not isinstance(part, str) or not part.endswith(".safetensors") or Path(part).name != part:
-            raise ConfigError(f"{path} weight_map.{name} ({show_json(part)}) must be the name of a .safetensors file beside it.")
+            raise ConfigError(
+                f"{path} weight_map.{name} ({show_json(part)}) must be the name of a .safetensors file beside it."
+            )
         names = parts.setdefault(part, set())
         assert names is not None
         names.add(name)
@@ -169,7 +181,8 @@ def _one_line(error: Exception) -> str:
 
 
 class Writer:
-    """Collects tensors and writes a part whenever `part_bytes` are full; `close` numbers the parts and writes the index."""
+    """Collects tensors and writes a part whenever `part_bytes` are full; `close` numbers the parts and writes the
+    index."""
 
     def __init__(self, folder: Path, part_bytes: int = PART_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -223,17 +236,20 @@ class Writer:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into that takes the name `folder` only when the block ends well. Raises ConfigError if that is in use, or
-    cannot be made."""
+    """A folder to write into that takes the name `folder` only when the block ends well. Raises ConfigError if that is
+    in use, or cannot be made."""
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"output folder {folder} must be new or empty. Try another name.")
     target = folder.resolve()  # an empty folder may be a link: what it points to is replaced
-    partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex}")  # no name of the user's, nor of another process
+    # no name of the user's, nor of another process
+    partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
     except OSError as error:
-        raise ConfigError(f"output folder {folder} cannot be made: {error.strerror} ({error.filename}). Try another name.") from error
+        raise ConfigError(
+            f"output folder {folder} cannot be made: {error.strerror} ({error.filename}). Try another name."
+        ) from error
     try:
         yield partial
         partial.replace(target)
@@ -243,10 +259,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def save_logical_folder(
-    chunks: Sequence[torch.nn.Module], folder: str | Path, config: Config, vocab_size: int, dtype: torch.dtype | None = None
+    chunks: Sequence[torch.nn.Module],
+    folder: str | Path,
+    config: Config,
+    vocab_size: int,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the logical weights of all ranks' `chunks` and their config.yaml to a new folder, as `dtype` (None: as they are); every
-    rank calls it, rank 0 writes."""
+    """Write the logical weights of all ranks' `chunks` and their config.yaml to a new folder, as `dtype` (None: as they
+    are); every rank calls it, rank 0 writes."""
     if dist.get_rank() != 0:
         for _ in gather_logical(chunks):
             pass
@@ -265,8 +285,9 @@ def write_logical(
     dtype: torch.dtype | None,
     special_tokens: dict[str, Any] | None = None,
 ) -> None:
-    """Write the files of `save_logical_folder` into a folder, and which tokens are special (models/special_tokens.py), where that is
-    known; every rank gathers with the one that calls this. Raises OSError."""
+    """Write the files of `save_logical_folder` into a folder, and which tokens are special
+    (models/huggingface/special_tokens.py), where that is known; every rank gathers with the one that calls this. Raises
+    OSError."""
     writer = Writer(folder)
     for name, tensor in gather_logical(chunks):
         writer.add(name, tensor if dtype is None else tensor.to(dtype))
@@ -275,17 +296,22 @@ def write_logical(
 
 
 def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, config: Config, vocab_size: int) -> None:
-    """Fill this rank's `chunks`, in any layout, from a folder of logical weights. Raises ConfigError for another model's."""
+    """Fill this rank's `chunks`, in any layout, from a folder of logical weights. Raises ConfigError for another
+    model's."""
     folder = Path(folder)
     theirs = read_config(folder)
     wrong = [
         f"{section}.{key} is {value}, the folder's {theirs[section].get(key)}"
         for section, values in architecture(config, vocab_size).items()
         for key, value in values.items()
-        if theirs[section].get(key) != value and not means_nothing(config, f"{section}.{key}", value, theirs[section].get(key))
+        if theirs[section].get(key) != value
+        and not means_nothing(config, f"{section}.{key}", value, theirs[section].get(key))
     ]
     if wrong:
-        raise ConfigError(f"weights in {folder} are of another model: {'; '.join(wrong)}. Take the values of {folder / 'config.yaml'}.")
+        raise ConfigError(
+            f"weights in {folder} are of another model: {'; '.join(wrong)}. Take the values of "
+            f"{folder / 'config.yaml'}."
+        )
     reader = Reader(folder)
     try:
         load_logical(chunks, reader.get)
@@ -293,8 +319,11 @@ def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, c
         raise ConfigError(f"weights in {folder} do not fit: {error}.") from error
 
 
-def write_config(folder: Path, overrides: dict[str, dict[str, Any]], special_tokens: dict[str, Any] | None = None) -> None:
-    """Write config.yaml: the model as overrides of the sections `model` and `moe`, and which tokens are special, where that is known."""
+def write_config(
+    folder: Path, overrides: dict[str, dict[str, Any]], special_tokens: dict[str, Any] | None = None
+) -> None:
+    """Write config.yaml: the model as overrides of the sections `model` and `moe`, and which tokens are special, where
+    that is known."""
     known = {} if special_tokens is None else {"special_tokens": special_tokens}
     (folder / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT, **overrides, **known}, sort_keys=False))
 

@@ -5,6 +5,8 @@ Shapes: b samples, s tokens of a sample, h hidden size, v padded vocabulary rows
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -12,21 +14,41 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
+from parallel.context import position_ids
+from parallel.topology import Axis, Topology
 
 POSITION_EMBEDDINGS = {"rope": "rope", "learned": "learned_absolute"}
+
+
+class Gpt(GPTModel):
+    """The part of a GPT that one (virtual) pipeline stage holds. `logical_vocab_size` is without the rows that pad the
+    storage."""
+
+    def __init__(self, logical_vocab_size: int, context: Axis, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.logical_vocab_size, self.context = logical_vocab_size, context
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Run this stage: see `forward` of this file for shapes."""
+        positions = position_ids(tokens, self.context)
+        return super().forward(input_ids=tokens, position_ids=positions, attention_mask=None, labels=labels)
 
 
 def build_chunk(
     config: Config,
     megatron: TransformerConfig,
+    topology: Topology,
     block: TransformerBlockSubmodules,
+    vocab_size: int,
     padded_vocab_size: int,
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None,
-) -> GPTModel:
-    """The part of a GPT that one (virtual) pipeline stage holds, weights not yet filled."""
-    return GPTModel(
+) -> Gpt:
+    """A chunk of the model, weights not yet filled."""
+    return Gpt(
+        vocab_size,
+        topology.context,
         config=megatron,
         transformer_layer_spec=block,
         vocab_size=padded_vocab_size,
@@ -37,13 +59,9 @@ def build_chunk(
         position_embedding_type=POSITION_EMBEDDINGS[config.model.position_embedding],
         rotary_percent=config.model.rotary_fraction,
         rotary_base=config.model.rotary_base,
+        pg_collection=topology.groups,
         vp_stage=vp_stage,
     )
-
-
-def position_ids(tokens: torch.Tensor) -> torch.Tensor:
-    """0, 1, 2, ... for each sample: int64 `[b, s]`."""
-    return torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0).expand_as(tokens)
 
 
 def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -52,12 +70,12 @@ def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     Last stage: the loss of each token, fp32 `[b, s]`; without labels, this tensor rank's logits `[b, s, v]`.
     Other stages: hidden `[s, b, h]`.
     """
-    tokens = batch["tokens"]
-    return model(input_ids=tokens, position_ids=position_ids(tokens), attention_mask=None, labels=batch.get("labels"))
+    return model(tokens=batch["tokens"], labels=batch.get("labels"))
 
 
 def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the language-model loss over the predicted tokens (where `loss_mask` is 1), fp32 scalar; no extra losses."""
+    """Sum of the language-model loss over the predicted tokens (where `loss_mask` is 1), fp32 scalar; no extra
+    losses."""
     return (output.float() * batch["loss_mask"]).sum(), {}
 
 

@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm in plain torch, for model specs.
 
 Megatron-core's WrappedTorchNorm refuses sequence parallelism, because a norm's gradient there is a sum over the tensor
-parallel ranks. All that this takes is the mark `sequence_parallel` on the parameter: finalize_model_grads then adds them up.
+parallel ranks. All that this takes is the mark `sequence_parallel` on the parameter: finalize_model_grads then adds
+them up.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed.nn.functional as dist_nn
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from parallel.topology import Axis
 
 LATENT_NORM_EPSILON = 1e-6
 
@@ -34,25 +36,29 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
-    """RMSNorm over the channels of all heads together, `[s, b, heads of this rank, d]` (OLMoE, Muennighoff et al. 2024).
+    """RMSNorm over the channels of all heads together, `[s, b, heads of this rank, d]` (OLMoE, Muennighoff et al.
+    2024).
 
-    Every tensor rank keeps the weight of all heads and uses its part; Megatron-core sums the gradients as for any q_layernorm.
+    Every tensor rank keeps the weight of all heads and uses its part; Megatron-core sums the gradients as for any
+    q_layernorm.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, num_heads: int = 1, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int, tensor: Axis, **_: Any
+    ) -> None:
         super().__init__()
+        self._tensor = tensor
         self.num_channels, self.eps = num_heads * hidden_size, eps
         self.weight = torch.nn.Parameter(torch.ones(self.num_channels, dtype=config.params_dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize `[s, b, heads of this rank, d]`."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        if group.size() == 1:
+        if self._tensor.size == 1:
             return F.rms_norm(x.flatten(-2), self.weight.shape, self.weight, self.eps).view_as(x)
         squares = x.float().square().sum(dim=(-2, -1), keepdim=True)
-        squares = dist_nn.all_reduce(squares, group=group)  # its backward pass sums the ranks' gradients
+        squares = dist_nn.all_reduce(squares, group=self._tensor.group)  # its backward pass sums the ranks' gradients
         scaled = x.float() * torch.rsqrt(squares / self.num_channels + self.eps)
-        return scaled.to(x.dtype) * self.weight.view(-1, x.size(-1)).chunk(group.size())[group.rank()]
+        return scaled.to(x.dtype) * self.weight.view(-1, x.size(-1)).chunk(self._tensor.size)[self._tensor.rank]
 
 
 class LatentNorm(RMSNorm):

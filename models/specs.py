@@ -22,19 +22,25 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from configs import derived
 from configs.schema import Config, ConfigError, ModelConfig
 from models.attention import LatentAttention, ScaledDotProductAttention
 from models.norm import AllHeadsRMSNorm, LatentNorm, norm_class
-from moe.plan import Plan
+from moe.planning.inputs import initial_plan
 from moe.spec import moe_spec
+from parallel.topology import Axis, Topology
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The modules that a backend offers. `norm_column_linear` is a norm and a linear layer in one, where there is one."""
+    """The modules that a backend offers. `norm_column_linear` is a norm and a linear layer in one, where there is
+    one."""
 
     norm: type
     qk_norm: type
@@ -47,7 +53,8 @@ class Backend:
 class PostNorm(torch.nn.Module):
     """Bias, dropout, residual sum, then the norm: the end of a post-norm sub-layer (Vaswani et al. 2017, section 3.1).
 
-    Takes the place of Megatron's bias-dropout-add in a spec: called with (training, fused), it returns the function to apply.
+    Takes the place of Megatron's bias-dropout-add in a spec: called with (training, fused), it returns the function to
+    apply.
     """
 
     def __init__(self, norm: type, config: TransformerConfig) -> None:
@@ -64,8 +71,8 @@ class PostNorm(torch.nn.Module):
 def bias_copying(row_linear: type) -> type:
     """A row parallel linear layer that returns a copy of its bias instead of the parameter.
 
-    A feed-forward layer under recompute (Megatron-core's CheckpointFunction) returns that bias, and autograd would make the
-    parameter itself an output of the checkpoint: its backward pass then calls itself without end.
+    A feed-forward layer under recompute (Megatron-core's CheckpointFunction) returns that bias, and autograd would make
+    the parameter itself an output of the checkpoint: its backward pass then calls itself without end.
     """
 
     class BiasCopying(row_linear):  # type: ignore[valid-type,misc]
@@ -77,48 +84,61 @@ def bias_copying(row_linear: type) -> type:
 
 
 def resolve_backend(config: Config, device: torch.device) -> str:
-    """`model.backend` with `auto` decided: transformer_engine where it is installed and the device is CUDA, else portable.
+    """`model.backend` with `auto` decided: transformer_engine where it is installed and the device is CUDA, else
+    portable.
 
     Raises ConfigError for transformer_engine where it cannot run.
     """
     wanted = config.model.backend
     installed = importlib.util.find_spec("transformer_engine") is not None
     if wanted == "transformer_engine" and not installed:
-        raise ConfigError("model.backend (transformer_engine) needs the package transformer-engine. Try model.backend=portable.")
+        raise ConfigError(
+            "model.backend (transformer_engine) needs the package transformer-engine. Try model.backend=portable."
+        )
     if wanted == "transformer_engine" and device.type != "cuda":
-        raise ConfigError(f"model.backend (transformer_engine) needs a CUDA GPU, not {device.type}. Try model.backend=portable.")
+        raise ConfigError(
+            f"model.backend (transformer_engine) needs a CUDA GPU, not {device.type}. Try model.backend=portable."
+        )
     if wanted == "auto":
         return "transformer_engine" if installed and device.type == "cuda" else "portable"
     return wanted
 
 
-def block_spec(config: Config, megatron: TransformerConfig, backend_name: str, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: Config, topology: Topology, megatron: TransformerConfig, backend_name: str, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """The layers of this rank's model chunk and the final norm. Layers are dense or MoE by `moe.layers`."""
     backend = _backend(backend_name, megatron)
     causal = config.model.family == "gpt"
     post_norm = config.model.norm_position == "post"
-    offset = get_transformer_layer_offset(megatron, vp_stage=vp_stage)
-    pattern = derived.moe_layer_pattern(config)[offset : offset + get_num_layers_to_build(megatron, vp_stage=vp_stage)]
-    moe = _moe_spec(config, backend)
+    stage = topology.pipeline.rank
+    offset = get_transformer_layer_offset(megatron, vp_stage, stage)
+    pattern = derived.moe_layer_pattern(config)[offset : offset + get_num_layers_to_build(megatron, vp_stage, stage)]
+    moe = _moe_spec(config, topology, backend)
     return TransformerBlockSubmodules(
-        layer_specs=[_layer(backend, megatron, config.model, causal, post_norm, moe if is_moe else None) for is_moe in pattern],
+        layer_specs=[
+            _layer(backend, megatron, topology.tensor, config.model, causal, post_norm, moe if is_moe else None)
+            for is_moe in pattern
+        ],
         # The last layer of a post-norm model has normalized its output already.
         layer_norm=None if post_norm else backend.norm,
     )
 
 
-def _moe_spec(config: Config, backend: Backend) -> ModuleSpec:
-    # What is left to the planner begins with what needs no measurement.
-    degree, backward_degree = derived.pipeline_degrees(config)
-    strategy = "keep" if config.moe.memory_strategy == "auto" else config.moe.memory_strategy
-    plan = Plan(degree or 1, backward_degree or 1, strategy, config.moe.weight_lag)
+def _moe_spec(config: Config, topology: Topology, backend: Backend) -> ModuleSpec:
     all_to_all = "flat" if config.moe.all_to_all == "auto" else config.moe.all_to_all
     linear = MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear)
-    return moe_spec(linear, config.model.activation, plan, all_to_all)
+    return moe_spec(topology.groups, linear, config.model.activation, initial_plan(config), all_to_all)
 
 
 def _layer(
-    backend: Backend, megatron: TransformerConfig, model: ModelConfig, causal: bool, post_norm: bool, moe: ModuleSpec | None
+    backend: Backend,
+    megatron: TransformerConfig,
+    tensor: Axis,
+    model: ModelConfig,
+    causal: bool,
+    post_norm: bool,
+    moe: ModuleSpec | None,
 ) -> ModuleSpec:
     # `moe` takes the place of a dense feed-forward layer.
     # A backend that fuses a norm with the linear layer after it can do so before attention and before a dense
@@ -126,12 +146,16 @@ def _layer(
     fused_norm = backend.norm_column_linear if not post_norm else None
     latent = isinstance(megatron, MLATransformerConfig)
     fused_input_norm = None if latent else fused_norm  # two layers of latent attention read the norm
-    attention = _latent_attention(backend) if latent else _attention(backend, megatron, model, causal, fused_norm)
+    attention = (
+        _latent_attention(backend) if latent else _attention(backend, megatron, tensor, model, causal, fused_norm)
+    )
     if moe is not None:
         feed_forward = moe
     else:
         linear_fc1 = fused_norm or backend.column_linear
-        feed_forward = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=backend.row_linear))
+        feed_forward = ModuleSpec(
+            module=MLP, submodules=MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=backend.row_linear)
+        )
     if post_norm:
         # TransformerLayer has no post-norm, but it has a norm before cross attention: with no cross attention, what
         # that norm returns is the layer's state, so it is the norm after self attention.
@@ -156,12 +180,19 @@ def _layer(
 
 
 def _attention(
-    backend: Backend, megatron: TransformerConfig, model: ModelConfig, causal: bool, norm_column_linear: type | None
+    backend: Backend,
+    megatron: TransformerConfig,
+    tensor: Axis,
+    model: ModelConfig,
+    causal: bool,
+    norm_column_linear: type | None,
 ) -> ModuleSpec:
     query_norm = key_norm = backend.qk_norm if megatron.qk_layernorm else IdentityOp
     if megatron.qk_layernorm and model.qk_norm_over == "all_heads":
-        query_norm = ModuleSpec(module=AllHeadsRMSNorm, params={"num_heads": megatron.num_attention_heads})
-        key_norm = ModuleSpec(module=AllHeadsRMSNorm, params={"num_heads": megatron.num_query_groups})
+        query_norm = ModuleSpec(
+            module=AllHeadsRMSNorm, params={"num_heads": megatron.num_attention_heads, "tensor": tensor}
+        )
+        key_norm = ModuleSpec(module=AllHeadsRMSNorm, params={"num_heads": megatron.num_query_groups, "tensor": tensor})
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding},
@@ -202,7 +233,9 @@ def _fused_norm_keys(before_attention: bool, before_feed_forward: bool) -> dict[
 def _backend(name: str, megatron: TransformerConfig) -> Backend:
     if name == "portable":
         norm = norm_class(megatron)
-        return Backend(norm, norm, ScaledDotProductAttention, ColumnParallelLinear, bias_copying(RowParallelLinear), None)
+        return Backend(
+            norm, norm, ScaledDotProductAttention, ColumnParallelLinear, bias_copying(RowParallelLinear), None
+        )
     from megatron.core.extensions import transformer_engine as te
 
     return Backend(

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from configs import derived
 from configs.schema import Config
+from models.parallelize import layer_settings
 from parallel.dtypes import DTYPES
 from parallel.topology import choose_device
 
@@ -26,7 +27,7 @@ ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
 
 def transformer_config(config: Config) -> TransformerConfig:
     """Megatron's view of the model, its layout and its precision, for a config that passed configs/validate.py."""
-    model, layout, training = config.model, config.parallel, config.training
+    model, training = config.model, config.training
     dtype = DTYPES[training.precision]
     kind = MLATransformerConfig if model.attention == "latent" else TransformerConfig
     return kind(
@@ -47,28 +48,16 @@ def transformer_config(config: Config) -> TransformerConfig:
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-        sequence_parallel=layout.sequence,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        # Megatron-core falls back to the tensor size where this is None, in the groups and in the config alike.
-        expert_tensor_parallel_size=derived.expert_tensor_size(config),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         deterministic_mode=training.deterministic,
         calculate_per_token_loss=False,
-        # Frees an output as soon as its send is posted. CUDA streams keep the bytes until they are sent; gloo reads them
-        # later, from memory that is no longer theirs.
+        # Frees an output as soon as its send is posted. CUDA streams keep the bytes until they are sent; gloo reads
+        # them later, from memory that is no longer theirs.
         deallocate_pipeline_outputs=choose_device(config).type == "cuda",
-        # The interleaved schedule sends activations and gradients to the same rank when there are two pipeline ranks. In
-        # one batch they are told apart by order alone, and get swapped; overlapped, each direction has its own group.
-        overlap_p2p_comm=layout.virtual_pipeline is not None,
-        batch_p2p_comm=layout.virtual_pipeline is None,
-        # models/initialize.py fills every weight, so Megatron's own draw would be thrown away.
+        # models/initial_weights.py fills every weight, so Megatron's own draw would be thrown away.
         perform_initialization=False,
         use_cpu_initialization=False,
         # These kernels come from apex or TransformerEngine; without them Megatron-core fails late, so they stay off.
@@ -78,7 +67,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
-        **_recompute(training.recompute),
+        **layer_settings(config),
         **_latent(config),
         **_moe(config),
     )
@@ -130,14 +119,3 @@ def _moe(config: Config) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,
     }
-
-
-def _recompute(kind: str) -> dict[str, Any]:
-    # selective: attention scores and the wide activations of dense feed-forward layers, which hold most of a layer's
-    # memory (Korthikanti et al. 2022, section 4). What an MoE layer keeps is moe.memory_strategy's business.
-    settings: dict[str, dict[str, Any]] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
-    return settings[kind]

@@ -1,7 +1,8 @@
 """Logical weights: the model's tensors under layout-free names, in Megatron's layout of a single process.
 
-A rank holds slices of them: some layers (pipeline), some experts (expert parallel, all of a rank in one stacked parameter),
-a part of a dimension (tensor parallel), with the vocabulary padded. Initialization, import and export all go through this file.
+A rank holds slices of them: some layers (pipeline), some experts (expert parallel, all of a rank in one stacked
+parameter), a part of a dimension (tensor parallel), with the vocabulary padded. Initialization, import and export all
+go through this file.
 
 Names are Megatron-core's parameter names with the global layer number and `experts.<global expert>`, the same for every
 backend: `decoder.layers.3.mlp.experts.5.linear_fc1.weight`. A tied output layer has no name of its own.
@@ -18,10 +19,10 @@ import parallel.megatron  # noqa: F401  (before anything else of Megatron-core i
 # isort: split
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-# Which dimension tensor parallelism splits, by the end of the name; what is not listed, every tensor rank holds in full.
+# Which dimension tensor parallelism splits, by the end of the name; what is not listed, every tensor rank holds in
+# full.
 SPLIT_DIMENSIONS = {
     "word_embeddings.weight": 0,
     "output_layer.weight": 0,
@@ -39,37 +40,51 @@ SPLIT_DIMENSIONS = {
     "linear_fc2.weight": 1,
 }
 # TransformerEngine keeps a norm inside the linear layer that follows it.
-FUSED_NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
 
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """One parameter (or persistent buffer, or expert of a stacked parameter) of this rank and where it lies in its logical tensor."""
+    """One parameter (or persistent buffer, or expert of a stacked parameter) of this rank and where it lies in its
+    logical tensor."""
 
     name: str
-    local: torch.Tensor  # the storage; writing to it changes the model. Has its part of `main_grad` where its parameter has one
+    # the storage; writing to it changes the model. Has its part of `main_grad` where its parameter has one
+    local: torch.Tensor
     shape: tuple[int, ...]  # of the logical tensor
     dim: int | None  # split by tensor parallelism
     gated: bool  # fc1 of SwiGLU: rows are [gate | up], each split by itself
     group: dist.ProcessGroup  # the tensor parallel group that splits it
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a logical tensor; rows that pad the vocabulary are zero. Raises ValueError for a wrong shape."""
+        """This rank's slice of a logical tensor; rows that pad the vocabulary are zero. Raises ValueError for a wrong
+        shape."""
         if tuple(full.shape) != self.shape:
             raise ValueError(f"weight {self.name} has shape {tuple(full.shape)}, but this model needs {self.shape}")
         if self.dim is None:
             return full
-        rank, size = self.group.rank(), self.group.size()
+        local = full.new_zeros(self.local.shape)
+        for here, start, length in self.segments():
+            local.narrow(self.dim, here, length).copy_(full.narrow(self.dim, start, length))
+        return local
+
+    def segments(self) -> list[tuple[int, int, int]]:
+        """(first index here, first index of the logical tensor, length) of each run of indices along the split
+        dimension.
+
+        A tensor that is not split is one run along dimension 0. Indices here that no run covers pad the vocabulary.
+        """
+        if self.dim is None:
+            return [(0, 0, self.shape[0])]
+        rank, length, total = self.group.rank(), self.local.size(self.dim), self.shape[self.dim]
         if self.gated:
-            return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
-        length = self.local.size(self.dim)
-        start = min(rank * length, full.size(self.dim))
-        piece = full.narrow(self.dim, start, min(length, full.size(self.dim) - start))
-        if piece.size(self.dim) == length:
-            return piece
-        padded = full.new_zeros(self.local.shape)
-        padded.narrow(self.dim, 0, piece.size(self.dim)).copy_(piece)
-        return padded
+            half = length // 2
+            return [(0, rank * half, half), (half, total // 2 + rank * half, half)]
+        start = min(rank * length, total)
+        return [(0, start, min(length, total - start))]
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """The logical tensor from the slices of all tensor ranks, in order."""
@@ -87,7 +102,8 @@ def logical_tensors(chunks: Sequence[torch.nn.Module]) -> list[LogicalTensor]:
 
 
 def load_logical(chunks: Sequence[torch.nn.Module], get: Callable[[str], torch.Tensor]) -> None:
-    """Fill this rank's weights, whatever its layout, from `get(name) -> full logical tensor`. Raises ValueError for a wrong shape."""
+    """Fill this rank's weights, whatever its layout, from `get(name) -> full logical tensor`. Raises ValueError for a
+    wrong shape."""
     with torch.no_grad():
         for item in logical_tensors(chunks):
             item.local.copy_(item.cut(get(item.name)))
@@ -96,10 +112,11 @@ def load_logical(chunks: Sequence[torch.nn.Module], get: Callable[[str], torch.T
 def gather_logical(
     chunks: Sequence[torch.nn.Module], select: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Collect the logical weights of all ranks, one tensor at a time, sorted by name; every rank must iterate to the end.
+    """Collect the logical weights of all ranks, one tensor at a time, sorted by name; every rank must iterate to the
+    end.
 
-    Yields (name, full tensor on this rank's device) on every rank. `select` may take something else of each parameter that
-    has its shape: its gradient, say.
+    Yields (name, full tensor on this rank's device) on every rank. `select` may take something else of each parameter
+    that has its shape: its gradient, say.
     """
     items = {item.name: item for item in logical_tensors(chunks)}
     tensors = {name: select(item.local) for name, item in items.items()}
@@ -133,7 +150,7 @@ def _chunk_tensors(chunk: torch.nn.Module) -> Iterator[LogicalTensor]:
         ending = ".".join(name.rsplit(".", 2)[-2:])
         dim = SPLIT_DIMENSIONS.get(ending)
         in_expert = ".mlp.experts." in name
-        group = parallel_state.get_expert_tensor_parallel_group() if in_expert else parallel_state.get_tensor_model_parallel_group()
+        group = chunk.pg_collection.expt_tp if in_expert else chunk.pg_collection.tp
         shape = list(tensor.shape)
         if dim is not None:
             shape[dim] *= group.size()

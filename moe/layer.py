@@ -2,25 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe import exchanges
-from moe.clock import Clock
-from moe.dispatch import AllToAll
-from moe.plan import Plan
-from moe.schedule import SharedExpert, routed_experts
+from moe import route
+from moe.alltoall import factory
+from moe.alltoall.flat import AllToAll
+from moe.experts.compute import ExpertCompute
+from moe.experts.weights import Weights
+from moe.placement.map import PlacementMap
+from moe.schedule import execute
+from moe.schedule.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan
+from moe.schedule.on_one_rank import LocalCall
+from moe.schedule.over_ranks import SharedExpert, SpreadCall
+from moe.schedule.pass_sizes import exchange_sizes
+from moe.schedule.pass_timer import PassTimer
+
+
+def routed_experts(
+    x_TH: torch.Tensor,
+    probs_TE: torch.Tensor,
+    routing_map_TE: torch.Tensor,
+    weights: Weights,
+    plan: Plan,
+    exchange: AllToAll | None,
+    shared_expert: SharedExpert | None = None,
+    assignments_per_token: int | None = None,
+    experts: ExpertCompute | None = None,
+    timer: PassTimer | None = None,
+) -> torch.Tensor:
+    """The weighted sum of the chosen experts' outputs [T, H], plus the shared expert's, differentiable in x, probs and
+    weights: route, place, plan, then dispatch - experts - combine in chunks.
+
+    x [T, H]; probs [T, E] and routing map [T, E] (bool) over the experts of all ranks of `exchange` (None: this rank
+    has them all). `assignments_per_token` is the number of experts of every token where none is dropped.
+    """
+    experts, timer = experts or ExpertCompute(), timer or PassTimer()
+    choice = route.choose(routing_map_TE, assignments_per_token)
+    probs_P = probs_TE.reshape(-1).index_select(0, choice.flat)
+    tensors = (x_TH, probs_P, weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
+    keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    strategy = STRATEGIES[plan.memory_strategy] if keep else NOTHING_KEPT
+    # Without other ranks there is no wait to fill, and without a backward pass of ours the shared expert may have its
+    # own.
+    inside = shared_expert if keep and exchange is not None else None
+    call: LocalCall | SpreadCall
+    with timer.measure("forward" if keep else "evaluation", x_TH.device):
+        if exchange is None:
+            call = LocalCall(choice, plan, strategy, experts, weights, x_TH, both=keep)
+        else:
+            order = route.dispatch_order(choice, PlacementMap(routing_map_TE.size(1), exchange.size))
+            sizes = exchange_sizes(choice, order, plan, exchange, both=keep)
+            call = SpreadCall(choice, order, sizes, plan, strategy, exchange, experts, inside)
+        output_TH = execute.run(call, timer, x_TH, probs_P, weights)
+    return output_TH if shared_expert is None or inside is not None else output_TH + shared_expert(x_TH)
 
 
 class MixtrainMoELayer(MoELayer):
     """Routed experts (stacked, dropless, dispatched in chunks) plus an optional shared expert.
 
-    In Megatron's place: same router, losses and checkpoint names. `plan` and `exchange` say how each call runs; they may be
-    changed between steps, on all ranks alike.
+    In Megatron's place: same router, losses and checkpoint names. `plan` and `exchange` say how each call runs; they
+    may be changed between steps, on all ranks alike.
     """
 
     def __init__(
@@ -32,21 +82,25 @@ class MixtrainMoELayer(MoELayer):
         plan: Plan | None = None,
         all_to_all: str = "flat",
     ) -> None:
-        pg_collection = pg_collection or get_default_pg_collection()
+        assert pg_collection is not None, "moe_spec puts it into the layer's spec"
         super().__init__(config, submodules, layer_number, pg_collection)
-        self.plan, self.clock = plan or Plan(), Clock()
+        self.plan, self.timer = plan or Plan(), PassTimer()
         self.token_dispatcher = None  # Megatron's is built by its constructor and does nothing here
         self.expert_tensor_group = pg_collection.expt_tp
-        self.exchange: AllToAll | None = exchanges.shared(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
+        self.exchange: AllToAll | None = factory.shared(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
         dropless = config.moe_expert_capacity_factor is None
-        self._pairs_per_token = config.moe_router_topk if dropless else None
+        self._assignments_per_token = config.moe_router_topk if dropless else None
 
     def forward(
         self, hidden_states: torch.Tensor, intermediate_tensors: object = None, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states [s, b, H] (this rank's tokens) -> (output [s, b, H], no bias). Raises ValueError as Megatron's layer does."""
+        """hidden_states [s, b, H] (this rank's tokens) -> (output [s, b, H], no bias). Raises ValueError as Megatron's
+        layer does."""
         if self.training and self.attn_tp_group.size() > 1 and not self.config.sequence_parallel:
-            raise ValueError("an MoE layer with tensor parallelism trains only with sequence parallelism. Set parallel.sequence=true.")
+            raise ValueError(
+                "an MoE layer with tensor parallelism trains only with sequence parallelism. Set "
+                "parallel.sequence=true."
+            )
         probs, routing_map, hidden_states = self.router(hidden_states, padding_mask, pass_input=True)
         x = hidden_states.reshape(-1, hidden_states.size(-1))
         shared_expert = self.shared_experts
@@ -58,8 +112,8 @@ class MixtrainMoELayer(MoELayer):
         return output.view_as(hidden_states), None
 
     def _split_experts(self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
-        # Each expert tensor rank holds a part of every expert's width: it computes for the tokens of all these ranks, and
-        # the parts are summed on the way back. All of them have the same number of tokens.
+        # Each expert tensor rank holds a part of every expert's width: it computes for the tokens of all these ranks,
+        # and the parts are summed on the way back. All of them have the same number of tokens.
         group = self.expert_tensor_group
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
         probs = gather_from_sequence_parallel_region(probs, tensor_parallel_output_grad=True, group=group)
@@ -79,6 +133,12 @@ class MixtrainMoELayer(MoELayer):
             self.plan,
             self.exchange,
             shared_expert,
-            pairs_per_token=self._pairs_per_token,
-            clock=self.clock,
+            assignments_per_token=self._assignments_per_token,
+            timer=self.timer,
         )
+
+
+def layers_of(chunks: Sequence[torch.nn.Module]) -> dict[int, MixtrainMoELayer]:
+    """The MoE layers of this rank's model chunks by their number in the whole model, from 0."""
+    modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MixtrainMoELayer)]
+    return {module.layer_number - 1: module for module in modules if module.layer_number is not None}

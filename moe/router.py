@@ -1,26 +1,25 @@
 """Megatron-core's top-k router with less work on the host.
 
-Under bf16 the router computes in fp32 (`moe_router_dtype`). Megatron-core converts the whole input for that, in the forward and again
-in the backward pass, which costs more than the product. Here the forward pass converts nothing where the compiled kernels multiply
-(products of bf16 numbers are exact in fp32) and blocks of rows in turn elsewhere, and the backward pass nothing but the logits'
-gradient: as a sum of two bf16 numbers it keeps 16 of fp32's 24 bits.
+Under bf16 the router computes in fp32 (`moe_router_dtype`). Megatron-core converts the whole input for that, in the
+forward and again in the backward pass, which costs more than the product. Here the forward pass converts nothing where
+the compiled kernels multiply (products of bf16 numbers are exact in fp32) and blocks of rows in turn elsewhere, and the
+backward pass nothing but the logits' gradient: as a sum of two bf16 numbers it keeps 16 of fp32's 24 bits.
 
 Shapes: T tokens, H hidden size, E experts.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from memory.pool import WORKSPACE
 from moe import kernels
-from moe.workspace import WORKSPACE
+from parallel.megatron.router import TopKRouter
 
 BLOCK_ROWS = 256  # 0.5 MiB of fp32 at hidden 512: stays in the second-level cache
 
@@ -29,19 +28,19 @@ class Router(TopKRouter):
     """TopKRouter; losses, bias, groups, capacity and checkpoints are Megatron's."""
 
     _passed: torch.Tensor | None = None  # set only inside `forward`
-    # Megatron compiles this sum of a map, which takes a second of each rank's first step, with a bias or without one.
-    _apply_expert_bias = inspect.unwrap(TopKRouter._apply_expert_bias)
+    # told layer, logits [..., E] and score function in training passes
+    watch: Callable[[int, torch.Tensor, str], None] | None = None
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
-        super().__init__(config, pg_collection)
-        if not config.moe_enable_routing_replay:
-            self.router_replay: Any = _TopK()  # Megatron lets whoever stands here choose
+        super().__init__(_choose, config, pg_collection)
 
-    def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, pass_input: bool = False) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, pass_input: bool = False
+    ) -> tuple[torch.Tensor, ...]:
         """Probabilities and routing map [T, E] of the tokens [..., H].
 
-        With `pass_input` also the tokens again, for the experts: where the experts' gradient comes back through the router, it adds
-        its own to it in place, instead of autograd, which makes a third tensor of both.
+        With `pass_input` also the tokens again, for the experts: where the experts' gradient comes back through the
+        router, it adds its own to it in place, instead of autograd, which makes a third tensor of both.
         """
         self._passed = input if pass_input else None
         try:
@@ -50,10 +49,23 @@ class Router(TopKRouter):
         finally:
             self._passed = None
 
+    def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's choice by the logits of all experts, which no hook of the module sees."""
+        # Without gradients it is an evaluation, or the first of two passes under recompute.
+        if self.watch is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.watch(self.layer_number - 1, logits, self.score_function)
+        return super().routing(logits, *args, **kwargs)
+
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., E] of the tokens [..., H], in the router's precision."""
         same = input.dtype is self.weight.dtype and self.config.moe_router_dtype == "fp32"
-        if input.device.type != "cpu" or self.bias is not None or not same or input.dtype not in (torch.float32, torch.bfloat16):
+        if (
+            input.device.type != "cpu"
+            or self.bias is not None
+            or not same
+            or input.dtype not in (torch.float32, torch.bfloat16)
+        ):
             return super().gating(input)
         logits, passed = _Gate.apply(input, self.weight)
         if input is self._passed:  # not a copy with jitter
@@ -61,18 +73,15 @@ class Router(TopKRouter):
         return logits
 
 
-class _TopK:
-    """In the place of Megatron's replayer of recorded choices."""
-
-    def get_replay_topk(
-        self, scores: torch.Tensor, top_k: int, num_groups: int | None, group_top_k: int | None, otherwise: Callable[..., Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `top_k` greatest of each row of scores [T, E], and where they are."""
-        if group_top_k or not kernels.takes_top_k(scores, top_k):
-            values, indices = otherwise(scores, top_k, num_groups=num_groups, group_topk=group_top_k)
-            return values, indices
-        indices = kernels.top_k(scores, top_k)
-        return scores.gather(1, indices), indices
+def _choose(
+    scores: torch.Tensor, top_k: int, num_groups: int | None, group_top_k: int | None, otherwise: Callable[..., Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` greatest of each row of scores [T, E], and where they are."""
+    if group_top_k or not kernels.takes_top_k(scores, top_k):
+        values, indices = otherwise(scores, top_k, num_groups=num_groups, group_topk=group_top_k)
+        return values, indices
+    indices = kernels.top_k(scores, top_k)
+    return scores.gather(1, indices), indices
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from moe.experts import StackedExperts
+from moe.experts.module import StackedExperts
 from moe.layer import MixtrainMoELayer
-from moe.plan import Plan
 from moe.router import Router
+from moe.schedule.chunk_plan import Plan
 
 
-def moe_spec(linear: MLPSubmodules, activation: str, plan: Plan, all_to_all: str = "flat") -> ModuleSpec:
-    """MoE in place of a feed-forward layer. The shared expert is made of `linear`, the backend's parallel linear layers;
-    `activation` is swiglu, gelu or gelu_tanh."""
+def moe_spec(
+    groups: ProcessGroupCollection, linear: MLPSubmodules, activation: str, plan: Plan, all_to_all: str = "flat"
+) -> ModuleSpec:
+    """MoE in place of a feed-forward layer, over the process groups of a Topology.
+
+    The shared expert is made of `linear`, the backend's parallel linear layers; `activation` is swiglu, gelu or
+    gelu_tanh.
+    """
     return ModuleSpec(
         module=MixtrainMoELayer,
-        params={"plan": plan, "all_to_all": all_to_all},
+        params={"pg_collection": groups, "plan": plan, "all_to_all": all_to_all},
         submodules=MoESubmodules(
             experts=ModuleSpec(module=StackedExperts, params={"activation": activation}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-from megatron.core.transformer.moe.router import Router
 
-# Megatron's tracker names -> ours. Under sequence parallelism each tensor rank sees its own tokens: their load-balancing
-# losses are parts of a sum, their z-losses parts of a mean.
+from moe.router import Router
+
+# Megatron's tracker names -> ours. Under sequence parallelism each tensor rank sees its own tokens: their
+# load-balancing losses are parts of a sum, their z-losses parts of a mean.
 LOSSES = {"load_balancing_loss": "aux_loss", "seq_load_balancing_loss": "sequence_aux_loss", "z_loss": "z_loss"}
-FEW_EXPERTS = 16  # fewer than these, lanes of a vector, and a CPU's softmax over the last dimension takes them one by one
+# fewer than these, lanes of a vector, and a CPU's softmax over the last dimension takes them one by one
+FEW_EXPERTS = 16
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,18 @@ class RouterWatch:
     """Counts each router's choices in training passes, on its device, without any communication.
 
     `take` returns a flat float64 tensor: [num_layers * num_experts] tokens per expert (rows of dense layers and of
-    layers on other ranks are zero), [num_layers] entropies, then [num_losses * num_layers] sums over micro-batches; summed over
-    all ranks of the job it is the whole step's. `losses` lists the names of the auxiliary losses in order.
+    layers on other ranks are zero), [num_layers] entropies, then [num_losses * num_layers] sums over micro-batches;
+    summed over all ranks of the job it is the whole step's. `losses` lists the names of the auxiliary losses in order.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], num_layers: int, num_experts: int, losses: Sequence[str], device: torch.device):
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        num_layers: int,
+        num_experts: int,
+        losses: Sequence[str],
+        device: torch.device,
+    ):
         self.num_layers, self.num_experts, self.losses = num_layers, num_experts, list(losses)
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
         self._entropy = torch.zeros(num_layers, dtype=torch.float64, device=device)
@@ -43,19 +51,15 @@ class RouterWatch:
             for module in chunk.modules():
                 if isinstance(module, Router):
                     module.register_forward_hook(self._count)
-                    module.routing = partial(self._routing, module, module.routing)
+                    module.watch = self._watch
 
     def _count(self, router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         # Without gradients it is an evaluation, or the first of two passes under recompute.
         if torch.is_grad_enabled():
             self._counts_of[router.layer_number - 1].add_(output[1].sum(dim=0))
 
-    def _routing(self, router: Any, original: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's `routing`, whose argument no hook of the module sees: the logits of all experts."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self._entropy_of[router.layer_number - 1].add_(entropy(logits, router.score_function))
-        return original(logits, *args, **kwargs)
+    def _watch(self, layer: int, logits: torch.Tensor, score_function: str) -> None:
+        self._entropy_of[layer].add_(entropy(logits, score_function))
 
     def take(self) -> torch.Tensor:
         """The flat statistics of this rank since the last call; resets them."""
@@ -63,7 +67,9 @@ class RouterWatch:
         parts = [self._counts.flatten(), self._entropy]
         for name in self.losses:
             entry = tracker.get(next(theirs for theirs, ours in LOSSES.items() if ours == name))
-            values = self._counts.new_zeros(self.num_layers) if entry is None else entry["values"].to(self._counts.dtype)
+            values = (
+                self._counts.new_zeros(self.num_layers) if entry is None else entry["values"].to(self._counts.dtype)
+            )
             parts.append(values)
         flat = torch.cat(parts)
         self._counts.zero_()
@@ -74,15 +80,40 @@ class RouterWatch:
 
     def split(self, flat: torch.Tensor) -> RouterReport:
         """Undo the layout of `take`."""
-        counts, entropies, losses = flat.split([self.num_layers * self.num_experts, self.num_layers, len(self.losses) * self.num_layers])
+        counts, entropies, losses = flat.split(
+            [self.num_layers * self.num_experts, self.num_layers, len(self.losses) * self.num_layers]
+        )
         by_name = dict(zip(self.losses, losses.view(len(self.losses), self.num_layers), strict=True))
         return RouterReport(counts.view(self.num_layers, self.num_experts), entropies, by_name)
 
 
-def entropy(logits: torch.Tensor, score_function: str) -> torch.Tensor:
-    """Entropy in nats of each token's scores over all experts, summed over the tokens of logits [..., E]; a 0-d fp32 tensor.
+def in_metrics(
+    report: RouterReport, layers: torch.Tensor, tokens: int, micro_batches: int, top_k: int, tensor_size: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """What a step's metrics say of its routers: lists with an entry per MoE layer, and the mean over these layers of
+    each loss.
 
-    From 0 (one expert has it all) to log(E) per token. Sigmoid scores are divided by their sum, as the load-balancing loss does.
+    `layers` [num_layers] tells which are MoE layers. `tokens` and `micro_batches` are those of the global batch.
+    """
+    chosen = report.tokens_per_expert[layers].sum(dim=1)
+    by_layer: dict[str, list[float]] = {
+        "dropped_tokens": (tokens * top_k - chosen).long().tolist(),
+        "router_entropy": (report.entropy[layers] / tokens).tolist(),
+    }
+    means = {}
+    for name, values in report.losses.items():
+        ranks = tensor_size if name == "z_loss" else 1
+        by_layer[name] = (values[layers] / (micro_batches * ranks)).tolist()
+        means[name] = float(values.sum() / (layers.sum() * micro_batches * ranks))
+    return by_layer, means
+
+
+def entropy(logits: torch.Tensor, score_function: str) -> torch.Tensor:
+    """Entropy in nats of each token's scores over all experts, summed over the tokens of logits [..., E]; a 0-d fp32
+    tensor.
+
+    From 0 (one expert has it all) to log(E) per token. Sigmoid scores are divided by their sum, as the load-balancing
+    loss does.
     """
     log_scores = torch.nn.functional.logsigmoid(logits.float()) if score_function == "sigmoid" else logits.float()
     experts = -1

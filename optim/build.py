@@ -1,4 +1,5 @@
-"""The optimizer: Megatron-core's mixed-precision and sharded AdamW, with torch's fused kernel where TE and apex are missing."""
+"""The optimizer: Megatron-core's mixed-precision and sharded AdamW, with torch's fused kernel where TE and apex are
+missing."""
 
 from __future__ import annotations
 
@@ -8,15 +9,17 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from configs import derived
 from configs.schema import Config
 from optim.schedule import learning_rate
 from parallel.dtypes import DTYPES
+from parallel.megatron.optimizer import members, share_scaler
+from parallel.topology import Topology
 
 
-def build_optimizer(config: Config, chunks: list[torch.nn.Module]) -> MegatronOptimizer:
+def build_optimizer(config: Config, topology: Topology, chunks: list[torch.nn.Module]) -> MegatronOptimizer:
     """The optimizer of this rank's model chunks, which must be wrapped in Megatron's DistributedDataParallel."""
     settings, precision = config.optimizer, config.training.precision
     optimizer = get_megatron_optimizer(
@@ -38,6 +41,7 @@ def build_optimizer(config: Config, chunks: list[torch.nn.Module]) -> MegatronOp
         ),
         chunks,
         use_gloo_process_groups=False,
+        pg_collection=topology.groups,
     )
     share_scaler(optimizer)
     for member in members(optimizer):
@@ -45,25 +49,6 @@ def build_optimizer(config: Config, chunks: list[torch.nn.Module]) -> MegatronOp
             for group in member.optimizer.param_groups:
                 group["foreach"], group["fused"] = False, True
     return optimizer
-
-
-def members(optimizer: MegatronOptimizer) -> list[Any]:
-    """The single optimizers inside Megatron's chain (dense parameters, expert parameters)."""
-    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def scaler_of(optimizer: MegatronOptimizer) -> Any:
-    """The fp16 loss scaler, or None in other precisions."""
-    return next((scaler for member in members(optimizer) if (scaler := getattr(member, "grad_scaler", None)) is not None), None)
-
-
-def share_scaler(optimizer: MegatronOptimizer) -> None:
-    """Let all members unscale by the scale that the loss is multiplied with. Megatron gives each a scaler of its own: once gradients
-    of the experts alone have overflowed, they would be divided by half of that scale for ever."""
-    scaler = scaler_of(optimizer)
-    for member in members(optimizer):
-        if getattr(member, "grad_scaler", None) is not None:
-            member.grad_scaler = scaler
 
 
 def param_groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:

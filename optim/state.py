@@ -4,40 +4,39 @@ Megatron's optimizers keep their state per kind: whole tensors (plain), or slice
 parameter ends (sharded). Neither loads into the other, and a chain of two (dense and expert) not into one. Here each
 parameter's state is brought to the parameter's shape and named after it, with the sharding of the model's own
 checkpoint: `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>` and, in half precision, `optimizer.master.<name>`.
-Every rank writes what it owns, straight from where it lies, and reads only that: neither saving nor loading communicates.
+Every rank writes what it owns, straight from where it lies, and reads only that: neither saving nor loading
+communicates.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from optim.build import members, scaler_of
+from parallel.megatron.optimizer import (
+    Owned,
+    find_owned,
+    is_sharded,
+    members,
+    scale_and_least,
+    scaler_numbers,
+    scaler_of,
+    set_scaler_numbers,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass
-class _Owned:
-    """What this rank's optimizer holds of one parameter: the flat range [start, end), its master weights and state."""
-
-    start: int
-    end: int
-    main: torch.Tensor
-    member: Any
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return self.member.optimizer.state.get(self.main, {})
+def _owned(optimizer: MegatronOptimizer, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[Owned | None]:
+    return find_owned(optimizer, [parameter for _, parameter in parameters])
 
 
 def _parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -47,45 +46,21 @@ def _parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.P
                 yield f"{i}.{name}", parameter
 
 
-def _find_owned(optimizer: MegatronOptimizer, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[_Owned | None]:
-    """For each parameter what this rank's optimizer holds of it; None where another data parallel rank holds it all."""
-    whole: dict[int, Any] = {}  # plain optimizers: id of a main parameter -> the member that steps it
-    sharded = []
-    for member in members(optimizer):
-        if isinstance(member, DistributedOptimizer):
-            sharded.append(member)
-        elif member.optimizer is not None:
-            whole.update({id(main): member for group in member.optimizer.param_groups for main in group["params"]})
-    result: list[_Owned | None] = []
-    for _, parameter in parameters:
-        main = getattr(parameter, "main_param", None)
-        main = parameter if main is None else main
-        owned = _Owned(0, parameter.numel(), main, whole[id(main)]) if id(main) in whole else None
-        for member in sharded:
-            if parameter in member.model_param_group_index_map:
-                group, order = member.model_param_group_index_map[parameter]
-                held = member._get_model_param_range_map(parameter)["param"]
-                owned = _Owned(held.start, held.end, member.optimizer.param_groups[group]["params"][order], member)
-        result.append(owned)
-    return result
+def sharded_state(
+    optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], model_state: dict[str, Any]
+) -> list[ShardedTensor]:
+    """This rank's optimizer state: views into it, each a box of a parameter's state. Makes no copy and asks no other
+    rank.
 
-
-def _is_sharded(optimizer: MegatronOptimizer) -> bool:
-    return any(isinstance(member, DistributedOptimizer) for member in members(optimizer))
-
-
-def sharded_state(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], model_state: dict[str, Any]) -> list[ShardedTensor]:
-    """This rank's optimizer state: views into it, each a box of a parameter's state. Makes no copy and asks no other rank.
-
-    `model_state` is the sharded state dict of the same chunks. A sharded optimizer owns of a parameter a range of its elements,
-    which is a few boxes; as every element has one owner, every box is the main replica among the data parallel ranks.
-    Before the first step there are no moments.
+    `model_state` is the sharded state dict of the same chunks. A sharded optimizer owns of a parameter a range of its
+    elements, which is a few boxes; as every element has one owner, every box is the main replica among the data
+    parallel ranks. Before the first step there are no moments.
     """
     parameters = list(_parameters(chunks))
     sharded_by_id = get_param_id_to_sharded_param_map(model_state, (parameter for _, parameter in parameters))
-    sharded, steps = _is_sharded(optimizer), steps_taken(optimizer)
+    sharded, steps = any(map(is_sharded, members(optimizer))), steps_taken(optimizer)
     result: list[ShardedTensor] = []
-    for i, ((_, parameter), owned) in enumerate(zip(parameters, _find_owned(optimizer, parameters), strict=True)):
+    for i, ((_, parameter), owned) in enumerate(zip(parameters, _owned(optimizer, parameters), strict=True)):
         if owned is None or owned.start == owned.end:
             continue
         held = {} if parameter.dtype == torch.float32 else {"master": owned.main}
@@ -98,7 +73,10 @@ def sharded_state(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], m
             for shard in whole:
                 replica_id = (*shard.replica_id[:-1], 0) if sharded else shard.replica_id
                 result += _owned_boxes(
-                    replace(shard, key=f"optimizer.{kind}.{shard.key}", replica_id=replica_id), parameter.shape, owned, value
+                    replace(shard, key=f"optimizer.{kind}.{shard.key}", replica_id=replica_id),
+                    parameter.shape,
+                    owned,
+                    value,
                 )
     return result
 
@@ -106,15 +84,22 @@ def sharded_state(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], m
 def _shards(sharded: ShardedTensor | ShardedTensorFactory, shape: torch.Size) -> list[ShardedTensor]:
     """The boxes that make up a parameter in the model's checkpoint, as views into a parameter that takes no memory."""
     shadow = torch.empty(shape, dtype=torch.float32, device="meta")
-    shards = sharded.build_fn(sharded.key, shadow, sharded.replica_id, None) if isinstance(sharded, ShardedTensorFactory) else None
+    shards = (
+        sharded.build_fn(sharded.key, shadow, sharded.replica_id, None)
+        if isinstance(sharded, ShardedTensorFactory)
+        else None
+    )
     return list(nested_values(shards)) if shards is not None else [replace(sharded, data=shadow, dtype=shadow.dtype)]
 
 
-def _owned_boxes(shard: ShardedTensor, shape: torch.Size, owned: _Owned, value: torch.Tensor) -> Iterator[ShardedTensor]:
-    """What lies both in a shard of a parameter (a view into it) and in the owned range, whose elements `value` holds."""
+def _owned_boxes(shard: ShardedTensor, shape: torch.Size, owned: Owned, value: torch.Tensor) -> Iterator[ShardedTensor]:
+    """What lies both in a shard of a parameter (a view into it) and in the owned range, whose elements `value`
+    holds."""
     view = shard.data
     strides = torch.empty(shape, device="meta").stride()
-    assert view.dim() == len(shape) and view.stride() == strides, f"{shard.key} is no box of its parameter: {view.stride()}, {strides}"
+    assert view.dim() == len(shape) and view.stride() == strides, (
+        f"{shard.key} is no box of its parameter: {view.stride()}, {strides}"
+    )
     first = [view.storage_offset() // stride % size for stride, size in zip(strides, shape)]
     flat, prepended = value.detach().view(-1), shard.prepend_axis_num
     for start, sizes in boxes(tuple(shape), owned.start, owned.end):
@@ -136,7 +121,8 @@ def _owned_boxes(shard: ShardedTensor, shape: torch.Size, owned: _Owned, value: 
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut the elements [start, end) of a row-major tensor into boxes, (first corner, sizes) each: at most 2 * dimensions - 1."""
+    """Cut the elements [start, end) of a row-major tensor into boxes, (first corner, sizes) each: at most 2 *
+    dimensions - 1."""
     if len(shape) <= 1:
         if start < end:
             yield ((start,), (end - start,)) if shape else ((), ())
@@ -158,9 +144,10 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[
 
 @torch.no_grad()
 def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps: int) -> None:
-    """Make the optimizer look as it does after `steps` steps, with zeros for moments, so that `sharded_state` has views to fill."""
+    """Make the optimizer look as it does after `steps` steps, with zeros for moments, so that `sharded_state` has views
+    to fill."""
     parameters = list(_parameters(chunks))
-    for owned in _find_owned(optimizer, parameters):
+    for owned in _owned(optimizer, parameters):
         if owned is None:
             continue
         inner = owned.member.optimizer
@@ -170,7 +157,9 @@ def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps:
         state: dict[str, Any] = {kind: torch.zeros_like(owned.main, dtype=torch.float32) for kind in MOMENTS}
         if isinstance(inner, torch.optim.AdamW):
             on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
-            state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=owned.main.device if on_device else "cpu")
+            state["step"] = torch.tensor(
+                float(steps), dtype=torch.float32, device=owned.main.device if on_device else "cpu"
+            )
         inner.state[owned.main] = state
     for member in members(optimizer):
         if member.optimizer is not None and not isinstance(member.optimizer, torch.optim.AdamW):
@@ -179,7 +168,8 @@ def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps:
 
 
 def steps_taken(optimizer: MegatronOptimizer) -> int:
-    """Optimizer steps taken so far (fp16 skips some), the same on every rank that holds parameters; 0 before the first."""
+    """Optimizer steps taken so far (fp16 skips some), the same on every rank that holds parameters; 0 before the
+    first."""
     for member in members(optimizer):
         if member.optimizer is None:
             continue
@@ -195,34 +185,28 @@ def steps_taken(optimizer: MegatronOptimizer) -> int:
 def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
     """The fp16 loss scaler's numbers, or None in other precisions."""
     scaler = scaler_of(optimizer)
-    if scaler is None:
-        return None
-    return {
-        "scale": float(scaler._scale),
-        "growth_tracker": float(scaler._growth_tracker),
-        "hysteresis_tracker": float(scaler._hysteresis_tracker),
-    }
+    return None if scaler is None else scaler_numbers(scaler)
 
 
 def loss_scale(optimizer: MegatronOptimizer) -> tuple[float, float]:
     """The fp16 loss scale as it is now and the lowest that it may fall to."""
-    scaler = scaler_of(optimizer)
-    return float(scaler._scale), float(scaler.min_scale)
+    return scale_and_least(scaler_of(optimizer))
 
 
 def restore_scaler(optimizer: MegatronOptimizer, saved: dict[str, float] | None) -> None:
     """Undo `scaler_state`; None leaves the initial scale."""
     scaler = scaler_of(optimizer)
     if scaler is not None and saved is not None:
-        scaler._scale = torch.full_like(scaler._scale, saved["scale"])
-        scaler._growth_tracker = int(saved["growth_tracker"])
-        scaler._hysteresis_tracker = int(saved["hysteresis_tracker"])
+        set_scaler_numbers(scaler, saved)
 
 
-def named_state(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]) -> Iterator[tuple[int, str, str, torch.Tensor]]:
-    """What this rank's optimizer holds beside the model's parameters: (chunk, parameter's name, kind, tensor) of each part."""
+def named_state(
+    optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]
+) -> Iterator[tuple[int, str, str, torch.Tensor]]:
+    """What this rank's optimizer holds beside the model's parameters: (chunk, parameter's name, kind, tensor) of each
+    part."""
     parameters = list(_parameters(chunks))
-    for (name, parameter), owned in zip(parameters, _find_owned(optimizer, parameters), strict=True):
+    for (name, parameter), owned in zip(parameters, _owned(optimizer, parameters), strict=True):
         if owned is None:
             continue
         held = {} if parameter.dtype == torch.float32 else {"master": owned.main}

@@ -1,6 +1,8 @@
-"""An optimizer step in two halves, so that a step can be refused in between: gradients made ready, then weights changed.
+"""An optimizer step in two halves, so that a step can be refused in between: gradients made ready, then weights
+changed.
 
-The halves of Megatron-core 0.16.1's `step` of chained, mixed-precision and fp32 optimizers (core/optimizer/optimizer.py), call for call.
+The halves of Megatron-core 0.16.1's `step` of chained, mixed-precision and fp32 optimizers
+(core/optimizer/optimizer.py), call for call.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from optim.build import members, scaler_of
+from parallel.megatron.optimizer import members, scale_held, scaler_of
 
 
 @torch.no_grad()
 def prepare(optimizer: MegatronOptimizer) -> float | None:
-    """The gradients' norm over the whole model, before clipping; None where fp16 gradients overflowed their scale, which is then lowered.
+    """The gradients' norm over the whole model, before clipping; None where fp16 gradients overflowed their scale,
+    which is then lowered.
 
     A collective call. Not finite where any gradient is not.
     """
@@ -22,11 +25,8 @@ def prepare(optimizer: MegatronOptimizer) -> float | None:
     if scaler is None:
         overflowed = bool(optimizer.prepare_grads())
     else:
-        scaler.update = lambda found: None  # all members share it (optim/build.py): it counts a step once, not each member
-        try:
+        with scale_held(scaler):  # all members share it: it counts a step once, not each member
             overflowed = bool(optimizer.prepare_grads())
-        finally:
-            del scaler.update
         scaler.update(overflowed)
     if overflowed:
         return None
@@ -42,5 +42,7 @@ def apply(optimizer: MegatronOptimizer, grad_norm: float) -> bool:
         parameters = member.get_parameters()
         if parameters:
             decoupled = member.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(parameters, max_norm=member.config.clip_grad, total_norm=grad_norm, use_decoupled_grad=decoupled)
+            clip_grad_by_total_norm_fp32(
+                parameters, max_norm=member.config.clip_grad, total_norm=grad_norm, use_decoupled_grad=decoupled
+            )
     return bool(optimizer.step_with_ready_grads())

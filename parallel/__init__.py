@@ -1,8 +1,10 @@
-"""Process groups, collectives and Megatron-core's mends. Imported before Megatron-core, so that its notes can be silenced."""
+"""Process groups, collectives and Megatron-core's mends. Imported before Megatron-core, so that its notes can be
+silenced."""
 
 import warnings
 
-# Said once per process by Megatron-core and torch, about things that are as they should be here; nobody can act on them.
+# Said once per process by Megatron-core and torch, about things that are as they should be here; nobody can act on
+# them.
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

@@ -12,7 +12,8 @@ AMD_DRIVER = Path("/dev/kfd")  # torch for AMD calls its GPUs cuda
 
 
 def refuse_missing(device: str, key: str) -> None:
-    """Raise ConfigError, naming `key`, for "cuda" on a machine without a GPU. Where in doubt it says nothing: torch has the last word."""
+    """Raise ConfigError, naming `key`, for "cuda" on a machine without a GPU. Where in doubt it says nothing: torch has
+    the last word."""
     if device == "cuda" and not _may_have_gpu():
         raise ConfigError(no_gpu(key))
 

@@ -1,7 +1,8 @@
-"""A run on one node listens on the loopback alone. What that promises, and what holds on several nodes: docs/guide/network.md.
+"""A run on one node listens on the loopback alone. What that promises, and what holds on several nodes:
+docs/guide/network.md.
 
-Without this gloo listens at the address that the host's name has, NCCL at that of the first network card, and torch's store, which asks
-nobody who he is, on every interface.
+Without this gloo listens at the address that the host's name has, NCCL at that of the first network card, and torch's
+store, which asks nobody who he is, on every interface.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ def is_enough(world_size: int) -> bool:
 
 
 def use() -> None:
-    """Let gloo and NCCL listen on the loopback alone, unless the user has named an interface. Call it before groups exist."""
-    interface = next(name for name, entries in psutil.net_if_addrs().items() if any(entry.address == ADDRESS for entry in entries))
+    """Let gloo and NCCL listen on the loopback alone, unless the user has named an interface. Call it before groups
+    exist."""
+    interface = next(
+        name for name, entries in psutil.net_if_addrs().items() if any(entry.address == ADDRESS for entry in entries)
+    )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": not any interface whose name begins so
 
 
 def own_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
-    """The job's store where no launcher holds one: rank 0 does. All ranks call it. None where MASTER_ADDR is not the loopback: there
-    torch's own way is right."""
+    """The job's store where no launcher holds one: rank 0 does. All ranks call it. None where MASTER_ADDR is not the
+    loopback: there torch's own way is right."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not port or not _is_loopback(address):
         return None
@@ -43,7 +47,9 @@ def own_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | No
         return dist.TCPStore(address, int(port), world_size, is_master=False, timeout=timeout)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, int(port)), family=family)
-    return dist.TCPStore(address, int(port), world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        address, int(port), world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
+    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -13,8 +13,8 @@ BLOCK = 1024  # elements whose squares are added up in one go on a CPU
 def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of each tensor, in fp64.
 
-    torch's norm on the CPU adds up squares one after the other: 1e-4 off at 4 million elements, so that the same gradients would
-    have another norm in another layout. Norms of blocks, put together in fp64, are exact.
+    torch's norm on the CPU adds up squares one after the other: 1e-4 off at 4 million elements, so that the same
+    gradients would have another norm in another layout. Norms of blocks, put together in fp64, are exact.
     """
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors)).to(torch.float64)

@@ -1,13 +1,12 @@
 """The one owner of process groups and ranks.
 
-`initialize` joins the job, builds Megatron's process groups for the configured layout and returns a `Topology`: who this
-rank is. Ranks are laid out tensor-fastest, then context, data, pipeline ("tp-cp-ep-dp-pp"); expert parallelism folds over
-the same ranks with its own tensor size, so attention and experts may be split differently.
+`initialize` joins the job, builds Megatron's process groups for the configured layout and returns a `Topology`: who
+this rank is. Ranks are laid out tensor-fastest, then context, data, pipeline ("tp-cp-ep-dp-pp"); expert parallelism
+folds over the same ranks with its own tensor size, so attention and experts may be split differently.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,39 +16,64 @@ from parallel.megatron import apply_patches  # before Megatron-core: see paralle
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from configs.derived import expert_tensor_size, model_parallel_size
+from configs.ranks import launched
 from configs.schema import Config, ConfigError
-from parallel import loopback, meeting
+from parallel import loopback
+from parallel.liveness import rendezvous
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One kind of parallelism as this rank sees it: its rank among the `size` processes of `group`."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's place in the layout. Sizes and ranks are counts of processes; `device` is where tensors live."""
+    """This rank's place in the layout. `rank` and `world_size` count the whole job; `device` is where tensors live.
+
+    Attributes:
+        tensor: ranks that share each dense layer.
+        context: ranks that share each sequence.
+        data: ranks that read different samples.
+        data_context: `data` times `context`: ranks that hold the same dense weights.
+        pipeline: the stages.
+        expert: ranks that share the experts of a layer.
+        expert_tensor: ranks that share each expert.
+        expert_data: ranks that hold the same experts.
+        groups: the same groups, and products of them, under Megatron-core's names. Its modules take them as
+            `pg_collection`.
+        virtual_size: model chunks of each pipeline rank.
+    """
 
     rank: int
     world_size: int
     device: torch.device
-    tensor_rank: int
-    tensor_size: int
-    pipeline_rank: int
-    pipeline_size: int
+    tensor: Axis
+    context: Axis
+    data: Axis
+    data_context: Axis
+    pipeline: Axis
+    expert: Axis
+    expert_tensor: Axis
+    expert_data: Axis
+    groups: ProcessGroupCollection
     virtual_size: int
-    data_rank: int
-    data_size: int
-    expert_rank: int
-    expert_size: int
-    expert_data_size: int
 
     @property
-    def is_first_stage(self) -> bool:
-        """Holds the embedding (chunk 0 of the first pipeline rank)."""
-        return self.pipeline_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Computes the loss (last chunk of the last pipeline rank)."""
-        return self.pipeline_rank == self.pipeline_size - 1
+    def speaks_for_stage(self) -> bool:
+        """Whether this rank writes or adds what all ranks of its pipeline stage know: one of each stage does."""
+        return self.data_context.rank == 0 and self.tensor.rank == 0
 
 
 def choose_device(config: Config) -> torch.device:
@@ -59,7 +83,7 @@ def choose_device(config: Config) -> torch.device:
         raise ConfigError("training.device (cuda) needs a CUDA GPU, and torch sees none here. Try training.device=cpu.")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = launched().local_rank or 0
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank ({local_rank}) has no GPU of its own: torch sees {torch.cuda.device_count()} here. "
@@ -80,12 +104,12 @@ def initialize(config: Config) -> Topology:
     if not dist.is_initialized():
         timeout = timedelta(seconds=layout.timeout_seconds)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        has_place = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-        rank, world_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if has_place else (0, 1)
+        launch = launched()
+        rank, world_size = launch.rank, launch.world_size
         if loopback.is_enough(world_size):
             loopback.use()
-        if meeting.launcher_holds_store() or world_size > 1:
-            fresh = meeting.fresh_store if meeting.launcher_holds_store() else loopback.own_store
+        if rendezvous.launcher_holds_store() or world_size > 1:
+            fresh = rendezvous.fresh_store if rendezvous.launcher_holds_store() else loopback.own_store
             store = fresh(rank, world_size, timeout)
             place = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
             dist.init_process_group(backend, timeout=timeout, **place)
@@ -111,35 +135,56 @@ def initialize(config: Config) -> Topology:
         distributed_timeout_minutes=max(1, -(-layout.timeout_seconds // 60)),
         create_gloo_process_groups=False,
     )
-    _seed_random_numbers(config)
+    topology = _topology(device, layout.virtual_pipeline or 1)
+    _seed_random_numbers(config, topology)
+    return topology
+
+
+def megatron_groups() -> ProcessGroupCollection:
+    """The process groups that exist now, as Megatron-core's modules take them. Everyone else has them from
+    `Topology.groups`."""
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _topology(device: torch.device, virtual_size: int) -> Topology:
+    groups = megatron_groups()
     return Topology(
         rank=dist.get_rank(),
-        world_size=world_size,
+        world_size=dist.get_world_size(),
         device=device,
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=layout.tensor,
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pipeline_size=layout.pipeline,
-        virtual_size=layout.virtual_pipeline or 1,
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
-        expert_rank=parallel_state.get_expert_model_parallel_rank(),
-        expert_size=layout.expert,
-        expert_data_size=parallel_state.get_expert_data_parallel_world_size(),
+        tensor=_axis(groups.tp),
+        context=_axis(groups.cp),
+        data=_axis(groups.dp),
+        data_context=_axis(groups.dp_cp),
+        pipeline=_axis(groups.pp),
+        expert=_axis(groups.ep),
+        expert_tensor=_axis(groups.expt_tp),
+        expert_data=_axis(groups.expt_dp),
+        groups=groups,
+        virtual_size=virtual_size,
     )
 
 
-def _seed_random_numbers(config: Config) -> None:
-    # Only dropout draws from these: weights come from models/initialize.py, data order from data/samples.py. Ranks that
-    # hold different tokens need different masks, so the place in pipeline and data parallelism enters the seed; tensor
-    # and expert ranks get theirs from Megatron's tracker.
-    place = 100 * parallel_state.get_pipeline_model_parallel_rank() + 10_000 * parallel_state.get_data_parallel_rank()
+def _axis(group: dist.ProcessGroup) -> Axis:
+    return Axis(group.rank(), group.size(), group)
+
+
+def _seed_random_numbers(config: Config, topology: Topology) -> None:
+    # Only dropout draws from these: weights come from models/initial_weights.py, data order from data/samples/. Ranks
+    # that hold different tokens need different masks, so the place in pipeline and data parallelism enters the seed;
+    # tensor and expert ranks get theirs from Megatron's tracker.
+    place = 100 * topology.pipeline.rank + 10_000 * topology.data.rank
     torch.manual_seed(config.training.seed + place)
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed + place, force_reset_rng=True)
 
 
+def leave_layout() -> None:
+    """Destroy the groups of the layout; the job's own process group stays."""
+    parallel_state.destroy_model_parallel()
+
+
 def destroy() -> None:
     """Leave the job: destroy Megatron's groups and torch's. Safe to call twice."""
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     if dist.is_initialized():
         dist.destroy_process_group()

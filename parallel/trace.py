@@ -42,7 +42,8 @@ def named(name: str) -> Callable[[Function], Function]:
 
 @contextlib.contextmanager
 def recording(*others: tuple[Any, str, str]) -> Iterator[None]:
-    """While this lasts, names are put down; also those of `others`, (owner, attribute, name) of functions that are not ours."""
+    """While this lasts, names are put down; also those of `others`, (owner, attribute, name) of functions that are not
+    ours."""
     global _recording
     before, _recording = _recording, True
     undo: list[Callable[[], None]] = []
@@ -62,9 +63,11 @@ def recording(*others: tuple[Any, str, str]) -> Iterator[None]:
 
 
 def with_backward(name: str) -> Callable[[Function], Function]:
-    """Decorator for a module's `forward` of a tensor to a tensor, or to a tuple with one in front: names calls and backward passes.
+    """Decorator for a module's `forward` of a tensor to a tensor, or to a tuple with one in front: names calls and
+    backward passes.
 
-    A backward pass is what autograd does from the moment at which the output's gradient is there to that of the input's.
+    A backward pass is what autograd does from the moment at which the output's gradient is there to that of the
+    input's.
     """
 
     def decorate(function: Function) -> Function:

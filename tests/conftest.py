@@ -11,10 +11,20 @@ import pytest
 
 from tests import distributed
 
+# Files whose tests start no rank and no training, marked `fast`.
+FAST = {
+    *("test_docs", "test_readme", "test_rooms", "test_walkthrough", "test_summary", "test_rounds"),
+    *("test_files", "test_keys", "test_last_words", "test_ranks", "test_validate", "test_weights"),
+    *("test_corpus", "test_identity", "test_loader", "data/test_samples", "test_split"),
+    *("test_load", "test_planner", "test_route", "test_trial"),
+    *("test_costs", "test_events", "optim/test_schedule", "test_start", "test_submit"),
+}
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _children_take_an_interrupt() -> None:
-    """A shell starts what it runs in the background with SIGINT ignored, and programs that tests start would inherit that."""
+    """A shell starts what it runs in the background with SIGINT ignored, and programs that tests start would inherit
+    that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -26,8 +36,11 @@ def _workers_end_with_the_session() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run; each mark is probed only if a collected test has it."""
-    probes = {"gpu": _has_gpu, "slurm": _has_slurm, "netns": _has_network_namespaces}
+    """Mark the fast tests; skip what this machine cannot run. Each mark is probed only if a collected test has it."""
+    for item in items:
+        if {item.path.stem, f"{item.path.parent.name}/{item.path.stem}"} & FAST:
+            item.add_marker("fast")
+    probes = {"gpu": _has_gpu, "slurm": _has_slurm, "netns": _has_network_namespaces, "cuda_pretended": _has_compiler}
     for mark, probe in probes.items():
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and not probe():
@@ -43,6 +56,10 @@ def _has_gpu() -> bool:
 
 def _has_slurm() -> bool:
     return shutil.which("sbatch") is not None
+
+
+def _has_compiler() -> bool:
+    return any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 
 
 def _has_network_namespaces() -> bool:

@@ -33,6 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_RANKS = 4
+PRETENDED = "pretended"  # a backend: gloo between ranks that have tests/cuda's device
 DEFAULT_TIMEOUT = 90.0  # seconds; below pytest's own limit, which knows nothing of the ranks
 START_TIMEOUT = 90.0  # seconds that a new process has to import Megatron-core; not counted against the call
 TAKE_DOWN_TIMEOUT = 30.0  # seconds that a rank has to leave its process group
@@ -59,16 +60,21 @@ class RankDied(Exception):
     """A rank's process ended without an answer. The pool is gone, the next call makes a new one."""
 
 
-def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = DEFAULT_TIMEOUT, backend: str = "gloo") -> list[Any]:
+def run(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = DEFAULT_TIMEOUT, backend: str = "gloo"
+) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks and return their results by rank.
 
-    `fn` must be importable by name; arguments and results are pickled. With backend "gloo" the ranks see no GPU.
-    Raises RankError, RankHang, RankDied, or ValueError for a function or a world size that cannot be run.
+    `fn` must be importable by name; arguments and results are pickled. With backend "gloo" the ranks see no GPU, with
+    PRETENDED they have the device of tests/cuda. Raises RankError, RankHang, RankDied, or ValueError for a function or
+    a world size that cannot be run.
     """
     if not 1 <= world_size <= MAX_RANKS:
         raise ValueError(f"world_size={world_size}: the pool has 1 to {MAX_RANKS} ranks")
     if "<" in fn.__qualname__ or fn.__module__ == "__main__":
-        raise ValueError(f"fn={fn.__module__}.{fn.__qualname__}: must be a module-level function that another process can import")
+        raise ValueError(
+            f"fn={fn.__module__}.{fn.__qualname__}: must be a module-level function that another process can import"
+        )
     call = (fn.__module__, fn.__qualname__, pickle.dumps(args))
     pool = _pools.get(backend) or _Pool(backend)
     _pools[backend] = pool
@@ -106,9 +112,17 @@ class _Worker:
         self.rank = rank
         ours, theirs = socket.socketpair()
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", GLOO_SOCKET_IFNAME="lo")
-        if backend == "gloo":
+        if backend != "nccl":
             env["CUDA_VISIBLE_DEVICES"] = ""
         code = f"from tests.distributed import _worker; _worker({theirs.fileno()}, {os.getpid()}, {rank}, {backend!r})"
+        if backend == PRETENDED:
+            from tests.cuda import build
+
+            guard = str(build.guard())  # to be loaded before torch
+            code = (
+                f"import ctypes; ctypes.CDLL({guard!r}, ctypes.RTLD_GLOBAL); from tests.cuda import stubs; "
+                f"stubs.install(); {code}"
+            )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             cwd=ROOT,
@@ -164,7 +178,9 @@ class _Pool:
         self.calls = 0
         self.workers: list[_Worker] = []
         # One store for the pool, on a free port of its own; each call talks under its own prefix.
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
+        )
 
     def run(self, call: tuple[str, str, bytes], world_size: int, timeout: float) -> list[Any]:
         while len(self.workers) < world_size:
@@ -180,7 +196,9 @@ class _Pool:
             worker.tail.clear()
             worker.output_ended.clear()
             try:
-                worker.connection.send_bytes(pickle.dumps((*call, world_size, self.store.port, f"run{self.calls}", timeout)))
+                worker.connection.send_bytes(
+                    pickle.dumps((*call, world_size, self.store.port, f"run{self.calls}", timeout))
+                )
             except OSError:
                 raise RankDied(_obituary(worker)) from None
 
@@ -216,11 +234,14 @@ class _Pool:
             stacks = _dump_stacks(stuck)
             if first_error is None:
                 names = ", ".join(str(worker.rank) for worker in stuck)
-                raise RankHang(f"rank {names} of {world_size} did not end {call[0]}.{call[1]} within {timeout:g} s\n{stacks}")
+                raise RankHang(
+                    f"rank {names} of {world_size} did not end {call[0]}.{call[1]} within {timeout:g} s\n{stacks}"
+                )
             self.broken = True
             first_error.add_note(f"the other ranks were still at work {GRACE:g} s later and were ended:\n{stacks}")
             raise first_error
-        # Only now that all have answered: a rank that leaves early breaks the connections of one that is still arriving.
+        # Only now that all have answered: a rank that leaves early breaks the connections of one that is still
+        # arriving.
         for worker in workers:
             if worker not in failed:
                 self._release(worker)
@@ -363,14 +384,18 @@ def _set_up(rank: int, world_size: int, port: int, prefix: str, timeout: float, 
     np.random.seed(0)
     torch.manual_seed(0)
     # What torchrun would say.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # Longer than the test's own limit: a hang is then reported with the stacks of all ranks, not as gloo's timeout.
     limit = datetime.timedelta(seconds=timeout + 60)
     store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group(
+        "gloo" if backend == PRETENDED else backend, store=store, rank=rank, world_size=world_size, timeout=limit
+    )
 
 
 def _take_down(environment: dict[str, str], folder: str) -> None:

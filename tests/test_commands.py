@@ -1,8 +1,9 @@
-"""Every command that README, the guide and the help texts show is right as typed: TABLE says which test runs it, or tries it dry here.
+"""Every command that README, the guide and the help texts show is right as typed: TABLE says which test runs it, or
+tries it dry here.
 
-The rows of TABLE are by program, so that another example of a known one is tried as it stands. A dry run goes as far as it can without
-files, ranks or a cluster: the tool's own command line is parsed, a configuration is composed and checked for the ranks that it would
-have, a launch script runs with stand-ins.
+The rows of TABLE are by program, so that another example of a known one is tried as it stands. A dry run goes as far as
+it can without files, ranks or a cluster: the tool's own command line is parsed, a configuration is composed and checked
+for the ranks that it would have, a launch script runs with stand-ins.
 """
 
 from __future__ import annotations
@@ -27,10 +28,20 @@ from tests.test_launch import ROOT, Sandbox, agent_arguments, installed, parsed,
 
 __all__ = ["installed", "sandbox"]  # fixtures
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *GUIDES,
+    *sorted((ROOT / "docs" / "results").glob("*.md")),
+]
 SCRIPTS = ["quickstart.sh", "setup.sh", "test.sh", "torchrun.sh"]
-COMMENTED = [ROOT / "launch" / "slurm.sbatch", ROOT / "launch" / "kubernetes.yaml"]  # their first lines say how to use them
-COMMAND = re.compile(r"(bash launch/|(\.venv/bin/)?python (train\.py|-m )|\.venv/bin/ruff |sbatch |scancel |torchrun |pip install )")
+# their first lines say how to use them
+COMMENTED = [ROOT / "launch" / "slurm.sbatch", ROOT / "launch" / "kubernetes.yaml"]
+COMMAND = re.compile(
+    r"(bash launch/|(\.venv/bin/)?python (train\.py|-m )|\.venv/bin/ruff |sbatch |scancel |torchrun |pip install )"
+)
 GPUS = 8  # of a node, where an example does not say it
 
 SLURM = "tests/launch/test_slurm.py::test_training_on_two_nodes_is_preempted_resumes_loses_a_rank_and_finishes"
@@ -54,8 +65,34 @@ TABLE: list[tuple[str, str]] = [
     (r"torchrun ", "torchrun"),
     (r".*python -m data\.prepare --help$", "tests/test_tools.py::test_answers_come_from_any_folder_without_torch"),
     (r".*python -m data\.prepare", "prepare"),
-    (r".*python -m (models|training|benchmarks)\.", "tool"),
+    (r".*python -m (checkpoint\b|(checkpoint|inference|models|training|benchmarks)\.)", "tool"),
     (r"pip install 'mixtrain\[\w+\]'$", "extra"),
+]
+
+# The test that runs such a command to its end. Benchmarks have their results instead.
+RUNS: list[tuple[str, str]] = [
+    (r".*train\.py --help$", "tests/test_tools.py::test_answers_come_from_any_folder_without_torch"),
+    (r".*train\.py --config-dir ", "tests/configs/test_compose.py::test_the_guides_preset_of_ones_own"),
+    (r".*train\.py .*plan=", "tests/simulator/test_plan.py::test_command_line_plans_without_a_cluster"),
+    (r".*train\.py", "tests/training/test_console.py::test_a_run_on_a_terminal"),
+    (r"bash launch/torchrun\.sh", "tests/training/test_faults.py::test_restarts_go_on_by_themselves"),
+    (r"bash launch/quickstart\.sh", "tests/test_launch.py::test_quickstart_command_line"),
+    (r"bash launch/setup\.sh", "tests/test_launch.py::test_setup_installs_once_and_then_calls_nothing"),
+    (r"bash launch/test\.sh", "tests/test_launch.py::test_test_script_runs_everything_and_fails_if_anything_does"),
+    (r"\.venv/bin/ruff", "tests/test_launch.py::test_test_script_runs_everything_and_fails_if_anything_does"),
+    (r".*python -m launch\.submit|scancel|sbatch", SLURM),
+    (r".*python -m launch\.job", "tests/launch/test_submit.py::test_job_prints_where_it_writes_or_why_it_cannot_be"),
+    (r"torchrun ", "tests/launch/test_network.py::test_a_run_on_one_node_listens_on_the_loopback_alone"),
+    (r".*python -m data\.prepare", "tests/data/test_prepare.py::test_command_line"),
+    (r".*python -m checkpoint(?!\.)", "tests/checkpoint/test_checkpoint.py::test_command_line"),
+    (r".*python -m inference\.generate", "tests/inference/test_generate.py::test_command_line"),
+    (r".*python -m inference\.evaluate", "tests/inference/test_evaluate.py::test_perplexity_of_files"),
+    (r".*python -m inference\.fill_mask", "tests/inference/test_evaluate.py::test_masked_words"),
+    (r".*python -m training\.report", "tests/training/test_report.py::test_command_line"),
+    (r".*python -m training\.status", "tests/training/test_run_identity.py::test_status_names_the_process"),
+    (r".*python -m checkpoint\.export", "tests/checkpoint/test_export.py::test_an_export_holds_its_own_files_alone"),
+    (r".*python -m models\.convert", "tests/checkpoint/test_export.py::test_there_and_back_with_the_same_text"),
+    (r"pip install", "tests/test_tools.py::test_an_editable_installation_is_a_path"),
 ]
 
 
@@ -80,7 +117,8 @@ def commands_of_help(text: str) -> set[str]:
 
 
 def _clean(line: str) -> str | None:
-    if COMMAND.match(line) is None or re.search(r"\[(SBATCH|OPTION|KEY|PYTEST|--array-task)|\w\\?\|\w", line):  # a synopsis
+    # a synopsis
+    if COMMAND.match(line) is None or re.search(r"\[(SBATCH|OPTION|KEY|PYTEST|--array-task)|\w\\?\|\w", line):
         return None
     return re.sub(r"\s+#.*", "", line).strip()
 
@@ -93,7 +131,9 @@ def all_commands() -> dict[str, str]:
     for path in COMMENTED:
         found |= dict.fromkeys(commands_of_help(re.sub(r"^#", "", path.read_text(), flags=re.M)), path.name)
     for name in SCRIPTS:
-        done = subprocess.run(["bash", str(ROOT / "launch" / name), "--help"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["bash", str(ROOT / "launch" / name), "--help"], capture_output=True, text=True, timeout=60
+        )
         found |= dict.fromkeys(commands_of_help(done.stdout), f"{name} --help")
     return found
 
@@ -103,6 +143,16 @@ def check_of(command: str) -> str | None:
     return next((check for pattern, check in TABLE if re.match(pattern, command)), None)
 
 
+def run_of(command: str) -> str | None:
+    """The test that runs it, by RUNS."""
+    return next((test for pattern, test in RUNS if re.match(pattern, command)), None)
+
+
+def exists(test: str) -> bool:
+    path, _, name = test.partition("::")
+    return f"\ndef {name}(" in (ROOT / path).read_text()
+
+
 COMMANDS = all_commands()
 
 
@@ -110,12 +160,27 @@ def test_every_command_stands_in_the_table_with_a_test_that_exists() -> None:
     assert len(COMMANDS) > 40
     assert {command: place for command, place in COMMANDS.items() if check_of(command) is None} == {}
     for pattern, check in TABLE:
-        path, _, name = check.partition("::")
-        if name:
-            assert f"\ndef {name}(" in (ROOT / path).read_text(), check
+        if "::" in check:
+            assert exists(check), check
         else:
             assert f"dry_{check}" in globals(), check
-        assert any(re.match(pattern, command) for command in COMMANDS) or check == "prepare", f"no command is like {pattern}"
+        assert any(re.match(pattern, command) for command in COMMANDS) or check == "prepare", (
+            f"no command is like {pattern}"
+        )
+
+
+def test_every_program_has_a_test_that_runs_it() -> None:
+    ours = {command: place for command, place in COMMANDS.items() if " -m benchmarks." not in command}
+    assert {command: place for command, place in ours.items() if run_of(command) is None} == {}
+    for pattern, test in RUNS:
+        assert exists(test), test
+        assert any(re.match(pattern, command) for command in ours), f"no command is like {pattern}"
+
+
+@pytest.mark.parametrize("command", ["python -m training.unknown runs/quickstart", "bash launch/unknown.sh"])
+def test_a_command_without_a_test_is_found(command: str) -> None:
+    assert commands_of_page(f"| do it | `{command}` |") == {command}
+    assert run_of(command) is None
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "::" not in (check_of(command) or "::")])
@@ -133,7 +198,8 @@ def dry_train(words: list[str], request: pytest.FixtureRequest, monkeypatch: pyt
     folder = request.getfixturevalue("tmp_path")
     monkeypatch.chdir(folder)
     if "checkpoint.weights=imported" in arguments:
-        monkeypatch.setattr(compose, "compose", lambda *_: Config())  # a folder of `models.convert import` is another test's
+        # a folder of `models.convert import` is another test's
+        monkeypatch.setattr(compose, "compose", lambda *_: Config())
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -187,7 +253,10 @@ def dry_sbatch(words: list[str], request: pytest.FixtureRequest, monkeypatch: py
 def dry_torchrun(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.run import parse_args
 
-    assert parse_args([word.replace("N", "2") if word == "N" else word for word in words[1:]]).training_script == "train.py"
+    assert (
+        parse_args([word.replace("N", "2") if word == "N" else word for word in words[1:]]).training_script
+        == "train.py"
+    )
 
 
 class Parsed(BaseException):
@@ -196,13 +265,16 @@ class Parsed(BaseException):
 
 def dry_tool(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tool's own parser takes the line; nothing is done. A tool alone, as prose names it, need only be there."""
-    parse_args = argparse.ArgumentParser.parse_args
+    parse = argparse.ArgumentParser.parse_known_args
 
     def parse_and_stop(self: argparse.ArgumentParser, *arguments: Any, **options: Any) -> Any:
-        parse_args(self, *arguments, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(argparse.ArgumentParser, "parse_known_args", parse)  # that of a tool's own commands
+            _, rest = parse(self, *arguments, **options)
+        assert not any(word.startswith("-") or "=" not in word for word in rest), rest  # overrides alone may be left
         raise Parsed
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
     name = words[words.index("-m") + 1]
     path = ROOT.joinpath(*name.split("."))
     if words[-1] == name:
@@ -215,7 +287,7 @@ def dry_tool(words: list[str], request: pytest.FixtureRequest, monkeypatch: pyte
 
 
 def dry_prepare(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    importlib.import_module("data.prepare").parse_arguments(words[words.index("data.prepare") + 1 :])
+    importlib.import_module("data.prepare.command").parse_arguments(words[words.index("data.prepare") + 1 :])
 
 
 def dry_extra(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +295,19 @@ def dry_extra(words: list[str], request: pytest.FixtureRequest, monkeypatch: pyt
     assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.M)
 
 
-def test_help_texts_of_the_tools_show_commands_that_they_take(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_texts_of_the_tools_show_commands_that_they_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those that are written by hand; what argparse writes of the options follows from them."""
     shown = {}
-    for name in ("launch.submit", "launch.job", "data.prepare", "models.convert", "training.generate", "training.evaluate"):
+    for name in (
+        "launch.submit",
+        "launch.job",
+        "data.prepare.command",
+        "models.convert",
+        "inference.generate",
+        "inference.evaluate",
+    ):
         with contextlib.suppress(SystemExit):
             importlib.import_module(name).main(["--help"])
         shown[name] = commands_of_help(capsys.readouterr().out)
@@ -234,4 +315,6 @@ def test_help_texts_of_the_tools_show_commands_that_they_take(monkeypatch: pytes
     for command in set().union(*shown.values()):
         assert check_of(command) is not None, command
     for command in shown["launch.submit"]:
-        assert command in {line.removeprefix(".venv/bin/") for line in COMMANDS}, f"{command} stands in the README too, where it is tried"
+        assert command in {line.removeprefix(".venv/bin/") for line in COMMANDS}, (
+            f"{command} stands in the README too, where it is tried"
+        )

@@ -60,7 +60,9 @@ def test_all_reduce_and_tagged_output(world_size: int, capsys: pytest.CaptureFix
     expected = sum(rank + 10 for rank in range(world_size))
     assert distributed.run(_sum_of_ranks, world_size, 10) == [expected] * world_size
     lines = capsys.readouterr().out.splitlines()
-    assert sorted(line for line in lines if "sum" in line) == [f"[rank {rank}] sum {expected}" for rank in range(world_size)]
+    assert sorted(line for line in lines if "sum" in line) == [
+        f"[rank {rank}] sum {expected}" for rank in range(world_size)
+    ]
 
 
 def test_processes_are_reused_and_start_clean() -> None:
@@ -113,7 +115,9 @@ def test_workers_die_with_their_parent() -> None:
         "from tests import distributed, test_distributed_pool as t; import os, signal\n"
         "distributed.run(t._world, 1); print(distributed.pids()[0], flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    parent = subprocess.run([sys.executable, "-c", code], cwd=distributed.ROOT, capture_output=True, text=True, timeout=100)
+    parent = subprocess.run(
+        [sys.executable, "-c", code], cwd=distributed.ROOT, capture_output=True, text=True, timeout=100
+    )
     pid = int(parent.stdout.splitlines()[-1])
     for _ in range(100):
         try:

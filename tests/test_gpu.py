@@ -10,10 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+    pytest.mark.timeout(600),
+]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-QUIET = ["logging.wandb=off", "logging.tensorboard=false", "sample.prompts=[]", "training.eval_interval=0", "optimizer.warmup_steps=0"]
+QUIET = [
+    "logging.wandb=off",
+    "logging.tensorboard=false",
+    "sample.prompts=[]",
+    "training.eval_interval=0",
+    "optimizer.warmup_steps=0",
+]
 GPU_LOSS = 1e-4  # relative; a GPU sums in another order than a CPU
 
 
@@ -26,7 +36,10 @@ def _train(run_dir: Path, *overrides: str) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "gpt_moe_tiny", "bert_tiny", "bert_moe_tiny"])
 def test_losses_equal_those_of_the_cpu(model: str, tmp_path: Path) -> None:
-    sides = [_train(tmp_path / device, f"model={model}", f"training.device={device}", "training.steps=5") for device in ("cpu", "cuda")]
+    sides = [
+        _train(tmp_path / device, f"model={model}", f"training.device={device}", "training.steps=5")
+        for device in ("cpu", "cuda")
+    ]
     for cpu, cuda in zip(*sides):
         assert cuda["loss"] == pytest.approx(cpu["loss"], rel=GPU_LOSS)
 

@@ -1,6 +1,7 @@
 """The launch scripts, run in a copy of the repository with stand-ins for Python, pip, torchrun, nvidia-smi and Slurm.
 
-PATH holds only the stand-ins and the few system tools that the scripts use, so nothing depends on what else is installed.
+PATH holds only the stand-ins and the few system tools that the scripts use, so nothing depends on what else is
+installed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"])
 TOOLS = (
-    "bash cat cut dirname env flock grep head mkdir mv nproc realpath rm sed sha256sum sleep sort touch tr cp basename date ls tail".split()
-)
+    "bash cat cut dirname env flock grep head mkdir mv nproc realpath rm sed sha256sum sleep sort touch tr cp "
+    "basename date ls tail"
+).split()
 
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
@@ -56,7 +58,15 @@ class Sandbox:
         self.bin = root / "bin"
         self.bin.mkdir()
         (self.repo / "launch").mkdir(parents=True)
-        for name in ("setup.sh", "quickstart.sh", "torchrun.sh", "count_gpus.sh", "slurm.sbatch", "test.sh", "constraints.txt"):
+        for name in (
+            "setup.sh",
+            "quickstart.sh",
+            "torchrun.sh",
+            "count_gpus.sh",
+            "slurm.sbatch",
+            "test.sh",
+            "constraints.txt",
+        ):
             shutil.copy(ROOT / "launch" / name, self.repo / "launch")
         shutil.copy(ROOT / "pyproject.toml", self.repo)
         for tool in TOOLS:
@@ -148,7 +158,9 @@ def test_script_has_a_help_text_and_does_nothing_else(sandbox: Sandbox, script: 
 
 
 def test_constraints_agree_with_the_direct_pins() -> None:
-    pins = dict(line.split("==") for line in (ROOT / "launch" / "constraints.txt").read_text().splitlines() if "==" in line)
+    pins = dict(
+        line.split("==") for line in (ROOT / "launch" / "constraints.txt").read_text().splitlines() if "==" in line
+    )
     direct = re.findall(r'"([a-z0-9-]+)==([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
     assert len(direct) > 15
     assert {name: version for name, version in direct if pins.get(name, version) != version} == {}
@@ -276,7 +288,9 @@ def test_setup_remakes_an_environment_that_was_moved(sandbox: Sandbox) -> None:
 def test_test_script_runs_everything_and_fails_if_anything_does(installed: Sandbox, failing: str | None) -> None:
     folder = installed.repo / ".venv" / "bin"
     for tool in ("ruff", "mypy"):
-        (folder / tool).write_text(f'#!/usr/bin/env bash\necho "{tool} $*" >>$SANDBOX/log\nexit {int(failing == tool)}\n')
+        (folder / tool).write_text(
+            f'#!/usr/bin/env bash\necho "{tool} $*" >>$SANDBOX/log\nexit {int(failing == tool)}\n'
+        )
         (folder / tool).chmod(0o755)
     marker = '"-m pytest"*) echo "${*:2}" >>"$SANDBOX/log"; exit ' + str(int(failing == "pytest")) + " ;;\n"
     (folder / "python").write_text(PYTHON.replace('case "$*" in\n', f'case "$*" in\n    {marker}'))
@@ -308,7 +322,13 @@ NVIDIA_SMI_WITHOUT_DRIVER = "#!/usr/bin/env bash\necho 'NVIDIA-SMI has failed'\n
     ids=["cpu", "no-driver", "dense", "3-experts", "8-gpus", "12-experts", "3-visible", "none-visible"],
 )
 def test_quickstart_command_line(
-    installed: Sandbox, nvidia_smi: str | None, visible: str | None, experts: str, ranks: int, expert_parallel: int, threads: int
+    installed: Sandbox,
+    nvidia_smi: str | None,
+    visible: str | None,
+    experts: str,
+    ranks: int,
+    expert_parallel: int,
+    threads: int,
 ) -> None:
     if nvidia_smi is not None:
         installed.put("nvidia-smi", nvidia_smi)
@@ -359,7 +379,9 @@ def parsed(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def test_torchrun_on_one_node(installed: Sandbox) -> None:
-    result = installed.run("torchrun.sh", "--ranks-per-node", "4", "--max-restarts", "2", "model=gpt_tiny", "parallel.tensor=2")
+    result = installed.run(
+        "torchrun.sh", "--ranks-per-node", "4", "--max-restarts", "2", "model=gpt_tiny", "parallel.tensor=2"
+    )
     assert result.returncode == 0, result.stderr
     threads, *arguments = agent_arguments(installed)
     options, overrides = parsed(arguments)
@@ -369,14 +391,19 @@ def test_torchrun_on_one_node(installed: Sandbox) -> None:
 
 
 def test_torchrun_stays_in_the_callers_folder(installed: Sandbox) -> None:
-    assert installed.run("torchrun.sh", "--ranks-per-node", "2", "data.corpus=mine.txt", PYTHONPATH="/theirs").returncode == 0
+    assert (
+        installed.run("torchrun.sh", "--ranks-per-node", "2", "data.corpus=mine.txt", PYTHONPATH="/theirs").returncode
+        == 0
+    )
     assert (installed.root / "where").read_text() == f"{installed.root} {installed.repo}:/theirs 1\n"
 
 
 @pytest.mark.parametrize(("visible", "ranks"), [(None, "8"), ("0,3,5", "3"), ("", "1")])
 def test_torchrun_counts_the_gpus_that_it_may_use(installed: Sandbox, visible: str | None, ranks: str) -> None:
     installed.put("nvidia-smi", NVIDIA_SMI)
-    assert installed.run("torchrun.sh", **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})).returncode == 0
+    assert (
+        installed.run("torchrun.sh", **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})).returncode == 0
+    )
     assert parsed(agent_arguments(installed)[1:])[0]["nproc_per_node"] == ranks
 
 
@@ -402,7 +429,10 @@ def test_torchrun_on_several_nodes(installed: Sandbox, num_nodes: str, node_rank
     ("arguments", "message"),
     [
         (["--num-nodes", "2"], "--num-nodes=2 needs --master-addr"),
-        (["--num-nodes", "2", "--node-rank", "2", "--master-addr", "a"], "--node-rank=2 must be below --num-nodes=2; try --node-rank 1"),
+        (
+            ["--num-nodes", "2", "--node-rank", "2", "--master-addr", "a"],
+            "--node-rank=2 must be below --num-nodes=2; try --node-rank 1",
+        ),
         (["--num-nodes", "two"], "--num-nodes=two is neither a number nor a range such as 2:4"),
         (["--num-nodes", "4:2"], "--num-nodes=4:2 must rise; try --num-nodes 2:4"),
         (["--num-nodes", "2", "--master-addr", "a", "--min-ranks", "1"], "--min-ranks=1 goes with one node only"),
@@ -443,7 +473,10 @@ case "$*" in
     *) echo "scontrol $*" >>"$SANDBOX/log" ;;
 esac
 """
-SRUN = '#!/usr/bin/env bash\nwhile [[ $1 == -* ]]; do shift; done\nfor SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done\n'
+SRUN = (
+    "#!/usr/bin/env bash\nwhile [[ $1 == -* ]]; do shift; done\nfor SLURM_NODEID in 0 1; do export SLURM_NODEID; "
+    '"$@"; done\n'
+)
 
 
 @pytest.mark.parametrize("array", [False, True])
@@ -456,7 +489,9 @@ def test_slurm_job_starts_torchrun_on_every_node(installed: Sandbox, array: bool
         (installed.root / "described").write_text("runs/a b_3\nname='a b_3'\n")
     result = installed.run("slurm.sbatch", "--max-restarts", "2", "--", "model=gpt_tiny", "name=a b", **variables)
     assert (result.returncode, result.stderr) == (0, "")
-    assert (installed.root / "job").read_text() == f"--world-size 8 {'--array-task 3 ' * array}-- model=gpt_tiny name=a b\n"
+    assert (
+        installed.root / "job"
+    ).read_text() == f"--world-size 8 {'--array-task 3 ' * array}-- model=gpt_tiny name=a b\n"
     lines = agent_arguments(installed)
     second = lines.index("OMP_NUM_THREADS=1", 1)
     job, run_dir = ("61230_3", "runs/a b_3") if array else ("61234", "runs/some name")
@@ -504,8 +539,12 @@ while true; do sleep 0.05; done
 """
 
 
-@pytest.mark.parametrize(("status", "end"), [(75, ["scontrol requeue 61234"]), (1, ["scontrol requeue 61234"]), (0, []), (2, [])])
-def test_slurm_job_that_was_warned_is_queued_again_if_there_is_more_to_do(installed: Sandbox, status: int, end: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("status", "end"), [(75, ["scontrol requeue 61234"]), (1, ["scontrol requeue 61234"]), (0, []), (2, [])]
+)
+def test_slurm_job_that_was_warned_is_queued_again_if_there_is_more_to_do(
+    installed: Sandbox, status: int, end: list[str]
+) -> None:
     installed.put("scontrol", SCONTROL)
     installed.put("squeue", "#!/usr/bin/env bash\necho N/A\n")
     installed.put("srun", WARNED_SRUN.replace("{status}", str(status)))

@@ -12,19 +12,26 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The table of the design. What a room may import it may import with all that this may: so every room but configs sees configs.
+# The table of the design. What a room may import it may import with all that this may: so every room but configs sees
+# configs.
 TABLE: dict[str, set[str]] = {
-    "train": {"configs", "training", "models", "optim", "data", "moe", "parallel"},
+    "train": {"training"},
     "configs": set(),
-    "training": {"models", "optim", "data", "moe", "parallel"},
-    "models": {"moe", "parallel"},
-    "optim": {"parallel"},
+    "training": {"inference", "checkpoint", "simulator", "models", "optim", "data", "moe", "parallel", "memory"},
+    "inference": {"checkpoint", "models", "moe", "data", "parallel"},
+    "checkpoint": {"models", "optim", "moe", "data", "parallel", "memory"},
+    "simulator": {"models", "moe", "parallel"},
+    "models": {"moe", "parallel", "memory"},
+    "optim": {"parallel", "memory"},
     "data": {"parallel"},
-    "moe": {"parallel"},
-    "parallel": {"configs"},
+    "moe": {"parallel", "memory"},
+    "parallel": {"memory", "configs"},
+    "memory": {"configs"},
     "launch": {"configs"},
 }
 FREE = {"benchmarks", "tests"}  # may import everything, and no other room may import them
+MOST_FILES = 14  # of a folder, without those in folders of its own
+MOST_LINES = 400  # of a file: what can be read in ten minutes
 
 
 def may_import(room: str) -> set[str]:
@@ -77,13 +84,18 @@ def forbidden(modules: dict[str, Path], root: Path = ROOT) -> list[str]:
             continue
         for target, line in imports(name, path, modules).items():
             if target.split(".")[0] not in may_import(room):
-                wrong.append(f"{path.relative_to(root)}:{line} imports {target}, but {room} may import only {sorted(may_import(room))}")
+                wrong.append(
+                    f"{path.relative_to(root)}:{line} imports {target}, but {room} may import only "
+                    f"{sorted(may_import(room))}"
+                )
     return wrong
 
 
 def cycle(modules: dict[str, Path]) -> list[str]:
     """One circle of modules that import each other, first and last the same, or nothing."""
-    graph = {name: [target for target in imports(name, path, modules) if target in modules] for name, path in modules.items()}
+    graph = {
+        name: [target for target in imports(name, path, modules) if target in modules] for name, path in modules.items()
+    }
     done: set[str] = set()
 
     def search(name: str, way: list[str]) -> list[str]:
@@ -118,6 +130,40 @@ def test_entry_point_is_short() -> None:
     assert len((ROOT / "train.py").read_text(encoding="utf-8").splitlines()) < 80
 
 
+def long_files(root: Path = ROOT) -> list[str]:
+    """Source files of the product that are longer than MOST_LINES."""
+    paths = [
+        path for room in sorted(TABLE) for path in (root / room).rglob("*") if path.suffix in (".py", ".cpp", ".h")
+    ]
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    return [f"{path.relative_to(root)} has {length} lines" for path, length in lengths.items() if length > MOST_LINES]
+
+
+def test_no_file_is_too_long_to_be_read_in_ten_minutes(tmp_path: Path) -> None:
+    assert not long_files()
+    for name, length in (("moe/a.py", 401), ("moe/deep/b.h", 401), ("moe/c.py", 400), ("tests/d.py", 401)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("\n" * length)
+    assert sorted(long_files(tmp_path)) == ["moe/a.py has 401 lines", "moe/deep/b.h has 401 lines"]
+
+
+def full_folders(root: Path = ROOT) -> list[str]:
+    """Folders of rooms with more than MOST_FILES files."""
+    rooms = sorted(TABLE.keys() - {"train", "configs", "launch"})
+    folders = [folder for room in rooms for folder in (root / room, *(root / room).rglob("*")) if folder.is_dir()]
+    counts = {folder: sum(path.is_file() and path.suffix != ".pyc" for path in folder.iterdir()) for folder in folders}
+    return [f"{folder.relative_to(root)} has {count} files" for folder, count in counts.items() if count > MOST_FILES]
+
+
+def test_no_folder_is_too_full_to_show_its_trade(tmp_path: Path) -> None:
+    assert not full_folders()
+    for name, count in (("moe", 14), ("moe/deep", 15), ("data", 16), ("tests", 15)):
+        (tmp_path / name).mkdir()
+        for i in range(count):
+            (tmp_path / name / f"{i}.py").touch()
+    assert sorted(full_folders(tmp_path)) == ["data has 16 files", "moe/deep has 15 files"]
+
+
 def write_tree(root: Path, files: dict[str, str]) -> dict[str, Path]:
     for name, text in files.items():
         path = root / name
@@ -138,7 +184,9 @@ def write_tree(root: Path, files: dict[str, str]) -> dict[str, Path]:
     ],
 )
 def test_forbidden_imports_are_found(tmp_path: Path, file: str, text: str, target: str) -> None:
-    modules = write_tree(tmp_path, {file: text, "moe/layer.py": "", "training/loop.py": "import moe.layer\nfrom configs import schema"})
+    modules = write_tree(
+        tmp_path, {file: text, "moe/layer.py": "", "training/loop.py": "import moe.layer\nfrom configs import schema"}
+    )
     (message,) = forbidden(modules, tmp_path)
     assert message.startswith(file) and f" imports {target}," in message
 

@@ -1,4 +1,5 @@
-"""Every tool's command line: it answers without waiting for torch, from any folder, and the same mistake has the same exit status."""
+"""Every tool's command line: it answers without waiting for torch, from any folder, and the same mistake has the same
+exit status."""
 
 from __future__ import annotations
 
@@ -13,27 +14,44 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint import manifest, safetensors_header, state_file
 from configs import command
 from configs.schema import ConfigError
+from inference import command as model_command
 from parallel import devices
 from parallel.dtypes import DTYPES
 from tests.distributed import ROOT
-from training import headers, manifest, model_command, state_file
 
-INTERNAL = {"launch.agent", "launch.rank", "data.worker", "moe.kernels"}  # started by scripts and by other programs, not by people
+# started by scripts and by other programs, not by people
+INTERNAL = {"launch.agent", "launch.rank", "data.worker", "moe.kernels"}
+# Commands that have moved to other rooms, under the names of before: two lines each.
+FORMER = {
+    "training.checkpoint": "checkpoint",
+    "training.export": "checkpoint.export",
+    "training.generate": "inference.generate",
+    "training.evaluate": "inference.evaluate",
+    "training.fill_mask": "inference.fill_mask",
+}
+ROOMS_OF_A_USER = ("checkpoint", "configs", "data", "memory", "models", "moe", "training")
 HEAVY = ("torch", "megatron", "transformers", "wandb", "tensorboard")
 MISSING = "no/such/folder"
 # For each tool: command lines that a wrong path ends.
 WRONG_PATHS = {
     "train": [[f"data.corpus={MISSING}"], [f"checkpoint.resume={MISSING}"], [f"checkpoint.weights={MISSING}"]],
     "training.report": [[MISSING], ["a_file"]],
-    "training.checkpoint": [[name, path] for name in ("ls", "verify", "show") for path in (MISSING, "a_file")]
+    "checkpoint": [[name, path] for name in ("ls", "verify", "show") for path in (MISSING, "a_file")]
     + [["convert", MISSING, "new"]],
     "training.status": [[MISSING], ["a_file"]],
-    "training.export": [[MISSING, "new"], ["a_file", "new"]],
-    "training.generate": [["--checkpoint", MISSING, "--prompt", "a"], ["--checkpoint", "a_file", "--prompt", "a"]],
-    "training.evaluate": [["--checkpoint", MISSING, "--files", "a_file"], ["--checkpoint", "a_file", "--files", "a_file"]],
-    "training.fill_mask": [["--checkpoint", MISSING, "--text", "[MASK]"], ["--checkpoint", "a_file", "--text", "[MASK]"]],
+    "checkpoint.export": [[MISSING, "new"], ["a_file", "new"]],
+    "inference.generate": [["--checkpoint", MISSING, "--prompt", "a"], ["--checkpoint", "a_file", "--prompt", "a"]],
+    "inference.evaluate": [
+        ["--checkpoint", MISSING, "--files", "a_file"],
+        ["--checkpoint", "a_file", "--files", "a_file"],
+    ],
+    "inference.fill_mask": [
+        ["--checkpoint", MISSING, "--text", "[MASK]"],
+        ["--checkpoint", "a_file", "--text", "[MASK]"],
+    ],
     "models.convert": [[direction, path, "new"] for direction in ("import", "export") for path in (MISSING, "a_file")],
     "data.prepare": [[f"data.corpus={MISSING}"]],
     "launch.job": [],
@@ -47,7 +65,7 @@ UNKNOWN = {
 }
 WRONG_DEVICES = {
     "train": [["training.device=cuda"], ["training.device=tpu"]],
-    "training.generate": [["--checkpoint", ".", "--device", "cuda"], ["--checkpoint", ".", "--device", "tpu"]],
+    "inference.generate": [["--checkpoint", ".", "--device", "cuda"], ["--checkpoint", ".", "--device", "tpu"]],
 }
 RUN = """
 import contextlib, io, json, runpy, sys
@@ -67,7 +85,8 @@ for line in lines:
 
 
 def run_all(folder: Path, lines: dict[str, list[list[str]]]) -> dict[tuple[str, ...], tuple[int, str, str, list[str]]]:
-    """Status, output, errors and loaded libraries of each tool's command lines; a fresh process for each tool, started in `folder`."""
+    """Status, output, errors and loaded libraries of each tool's command lines; a fresh process for each tool, started
+    in `folder`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": ""}
 
     def of(tool: str) -> list[tuple[int, str, str, list[str]]]:
@@ -78,13 +97,17 @@ def run_all(folder: Path, lines: dict[str, list[list[str]]]) -> dict[tuple[str, 
 
     with ThreadPoolExecutor(2) as pool:
         results = pool.map(of, lines)
-        return {(tool, *line): answer for tool, answers in zip(lines, results) for line, answer in zip(lines[tool], answers, strict=True)}
+        return {
+            (tool, *line): answer
+            for tool, answers in zip(lines, results)
+            for line, answer in zip(lines[tool], answers, strict=True)
+        }
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
     """A folder of a user's, with folders that are called as ours are."""
-    for name in ("data", "models", "training", "configs", "moe"):
+    for name in ROOMS_OF_A_USER:
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
     (tmp_path / "a_file").write_text("text")
@@ -93,9 +116,14 @@ def elsewhere(tmp_path: Path) -> Path:
 
 def test_every_tool_is_here() -> None:
     rooms = {path.parent.name for path in ROOT.glob("*/*.py")} - {"tests", "benchmarks"}
-    files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if '\nif __name__ == "__main__":' in path.read_text()]
+    files = [
+        path
+        for room in rooms
+        for path in (ROOT / room).rglob("*.py")
+        if '\nif __name__ == "__main__":' in path.read_text()
+    ]
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for path in files}
-    assert names - INTERNAL == WRONG_PATHS.keys() - {"train"}
+    assert names - INTERNAL - FORMER.keys() == WRONG_PATHS.keys() - {"train"}
 
 
 def test_answers_come_from_any_folder_without_torch(elsewhere: Path) -> None:
@@ -113,7 +141,15 @@ def test_answers_come_from_any_folder_without_torch(elsewhere: Path) -> None:
         wrong_one = line[-1:] if "widht" in line[-1] else line
         words = [word for argument in wrong_one for word in (argument, *argument.split("=")) if len(word) > 3]
         assert any(word in last for word in words) and "error: " in last, case
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["a_file", "configs", "data", "models", "moe", "training"]
+    assert sorted(path.name for path in elsewhere.iterdir()) == sorted(["a_file", *ROOMS_OF_A_USER])
+
+
+def test_commands_under_their_former_names(elsewhere: Path) -> None:
+    both = run_all(elsewhere, {tool: [["--help"]] for names in FORMER.items() for tool in names})
+    for former, tool in FORMER.items():
+        status, out, errors, heavy = both[former, "--help"]
+        assert (status, errors, heavy) == (0, "", []), former
+        assert out == both[tool, "--help"][1] and f"python -m {tool}" in out, former
 
 
 def test_an_editable_installation_is_a_path(tmp_path: Path) -> None:
@@ -129,7 +165,15 @@ def test_an_editable_installation_is_a_path(tmp_path: Path) -> None:
 def write_checkpoint(folder: Path) -> None:
     """A checkpoint as another version or rank count might have written it, of one tensor in two parts."""
     folder.mkdir(parents=True)
-    layout = {"world_size": 8, "tensor": 2, "pipeline": 2, "context": 1, "expert": 2, "virtual_pipeline": None, "sequence": True}
+    layout = {
+        "world_size": 8,
+        "tensor": 2,
+        "pipeline": 2,
+        "context": 1,
+        "expert": 2,
+        "virtual_pipeline": None,
+        "sequence": True,
+    }
     state = {
         "step": 7,
         "consumed_samples": 56,
@@ -143,28 +187,31 @@ def write_checkpoint(folder: Path) -> None:
     sums = {manifest.STATE: manifest.write_text(folder / manifest.STATE, json.dumps(state))}
     sums[manifest.CONFIG] = manifest.write_text(folder / manifest.CONFIG, "name: here\n")
     for rank in range(2):
-        entry = headers.Entry("weight", "F32", (1, 3), (2, 3), (rank, 0), 0, 12)
-        (folder / f"rank_{rank}.safetensors").write_bytes(headers.encode([entry]) + bytes(12))
+        entry = safetensors_header.Entry("weight", "F32", (1, 3), (2, 3), (rank, 0), 0, 12)
+        (folder / f"rank_{rank}.safetensors").write_bytes(safetensors_header.encode([entry]) + bytes(12))
         sums[f"rank_{rank}.safetensors"] = manifest.sum_of(folder / f"rank_{rank}.safetensors")
     manifest.write(folder, 7, sums)
 
 
 def test_checkpoints_are_shown_without_torch(elsewhere: Path) -> None:
     write_checkpoint(elsewhere / "run/checkpoints/step_0000007")
-    answers = run_all(elsewhere, {"training.checkpoint": [["ls", "run"], ["verify", "run"], ["show", "run"]]})
+    answers = run_all(elsewhere, {"checkpoint": [["ls", "run"], ["verify", "run"], ["show", "run"]]})
     for line, (status, _, errors, heavy) in answers.items():
         assert (status, errors, heavy) == (0, "", []), line
-    shown = answers["training.checkpoint", "show", "run"][1]
+    shown = answers["checkpoint", "show", "run"][1]
     assert "written by 8 ranks: data 2 x tensor 2 x pipeline 2 x expert 2 x sequence" in shown
-    assert "weight" in shown and "2 x 3" in shown and "7  " in answers["training.checkpoint", "ls", "run"][1]
+    assert "weight" in shown and "2 x 3" in shown and "7  " in answers["checkpoint", "ls", "run"][1]
 
 
 def test_layouts_in_words() -> None:
     assert state_file.in_words({"world_size": 1}) == "1 rank"
-    assert state_file.in_words({"world_size": 4, "tensor": 1, "pipeline": 1, "context": 1, "expert": 4, "expert_tensor": None}) == (
-        "4 ranks: data 4 x expert 4"
+    assert state_file.in_words(
+        {"world_size": 4, "tensor": 1, "pipeline": 1, "context": 1, "expert": 4, "expert_tensor": None}
+    ) == ("4 ranks: data 4 x expert 4")
+    assert (
+        state_file.in_words({"world_size": 4, "pipeline": 4, "virtual_pipeline": 2})
+        == "4 ranks: pipeline 4 x virtual pipeline 2"
     )
-    assert state_file.in_words({"world_size": 4, "pipeline": 4, "virtual_pipeline": 2}) == "4 ranks: pipeline 4 x virtual pipeline 2"
 
 
 def test_the_precisions_are_all_there() -> None:

@@ -1,7 +1,8 @@
 """Wrong command lines end at once: exit status 2, one line on stderr that names field and value, and advice that works.
 
-Add a row to WRONG for a mistake that the configuration alone shows: it runs in this process through the entry point's own function.
-Add a row to WRONG_RUNS for one that shows only with files or ranks: it runs `train.py` for real, and `prepare` may make files first.
+Add a row to WRONG for a mistake that the configuration alone shows: it runs in this process through the entry point's
+own function. Add a row to WRONG_RUNS for one that shows only with files or ranks: it runs `train.py` for real, and
+`prepare` may make files first.
 """
 
 from __future__ import annotations
@@ -84,14 +85,26 @@ WRONG: dict[str, Wrong] = {
     "corpus": Wrong(["data.corpus=[3]"], ("data.corpus ([3])", "stdlib")),
     "empty_name": Wrong(["name="], ("name ()", "empty")),
     # Divisibility
-    "heads_of_hidden": Wrong([TINY, "model.num_attention_heads=5"], ("model.num_attention_heads (5)", "model.hidden_size (64)")),
-    "groups_of_heads": Wrong([TINY, "model.num_query_groups=3"], ("model.num_query_groups (3)", "model.num_attention_heads (4)")),
+    "heads_of_hidden": Wrong(
+        [TINY, "model.num_attention_heads=5"], ("model.num_attention_heads (5)", "model.hidden_size (64)")
+    ),
+    "groups_of_heads": Wrong(
+        [TINY, "model.num_query_groups=3"], ("model.num_query_groups (3)", "model.num_attention_heads (4)")
+    ),
     "tensor_of_heads": Wrong([TINY, "parallel.tensor=3"], ("parallel.tensor (3)", "model.num_attention_heads (4)"), 3),
-    "tensor_of_groups": Wrong([TINY, "parallel.tensor=4", "model.num_query_groups=2"], ("parallel.tensor (4)", "num_query_groups (2)"), 4),
-    "tensor_of_ffn": Wrong([TINY, "parallel.tensor=2", "model.ffn_hidden_size=101"], ("parallel.tensor (2)", "ffn_hidden_size (101)"), 2),
-    "tensor_of_sequence": Wrong([TINY, "parallel=tp2_sp", "model.sequence_length=33"], ("parallel.tensor (2)", "sequence_length (33)"), 2),
+    "tensor_of_groups": Wrong(
+        [TINY, "parallel.tensor=4", "model.num_query_groups=2"], ("parallel.tensor (4)", "num_query_groups (2)"), 4
+    ),
+    "tensor_of_ffn": Wrong(
+        [TINY, "parallel.tensor=2", "model.ffn_hidden_size=101"], ("parallel.tensor (2)", "ffn_hidden_size (101)"), 2
+    ),
+    "tensor_of_sequence": Wrong(
+        [TINY, "parallel=tp2_sp", "model.sequence_length=33"], ("parallel.tensor (2)", "sequence_length (33)"), 2
+    ),
     "pipeline_of_layers": Wrong([TINY, "parallel.pipeline=3"], ("parallel.pipeline (3)", "model.num_layers (4)"), 3),
-    "chunks_of_layers": Wrong([TINY, "parallel=pp2_vpp2", "model.num_layers=6"], ("parallel.virtual_pipeline (2)", "num_layers (6)"), 2),
+    "chunks_of_layers": Wrong(
+        [TINY, "parallel=pp2_vpp2", "model.num_layers=6"], ("parallel.virtual_pipeline (2)", "num_layers (6)"), 2
+    ),
     "expert_of_experts": Wrong([MOE, "parallel.expert=3"], ("parallel.expert (3)", "moe.num_experts (4)"), 3),
     "expert_tensor_of_ffn": Wrong(
         [MOE, "parallel=tp2_sp", "moe.ffn_hidden_size=65"], ("parallel.tensor (2)", "moe.ffn_hidden_size (65)"), 2
@@ -99,39 +112,69 @@ WRONG: dict[str, Wrong] = {
     "world_of_tensor": Wrong([TINY, "parallel.tensor=2"], ("world_size (3)", "parallel.tensor"), 3),
     "world_of_pipeline": Wrong([TINY, "parallel.pipeline=2"], ("world_size (1)", "parallel.pipeline", "2 processes")),
     "world_of_expert": Wrong([MOE, "parallel.expert=4"], ("world_size (2)", "parallel.expert", "4 processes"), 2),
-    "batch": Wrong([TINY, MICRO, "training.global_batch_size=10"], ("training.global_batch_size (10)", "micro_batch_size (4)")),
-    "batch_of_ranks": Wrong([TINY, MICRO, "training.global_batch_size=8"], ("training.global_batch_size (8)", "data-parallel size (4)"), 4),
-    "batch_of_chunks": Wrong(
-        [TINY, MICRO, "parallel=pp2_vpp2", "training.global_batch_size=12"], ("3 micro-batches", "parallel.pipeline (2)"), 2
+    "batch": Wrong(
+        [TINY, MICRO, "training.global_batch_size=10"], ("training.global_batch_size (10)", "micro_batch_size (4)")
     ),
-    "groups_of_experts": Wrong([MOE, "moe.num_groups=3", "moe.group_top_k=1"], ("moe.num_groups (3)", "moe.num_experts (4)")),
+    "batch_of_ranks": Wrong(
+        [TINY, MICRO, "training.global_batch_size=8"], ("training.global_batch_size (8)", "data-parallel size (4)"), 4
+    ),
+    "batch_of_chunks": Wrong(
+        [TINY, MICRO, "parallel=pp2_vpp2", "training.global_batch_size=12"],
+        ("3 micro-batches", "parallel.pipeline (2)"),
+        2,
+    ),
+    "groups_of_experts": Wrong(
+        [MOE, "moe.num_groups=3", "moe.group_top_k=1"], ("moe.num_groups (3)", "moe.num_experts (4)")
+    ),
     # What does not go together
-    "sequence_without_tensor": Wrong([TINY, "parallel.sequence=true"], ("parallel.sequence (true)", "parallel.tensor (1)")),
-    "moe_tensor_without_sequence": Wrong([MOE, "parallel.tensor=2"], ("parallel.sequence (false)", "parallel.sequence=true"), 2),
-    "chunks_without_pipeline": Wrong([TINY, "parallel.virtual_pipeline=2"], ("parallel.virtual_pipeline (2)", "parallel.pipeline (1)")),
+    "sequence_without_tensor": Wrong(
+        [TINY, "parallel.sequence=true"], ("parallel.sequence (true)", "parallel.tensor (1)")
+    ),
+    "moe_tensor_without_sequence": Wrong(
+        [MOE, "parallel.tensor=2"], ("parallel.sequence (false)", "parallel.sequence=true"), 2
+    ),
+    "chunks_without_pipeline": Wrong(
+        [TINY, "parallel.virtual_pipeline=2"], ("parallel.virtual_pipeline (2)", "parallel.pipeline (1)")
+    ),
     "expert_in_dense": Wrong([TINY, "parallel.expert=2"], ("parallel.expert (2)", "dense"), 2),
-    "expert_tensor_alone": Wrong([MOE, "parallel=tp2_sp", "parallel.expert_tensor=1"], ("parallel.expert_tensor (1)", "tensor (2)"), 2),
+    "expert_tensor_alone": Wrong(
+        [MOE, "parallel=tp2_sp", "parallel.expert_tensor=1"], ("parallel.expert_tensor (1)", "tensor (2)"), 2
+    ),
     "top_k": Wrong([MOE, "moe.top_k=5"], ("moe.top_k (5)", "moe.num_experts (4)")),
-    "bias_with_softmax": Wrong([MOE, "moe.expert_bias=true"], ("moe.router_score (softmax)", "moe.router_score=sigmoid")),
+    "bias_with_softmax": Wrong(
+        [MOE, "moe.expert_bias=true"], ("moe.router_score (softmax)", "moe.router_score=sigmoid")
+    ),
     "layer_pattern": Wrong([MOE, "moe.layers=[1,0,1]"], ("moe.layers ([1,0,1])", "model.num_layers (4)")),
     "sentence_head_of_gpt": Wrong([TINY, "model.sentence_head=next_sentence"], ("model.sentence_head", "bert")),
     "short_bert": Wrong([BERT, "model.sequence_length=4"], ("model.sequence_length (4)", "at least 8")),
     "vocabulary": Wrong([TINY, "model.vocab_size=1000"], ("model.vocab_size (1000)", "data.vocab_size (1024)")),
     "min_lr": Wrong(["optimizer.min_lr=1.0"], ("optimizer.min_lr (1.0)", "optimizer.lr")),
-    "warmup": Wrong(["training.steps=10", "optimizer.warmup_steps=10"], ("optimizer.warmup_steps (10)", "training.steps (10)")),
+    "warmup": Wrong(
+        ["training.steps=10", "optimizer.warmup_steps=10"], ("optimizer.warmup_steps (10)", "training.steps (10)")
+    ),
     "wsd": Wrong(["optimizer.schedule=wsd"], ("optimizer.wsd_decay_steps (0)", "wsd")),
     # Not there yet
     "context": Wrong([TINY, "parallel.context=2"], ("parallel.context (2)", "not available yet"), 2),
-    "pipeline_degree": Wrong(["moe.pipeline_degree=automatic"], ("moe.pipeline_degree (automatic)", "at least 1, or auto")),
+    "pipeline_degree": Wrong(
+        ["moe.pipeline_degree=automatic"], ("moe.pipeline_degree (automatic)", "at least 1, or auto")
+    ),
     "memory_budget": Wrong(["moe.memory_budget=100"], ("moe.memory_budget (100.0)", "moe.memory_strategy=auto")),
-    "memory_strategy": Wrong(["moe.memory_strategy=reuse"], ("moe.memory_strategy (reuse)", "one of keep, recompute, communicate")),
+    "memory_strategy": Wrong(
+        ["moe.memory_strategy=reuse"], ("moe.memory_strategy (reuse)", "one of keep, recompute, communicate")
+    ),
     "placement": Wrong(["moe.placement.policy=dynamic"], ("moe.placement.policy (dynamic)", "not available yet")),
     "state_device": Wrong(["optimizer.state_device=disk"], ("optimizer.state_device (disk)", "not available yet")),
     # Sweeps
-    "sweep_into_one_folder": Wrong(["-m", "training.seed=1,2"], ("run_dir (runs/quickstart)", "name=quickstart_${training.seed}")),
-    "sweep_of_an_interval": Wrong(["-m", "optimizer.lr=interval(0,1)"], ("cannot sweep", "key=value,value"), fixable=False),
+    "sweep_into_one_folder": Wrong(
+        ["-m", "training.seed=1,2"], ("run_dir (runs/quickstart)", "name=quickstart_${training.seed}")
+    ),
+    "sweep_of_an_interval": Wrong(
+        ["-m", "optimizer.lr=interval(0,1)"], ("cannot sweep", "key=value,value"), fixable=False
+    ),
     "sweep_of_a_group": Wrong(["-m", "optimizer=adamw,wsd"], ("run_dir (runs/quickstart)", "name=..."), fixable=False),
-    "sweep_with_a_wrong_run": Wrong(["-m", "training.steps=0,1", "name=s${training.steps}"], ("training.steps (0)",), fixable=False),
+    "sweep_with_a_wrong_run": Wrong(
+        ["-m", "training.steps=0,1", "name=s${training.steps}"], ("training.steps (0)",), fixable=False
+    ),
 }
 
 
@@ -166,7 +209,9 @@ def test_wrong_command_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: 
         field, alternatives = advice.split(err)
         assert alternatives, f"no advice in: {err}"
         for alternative in alternatives:
-            replaced = {advice.key_of(fix) for fix in alternative} | ({advice.key_of(field)} if "no known key" in err else set())
+            replaced = {advice.key_of(fix) for fix in alternative} | (
+                {advice.key_of(field)} if "no known key" in err else set()
+            )
             kept = [text for text in wrong.argv if advice.key_of(text) not in replaced]
             fixes = [fix for fix in alternative if not fix.startswith("WORLD_SIZE=")]
             processes = [int(fix.partition("=")[2]) for fix in alternative if fix.startswith("WORLD_SIZE=")]
@@ -184,7 +229,11 @@ class WrongRun(NamedTuple):
 
 def _small_corpus(folder: Path) -> list[str]:
     path = folder / "corpus.txt"
-    path.write_text("\n\n\n".join(f"document {i}: " + "some words of text to learn from, again and again. " * 20 for i in range(200)))
+    path.write_text(
+        "\n\n\n".join(
+            f"document {i}: " + "some words of text to learn from, again and again. " * 20 for i in range(200)
+        )
+    )
     return [
         f"data.corpus={path}",
         "data.vocab_size=400",
@@ -199,7 +248,13 @@ def _truncated_tokens(folder: Path) -> list[str]:
     overrides = _small_corpus(folder)
     cache = f"data.cache_dir={folder / 'cache'}"
     data = [override for override in overrides if override.startswith("data.")]
-    subprocess.run([sys.executable, "-m", "data.prepare", *data, cache], cwd=ROOT, check=True, capture_output=True, timeout=TIME_LIMIT)
+    subprocess.run(
+        [sys.executable, "-m", "data.prepare", *data, cache],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=TIME_LIMIT,
+    )
     tokens = next((folder / "cache").rglob("*.bin"))
     os.truncate(tokens, tokens.stat().st_size - 7)
     return overrides
@@ -219,28 +274,42 @@ def _empty_folder(folder: Path) -> list[str]:
 
 WRONG_RUNS: dict[str, WrongRun] = {
     "missing_corpus": WrongRun([TINY, "data.corpus=no/such/file.txt"], ("data.corpus", "no/such/file.txt")),
-    "missing_corpus_on_two_ranks": WrongRun([TINY, "data.corpus=no/such/file.txt"], ("data.corpus", "no/such/file.txt"), ranks=2),
+    "missing_corpus_on_two_ranks": WrongRun(
+        [TINY, "data.corpus=no/such/file.txt"], ("data.corpus", "no/such/file.txt"), ranks=2
+    ),
     "missing_tokenizer": WrongRun([TINY, "data.tokenizer=no/such.model"], ("data.tokenizer", "no/such.model")),
-    "vocabulary_too_small": WrongRun([TINY, "model.vocab_size=100"], ("model.vocab_size (100)", "data.vocab_size (1024)", "null")),
-    "resume_path_missing": WrongRun([TINY, "checkpoint.resume=no/such"], ("checkpoint.resume (no/such)", "no such folder")),
+    "vocabulary_too_small": WrongRun(
+        [TINY, "model.vocab_size=100"], ("model.vocab_size (100)", "data.vocab_size (1024)", "null")
+    ),
+    "resume_path_missing": WrongRun(
+        [TINY, "checkpoint.resume=no/such"], ("checkpoint.resume (no/such)", "no such folder")
+    ),
     "resume_path_is_no_checkpoint": WrongRun([TINY], ("checkpoint.resume", "manifest.json"), prepare=_empty_folder),
     "weights_missing": WrongRun([TINY, "checkpoint.weights=no/such"], ("no/such", "config.yaml")),
     "truncated_tokens": WrongRun([TINY], (".bin", "bytes"), prepare=_truncated_tokens),
     "checkpoint_of_another_model": WrongRun(
-        [TINY, "model.hidden_size=32"], ("model.hidden_size (32)", "(64)", "another model"), prepare=_run_of_another_model
+        [TINY, "model.hidden_size=32"],
+        ("model.hidden_size (32)", "(64)", "another model"),
+        prepare=_run_of_another_model,
     ),
     "one_process": WrongRun([TINY, "model.num_layer=3"], ("model.num_layer ", "model.num_layers=3")),
     "wrong_type": WrongRun([TINY, "optimizer.lr=fast"], ("optimizer.lr (fast)",)),
     "too_few_processes": WrongRun(["experiment=llama3_8b"], ("world_size (1)", "2 processes")),
-    "two_ranks": WrongRun([TINY, "parallel.tensor=3"], ("parallel.tensor (3)", "parallel.tensor=2"), ranks=2, ours=True),
-    "two_ranks_unknown_key": WrongRun([TINY, "parallel.tensors=2"], ("parallel.tensors", "parallel.tensor=2"), ranks=2, ours=True),
+    "two_ranks": WrongRun(
+        [TINY, "parallel.tensor=3"], ("parallel.tensor (3)", "parallel.tensor=2"), ranks=2, ours=True
+    ),
+    "two_ranks_unknown_key": WrongRun(
+        [TINY, "parallel.tensors=2"], ("parallel.tensors", "parallel.tensor=2"), ranks=2, ours=True
+    ),
     "two_ranks_unset_variable": WrongRun(
         [TINY, "model.hidden_size=${oc.env:NO_SUCH_VARIABLE}"],
         ("model.hidden_size (${oc", "variable NO_SUCH_VARIABLE is not set"),
         2,
         ours=True,
     ),
-    "two_ranks_scalar_for_list": WrongRun([TINY, "training.profile.steps=5"], ("training.profile.steps (5)", "[]"), ranks=2, ours=True),
+    "two_ranks_scalar_for_list": WrongRun(
+        [TINY, "training.profile.steps=5"], ("training.profile.steps (5)", "[]"), ranks=2, ours=True
+    ),
 }
 
 
@@ -250,7 +319,12 @@ def run_train(argv: list[str], ranks: int, folder: Path, ours: bool = False) -> 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "train.py"]
     if ours:
         torchrun = ["bash", "launch/torchrun.sh", "--ranks-per-node", str(ranks), "--"]
-    command = [*(single if ranks == 1 else torchrun), f"run_dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}", *argv]
+    command = [
+        *(single if ranks == 1 else torchrun),
+        f"run_dir={folder / 'run'}",
+        f"data.cache_dir={folder / 'cache'}",
+        *argv,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIME_LIMIT)
 
@@ -258,7 +332,9 @@ def run_train(argv: list[str], ranks: int, folder: Path, ours: bool = False) -> 
 @pytest.mark.parametrize("name", WRONG_RUNS)
 def test_wrong_run(name: str, tmp_path: Path) -> None:
     wrong = WRONG_RUNS[name]
-    done = run_train([*wrong.argv, *(wrong.prepare(tmp_path) if wrong.prepare else [])], wrong.ranks, tmp_path, wrong.ours)
+    done = run_train(
+        [*wrong.argv, *(wrong.prepare(tmp_path) if wrong.prepare else [])], wrong.ranks, tmp_path, wrong.ours
+    )
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     spoken = [line for line in lines if "config error: " in line]

@@ -5,4 +5,8 @@ FP32_GRAD_NORM = 1e-4  # per-step gradient norm of the same
 BF16_LOSS = 1e-2  # per-step loss of two layouts of one bf16 run, over 20 steps
 ORACLE_LOGITS = 1e-5  # fp32 logits against the Hugging Face implementation of the same weights
 ORACLE_GRADS = 1e-4  # fp32 loss and gradients against the same
-MOE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2}  # outputs and every gradient of an MoE layer against a loop over tokens in fp64
+# outputs and every gradient of an MoE layer against a loop over tokens in fp64
+MOE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2}
+# A half-precision step on the pretended device against the CPU's: other kernels round their sums at other places.
+PRETENDED_HALF_LOSS = 1e-4
+PRETENDED_HALF_GRAD_NORM = 5e-3

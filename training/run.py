@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkpoint.resume import Claim
+from checkpoint.saver import Saver
 from configs.schema import Config
 from parallel.topology import Topology
-from training.health import Health, SkippedSamples
-from training.resume import Claim
-from training.state_file import Progress
-from training.step import Model, StepResult
+from training.engine import Engine
+from training.progress import Progress
+from training.resilience.health import Health, SkippedSamples
+from training.step import StepResult
 
 Metrics = dict[str, Any]
 
@@ -23,17 +25,18 @@ class Run:
 
     config: Config
     topology: Topology
-    model: Model
+    engine: Engine
     vocab_size: int
     tokenizer: Any
     loader: Any
     make_validation_loader: Callable[[], Any]
+    saver: Saver
+    health: Health
     progress: Progress = field(default_factory=Progress)
     skipped: SkippedSamples = field(default_factory=lambda: SkippedSamples(Path()))
-    health: Health | None = None
+    callbacks: Sequence[Callback] = ()
     make_loader: Callable[[int], Any] | None = None  # the training loader after so many consumed samples
     stop_reason: str | None = None  # why the run shall end after this step, the same on every rank
-    tokens_per_expert: Any = None  # [layers, experts] of the last step, on the host; None for a dense model
     result: StepResult | None = None  # of the last step
     claim: Claim | None = None  # rank 0's hold on run_dir
     facts: dict[str, Any] = field(default_factory=dict)  # whose checkpoints these are, and what they were trained on
@@ -70,6 +73,13 @@ class Run:
             self.loader.close()
             self.loader = self.make_loader(position)
 
+    def take(self, result: StepResult) -> None:
+        """A step was taken: the run is one further."""
+        self.progress.step += 1
+        self.progress.consumed_samples += self.config.training.global_batch_size
+        self.health.taken(result.loss, self.progress.step, result.updated)
+        self.result = result
+
     def say(self, line: str) -> None:
         """Print a line once per job."""
         if self.is_main:
@@ -79,20 +89,49 @@ class Run:
 class Callback:
     """One concern of a run, beside the loop. Every rank calls every hook, so a hook may communicate.
 
-    `after_step` may add to the metrics of the step; later callbacks see what earlier ones added.
+    A step calls `before_step`, then forward and backward passes, then `before_update`, then the optimizer, then
+    `after_step`. What a callback wants summed over the ranks it registers with `run.engine.sums`; it travels with the
+    loss, at no message of its own.
     """
+
+    name = ""  # of the state in checkpoints; for a callback that keeps one. It must not change.
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint shall keep, as JSON has it, small and of no layout; empty for nothing. Rank 0's is written.
+
+        Asked in the `after_step` of Checkpoints: what must have seen the step stands before it in the list.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state of a checkpoint, on every rank: before `on_start`, and before `on_rollback`.
+
+        Not called where the checkpoint keeps none.
+        """
 
     def on_join(self, topology: Topology) -> None:
         """Called once when the ranks of the job have met, before there is a model."""
 
     def on_claim(self, step: int) -> None:
-        """Called once when it is sure that this job goes on with the run in the folder, after so many steps, or begins one there."""
+        """Called once when it is sure that this job goes on with the folder's run, or begins one, at this step."""
 
     def on_start(self, run: Run) -> None:
         """Called once, before the first step of this process, after a resume."""
 
+    def before_step(self, run: Run) -> None:
+        """Called before each step, also where a refused one is tried again. It may register what the step shall sum."""
+
+    def before_update(self, run: Run, result: StepResult) -> None:
+        """Called before the weights are changed, with what came of the passes: on the host, the same on every rank.
+
+        Not for a refused step. It must not wait for the device, so that a step keeps its one wait.
+        """
+
     def after_step(self, run: Run, metrics: Metrics) -> None:
-        """Called after each optimizer step, in the order of the list in training/trainer.py."""
+        """Called after each optimizer step, in the order of the list in training/callbacks.
+
+        It may add to the metrics of the step; later callbacks see what earlier ones added.
+        """
 
     def on_rollback(self, run: Run) -> None:
         """Called when the run has gone back to an older checkpoint: `run.progress` tells to which step."""
@@ -108,3 +147,25 @@ class Callback:
 
     def close(self) -> None:
         """Called once in any case, also after an error."""
+
+
+def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
+    """What the callbacks want kept in a checkpoint, by their names."""
+    found = [(callback.name, state) for callback in callbacks if (state := callback.state_dict())]
+    assert all(name for name, _ in found) and len(dict(found)) == len(found), (
+        f"names of callbacks with a state: {found}"
+    )
+    return dict(found)
+
+
+def restore_callbacks(run: Run) -> None:
+    """Give each callback what the checkpoint that was loaded keeps of it. Says whose state nobody here takes."""
+    states = dict(run.progress.callbacks)
+    for callback in run.callbacks:
+        if callback.name in states:
+            callback.load_state_dict(states.pop(callback.name))
+    for name in states:
+        run.say(
+            f"the checkpoint of step {run.progress.step} keeps the state of {name}, which this run is without: it is "
+            "left out"
+        )

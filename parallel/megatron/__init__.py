@@ -1,8 +1,9 @@
 """Every change that Mixtrain makes to Megatron-core 0.16.1, in one room.
 
 `fixes.py` mends what is broken on every device; `cpu.py` lets Megatron-core, whose code names CUDA, run on the host.
-Nothing of `cpu.py` is imported on a machine that trains on GPUs. `startup.py` spares what Megatron-core loads when it is
-imported; import this package before anything of Megatron-core to gain by it.
+Nothing of `cpu.py` is imported on a machine that trains on GPUs. `startup.py` spares what Megatron-core loads when it
+is imported; import this package before anything of Megatron-core to gain by it. `router.py`, `optimizer.py` and
+`ddp.py` are where its private names are touched.
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ EXPECTED_VERSION = "0.16.1"
 _applied: str | None = None
 
 
+def require_version() -> None:
+    """Raise RuntimeError for another Megatron-core than the one that this package was written for."""
+    if megatron.core.__version__ != EXPECTED_VERSION:
+        raise RuntimeError(
+            f"megatron-core {megatron.core.__version__} is installed, but the patches in parallel/megatron were "
+            f"written for {EXPECTED_VERSION}. Run launch/setup.sh, or check each patch against the new version and "
+            "raise EXPECTED_VERSION."
+        )
+
+
 def apply_patches(device_type: str | None = None) -> None:
     """Patch Megatron-core once per process, before any of its objects is built.
 
@@ -31,13 +42,10 @@ def apply_patches(device_type: str | None = None) -> None:
         return
     if _applied is not None:
         raise RuntimeError(
-            f"Megatron-core is already patched for {_applied}; one process trains on one device type, not also {device_type}."
+            f"Megatron-core is already patched for {_applied}; one process trains on one device type, not also "
+            f"{device_type}."
         )
-    if megatron.core.__version__ != EXPECTED_VERSION:
-        raise RuntimeError(
-            f"megatron-core {megatron.core.__version__} is installed, but the patches in parallel/megatron were written for "
-            f"{EXPECTED_VERSION}. Run launch/setup.sh, or check each patch against the new version and raise EXPECTED_VERSION."
-        )
+    require_version()
     from parallel.megatron import fixes
 
     fixes.apply()

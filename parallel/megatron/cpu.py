@@ -1,9 +1,10 @@
 """The CPU host adapter: Megatron-core 0.16.1 names CUDA in some hundred places; here those places are told "cpu".
 
 Method: the compiled functions of the listed modules are rewritten in place. The constant "cuda" becomes "cpu", the name
-`cuda` (as in `torch.cuda.current_device()` or `tensor.cuda()`) becomes `cpu` (`torch.cpu` has the same small interface),
-and the tensor type names that the optimizers compare with lose their "cuda.". That costs nothing at run time, needs no
-global mode, leaves `torch.cuda` alone, and works in every thread. What renaming cannot mend is replaced by hand below.
+`cuda` (as in `torch.cuda.current_device()` or `tensor.cuda()`) becomes `cpu` (`torch.cpu` has the same small
+interface), and the tensor type names that the optimizers compare with lose their "cuda.". That costs nothing at run
+time, needs no global mode, leaves `torch.cuda` alone, and works in every thread. What renaming cannot mend is replaced
+by hand below.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def _rewrite_module(module: types.ModuleType, names: dict[str, str]) -> None:
     for function in _functions(module):
         function.__code__ = _rewrite_code(function.__code__, names)
         if function.__defaults__:
-            function.__defaults__ = tuple(CONSTANTS.get(d, d) if isinstance(d, str) else d for d in function.__defaults__)
+            function.__defaults__ = tuple(
+                CONSTANTS.get(d, d) if isinstance(d, str) else d for d in function.__defaults__
+            )
 
 
 def _use_host_random_numbers() -> None:
@@ -142,7 +145,10 @@ def _gather_uneven_over_gloo() -> None:
     gather_first_dim = mappings._gather_along_first_dim
 
     def gather(
-        input_: torch.Tensor, group: torch.distributed.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+        input_: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        output_split_sizes: Any = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather_first_dim(input_, group, output_split_sizes, use_global_buffer)
@@ -173,7 +179,9 @@ def _gather_parameters_one_by_one() -> None:
             finally:
                 open_blocks.pop()
 
-    def gather(output: torch.Tensor, input_: torch.Tensor, group: torch.distributed.ProcessGroup, async_op: bool) -> None:
+    def gather(
+        output: torch.Tensor, input_: torch.Tensor, group: torch.distributed.ProcessGroup, async_op: bool
+    ) -> None:
         work = group._allgather_base(output, input_)
         if async_op:
             open_blocks[-1].append(work)

@@ -30,22 +30,26 @@ def _define_te_general_gemm() -> None:
 
 
 def _let_latent_attention_do_without_te() -> None:
-    # Without TransformerEngine the import of its layers still succeeds, with mocks in their place: the flag says that it is
-    # there, and building a latent attention layer raises TypeError.
+    # Without TransformerEngine the import of its layers still succeeds, with mocks in their place: the flag says that
+    # it is there, and building a latent attention layer raises TypeError.
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
 
 
 def _accept_subclasses_of_layers() -> None:
-    # A transformer layer knows Megatron's feed-forward classes by identity; for a subclass, which works as well, it warns
-    # once per layer and lets it find its process groups by itself.
-    logging.getLogger(transformer_layer.__name__).addFilter(lambda record: "Unknown MLP type" not in record.getMessage())
+    # A transformer layer knows Megatron's feed-forward classes by identity; for a subclass, which works as well, it
+    # warns once per layer and lets it find its process groups by itself.
+    logging.getLogger(transformer_layer.__name__).addFilter(
+        lambda record: "Unknown MLP type" not in record.getMessage()
+    )
 
 
 def _measure_gradients_exactly() -> None:
-    # What upstream falls back to without TransformerEngine and apex waits for the device once per tensor, and is not exact
-    # on the CPU.
-    def norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *args: Any) -> tuple[Any, None]:
+    # What upstream falls back to without TransformerEngine and apex waits for the device once per tensor, and is not
+    # exact on the CPU.
+    def norm(
+        chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *args: Any
+    ) -> tuple[Any, None]:
         assert not per_tensor
         return torch.linalg.vector_norm(tensor_norms(tensor_lists[0])).float().view(1), None
 

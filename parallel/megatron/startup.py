@@ -18,7 +18,8 @@ import torch
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """While this lasts, `torch.compile` waits for the first call, and wandb is not to be had unless it is loaded already."""
+    """While this lasts, `torch.compile` waits for the first call, and wandb is not to be had unless it is loaded
+    already."""
     compile_now, wandb_loaded = torch.compile, "wandb" in sys.modules
     torch.compile = compiled_when_called  # type: ignore[assignment]
     if not wandb_loaded:
@@ -32,7 +33,8 @@ def spared() -> Iterator[None]:
 
 
 def compiled_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """`torch.compile`, called or as a decorator with options, but for the import of the compiler, which waits for the first call."""
+    """`torch.compile`, called or as a decorator with options, but for the import of the compiler, which waits for the
+    first call."""
     if function is None:
         return functools.partial(compiled_when_called, **options)
     compiled: Callable[..., Any] | None = None

@@ -21,7 +21,9 @@ SHOW = "import sys, pathlib; print('speed', open('speed').read()); assert not li
 
 def git(folder: Path, *arguments: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(
+        ["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True, timeout=30
+    ).stdout
 
 
 @pytest.fixture
@@ -57,8 +59,16 @@ def test_a_figure_of_both_trees_and_nothing_is_left(repository, capsys):
     assert main([*arguments, sys.executable, "-c", SHOW, "{folder}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
-    assert result["old"] == [2, 2] and result["new"] == [8, 8] and result["ratio"] == pytest.approx(4) and result["standard_error"] == 0
-    assert result["modified"] == ["gone", "speed", "new"] and result["commit"] == git(repository, "rev-parse", "first").strip()
+    assert (
+        result["old"] == [2, 2]
+        and result["new"] == [8, 8]
+        and result["ratio"] == pytest.approx(4)
+        and result["standard_error"] == 0
+    )
+    assert (
+        result["modified"] == ["gone", "speed", "new"]
+        and result["commit"] == git(repository, "rev-parse", "first").strip()
+    )
     assert is_clean(repository) and git(repository, "status", "--short") == status
 
 
@@ -107,7 +117,9 @@ def test_an_interrupt_leaves_nothing(repository, number):
     code = f"import os, time; open({str(pids)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     command = [sys.executable, "-m", "benchmarks.against", "first", "--", sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    process = subprocess.Popen(command, cwd=repository, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=repository, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 30
     while not (pids.exists() and pids.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -88,7 +88,9 @@ def test_two_clusters_at_once_are_apart() -> None:
     with Cluster(2, "200mbit") as slow, Cluster(2, "1gbit") as fast:
         assert slow.call(calls.keep_and_add, 1) == [3, 3]
         assert fast.call(calls.keep_and_add, 2) == [6, 6]
-        assert not {where[2] for where in slow.call(calls.where, "")} & {where[2] for where in fast.call(calls.where, "")}
+        assert not {where[2] for where in slow.call(calls.where, "")} & {
+            where[2] for where in fast.call(calls.where, "")
+        }
         # The shape of both links: no rate is promised, but no link carries more than its own.
         assert link.measured_rate(slow) < 220e6
         assert link.measured_rate(fast) < 1.1e9
@@ -99,9 +101,14 @@ def test_two_clusters_at_once_are_apart() -> None:
 @pytest.mark.netns
 @pytest.mark.parametrize(
     "call, expected, words",
-    [(calls.fail_on, RankError, "rank 1 raised.*no such thing"), (calls.end_on, ClusterError, "rank 1 ended with status 3")],
+    [
+        (calls.fail_on, RankError, "rank 1 raised.*no such thing"),
+        (calls.end_on, ClusterError, "rank 1 ended with status 3"),
+    ],
 )
-def test_a_failed_rank_takes_the_cluster_down(call: Callable[[int], None], expected: type[Exception], words: str) -> None:
+def test_a_failed_rank_takes_the_cluster_down(
+    call: Callable[[int], None], expected: type[Exception], words: str
+) -> None:
     with Cluster(2) as cluster:
         pids = cluster.pids
         started = time.monotonic()

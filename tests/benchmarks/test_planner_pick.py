@@ -1,4 +1,5 @@
-"""How planner_pick judges: which plans run on, and what a pick is compared with when plans ran for different numbers of rounds."""
+"""How planner_pick judges: which plans run on, and what a pick is compared with when plans ran for different numbers of
+rounds."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_pick import LAYERS, contenders, judge, regret, whole_step_regret
-from moe.plan import Plan
+from moe.schedule.chunk_plan import Plan
 
 
 def test_plans_that_are_near_in_a_pass_or_in_a_step_run_on() -> None:
@@ -43,9 +44,14 @@ def _record(plans: dict[Plan, tuple[list[float], list[float]]], pick: Plan, fixe
 
 
 def test_a_plan_that_left_counts_in_the_rounds_it_ran_in() -> None:
-    # The forward pass of two chunks is the same with and without a lag: 2.0 on average in the first two rounds, then 3.0.
+    # The forward pass of two chunks is the same with and without a lag: 2.0 on average in the first two rounds, then
+    # 3.0.
     one, two, late = Plan(1, 1), Plan(2, 2), Plan(2, 2, weight_lag=1)
-    times = {one: ([4.0, 4.0], [5.0, 5.0]), two: ([1.0, 1.0], [4.0, 4.0]), late: ([3.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0])}
+    times = {
+        one: ([4.0, 4.0], [5.0, 5.0]),
+        two: ([1.0, 1.0], [4.0, 4.0]),
+        late: ([3.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0]),
+    }
     forward, backward = judge(_record(times, one, [one, late]))
     assert (forward.best, forward.pick, backward.best) == (2, 1, 2)
     assert forward.seconds == {1: 4.0, 2: 2.5}
@@ -55,5 +61,9 @@ def test_a_plan_that_left_counts_in_the_rounds_it_ran_in() -> None:
 
 @pytest.mark.parametrize(("pick", "expected"), [(Plan(2, 1), 0.0), (Plan(1, 1), 0.5)])
 def test_a_whole_step_is_compared_with_the_fastest_of_all_plans(pick: Plan, expected: float) -> None:
-    times = {Plan(1, 1): ([2.0, 2.0], [1.0, 1.0]), Plan(2, 2): ([1.0, 1.0], [2.0, 2.0]), Plan(2, 1): ([1.0] * 4, [1.0] * 4)}
+    times = {
+        Plan(1, 1): ([2.0, 2.0], [1.0, 1.0]),
+        Plan(2, 2): ([1.0, 1.0], [2.0, 2.0]),
+        Plan(2, 1): ([1.0] * 4, [1.0] * 4),
+    }
     assert whole_step_regret(_record(times, pick, []), "pick") == pytest.approx(expected)

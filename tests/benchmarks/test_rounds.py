@@ -34,6 +34,9 @@ def test_only_contenders_run_after_the_first_rounds(monkeypatch: pytest.MonkeyPa
     result = rounds.measure_contenders(
         cast(Cluster, cluster), lambda seconds: {"step": seconds}, variants, rounds.FOR_ALL + 2, lambda first: {"near"}
     )
-    assert result.num_rounds == 5 and result.seconds == {"near": {"step": [1.0, 2.0, 3.0, 4.0, 5.0]}, "far": {"step": [2.0, 4.0, 6.0]}}
+    assert result.num_rounds == 5 and result.seconds == {
+        "near": {"step": [1.0, 2.0, 3.0, 4.0, 5.0]},
+        "far": {"step": [2.0, 4.0, 6.0]},
+    }
     assert result.speedup("near", "step", "far") == 2.0  # over the rounds that both ran in
     assert cluster.calls == {"near": 5, "far": 3}

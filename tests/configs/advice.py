@@ -7,7 +7,8 @@ import shlex
 
 
 def split(line: str) -> tuple[str, list[list[str]]]:
-    """The field that a message starts with, and each alternative after "Try" as a list of overrides or [WORLD_SIZE=n]."""
+    """The field that a message starts with, and each alternative after "Try" as a list of overrides or
+    [WORLD_SIZE=n]."""
     found = re.search(r"^(?:.*config error: )?(.*?)[ =].*?(?: Try (.*))?$", line.strip())
     assert found, line
     alternatives = []

@@ -35,7 +35,12 @@ def _run(monkeypatch: pytest.MonkeyPatch, *argv: str, status: int = 0) -> tuple[
 
 
 def test_a_config_survives_its_file(tmp_path: Path) -> None:
-    overrides = ["data.corpus=[{path: a.txt, weight: 2.5}, b]", "moe.layers=[1,0,1,0]", "optimizer.lr=1.3e-4", "sample.prompts=['x: y']"]
+    overrides = [
+        "data.corpus=[{path: a.txt, weight: 2.5}, b]",
+        "moe.layers=[1,0,1,0]",
+        "optimizer.lr=1.3e-4",
+        "sample.prompts=['x: y']",
+    ]
     config = compose(overrides)
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
@@ -70,7 +75,9 @@ def test_the_status_of_main_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) 
     assert _run(monkeypatch, "model=gpt_tiny", status=3)[0] == 3
 
 
-def test_a_config_error_of_main_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_config_error_of_main_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     def main(config: Config) -> int:
         raise ConfigError("data.corpus (x.txt) must exist.\nTry data.corpus=stdlib.")
 
@@ -98,12 +105,16 @@ def test_another_exception_of_main_is_not_hidden(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_sweep_runs_its_product_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    status, seen = _run(monkeypatch, "-m", "model=gpt_tiny,bert_tiny", "training.seed=1,2", "name=${model.family}_${training.seed}")
+    status, seen = _run(
+        monkeypatch, "-m", "model=gpt_tiny,bert_tiny", "training.seed=1,2", "name=${model.family}_${training.seed}"
+    )
     assert status == 0
     assert [config.name for config in seen] == ["gpt_1", "gpt_2", "bert_1", "bert_2"]
 
 
-def test_a_sweep_is_checked_before_it_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_checked_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _run(monkeypatch, "-m", "training.steps=3,0", "name=s${training.steps}") == (2, [])
     assert "training.steps (0)" in capsys.readouterr().err
     assert _run(monkeypatch, "-m", "training.seed=1,2") == (2, [])
@@ -111,7 +122,9 @@ def test_a_sweep_is_checked_before_it_starts(monkeypatch: pytest.MonkeyPatch, ca
     assert _run(monkeypatch, "-m", "training.seed=1,2", "name=quickstart_${training.seed}")[0] == 0
 
 
-def test_presets_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_presets_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "experiment"
     folder.mkdir()
     header = "# @package _global_\ndefaults:\n  - override /model: gpt_tiny\n"
@@ -171,14 +184,18 @@ def script(tmp_path: Path) -> Path:
     ],
 )
 def test_what_a_command_prints(script: Path, argv: list[str], first: str, says: str) -> None:
-    done = subprocess.run([sys.executable, str(script), *argv], cwd=script.parent, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(script), *argv], cwd=script.parent, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(first)
     assert says in done.stdout
     assert {path.name for path in script.parent.iterdir()} == {"train.py"}, "a command leaves nothing behind"
 
 
-def test_help_names_every_key_and_preset_within_100_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_key_and_preset_within_100_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _run(monkeypatch, "--help", "model=gpt_tiny", "training.steps=77") == (0, [])
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
@@ -202,7 +219,13 @@ def test_train_py_runs_from_any_folder_with_paths_relative_to_it(tmp_path: Path)
     (tmp_path / "mine.txt").write_text("some text")
     seen = []
     for corpus in ("mine.txt", "other.txt"):
-        command = [sys.executable, str(ROOT / "train.py"), f"data.corpus={corpus}", "data.tokenizer=no.model", "run_dir=r"]
+        command = [
+            sys.executable,
+            str(ROOT / "train.py"),
+            f"data.corpus={corpus}",
+            "data.tokenizer=no.model",
+            "run_dir=r",
+        ]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         seen.append(done.stderr)
@@ -218,7 +241,9 @@ def _guide_example(title: str) -> list[str]:
     return [textwrap.dedent(block) for block in blocks]
 
 
-def test_the_guides_preset_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_guides_preset_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     model, experiment, command, typo, line = _guide_example("Presets of your own")
     for content in (model, experiment):
@@ -228,8 +253,15 @@ def test_the_guides_preset_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: 
     status, seen = _run(monkeypatch, *shlex.split(command.replace("python train.py", "")))
     assert status == 0, capsys.readouterr().err
     config = seen[0]
-    assert (config.name, config.model.hidden_size, config.training.global_batch_size, config.training.steps) == ("wide", 96, 16, 500)
+    assert (config.name, config.model.hidden_size, config.training.global_batch_size, config.training.steps) == (
+        "wide",
+        96,
+        16,
+        500,
+    )
     assert config.optimizer.warmup_steps == 25 and config.run_dir == "runs/wide"
-    (path.parent / "wide_typo.yaml").write_text(path.read_text().replace("steps: 1000", "stesp: 1000"), encoding="utf-8")
+    (path.parent / "wide_typo.yaml").write_text(
+        path.read_text().replace("steps: 1000", "stesp: 1000"), encoding="utf-8"
+    )
     assert _run(monkeypatch, *shlex.split(typo.replace("python train.py", ""))) == (2, [])
     assert capsys.readouterr().err == line

@@ -80,7 +80,9 @@ def test_a_folder_that_goes_is_noticed(tmp_path: Path, take_away: Any) -> None:
     log.write("one")
     take_away(folder)
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    with pytest.raises(GoneError, match="was deleted, moved or replaced while the run wrote to it. Put it back") as caught:
+    with pytest.raises(
+        GoneError, match="was deleted, moved or replaced while the run wrote to it. Put it back"
+    ) as caught:
         log.write("two")
     assert str(folder) in str(caught.value) and sorted(path.name for path in tmp_path.rglob("*")) == before
     assert not (folder / "lines").exists() or (folder / "lines").read_text() == "another run's\n"

@@ -9,9 +9,9 @@ import pytest
 from configs.architecture import architecture
 from configs.changes import Change, changes
 from configs.compose import compose
-from configs.keys import OnResume
+from configs.keys import OnResume, get
 from configs.schema import KEYS, Config
-from configs.validate import get, validate
+from configs.validate import validate
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -46,7 +46,12 @@ FAMILIES = [
 
 
 def test_architecture_is_what_a_folder_of_weights_compares() -> None:
-    compared = {f"{section}.{key}" for text in FAMILIES for section, values in architecture(compose(text), 512).items() for key in values}
+    compared = {
+        f"{section}.{key}"
+        for text in FAMILIES
+        for section, values in architecture(compose(text), 512).items()
+        for key in values
+    }
     assert {name for name, key in KEYS.items() if key.architecture} == compared - PARTLY | {"training.precision"}
     assert not any(KEYS[name].architecture for name in PARTLY)
 
@@ -71,9 +76,21 @@ def test_changes_name_each_key_that_differs() -> None:
         (["training.steps=9", "optimizer.decay_steps=20"], "training.steps", "free"),
         (["training.steps=9", "optimizer.schedule=constant"], "training.steps", "free"),
         (["training.micro_batch_size=1"], "training.micro_batch_size", "free"),
-        (["training.micro_batch_size=1", "model=gpt_moe_tiny", "moe.aux_loss_coeff=0"], "training.micro_batch_size", "free"),
-        (["training.micro_batch_size=1", "model=gpt_moe_tiny", "moe.aux_loss_coeff=0.1"], "training.micro_batch_size", "say"),
-        (["training.micro_batch_size=1", "model=gpt_moe_tiny", "moe.capacity_factor=1"], "training.micro_batch_size", "say"),
+        (
+            ["training.micro_batch_size=1", "model=gpt_moe_tiny", "moe.aux_loss_coeff=0"],
+            "training.micro_batch_size",
+            "free",
+        ),
+        (
+            ["training.micro_batch_size=1", "model=gpt_moe_tiny", "moe.aux_loss_coeff=0.1"],
+            "training.micro_batch_size",
+            "say",
+        ),
+        (
+            ["training.micro_batch_size=1", "model=gpt_moe_tiny", "moe.capacity_factor=1"],
+            "training.micro_batch_size",
+            "say",
+        ),
     ],
 )
 def test_a_change_may_mean_less_than_it_can(overrides: list[str], key: str, means: str) -> None:

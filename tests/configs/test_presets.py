@@ -1,4 +1,5 @@
-"""Every shipped preset composes and is legal; the command line beats a preset; small presets are legal in every small layout."""
+"""Every shipped preset composes and is legal; the command line beats a preset; small presets are legal in every small
+layout."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from configs.validate import validate
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))
 MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
 OVERLAYS = sorted(
-    f"{path.parent.name}={path.stem}" for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name not in ("model", "experiment")
+    f"{path.parent.name}={path.stem}"
+    for path in CONFIG_DIR.glob("*/*.yaml")
+    if path.parent.name not in ("model", "experiment")
 )
 WORLD_SIZES = {"llama3_8b": 8, "mixtral_8x7b": 32, "qwen3_30b_a3b": 16, "deepseek_v3_like": 256}
 TINY = ["gpt_tiny", "gpt_moe_tiny", "bert_tiny", "bert_moe_tiny"]
@@ -76,7 +79,9 @@ def _legal(name: str, layout: str) -> bool:
 
 
 @pytest.mark.parametrize("group", ["model", "experiment"])
-@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in TINY for layout in LAYOUTS if _legal(name, layout)])
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, layout) for name in TINY for layout in LAYOUTS if _legal(name, layout)]
+)
 def test_tiny_presets_are_legal_in_every_layout(name: str, layout: str, group: str) -> None:
     world_size, overrides = LAYOUTS[layout]
     config = compose([f"{group}={name}", *overrides])
@@ -108,8 +113,16 @@ def test_a_choice_or_key_on_the_command_line_beats_the_experiment() -> None:
     assert compose(["name=mine", "model=gpt_tiny"]).run_dir == "runs/mine"
 
 
-# Parameters in billions of the published models, from their papers or cards; computed below from the sizes in the presets.
-PUBLISHED = {"gpt2_124m": 0.124, "llama3_8b": 8.03, "mixtral_8x7b": 46.7, "qwen3_30b_a3b": 30.5, "bert_base": 0.110, "bert_large": 0.335}
+# Parameters in billions of the published models, from their papers or cards; computed below from the sizes in the
+# presets.
+PUBLISHED = {
+    "gpt2_124m": 0.124,
+    "llama3_8b": 8.03,
+    "mixtral_8x7b": 46.7,
+    "qwen3_30b_a3b": 30.5,
+    "bert_base": 0.110,
+    "bert_large": 0.335,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -118,11 +131,20 @@ def test_published_models_have_their_published_size(name: str) -> None:
     model, moe = config.model, config.moe
     assert model.vocab_size is not None
     matrices = 3 if model.activation == "swiglu" else 2
-    attention = 2 * model.hidden_size * derived.head_dim(config) * (model.num_attention_heads + derived.num_query_groups(config))
+    attention = (
+        2
+        * model.hidden_size
+        * derived.head_dim(config)
+        * (model.num_attention_heads + derived.num_query_groups(config))
+    )
     total = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
     total += model.sequence_length * model.hidden_size if model.position_embedding == "learned" else 0
     for is_moe in derived.moe_layer_pattern(config):
-        width = derived.expert_ffn_hidden_size(config) * (moe.num_experts or 1) if is_moe else derived.ffn_hidden_size(config)
+        width = (
+            derived.expert_ffn_hidden_size(config) * (moe.num_experts or 1)
+            if is_moe
+            else derived.ffn_hidden_size(config)
+        )
         total += attention + matrices * model.hidden_size * width
     # Norms, biases, routers and heads are left out of the count: under 1% here.
     assert total / 1e9 == pytest.approx(PUBLISHED[name], rel=0.015)

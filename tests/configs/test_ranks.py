@@ -7,11 +7,18 @@ import sys
 import pytest
 
 from configs.compose import run
-from configs.ranks import Launch, launched
+from configs.ranks import Launch, label, launched, use_fewer
 from configs.schema import Config, ConfigError
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-GOOD = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+GOOD = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
 
 
 def _set(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None]) -> None:
@@ -30,9 +37,10 @@ def test_a_launcher_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[tuple[dict[str, str | None], Launch]] = [
         (NONE, Launch(0, 1)),
         ({**NONE, "WORLD_SIZE": "1"}, Launch(0, 1)),
-        ({}, Launch(1, 2)),
-        ({"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}, Launch(1, 2)),
-        ({"RANK": "9", "WORLD_SIZE": "16"}, Launch(9, 16)),
+        ({}, Launch(1, 2, 1, 2)),
+        ({"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}, Launch(1, 2, None, None)),
+        ({**NONE, "LOCAL_RANK": "1"}, Launch(0, 1, 1)),
+        ({"RANK": "9", "WORLD_SIZE": "16"}, Launch(9, 16, 1, 2)),
     ]
     for changed, launch in cases:
         _set(monkeypatch, changed)
@@ -78,3 +86,22 @@ def test_a_wrong_place_is_one_line(
         run(main)
     assert ended.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_line_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[dict[str, str | None], str]] = [
+        ({}, "[rank 1] "),
+        ({"RANK": "one"}, "[rank one] "),  # what is refused for it says so too
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
+        ({"RANK": None}, ""),
+        (NONE, ""),
+    ]
+    for changed, text in cases:
+        _set(monkeypatch, changed)
+        assert label() == text
+
+
+def test_fewer_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    _set(monkeypatch, {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"})
+    use_fewer(2)
+    assert launched() == Launch(1, 2, 1, 3)

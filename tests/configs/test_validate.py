@@ -9,9 +9,11 @@ import pytest
 
 from configs import derived
 from configs.compose import compose
+from configs.keys import get
 from configs.schema import KEYS, Config, ConfigError
-from configs.validate import get, nearest, show, validate
-from moe.plan import STRATEGIES
+from configs.show import nearest, show
+from configs.validate import validate
+from moe.schedule.chunk_plan import STRATEGIES
 from tests.configs import advice
 
 # overrides, world size, the field that the message starts with, what else it must say
@@ -21,7 +23,12 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     (["optimizer.schedule=cosin"], 1, "optimizer.schedule", "optimizer.schedule=cosine"),
     (["training.precision=bf61"], 1, "training.precision", "training.precision=bf16"),
     (["name=' '"], 1, "name", "empty"),
-    (["checkpoint.accept_changes=[data.corpos]"], 1, "checkpoint.accept_changes", "checkpoint.accept_changes=[data.corpus]"),
+    (
+        ["checkpoint.accept_changes=[data.corpos]"],
+        1,
+        "checkpoint.accept_changes",
+        "checkpoint.accept_changes=[data.corpus]",
+    ),
     (["checkpoint.accept_changes=[seed]"], 1, "checkpoint.accept_changes", "checkpoint.accept_changes=[training.seed]"),
     (["checkpoint.accept_changes=[data.corpus,model.family]"], 1, "checkpoint.accept_changes", "another model"),
     (["checkpoint.accept_changes=[optimizer.lr]"], 1, "checkpoint.accept_changes", "does not refuse"),
@@ -53,7 +60,12 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     (["parallel.virtual_pipeline=2"], 1, "parallel.virtual_pipeline", "parallel.pipeline (1)"),
     (["parallel.pipeline=2", "parallel.virtual_pipeline=1"], 2, "parallel.virtual_pipeline", "at least 2"),
     (["parallel.pipeline=2", "parallel.virtual_pipeline=3"], 2, "parallel.virtual_pipeline", "model.num_layers (4)"),
-    (["parallel=pp2_vpp2", "training.global_batch_size=6"], 2, "training.global_batch_size", "multiple of parallel.pipeline (2)"),
+    (
+        ["parallel=pp2_vpp2", "training.global_batch_size=6"],
+        2,
+        "training.global_batch_size",
+        "multiple of parallel.pipeline (2)",
+    ),
     (["parallel=pp2_vpp2", "training.global_batch_size=3"], 2, "training.global_batch_size", "divisible"),
     (["parallel.tensor=2"], 1, "world_size", "2 processes"),
     (["parallel.pipeline=2"], 3, "world_size", "or 2 processes"),
@@ -72,7 +84,12 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     (["moe.capacity_factor=1.0"], 1, "moe.capacity_factor", "dense"),
     (["model=gpt_moe_tiny", "moe.top_k=5"], 1, "moe.top_k", "moe.num_experts (4)"),
     (["model=gpt_moe_tiny", "moe.top_k=1"], 1, "moe.normalize_top_k", "gradient"),
-    (["model=gpt_moe_tiny", "moe.router_score=sigmoid", "moe.normalize_top_k=false"], 1, "moe.normalize_top_k", "sigmoid"),
+    (
+        ["model=gpt_moe_tiny", "moe.router_score=sigmoid", "moe.normalize_top_k=false"],
+        1,
+        "moe.normalize_top_k",
+        "sigmoid",
+    ),
     (["model=gpt_moe_tiny", "moe.expert_bias=true"], 1, "moe.router_score", "sigmoid"),
     (["model=gpt_moe_tiny", "moe.capacity_factor=0"], 1, "moe.capacity_factor", "greater than 0"),
     (["model=gpt_moe_tiny", "moe.num_groups=2"], 1, "moe.group_top_k", "moe.group_top_k=1"),
@@ -95,15 +112,30 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     (["model=gpt_moe_tiny", "moe.pipeline_degree=0"], 1, "moe.pipeline_degree", "at least 1"),
     (["model=gpt_moe_tiny", "moe.backward_pipeline_degree=0"], 1, "moe.backward_pipeline_degree", "at least 1"),
     (["model=gpt_moe_tiny", "moe.pipeline_degree=two"], 1, "moe.pipeline_degree", "integer"),
-    (["model=gpt_moe_tiny", "moe.memory_strategy=reuse"], 1, "moe.memory_strategy", "one of keep, recompute, communicate"),
+    (
+        ["model=gpt_moe_tiny", "moe.memory_strategy=reuse"],
+        1,
+        "moe.memory_strategy",
+        "one of keep, recompute, communicate",
+    ),
     (["model=gpt_moe_tiny", "moe.placement.policy=greedy"], 1, "moe.placement.policy", "not available yet"),
     (["model=gpt_moe_tiny", "moe.placement.extra_slots=1"], 1, "moe.placement.extra_slots", "not available yet"),
     (["model=gpt_moe_tiny", "parallel.expert=3"], 3, "parallel.expert", "moe.num_experts (4)"),
     (["model=gpt_moe_tiny", "parallel.expert=4"], 1, "world_size", "parallel.expert=1 or 4 processes"),
     (["model=gpt_moe_tiny", "parallel.expert=4"], 6, "world_size", "or 4 processes"),
     (["model=gpt_moe_tiny", "parallel.tensor=2"], 2, "parallel.sequence", "parallel.sequence=true"),
-    (["model=gpt_moe_tiny", "parallel=tp2_sp", "parallel.expert_tensor=1"], 2, "parallel.expert_tensor", "parallel.tensor (2)"),
-    (["model=gpt_moe_tiny", "parallel=tp2_sp", "moe.ffn_hidden_size=65"], 2, "parallel.tensor", "moe.ffn_hidden_size (65)"),
+    (
+        ["model=gpt_moe_tiny", "parallel=tp2_sp", "parallel.expert_tensor=1"],
+        2,
+        "parallel.expert_tensor",
+        "parallel.tensor (2)",
+    ),
+    (
+        ["model=gpt_moe_tiny", "parallel=tp2_sp", "moe.ffn_hidden_size=65"],
+        2,
+        "parallel.tensor",
+        "moe.ffn_hidden_size (65)",
+    ),
     (
         ["model=gpt_moe_tiny", "parallel.expert=2", "parallel.expert_tensor=3", "parallel.tensor=1"],
         6,
@@ -117,7 +149,12 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
         "moe.shared_expert_ffn_hidden_size (65)",
     ),
     (["model=bert_moe_tiny", "model.linear_bias=true", "parallel=tp2_sp"], 2, "model.linear_bias", "2 tensor ranks"),
-    (["model=bert_moe_tiny", "model.linear_bias=true", "moe.shared_expert_ffn_hidden_size=64"], 1, "model.linear_bias", "shared"),
+    (
+        ["model=bert_moe_tiny", "model.linear_bias=true", "moe.shared_expert_ffn_hidden_size=64"],
+        1,
+        "model.linear_bias",
+        "shared",
+    ),
     (["experiment=mixtral_8x7b"], 8, "world_size", "32 processes"),
     (["experiment=deepseek_v3_like"], 1, "world_size", "256 processes"),
 ]
@@ -152,11 +189,18 @@ def legal() -> Config:
     return compose(["experiment=gpt_moe_tiny"])
 
 
-@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if {key.low, key.above, key.high, key.below} != {None}])
+@pytest.mark.parametrize(
+    "name", [name for name, key in KEYS.items() if {key.low, key.above, key.high, key.below} != {None}]
+)
 def test_every_range_is_held(name: str, legal: Config) -> None:
     key = KEYS[name]
     whole = int in key.kinds or key.of_items is int
-    outside = [None if key.low is None else key.low - 1, key.above, key.below, None if key.high is None else key.high + 1]
+    outside = [
+        None if key.low is None else key.low - 1,
+        key.above,
+        key.below,
+        None if key.high is None else key.high + 1,
+    ]
     for value in (int(number) if whole else float(number) for number in outside if number is not None):
         config = copy.deepcopy(legal)
         section, _, last = name.rpartition(".")
@@ -178,10 +222,26 @@ def test_nearest() -> None:
 
 
 def test_derived_values() -> None:
-    config = compose(["experiment=gpt_moe_tiny", "parallel=tp2_sp", "moe.layers=2", "model.ffn_hidden_size=96", "moe.ffn_hidden_size=null"])
+    config = compose(
+        [
+            "experiment=gpt_moe_tiny",
+            "parallel=tp2_sp",
+            "moe.layers=2",
+            "model.ffn_hidden_size=96",
+            "moe.ffn_hidden_size=null",
+        ]
+    )
     assert derived.moe_layer_pattern(config) == [1, 0, 1, 0]
-    assert (derived.expert_tensor_size(config), derived.data_parallel_size(config, 4), derived.num_micro_batches(config, 4)) == (2, 2, 2)
-    assert (derived.head_dim(config), derived.num_query_groups(config), derived.expert_ffn_hidden_size(config)) == (16, 4, 96)
+    assert (
+        derived.expert_tensor_size(config),
+        derived.data_parallel_size(config, 4),
+        derived.num_micro_batches(config, 4),
+    ) == (2, 2, 2)
+    assert (derived.head_dim(config), derived.num_query_groups(config), derived.expert_ffn_hidden_size(config)) == (
+        16,
+        4,
+        96,
+    )
     config.parallel.expert = 2
     assert (derived.expert_tensor_size(config), derived.expert_data_parallel_size(config, 4)) == (1, 2)
     config.moe.layers = [0, 1, 1, 1]

@@ -14,7 +14,7 @@ from configs.schema import Config, ConfigError
 from configs.validate import validate
 from configs.weights import FORMAT
 from data.tokenizer import train_tokenizer
-from training import preflight
+from training.starting import preflight
 
 MODELS = ["gpt_tiny", "gpt_moe_tiny", "bert_tiny", "deepseek_v3_like", "qwen3_30b_a3b"]
 VOCAB = 500
@@ -84,8 +84,13 @@ def test_another_tokenizer_is_refused_before_a_corpus_is_touched(tmp_path: Path)
     for path, words in ((folder / "tokenizer.model", "loss step"), (tmp_path / "other.model", "paper light")):
         train_tokenizer([f"{words} {i}" for i in range(50)], 330, path)
     overrides = [f"checkpoint.weights={folder}", f"run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
-    preflight.check(compose([*overrides, f"data.tokenizer={shutil.copy(folder / 'tokenizer.model', tmp_path / 'same.model')}"]))
-    with pytest.raises(ConfigError, match=r"data.tokenizer \(.*other.model\) has other content than the tokenizer in checkpoint.weights"):
+    preflight.check(
+        compose([*overrides, f"data.tokenizer={shutil.copy(folder / 'tokenizer.model', tmp_path / 'same.model')}"])
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"data.tokenizer \(.*other.model\) has other content than the tokenizer in checkpoint.weights",
+    ):
         preflight.check(compose([*overrides, f"data.tokenizer={tmp_path / 'other.model'}"]))
     assert not (tmp_path / "cache").exists()
 

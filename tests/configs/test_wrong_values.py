@@ -1,4 +1,5 @@
-"""Every key takes five kinds of wrong value and more, and each ends in one line that names key, value and rule, with advice that works."""
+"""Every key takes five kinds of wrong value and more, and each ends in one line that names key, value and rule, with
+advice that works."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from configs.keys import get
 from configs.schema import KEYS, Config, ConfigError
-from configs.validate import get
 from configs.values import as_typed
 from tests.configs import advice, wrong_values
 
@@ -20,7 +21,8 @@ Take = Callable[..., Config]
 @pytest.fixture(scope="module")
 def take() -> Take:
     presets = wrong_values.presets_of("gpt_moe_tiny")
-    return functools.cache(lambda *overrides: wrong_values.take(presets, overrides))  # many mistakes have the same advice
+    # many mistakes have the same advice
+    return functools.cache(lambda *overrides: wrong_values.take(presets, overrides))
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -1,4 +1,5 @@
-"""Wrong values of every key, made from what the schema says of it: for the table test here and for `benchmarks.wrong_values`."""
+"""Wrong values of every key, made from what the schema says of it: for the table test here and for
+`benchmarks.wrong_values`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class WrongValue(NamedTuple):
 
 
 def wrong_values(key: Key) -> Iterator[WrongValue]:
-    """Five kinds or more: another type, null, a list, a mapping, an unset variable; a key that is none; what is out of range."""
+    """Five kinds or more: another type, null, a list, a mapping, an unset variable; a key that is none; what is out of
+    range."""
     for kind, written in _written(key):
         yield WrongValue(key.name, kind, written)
 
@@ -80,13 +82,15 @@ def take(presets: DictConfig, overrides: Sequence[str], world_size: int = 1) -> 
 
 
 def fault(wrong: WrongValue, message: str) -> str:
-    """What is wrong with what was said of a wrong value; "" where it names key, value and rule, and advises something."""
+    """What is wrong with what was said of a wrong value; "" where it names key, value and rule, and advises
+    something."""
     name, _, rest = message.partition(" (")
     value, _, rule = rest.partition(") ")
     written = wrong.written.replace("'", "")
     if name != wrong.key:
         return "does not name the key"
-    if value != written and wrong.kind not in ("range", "huge", "nan", "fraction"):  # numbers are shown as they were read
+    # numbers are shown as they were read
+    if value != written and wrong.kind not in ("range", "huge", "nan", "fraction"):
         return "does not show the value"
     if not rule.startswith("must ") or "\n" in message:
         return "does not say the rule in one line"
@@ -95,4 +99,8 @@ def fault(wrong: WrongValue, message: str) -> str:
     if wrong.kind == "no key" and "nowhere.at.all" not in rule:
         return "does not name what it refers to"
     fixes = advice.split(message)[1]
-    return "" if fixes and all(any(advice.key_of(fix) == name for fix in each) for each in fixes) else "has no advice for the key"
+    return (
+        ""
+        if fixes and all(any(advice.key_of(fix) == name for fix in each) for each in fixes)
+        else "has no advice for the key"
+    )

@@ -11,7 +11,10 @@ import pytest
 from configs.schema import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
-WORDS = "the a model learns tokens gradient expert router layer batch step loss quickly slowly often never reads writes holds sends".split()
+WORDS = (
+    "the a model learns tokens gradient expert router layer batch step loss quickly slowly often never reads "
+    "writes holds sends"
+).split()
 
 
 def make_text(seed: int, num_sentences: int) -> str:

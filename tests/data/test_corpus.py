@@ -95,7 +95,9 @@ def test_bad_lines_are_reported_with_file_and_number(tmp_path):
     documents, bad = read(str(path), tmp_path)
     assert len(documents) == 3
     assert [line.line for line in bad] == [2, 4, 5, 6, 7, 8, 9]
-    assert str(bad[0]).startswith(f"{path}:2: not JSON") and "'other'" in bad[1].reason and "surrogate" in bad[-1].reason
+    assert (
+        str(bad[0]).startswith(f"{path}:2: not JSON") and "'other'" in bad[1].reason and "surrogate" in bad[-1].reason
+    )
 
 
 def test_bad_lines_have_the_right_number_in_every_part(tmp_path):
@@ -142,7 +144,10 @@ def test_blends(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name)
     a, b = str(tmp_path / "a.txt"), str(tmp_path / "b.txt")
-    assert [source.weight for source in parse_corpus([{"path": a, "weight": 0.7}, {"path": b, "weight": 0.3}])] == [0.7, 0.3]
+    assert [source.weight for source in parse_corpus([{"path": a, "weight": 0.7}, {"path": b, "weight": 0.3}])] == [
+        0.7,
+        0.3,
+    ]
     merged = parse_corpus([a, b])
     assert len(merged) == 1 and [file.name for file in merged[0].files] == ["a.txt", "b.txt"]
 
@@ -200,5 +205,9 @@ def test_sentences():
     for sample in (text, code, "x" * 3000, "word " * 1000, "a", "a\n", "\n a \n"):
         for by_line in (False, True):
             sentences = split_sentences(sample, by_line)
-            assert "".join(sentences) == sample and all(sentence.strip() for sentence in sentences) and max(map(len, sentences)) <= 410
+            assert (
+                "".join(sentences) == sample
+                and all(sentence.strip() for sentence in sentences)
+                and max(map(len, sentences)) <= 410
+            )
     assert split_sentences(" \n", False) == []

@@ -46,7 +46,12 @@ def test_the_identity_is_json_and_the_same_at_every_start_and_place(config, json
     first = prepare(config, "gpt", False).identity
     assert json.loads(json.dumps(first)) == first
     (source,) = first["sources"]
-    assert source["name"] == str(jsonl) and source["weight"] is None and source["documents"] == 200 and source["python"] is None
+    assert (
+        source["name"] == str(jsonl)
+        and source["weight"] is None
+        and source["documents"] == 200
+        and source["python"] is None
+    )
     assert prepare(config, "gpt", False).identity == first
     moved = tmp_path / "elsewhere" / "corpus.jsonl"  # the name within the corpus decides the split
     moved.parent.mkdir()
@@ -64,7 +69,9 @@ def test_token_files_of_equal_size_and_other_bytes(config, own, change, monkeypa
     time.sleep(0.02)  # longer than the file system's tick
     flip(Path(f"{own}.bin"), **change)
     now = prepare(config, "gpt", False).identity
-    assert [found.text for found in differences(now, trained)] == [f"data.corpus: {own}.bin has other bytes than the run was trained on"]
+    assert [found.text for found in differences(now, trained)] == [
+        f"data.corpus: {own}.bin has other bytes than the run was trained on"
+    ]
 
 
 def test_prepared_files_of_equal_size_and_other_bytes(config):
@@ -76,7 +83,9 @@ def test_prepared_files_of_equal_size_and_other_bytes(config):
         prepare(config, "gpt", False)
     assert prepare(config, "gpt", False, rebuild_damaged=True) == prepared and path.read_bytes() == content
     summary = path.parent / "done.json"  # as an earlier version left it
-    summary.write_text(json.dumps({key: value for key, value in json.loads(summary.read_text()).items() if key != "digests"}))
+    summary.write_text(
+        json.dumps({key: value for key, value in json.loads(summary.read_text()).items() if key != "digests"})
+    )
     assert prepare(config, "gpt", False) == prepared
 
 
@@ -115,7 +124,16 @@ def test_a_cache_that_cannot_be_written(tmp_path):
 
 def source(name="books", digest="a", **changes):
     split = {"tokens": 10, "digest": digest}
-    return {"name": name, "weight": None, "documents": 3, "train": split, "valid": split, "files": None, "python": None, **changes}
+    return {
+        "name": name,
+        "weight": None,
+        "documents": 3,
+        "train": split,
+        "valid": split,
+        "files": None,
+        "python": None,
+        **changes,
+    }
 
 
 def identity(*sources, tokenizer="t", fraction=0.02, rule="hash"):
@@ -131,7 +149,11 @@ def identity(*sources, tokenizer="t", fraction=0.02, rule="hash"):
             ["data.corpus: stdlib is of Python 3.12.1, the run was trained on that of 3.11.7"],
         ),
         (identity(source("stdlib", python="3.12.1")), identity(source("stdlib", python="3.11.7")), []),
-        (identity(source(documents=4, digest="b")), identity(source()), ["data.corpus: books has 4 documents, the run was trained on 3"]),
+        (
+            identity(source(documents=4, digest="b")),
+            identity(source()),
+            ["data.corpus: books has 4 documents, the run was trained on 3"],
+        ),
         (
             identity(source(valid={"tokens": 11, "digest": "b"})),
             identity(source()),
@@ -174,7 +196,10 @@ def test_what_differs_is_said(now, trained, words):
 
 def test_tokenizers_by_content(model_path, texts, tmp_path):
     shutil.copy(model_path, tmp_path / "other.model")
-    assert tokenizer_digest(tmp_path / "other.model") == tokenizer_digest(model_path) and len(tokenizer_digest(model_path)) == 32
+    assert (
+        tokenizer_digest(tmp_path / "other.model") == tokenizer_digest(model_path)
+        and len(tokenizer_digest(model_path)) == 32
+    )
     folder = tmp_path / "hf"
     folder.mkdir()
     byte_level(folder, texts)

@@ -45,7 +45,8 @@ def test_steps_and_micro_batches():
 def test_every_world_size_gives_the_same_micro_batches(world):
     whole = steps_of(Loader(Counting(), global_batch_size=16, micro_batch_size=2), 3)
     ranks = [
-        steps_of(Loader(Counting(), global_batch_size=16, micro_batch_size=2, rank=rank, world_size=world), 3) for rank in range(world)
+        steps_of(Loader(Counting(), global_batch_size=16, micro_batch_size=2, rank=rank, world_size=world), 3)
+        for rank in range(world)
     ]
     for step, expected in enumerate(whole):
         assert sorted(micro for rank in ranks for micro in rank[step]) == expected
@@ -57,7 +58,12 @@ def test_resume_at_any_point_and_world_size(prefetch):
     first = Loader(Counting(), global_batch_size=8, micro_batch_size=2, prefetch=prefetch)
     for done in range(4):
         assert first.consumed_samples == 8 * done
-        arguments = {"consumed_samples": first.consumed_samples, "prefetch": prefetch, "global_batch_size": 8, "micro_batch_size": 2}
+        arguments = {
+            "consumed_samples": first.consumed_samples,
+            "prefetch": prefetch,
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+        }
         assert steps_of(Loader(Counting(), **arguments), 2) == whole[done : done + 2]
         ranks = [steps_of(Loader(Counting(), **arguments, rank=rank, world_size=2), 1)[0] for rank in (0, 1)]
         assert sorted(ranks[0] + ranks[1]) == whole[done]
@@ -131,7 +137,10 @@ def test_build_data(full_config, family):
 
     def collect(world: int, consumed: int, steps: int) -> list[list[torch.Tensor]]:
         """Per step, the micro-batches of all ranks, in the order of the samples."""
-        loaders = [build_data(full_config, prepared, rank=r, world_size=world, consumed_samples=consumed)[0] for r in range(world)]
+        loaders = [
+            build_data(full_config, prepared, rank=r, world_size=world, consumed_samples=consumed)[0]
+            for r in range(world)
+        ]
         found = []
         for _ in range(steps):
             ranks = [loader.next_step() for loader in loaders]
@@ -142,11 +151,17 @@ def test_build_data(full_config, family):
 
     expected = collect(1, 0, 4)
     for world in (2, 4):
-        assert all(torch.equal(a, b) for x, y in zip(collect(world, 8, 3), expected[1:], strict=True) for a, b in zip(x, y, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for x, y in zip(collect(world, 8, 3), expected[1:], strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
 
     train, make_validation = build_data(full_config, prepared, rank=0, world_size=1, consumed_samples=0)
     batch = train.next_step()[0]
-    keys = {"tokens", "labels", "loss_mask"} | ({"types", "padding_mask", "sentence_label"} if family == "bert" else set())
+    keys = {"tokens", "labels", "loss_mask"} | (
+        {"types", "padding_mask", "sentence_label"} if family == "bert" else set()
+    )
     assert set(batch) == keys
     assert batch["tokens"].dtype == torch.int64 == batch["labels"].dtype and batch["loss_mask"].dtype == torch.float32
     train.close()

@@ -13,9 +13,10 @@ import pytest
 
 from configs.schema import ConfigError, DataConfig
 from data import indexed as indexed_module
-from data import prepare as prepare_module
 from data.indexed import IndexedTokens, token_dtype, write_tokens
-from data.prepare import main, parse_arguments, prepare
+from data.prepare import parts as parts_module
+from data.prepare import prepare
+from data.prepare.command import main, parse_arguments
 from data.tokenizer import load_tokenizer
 from tests.data.test_tokenizer import byte_level
 
@@ -45,7 +46,9 @@ def tree(folder: Path) -> dict[str, bytes]:
 def test_gpt_documents_end_with_end_of_document_and_megatron_reads_them(config, texts, tokenizer):
     prepared = prepare(config, "gpt", show_progress=False, split_rule="hash")
     splits = documents_of(prepared)
-    assert all(len(document) == 1 and document[0][-1] == tokenizer.eod for split in splits.values() for document in split)
+    assert all(
+        len(document) == 1 and document[0][-1] == tokenizer.eod for split in splits.values() for document in split
+    )
     decoded = {name: [tokenizer.decode(document[0][:-1]) for document in split] for name, split in splits.items()}
     assert sorted(decoded["train"] + decoded["valid"]) == sorted(texts)
     held_out = set(decoded["valid"])
@@ -59,7 +62,9 @@ def test_gpt_documents_end_with_end_of_document_and_megatron_reads_them(config, 
 def test_bert_documents_are_sentences(config, texts, tokenizer):
     splits = documents_of(prepare(config, "bert", show_progress=False, split_rule="hash"))
     documents = splits["train"] + splits["valid"]
-    assert sorted("".join(tokenizer.decode(sentence) for sentence in document) for document in documents) == sorted(texts)
+    assert sorted("".join(tokenizer.decode(sentence) for sentence in document) for document in documents) == sorted(
+        texts
+    )
     sentences = [tokenizer.decode(sentence).strip() for document in documents for sentence in document]
     assert all(sentence.endswith(".") and sentence.count(".") == 1 for sentence in sentences)
 
@@ -105,7 +110,7 @@ def _several_parts(tmp_path: Path) -> dict[str, str]:
 def test_finished_work_is_skipped_and_changes_are_noticed(config, jsonl, monkeypatch):
     first = prepare(config, "gpt", False)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_run_jobs", None)  # any work would fail
+        patch.setattr(parts_module, "run_jobs", None)  # any work would fail
         assert prepare(config, "gpt", False) == first
     with open(jsonl, "a") as file:
         file.write('{"text": "one more"}\n')
@@ -124,7 +129,9 @@ def test_bad_lines_are_counted_and_listed(config, jsonl):
 
 def test_only_bad_lines(config, jsonl):
     jsonl.write_text("nonsense\n")
-    with pytest.raises(ConfigError, match="data.corpus: corpus.jsonl holds no documents: its only line is bad: .*:1: not JSON"):
+    with pytest.raises(
+        ConfigError, match="data.corpus: corpus.jsonl holds no documents: its only line is bad: .*:1: not JSON"
+    ):
         prepare(config, "gpt", False)
 
 
@@ -133,7 +140,8 @@ def test_kill_in_the_middle_then_resume(config, tmp_path):
     expected = tmp_path / "expected"
     prepare(replace(settings, cache_dir=str(expected)), "gpt", False)
     arguments = [
-        f"data.{key}={getattr(settings, key)}" for key in ("corpus", "tokenizer", "cache_dir", "validation_fraction", "num_workers")
+        f"data.{key}={getattr(settings, key)}"
+        for key in ("corpus", "tokenizer", "cache_dir", "validation_fraction", "num_workers")
     ]
     command = [sys.executable, "-m", "data.prepare", *arguments]
     cache = Path(settings.cache_dir)
@@ -149,14 +157,14 @@ def test_kill_in_the_middle_then_resume(config, tmp_path):
     assert kept
     # What remains is tokenized, what was kept is not: were it, its absence below would not matter.
     done: list[str] = []
-    original = prepare_module._run_jobs
+    original = parts_module.run_jobs
 
     def record(jobs, *arguments):
         done.extend(job["out"] for job in jobs if "out" in job)
         original(jobs, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "_run_jobs", record)
+        patch.setattr(parts_module, "run_jobs", record)
         prepare(settings, "gpt", False)
     assert done and not set(done) & set(map(str, kept))
     assert tree(cache) == tree(expected)
@@ -164,15 +172,20 @@ def test_kill_in_the_middle_then_resume(config, tmp_path):
 
 
 def test_several_processes_at_once(config):
-    code = "import sys, data.prepare as p; sys.exit(p.main(sys.argv[1:]))"
+    code = "import sys, data.prepare.command as p; sys.exit(p.main(sys.argv[1:]))"
     keys = ("corpus", "cache_dir", "num_workers")
     arguments = [f"data.{key}={getattr(config, key)}" for key in keys] + ["data.vocab_size=350"]
     command = [sys.executable, "-c", code, *arguments]
-    processes = [subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    processes = [
+        subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert sum("Training a sentencepiece tokenizer" in errors for _, errors in outputs) == 1
-    without_time = {"\n".join(line for line in output.splitlines() if not line.startswith("seconds")) for output, _ in outputs}
+    without_time = {
+        "\n".join(line for line in output.splitlines() if not line.startswith("seconds")) for output, _ in outputs
+    }
     assert len(without_time) == 1
 
 
@@ -190,7 +203,7 @@ def test_a_worker_that_dies_is_an_error(config, monkeypatch, tmp_path):
     (tmp_path / "fake").write_text("#!/bin/sh\nread line\nkill -9 $$\n")
     (tmp_path / "fake").chmod(0o755)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module.sys, "executable", str(tmp_path / "fake"))
+        patch.setattr(sys, "executable", str(tmp_path / "fake"))
         with pytest.raises(RuntimeError, match="worker process died with status -9"):
             prepare(config, "gpt", False)
         (tmp_path / "fake").write_text("#!/bin/sh\nexec sleep 60\n")
@@ -205,7 +218,9 @@ def test_truncated_files(config, suffix):
     path = Path(f"{prepared.train[0].prefix}.{suffix}")
     content = path.read_bytes()
     path.write_bytes(content[:-10])
-    with pytest.raises(ConfigError, match=f"{path} has {len(content) - 10} bytes, but {len(content)} were written.*data.prepare"):
+    with pytest.raises(
+        ConfigError, match=f"{path} has {len(content) - 10} bytes, but {len(content)} were written.*data.prepare"
+    ):
         prepare(config, "gpt", False)
     with pytest.raises(ConfigError, match="truncated"):
         IndexedTokens(prepared.train[0].prefix)
@@ -217,7 +232,11 @@ def test_damaged_index(config):
     prefix = prepare(config, "gpt", False).train[0].prefix
     path = Path(f"{prefix}.idx")
     content = path.read_bytes()
-    for damaged, words in ((b"X" + content[1:], "header"), (content[:9] + b"\x07" + content[10:], "version 7"), (content[:20], "header")):
+    for damaged, words in (
+        (b"X" + content[1:], "header"),
+        (content[:9] + b"\x07" + content[10:], "version 7"),
+        (content[:20], "header"),
+    ):
         path.write_bytes(damaged)
         with pytest.raises(ConfigError, match=f"{path}.*{words}.*data.prepare"):
             IndexedTokens(prefix)

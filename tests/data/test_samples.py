@@ -24,7 +24,9 @@ def numbered(prefix: Path, lengths: list[int], start: int = 0) -> TokenFile:
 
 def windows(samples: GPTSamples, indices: range) -> list[list[int]]:
     batch = samples.batch(indices)
-    return [[*tokens, labels[-1]] for tokens, labels in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True)]
+    return [
+        [*tokens, labels[-1]] for tokens, labels in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("longest", [3, 40, 500])
@@ -71,11 +73,16 @@ def test_labels_are_the_next_tokens(tmp_path):
 def test_validation_is_in_order_from_the_start(tmp_path):
     samples = GPTSamples([numbered(tmp_path / "a", [7] * 20)], 8, seed=3, shuffle=False)
     assert windows(samples, range(3)) == [list(range(8 * i, 8 * i + 9)) for i in range(3)]
-    assert windows(samples, range(17, 18)) == windows(samples, range(1))  # 140 tokens hold 17 windows; then from the start
+    # 140 tokens hold 17 windows; then from the start
+    assert windows(samples, range(17, 18)) == windows(samples, range(1))
 
 
 def test_blends_keep_their_weights_at_every_length(tmp_path):
-    files = [numbered(tmp_path / "a", [1000]), numbered(tmp_path / "b", [300], 10_000), numbered(tmp_path / "c", [2000], 20_000)]
+    files = [
+        numbered(tmp_path / "a", [1000]),
+        numbered(tmp_path / "b", [300], 10_000),
+        numbered(tmp_path / "c", [2000], 20_000),
+    ]
     for file, weight in zip(files, (0.5, 0.2, 0.3), strict=True):
         file.weight = weight
     samples = GPTSamples(files, 10, seed=0)
@@ -161,9 +168,14 @@ def test_bert_samples_are_well_formed(bert_files, tokenizer, texts, head):
         tokens = restored(batch, row)
         ends = np.flatnonzero(tokens == tokenizer.sep)
         assert tokens[0] == tokenizer.cls and len(ends) == (1 if head == "none" else 2) and ends[-1] == len(tokens) - 1
-        assert (batch["tokens"][row][len(tokens) :] == tokenizer.pad).all() and (batch["padding_mask"][row][: len(tokens)]).all()
+        assert (batch["tokens"][row][len(tokens) :] == tokenizer.pad).all() and (
+            batch["padding_mask"][row][: len(tokens)]
+        ).all()
         assert not batch["loss_mask"][row][[0, *ends]].any() and batch["loss_mask"][row].any()
-        assert not batch["loss_mask"][row][len(tokens) :].any() and not batch["labels"][row][batch["loss_mask"][row] == 0].any()
+        assert (
+            not batch["loss_mask"][row][len(tokens) :].any()
+            and not batch["labels"][row][batch["loss_mask"][row] == 0].any()
+        )
         first = tokenizer.decode(tokens[1 : ends[0]])
         assert first in corpus
         types_row = batch["types"][row]
@@ -242,12 +254,23 @@ def test_masking_with_word_piece(config, texts, tmp_path):
 @pytest.mark.parametrize("head", ["none", "next_sentence", "sentence_order"])
 @pytest.mark.parametrize(
     "documents",
-    [[[[40, 41]]], [[[40]], [[41, 42]]], [[[40] * 500]], [[[40, 41]] for _ in range(50)], [[[40] * 3, [41] * 90, [42]], [[43] * 2]]],
+    [
+        [[[40, 41]]],
+        [[[40]], [[41, 42]]],
+        [[[40] * 500]],
+        [[[40, 41]] for _ in range(50)],
+        [[[40] * 3, [41] * 90, [42]], [[43] * 2]],
+    ],
 )
 def test_every_document_length_works(tmp_path, tokenizer, head, documents):
     write_tokens(tmp_path / "a", np.uint16, documents)
     samples = BertSamples(
-        [TokenFile(str(tmp_path / "a"), 1.0, 0)], tokenizer, 16, seed=0, sentence_head=head, short_sequence_probability=0.5
+        [TokenFile(str(tmp_path / "a"), 1.0, 0)],
+        tokenizer,
+        16,
+        seed=0,
+        sentence_head=head,
+        short_sequence_probability=0.5,
     )
     batch = samples.batch(range(200))
     assert (batch["loss_mask"].sum(axis=1) > 0).all()
@@ -268,7 +291,10 @@ def test_bert_errors(tmp_path, tokenizer):
 
 def test_short_sequences(bert_files, tokenizer):
     never, always = (
-        BertSamples(bert_files, tokenizer, 64, seed=0, short_sequence_probability=p).batch(range(200))["padding_mask"].sum() for p in (0, 1)
+        BertSamples(bert_files, tokenizer, 64, seed=0, short_sequence_probability=p)
+        .batch(range(200))["padding_mask"]
+        .sum()
+        for p in (0, 1)
     )
     assert always < 0.75 * never and math.isfinite(always)
 

@@ -16,7 +16,8 @@ from data.build import build_data
 from data.corpus import document_hash
 from data.indexed import IndexedTokens, documents, write_tokens
 from data.prepare import prepare
-from data.samples import GPTSamples, _of_split
+from data.samples import GPTSamples
+from data.samples.shared import of_split
 from data.split import LINE_REACH, number_hashes, split_documents, split_index
 from data.tokenizer import load_tokenizer
 from tests.data.conftest import make_text
@@ -66,10 +67,15 @@ def text_of(prepared, tokenizer) -> dict[str, str]:
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_a_small_text_file_is_cut_at_a_line(config, tmp_path, tokenizer, family):
-    lines = [f"{' '.join(random.Random(i).choices(['a', 'model', 'learns', 'tokens'], k=9)).capitalize()}.\n" for i in range(800)]
+    lines = [
+        f"{' '.join(random.Random(i).choices(['a', 'model', 'learns', 'tokens'], k=9)).capitalize()}.\n"
+        for i in range(800)
+    ]
     (tmp_path / "small.txt").write_text("".join(lines))
     for fraction in (0.02, 0.1, 0.37):
-        prepared = prepare(replace(config, corpus=str(tmp_path / "small.txt"), validation_fraction=fraction), family, False)
+        prepared = prepare(
+            replace(config, corpus=str(tmp_path / "small.txt"), validation_fraction=fraction), family, False
+        )
         train, valid = prepared.train[0].num_tokens, prepared.valid[0].num_tokens
         assert abs(valid - fraction * (train + valid)) <= LINE_REACH + 2
         text = text_of(prepared, tokenizer)
@@ -84,9 +90,16 @@ def test_a_small_text_file_is_cut_at_a_line(config, tmp_path, tokenizer, family)
 def test_lines_that_are_far_are_cut_at_a_word(config, tmp_path, tokenizer):
     (tmp_path / "small.txt").write_text(" ".join(random.Random(0).choices(["gradient", "model", "learns"], k=3000)))
     prepared = prepare(replace(config, corpus=str(tmp_path / "small.txt")), "gpt", False)
-    assert abs(prepared.valid[0].num_tokens - 0.1 * (prepared.train[0].num_tokens + prepared.valid[0].num_tokens)) <= LINE_REACH
+    assert (
+        abs(prepared.valid[0].num_tokens - 0.1 * (prepared.train[0].num_tokens + prepared.valid[0].num_tokens))
+        <= LINE_REACH
+    )
     text = text_of(prepared, tokenizer)
-    assert text["valid"][0] == " " and set(text["train"].split() + text["valid"].split()) == {"gradient", "model", "learns"}
+    assert text["valid"][0] == " " and set(text["train"].split() + text["valid"].split()) == {
+        "gradient",
+        "model",
+        "learns",
+    }
 
 
 def test_both_rules_live_side_by_side_in_a_cache(config, texts):
@@ -116,24 +129,32 @@ def test_token_files_of_a_user(config, tmp_path, sentences, rule):
     rng = np.random.default_rng(1)
     documents_ = [[rng.integers(0, 300, rng.integers(20, 90)) for _ in range(sentences)] for _ in range(12)]
     write_tokens(tmp_path / "own", np.uint16, documents_)
-    prepared = prepare(replace(config, corpus=str(tmp_path / "own"), validation_fraction=0.2), "gpt", False, split_rule=rule)
+    prepared = prepare(
+        replace(config, corpus=str(tmp_path / "own"), validation_fraction=0.2), "gpt", False, split_rule=rule
+    )
     indexed = IndexedTokens(tmp_path / "own")
     pieces: list[tuple[int, int]] = []
     counts = []
     for file in (prepared.train[0], prepared.valid[0]):
-        *index, wanted = _of_split(file, indexed)
+        *index, wanted = of_split(file, indexed)
         starts, lengths = documents(*index)
         pieces += list(zip(starts[wanted].tolist(), lengths[wanted].tolist(), strict=True))
         counts.append(int(lengths[wanted].sum()))
         assert file.num_tokens == counts[-1]
         GPTSamples([file], 32, seed=0).batch(range(3))
-    assert sorted(pieces)[0][0] == 0 and all(a + n == b for (a, n), (b, _) in zip(sorted(pieces), sorted(pieces)[1:], strict=False))
+    assert sorted(pieces)[0][0] == 0 and all(
+        a + n == b for (a, n), (b, _) in zip(sorted(pieces), sorted(pieces)[1:], strict=False)
+    )
     assert sum(counts) == len(indexed.tokens) and len(pieces) == 12 + (rule == "exact")
     if rule == "exact":
         assert abs(counts[1] - 0.2 * sum(counts)) <= LINE_REACH + 1
         index_of = (indexed.sequence_starts, indexed.sequence_lengths, indexed.document_bounds)
         starts, lengths, bounds, held_out = split_index(*index_of, 0.2, rule)
-        assert lengths.sum() == len(indexed.tokens) and (starts == np.cumsum(lengths) - lengths).all() and len(held_out) == len(bounds) - 1
+        assert (
+            lengths.sum() == len(indexed.tokens)
+            and (starts == np.cumsum(lengths) - lengths).all()
+            and len(held_out) == len(bounds) - 1
+        )
 
 
 def test_a_fraction_that_works_is_named(config, tmp_path):
@@ -146,7 +167,9 @@ def test_a_fraction_that_works_is_named(config, tmp_path):
         loader, _ = build_data(full, prepare(full.data, "gpt", False), rank=0, world_size=1, consumed_samples=0)
         loader.close()
 
-    with pytest.raises(ConfigError, match=r"data.validation_fraction \(0.02\) leaves .* Try data.validation_fraction=0") as error:
+    with pytest.raises(
+        ConfigError, match=r"data.validation_fraction \(0.02\) leaves .* Try data.validation_fraction=0"
+    ) as error:
         build(0.02)
     build(float(str(error.value).split("Try data.validation_fraction=")[1].split(",")[0]))
     with pytest.raises(ConfigError, match="Try model.sequence_length=") as error:
@@ -155,11 +178,20 @@ def test_a_fraction_that_works_is_named(config, tmp_path):
 
 
 def test_a_resumed_run_keeps_its_rule(tmp_path):
-    from training.record import new
-    from training.start import Start, split_rule
+    from checkpoint.record import new
+    from checkpoint.start import Start, split_rule
 
     config = compose(["model=gpt_tiny"])
-    keys = {"step", "consumed_samples", "vocab_size", "architecture", "precision", "layout", "optimizer_steps", "loss_scaler"}
+    keys = {
+        "step",
+        "consumed_samples",
+        "vocab_size",
+        "architecture",
+        "precision",
+        "layout",
+        "optimizer_steps",
+        "loss_scaler",
+    }
     for state, rule in (({}, "hash"), ({"data": {}}, "hash"), ({"data": {"split": {"rule": "exact"}}}, "exact")):
         (tmp_path / "state.json").write_text(json.dumps({**dict.fromkeys(keys), **state}))
         assert split_rule(Start(new(config, None), tmp_path, False)) == rule

@@ -9,7 +9,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configs.schema import ConfigError
-from data.tokenizer import CLS, EOD, MASK, PAD, SEP, HuggingFaceTokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import CLS, EOD, MASK, PAD, SEP, load_tokenizer, train_tokenizer
+from data.tokenizer.huggingface import HuggingFaceTokenizer
 
 ALPHABETS = [
     "abc XYZ 019 \n\t\r",
@@ -38,7 +39,9 @@ def word_piece(folder: Path, texts: list[str]) -> Path:
     model = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     model.decoder = decoders.WordPiece()
-    model.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[PAD]", "[UNK]", CLS, SEP, MASK]))
+    model.train_from_iterator(
+        texts, trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[PAD]", "[UNK]", CLS, SEP, MASK])
+    )
     model.save(str(folder / "tokenizer.json"))
     return folder
 
@@ -48,7 +51,9 @@ def byte_level(folder: Path, texts: list[str]) -> Path:
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    model.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"]))
+    model.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
+    )
     model.save(str(folder / "tokenizer.json"))
     return folder
 
@@ -73,7 +78,9 @@ def test_trained_tokenizer_is_lossless(tokenizer):
         alphabet = rng.choice(ALPHABETS) + rng.choice(ALPHABETS)
         cases.append("".join(rng.choices(alphabet, k=rng.randint(1, 60))))
     for _ in range(200):  # any character but surrogates
-        points = (rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]) for _ in range(rng.randint(1, 30)))
+        points = (
+            rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]) for _ in range(rng.randint(1, 30))
+        )
         cases.append("".join(map(chr, points)))
     for text in cases:
         assert tokenizer.decode(tokenizer.encode(text)) == text, repr(text)
@@ -134,7 +141,14 @@ def test_byte_level(tmp_path, texts):
     assert byte.encode_batch(texts[:9]) == [byte.encode(text) for text in texts[:9]]
     text = "the  model\n\tlearns caf\u00e9 quickly."
     assert byte.decode(byte.encode(text)) == text
-    assert [word for word in words_of(byte, text) if word.strip()] == ["the", " model", "learns", " caf\u00e9", " quickly", "."]
+    assert [word for word in words_of(byte, text) if word.strip()] == [
+        "the",
+        " model",
+        "learns",
+        " caf\u00e9",
+        " quickly",
+        ".",
+    ]
     assert byte.eod == byte.pad == byte._model.token_to_id("<|endoftext|>")
     with pytest.raises(ConfigError, match="data.tokenizer=.*mask"):
         _ = byte.mask

@@ -1,4 +1,5 @@
-"""The tokenizer.json of a tokenizer that is trained here: the same tokens of a text, and the same text of any tokens."""
+"""The tokenizer.json of a tokenizer that is trained here: the same tokens of a text, and the same text of any
+tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 import sentencepiece
 
 from data.tokenizer import load_tokenizer, train_tokenizer
-from data.unigram import NotConvertible, tokenizer_json
+from data.tokenizer.unigram import NotConvertible, tokenizer_json
 
 NASTY = [
     "",
@@ -39,7 +40,10 @@ def _source(module: str) -> str:
 
 
 def _random_text(rng: random.Random) -> str:
-    points = (rng.choice([rng.randrange(0x80), rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]) for _ in range(rng.randint(1, 30)))
+    points = (
+        rng.choice([rng.randrange(0x80), rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])
+        for _ in range(rng.randint(1, 30))
+    )
     return "".join(chr(point) for point in points if point not in (0xFDD0, 0xFDD1))
 
 
@@ -49,7 +53,8 @@ def test_transformers_reads_and_writes_the_same(family: str, folder: Path, tmp_p
 
     for file in folder.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "config.json").write_text(f'{{"model_type": "{family}"}}')  # which tokenizer class it would take otherwise
+    # which tokenizer class it would take otherwise
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{family}"}}')
     ours, theirs = load_tokenizer(folder / "tokenizer.model"), AutoTokenizer.from_pretrained(tmp_path)
     rng = random.Random(0)
     for text in [*NASTY, *(_random_text(rng) for _ in range(200))]:
@@ -57,7 +62,8 @@ def test_transformers_reads_and_writes_the_same(family: str, folder: Path, tmp_p
         assert theirs.decode(ours.encode(text), skip_special_tokens=True) == text
         assert theirs(text).input_ids == ids, repr(text)
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids) == text
-    for _ in range(300):  # also bytes that are no UTF-8, special tokens in between, and ids that a model has beyond the tokenizer's
+    # also bytes that are no UTF-8, special tokens in between, and ids that a model has beyond the tokenizer's
+    for _ in range(300):
         ids = [rng.randrange(ours.vocab_size + 20) for _ in range(rng.randint(1, 20))]
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids), ids
     assert (theirs.eos_token_id, theirs.pad_token_id, theirs.mask_token_id) == (ours.eod, ours.pad, ours.mask)
@@ -92,7 +98,11 @@ def test_what_has_no_equal_is_told(settings: dict[str, Any], reason: str, tmp_pa
     trained: dict[str, Any] = {"byte_fallback": True, **kept}
     lines = _source("typing").splitlines()[:300]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(tmp_path / "m"), vocab_size=400, minloglevel=2, **{**trained, **settings}
+        sentence_iterator=iter(lines),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=400,
+        minloglevel=2,
+        **{**trained, **settings},
     )
     with pytest.raises(NotConvertible, match=reason):
         tokenizer_json(tmp_path / "m.model")

@@ -14,7 +14,8 @@ import zstandard
 
 from configs.schema import ConfigError
 from data.corpus import BadLine, Document, parse_corpus, plan_parts, read_span, unpack
-from data.prepare import main, prepare
+from data.prepare import prepare
+from data.prepare.command import main
 
 TEXT = "A text of some words.\nAnd a second line.\n" * 20
 
@@ -54,7 +55,9 @@ def test_utf_16_is_refused_with_the_command_that_converts_it(tmp_path, name, enc
         read(path)
     assert f"data.corpus: {path} {said} but text must be UTF-8. Convert it with: " in str(error.value)
     command = str(error.value).split("Convert it with: ")[1]
-    assert command.startswith({".gz": "gzip -dc", ".zst": "zstd -dc"}.get(path.suffix, "iconv -f")) and command.endswith("> NEW")
+    assert command.startswith(
+        {".gz": "gzip -dc", ".zst": "zstd -dc"}.get(path.suffix, "iconv -f")
+    ) and command.endswith("> NEW")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.rst", "a.txt.gz"])
@@ -82,12 +85,20 @@ def test_values_that_are_no_text_are_left_out(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     documents, bad = read(tmp_path / "a.parquet")
     assert documents == ["good"]
-    assert [line.split(": ", 1)[1] for line in bad] == ["'text' holds a NUL character", "'text' is not UTF-8", "'text' is null, not a text"]
+    assert [line.split(": ", 1)[1] for line in bad] == [
+        "'text' holds a NUL character",
+        "'text' is not UTF-8",
+        "'text' is null, not a text",
+    ]
 
 
 def test_a_column_is_named(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"id": ["1"], "content": ["A long text."], "n": [3]}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"data.text_key=text: .*a.parquet has no such column.*Try data.text_key=content$"):
+    pyarrow.parquet.write_table(
+        pyarrow.table({"id": ["1"], "content": ["A long text."], "n": [3]}), tmp_path / "a.parquet"
+    )
+    with pytest.raises(
+        ConfigError, match=r"data.text_key=text: .*a.parquet has no such column.*Try data.text_key=content$"
+    ):
         read(tmp_path / "a.parquet")
 
 
@@ -95,20 +106,29 @@ def test_a_column_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"id": "1", "content": "A text."}\n' * 200, "'text' (data.text_key); the line has 'id', 'content'. Try data.text_key=content"),
+        (
+            b'{"id": "1", "content": "A text."}\n' * 200,
+            "'text' (data.text_key); the line has 'id', 'content'. Try data.text_key=content",
+        ),
         (b"nonsense\n" * 200, ":1: not JSON"),
-        (b'{"text": "\xe9"}\n' * 200, ":1: not UTF-8 (invalid continuation byte at byte 10 of the line). Text must be UTF-8: convert it"),
+        (
+            b'{"text": "\xe9"}\n' * 200,
+            ":1: not UTF-8 (invalid continuation byte at byte 10 of the line). Text must be UTF-8: convert it",
+        ),
         (b'{"text": ""}\n{"text": 3}\n' * 100, ":1: 'text' is empty; "),
         (b"", "holds no text"),
     ],
-)  # fmt: skip
+)
 def test_only_bad_lines_say_why(config, jsonl, tokenizer, content, words):
     jsonl.write_bytes(content)
     with pytest.raises(ConfigError) as error:
         prepare(replace(config, tokenizer=tokenizer or config.tokenizer), "gpt", False)
     message = str(error.value)
     assert words in message and "\n" not in message
-    assert not content or f"data.corpus: corpus.jsonl holds no documents: all 200 lines are bad, the first: {jsonl}:1:" in message
+    assert (
+        not content
+        or f"data.corpus: corpus.jsonl holds no documents: all 200 lines are bad, the first: {jsonl}:1:" in message
+    )
 
 
 def test_the_command_line_ends_with_one_line_and_status_2(config, jsonl, capsys):

@@ -1,4 +1,5 @@
-"""A Slurm of two nodes on this machine, with files, keys, ports and daemons of its own; nothing of an installed one is touched."""
+"""A Slurm of two nodes on this machine, with files, keys, ports and daemons of its own; nothing of an installed one is
+touched."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sque
 NODES = ("n1", "n2")
 START_TIMEOUT, STOP_TIMEOUT, COMMAND_TIMEOUT = 30.0, 15.0, 30.0  # seconds
 
-# Both nodes are this machine under two names and ports, so their processes are told apart by parentage and not by cgroups, and
-# their sizes are taken from here. A requeued job waits for its credential to expire (5 s at least); low intervals make the rest quick.
+# Both nodes are this machine under two names and ports, so their processes are told apart by parentage and not by
+# cgroups, and their sizes are taken from here. A requeued job waits for its credential to expire (5 s at least); low
+# intervals make the rest quick.
 CONFIG = """
 ClusterName=mixtrain
 SlurmctldHost={host}(127.0.0.1)
@@ -77,14 +79,17 @@ class Cluster:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start the daemons and wait until both nodes are idle. Raises RuntimeError with what they wrote if they do not get there."""
+        """Start the daemons and wait until both nodes are idle. Raises RuntimeError with what they wrote if they do not
+        get there."""
         for name in ("munge", "state", *NODES):
             (self.root / name).mkdir(mode=0o755)
         key = self.root / "munge" / "key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
         host = socket.gethostname().partition(".")[0]
-        (self.root / "slurm.conf").write_text(CONFIG.format(root=self.root, host=host, user=getpass.getuser(), ports=_free_ports(3)))
+        (self.root / "slurm.conf").write_text(
+            CONFIG.format(root=self.root, host=host, user=getpass.getuser(), ports=_free_ports(3))
+        )
         munge = self.root / "munge"
         files = {
             "key-file": key,
@@ -98,7 +103,9 @@ class Cluster:
         self._start("slurmctld", "-D", "-i")
         for node in NODES:
             self._start("slurmd", "-D", "-N", node)
-        self._wait(lambda: self.output("sinfo", "--noheader", "--format=%T %D", check=False) == "idle 2", "two idle nodes")
+        self._wait(
+            lambda: self.output("sinfo", "--noheader", "--format=%T %D", check=False) == "idle 2", "two idle nodes"
+        )
 
     def stop(self) -> None:
         """End all jobs, then the daemons, then whatever is left that knows this cluster's configuration."""
@@ -140,10 +147,14 @@ class Cluster:
         return dict(word.partition("=")[::2] for word in words)
 
     def wait_for(self, number: str, states: Sequence[str], timeout: float) -> dict[str, str]:
-        """Wait until a job is in one of the states. Raises RuntimeError if it gets into another final one, or never there."""
+        """Wait until a job is in one of the states. Raises RuntimeError if it gets into another final one, or never
+        there."""
         end = time.monotonic() + timeout
         while (job := self.job(number))["JobState"] not in states:
-            if job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL") or time.monotonic() > end:
+            if (
+                job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+                or time.monotonic() > end
+            ):
                 raise RuntimeError(f"job {number} is {job['JobState']} in place of {' or '.join(states)}: {job}")
             time.sleep(0.2)
         return job
@@ -155,13 +166,18 @@ class Cluster:
         with open(self.root / f"{number}_{program}.log", "wb") as log:
             # They die with the tests, whatever ends those.
             command = ["setpriv", "--pdeathsig=KILL", path, *arguments]
-            self._daemons.append(subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            self._daemons.append(
+                subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            )
 
     def _wait(self, condition: Callable[[], bool], what: str, timeout: float = START_TIMEOUT) -> None:
         end = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > end or any(daemon.poll() is not None for daemon in self._daemons):
-                logs = [f"{path.name}:\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(self.root.glob("*.log"))]
+                logs = [
+                    f"{path.name}:\n{path.read_text(errors='replace')[-1500:]}"
+                    for path in sorted(self.root.glob("*.log"))
+                ]
                 raise RuntimeError(f"waited in vain for {what}\n" + "\n".join(logs))
             time.sleep(0.1)
 

@@ -19,7 +19,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def listening(pid: int) -> dict[tuple[Address, int], list[str]]:
-    """Address and port of each TCP socket that a process or a descendant listens on, with the command lines of who holds it."""
+    """Address and port of each TCP socket that a process or a descendant listens on, with the command lines of who
+    holds it."""
     inodes: dict[str, list[str]] = {}
     tables: dict[str, str] = {}  # by network namespace
     try:
@@ -34,7 +35,9 @@ def listening(pid: int) -> dict[tuple[Address, int], list[str]]:
                     found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(folder / "fd" / entry))
                     if found:
                         inodes.setdefault(found[1], []).append(" ".join(process.cmdline()))
-            tables[os.readlink(folder / "ns" / "net")] = "".join((folder / "net" / name).read_text() for name in ("tcp", "tcp6"))
+            tables[os.readlink(folder / "ns" / "net")] = "".join(
+                (folder / "net" / name).read_text() for name in ("tcp", "tcp6")
+            )
         except (OSError, psutil.Error):  # it has just ended
             continue
     held: dict[tuple[Address, int], list[str]] = {}
@@ -46,7 +49,8 @@ def listening(pid: int) -> dict[tuple[Address, int], list[str]]:
 
 
 def _read_address(text: str) -> tuple[Address, int]:
-    """From the kernel's notation: the address as 32-bit words of the machine's byte order, and the port, in hexadecimal digits."""
+    """From the kernel's notation: the address as 32-bit words of the machine's byte order, and the port, in hexadecimal
+    digits."""
     address, port = text.split(":")
     words = b"".join(int(address[i : i + 8], 16).to_bytes(4, "little") for i in range(0, len(address), 8))
     found = ipaddress.ip_address(words)

@@ -1,7 +1,9 @@
-"""A process that writes to a run's sockets from outside: `python -m tests.launch.stranger MARK RENDEZVOUS STORE SOCKET...`.
+"""A process that writes to a run's sockets from outside: `python -m tests.launch.stranger MARK RENDEZVOUS STORE
+SOCKET...`.
 
-First it writes bytes of all kinds to each socket (HOST:PORT), and a pickle to each key of the ranks' store. It says so, waits for a line on
-its standard input, and writes the pickle to where torch's rendezvous keeps its state. Whoever unpickles it makes the folder MARK.
+First it writes bytes of all kinds to each socket (HOST:PORT), and a pickle to each key of the ranks' store. It says so,
+waits for a line on its standard input, and writes the pickle to where torch's rendezvous keeps its state. Whoever
+unpickles it makes the folder MARK.
 """
 
 from __future__ import annotations
@@ -34,9 +36,19 @@ def main(mark: str, rendezvous: str, store: str, *places: str) -> None:
     sized = len(payload).to_bytes(8, "little") + payload
     numbers = random.Random(0)
     for place in places:
-        for content in (payload, base64.b64encode(payload), sized, numbers.randbytes(1), numbers.randbytes(100_000), bytes(64)):
+        for content in (
+            payload,
+            base64.b64encode(payload),
+            sized,
+            numbers.randbytes(1),
+            numbers.randbytes(100_000),
+            bytes(64),
+        ):
             host, _, port = place.rpartition(":")
-            with contextlib.suppress(ConnectionError), socket.create_connection((host, int(port)), timeout=10) as connection:
+            with (
+                contextlib.suppress(ConnectionError),
+                socket.create_connection((host, int(port)), timeout=10) as connection,
+            ):
                 connection.sendall(content)
     ranks = connect(store)
     keys = ranks.list_keys()

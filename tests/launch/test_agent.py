@@ -1,4 +1,5 @@
-"""launch/agent.py and launch/rank.py with a stand-in for train.py: signals, statuses, restarts, logs and the last line."""
+"""launch/agent.py and launch/rank.py with a stand-in for train.py: signals, statuses, restarts, logs and the last
+line."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ Path(f"started_{rank}").touch()
 asked = []
 end = time.monotonic() + 30
 if behaviour in ("early", "lone"):
-    from training import launcher, signals
+    from training.resilience import launcher, signals
     signals.of_this_process.end_at_once()
     launcher.of_this_process.watch()
     Path(f"listens_{rank}").touch()
@@ -81,7 +82,13 @@ class Launch:
         command = ["env", "--default-signal", "bash", str(self.folder / "launch" / "torchrun.sh"), *arguments]
         env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         return subprocess.Popen(
-            command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            cwd=self.folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def wait_for_ranks(self, count: int, sign: str = "started") -> None:
@@ -101,7 +108,9 @@ def launch(tmp_path: Path) -> Launch:
 
 def test_stop_on_purpose_is_no_failure_and_no_reason_to_start_again(launch: Launch) -> None:
     """Also where all processes get the signal, as under Slurm, before the ranks can answer it."""
-    process = launch.start("--ranks-per-node", "2", "--max-restarts", "3", "--log-dir", "logs", "--", "name=slow_to_hear")
+    process = launch.start(
+        "--ranks-per-node", "2", "--max-restarts", "3", "--log-dir", "logs", "--", "name=slow_to_hear"
+    )
     launch.wait_for_ranks(2)
     for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
         each.send_signal(signal.SIGUSR1)
@@ -114,19 +123,28 @@ def test_stop_on_purpose_is_no_failure_and_no_reason_to_start_again(launch: Laun
 
 
 def test_rank_that_dies_is_started_again(launch: Launch) -> None:
-    process = launch.start("--ranks-per-node", "2", "--max-restarts", "1", "--log-dir", "logs", "--", "name=killed_at_first")
+    process = launch.start(
+        "--ranks-per-node", "2", "--max-restarts", "1", "--log-dir", "logs", "--", "name=killed_at_first"
+    )
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, out + err
     assert [launch.log(rank) for rank in (0, 1)] == [f"rank {rank} of 2, attempt 1\n" for rank in (0, 1)]
 
 
 def test_without_restarts_left_it_names_the_rank_and_goes_on_with_fewer(launch: Launch) -> None:
-    overrides = ["experiment=gpt_tiny", "name=fails_on_four", "training.global_batch_size=8", "training.micro_batch_size=4"]
+    overrides = [
+        "experiment=gpt_tiny",
+        "name=fails_on_four",
+        "training.global_batch_size=8",
+        "training.micro_batch_size=4",
+    ]
     process = launch.start("--ranks-per-node", "4", "--min-ranks", "1", "--log-dir", "logs", "--", *overrides)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, out + err
     named, went_on = [line for line in err.splitlines() if line.startswith("launch: ")]
-    assert named.startswith("launch: rank 2 on ") and named.endswith(" failed first, with exit status 7: see its output")
+    assert named.startswith("launch: rank 2 on ") and named.endswith(
+        " failed first, with exit status 7: see its output"
+    )
     assert went_on == "launch: going on with 2 ranks in place of 4"  # 3 do not divide the batch
     assert [launch.log(rank) for rank in (0, 1)] == [f"rank {rank} of 2, attempt 0\n" for rank in (0, 1)]
 
@@ -138,7 +156,9 @@ def test_status_of_a_failure_is_the_first_failed_ranks(launch: Launch) -> None:
 
 
 def test_last_line_is_the_last_attempts_and_a_wrong_config_is_not_started_again(launch: Launch) -> None:
-    process = launch.start("--ranks-per-node", "2", "--max-restarts", "5", "--log-dir", "logs", "--", "name=killed_then_wrong")
+    process = launch.start(
+        "--ranks-per-node", "2", "--max-restarts", "5", "--log-dir", "logs", "--", "name=killed_then_wrong"
+    )
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2, out + err
     lines = err.splitlines()
@@ -160,24 +180,53 @@ KILLED, SEGV, ASKED = -int(signal.SIGKILL), -int(signal.SIGSEGV), -int(signal.SI
 
 @pytest.mark.parametrize(
     ("ended", "ends", "line", "status"),
-    [  # the ranks that had ended before torch ended the rest; each rank's exit code, and its words with their status and time
+    # the ranks that had ended before torch ended the rest; each rank's exit code, and its words with their status and
+    # time
+    [
         ([1], {0: (2, ("a", 2, 10.2)), 1: (2, ("b", 2, 10.1))}, "b", 2),
         ([], {0: (ASKED, ("a", 2, 10.2)), 1: (ASKED, ("b", 2, 10.1))}, "b", 2),  # asked to end when they had spoken
         ([0], {0: (1, ("lost a rank", 1, 10.2)), 1: (2, ("wrong", 2, 12.1))}, "wrong", 2),
-        ([1], {0: (1, ("rank 1 is dead", 1, 10.0)), 1: (KILLED, None)}, "launch: rank 1 on HOST was killed by SIGKILL", 137),
-        ([1], {0: (1, ("the job ends: rank 1 on h is stopped", 1, 13.0)), 1: (KILLED, None)}, "the job ends: rank 1 on h is stopped", 1),
-        ([0, 1], {0: (1, ("rank 1 on h is dead", 1, 10.0)), 1: (KILLED, None)}, "launch: rank 1 on HOST was killed by SIGKILL", 137),
+        (
+            [1],
+            {0: (1, ("rank 1 is dead", 1, 10.0)), 1: (KILLED, None)},
+            "launch: rank 1 on HOST was killed by SIGKILL",
+            137,
+        ),
+        (
+            [1],
+            {0: (1, ("the job ends: rank 1 on h is stopped", 1, 13.0)), 1: (KILLED, None)},
+            "the job ends: rank 1 on h is stopped",
+            1,
+        ),
+        (
+            [0, 1],
+            {0: (1, ("rank 1 on h is dead", 1, 10.0)), 1: (KILLED, None)},
+            "launch: rank 1 on HOST was killed by SIGKILL",
+            137,
+        ),
         ([1], {0: (ASKED, None), 1: (SEGV, None)}, "launch: rank 1 on HOST was killed by SIGSEGV", 139),
-        ([0, 3], {0: (75, ("stop", 75, 9.0)), 3: (7, None)}, "launch: rank 3 on HOST failed first, with exit status 7: see its output", 7),
+        (
+            [0, 3],
+            {0: (75, ("stop", 75, 9.0)), 3: (7, None)},
+            "launch: rank 3 on HOST failed first, with exit status 7: see its output",
+            7,
+        ),
         ([1], {0: (75, ("stopped 0", 75, 10.0)), 1: (75, ("stopped 1", 75, 10.1))}, "stopped 1", 75),
         ([0], {0: (1, ("hangs", 1, 10.2)), 1: (KILLED, None)}, "hangs", 1),  # it did not end when asked
         ([1], {0: (1, None), 1: (1, ("raised", 1, 10.2))}, "raised", 1),
-        ([0], {0: (1, None), 1: (1, ("raised", 1, 10.2))}, "launch: rank 0 on HOST failed first, with exit status 1: see its output", 1),
+        (
+            [0],
+            {0: (1, None), 1: (1, ("raised", 1, 10.2))},
+            "launch: rank 0 on HOST failed first, with exit status 1: see its output",
+            1,
+        ),
         ([5], {5: (ASKED, None)}, "launch: rank 5 on HOST was killed by SIGTERM", 143),
         ([5], {5: (-63, None)}, "launch: rank 5 on HOST was killed by signal 63", 191),
     ],
 )
-def test_cause_among_failures(tmp_path: Path, ended: list[int], ends: dict[int, tuple[int, Any]], line: str, status: int) -> None:
+def test_cause_among_failures(
+    tmp_path: Path, ended: list[int], ends: dict[int, tuple[int, Any]], line: str, status: int
+) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     failures = {}
@@ -190,14 +239,18 @@ def test_cause_among_failures(tmp_path: Path, ended: list[int], ends: dict[int, 
         failures[rank] = ProcessFailure(0, 1, code, str(path))
     cause = agent._cause(failures, ended)
     assert cause.status == status
-    assert cause.line.replace(" (from outside, or for want of memory)", "") == line.replace("HOST", socket.gethostname())
+    assert cause.line.replace(" (from outside, or for want of memory)", "") == line.replace(
+        "HOST", socket.gethostname()
+    )
 
 
 def test_words_of_another_program_are_taken_too(tmp_path: Path) -> None:
     """What torch's own `record` leaves, in both of its forms."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    (tmp_path / "dict").write_text(json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "a", "timestamp": "5"}}}))
+    (tmp_path / "dict").write_text(
+        json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "a", "timestamp": "5"}}})
+    )
     (tmp_path / "text").write_text(json.dumps({"message": "in C++", "timestamp": "5"}))
     for name, line in (("dict", "E: x"), ("text", "in C++")):
         assert agent._cause({0: ProcessFailure(0, 1, 3, str(tmp_path / name))}) == agent.Cause(line, 3)
@@ -209,7 +262,9 @@ def test_signal_before_the_first_step_ends_all_ranks_with_the_status_of_a_stop(l
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, out + err
-    assert err.splitlines()[-1].endswith("] stopped by SIGTERM before the first step, with nothing to save. Start it again to go on")
+    assert err.splitlines()[-1].endswith(
+        "] stopped by SIGTERM before the first step, with nothing to save. Start it again to go on"
+    )
     assert "attempt 1" not in out
 
 

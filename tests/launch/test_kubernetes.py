@@ -1,4 +1,5 @@
-"""launch/kubernetes.yaml: what its pods would do, with the variables that the operator sets; there is no cluster here."""
+"""launch/kubernetes.yaml: what its pods would do, with the variables that the operator sets; there is no cluster
+here."""
 
 from __future__ import annotations
 

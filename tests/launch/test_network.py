@@ -36,19 +36,32 @@ PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SI
 
 
 def network_address() -> str | None:
-    """This machine's address in a network, None where it has none or its processes may not be told a host name of their own."""
-    addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == socket.AF_INET]
+    """This machine's address in a network, None where it has none or its processes may not be told a host name of their
+    own."""
+    addresses = [
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
     outside = [address for address in addresses if not address.startswith("127.")]
     may = shutil.which("unshare") and subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode == 0
     return outside[0] if outside and may else None
 
 
-def start(command: list[str], run_dir: Path, data: list[str], host: str | None, namespace: int | None = None) -> subprocess.Popen[str]:
+def start(
+    command: list[str], run_dir: Path, data: list[str], host: str | None, namespace: int | None = None
+) -> subprocess.Popen[str]:
     """A run in a fresh environment: nothing says where gloo and NCCL shall listen.
 
-    Many machines give their own name a loopback address, so that gloo listens there by itself. `host` is the host's name instead.
+    Many machines give their own name a loopback address, so that gloo listens there by itself. `host` is the host's
+    name instead.
     """
-    env = {key: value for key, value in os.environ.items() if key not in (*PLACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in (*PLACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    }
     return subprocess.Popen(
         [*place(host, namespace), *command, *TINY, *data, f"run_dir={run_dir}"],
         cwd=ROOT,
@@ -85,7 +98,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 LAUNCHES = {
     "alone": ([sys.executable, "train.py", "training.steps=3", "logging.wandb=offline"], 1),
-    "torchrun.sh": (["bash", "launch/torchrun.sh", "--ranks-per-node", "2", "--", "training.steps=3", "logging=quiet"], 3),
+    "torchrun.sh": (
+        ["bash", "launch/torchrun.sh", "--ranks-per-node", "2", "--", "training.steps=3", "logging=quiet"],
+        3,
+    ),
 }
 
 
@@ -166,7 +182,17 @@ def test_what_a_stranger_writes_to_a_run_on_two_nodes_is_not_run(tmp_path: Path,
     processes: list[subprocess.Popen[str]] = []
     try:
         for node in (0, 1):
-            options = ["--num-nodes", "2", "--node-rank", str(node), "--master-addr", address(0), "--ranks-per-node", "1", "--"]
+            options = [
+                "--num-nodes",
+                "2",
+                "--node-rank",
+                str(node),
+                "--master-addr",
+                address(0),
+                "--ranks-per-node",
+                "1",
+                "--",
+            ]
             command = ["bash", "launch/torchrun.sh", *options, "training.steps=100000", "logging=quiet"]
             processes.append(start(command, tmp_path / "run", data, address(node), network.namespaces[node]))
         wait_for_steps(metrics, 1)
@@ -176,7 +202,16 @@ def test_what_a_stranger_writes_to_a_run_on_two_nodes_is_not_run(tmp_path: Path,
         places = [f"{address(node)}:{port}" for node in (0, 1) for _, port in held[node]]
         assert {*stores, first} < {*places}
         stranger = subprocess.Popen(
-            [*place(None, network.namespaces[2]), sys.executable, "-m", "tests.launch.stranger", str(mark), first, ranks_store, *places],
+            [
+                *place(None, network.namespaces[2]),
+                sys.executable,
+                "-m",
+                "tests.launch.stranger",
+                str(mark),
+                first,
+                ranks_store,
+                *places,
+            ],
             cwd=ROOT,
             pass_fds=[network.namespaces[2]],
             stdin=subprocess.PIPE,

@@ -19,7 +19,10 @@ CPU = ["--nodes", "2", "--gpus-per-node", "0"]  # one rank a node
 STEPS = 24
 
 LACKING = lacking()
-pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(LACKING), reason=f"a Slurm of our own needs {', '.join(LACKING)}")]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(bool(LACKING), reason=f"a Slurm of our own needs {', '.join(LACKING)}"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,9 @@ def wait_until(condition: Callable[[], bool], what: str, log: Path, timeout: flo
     end = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > end:
-            pytest.fail(f"waited {timeout:.0f} s in vain for {what}; {log}:\n{log.read_text() if log.exists() else 'not there'}")
+            pytest.fail(
+                f"waited {timeout:.0f} s in vain for {what}; {log}:\n{log.read_text() if log.exists() else 'not there'}"
+            )
         time.sleep(0.1)
 
 
@@ -60,14 +65,30 @@ def said(run_dir: Path) -> tuple[str, int]:
 
 def ranks_of(slurm: Cluster) -> dict[int, psutil.Process]:
     """The ranks that run now, by number."""
-    return {int(process.environ()["RANK"]): process for process in slurm.processes() if "launch.rank" in process.cmdline()}
+    return {
+        int(process.environ()["RANK"]): process for process in slurm.processes() if "launch.rank" in process.cmdline()
+    }
 
 
 @pytest.mark.timeout(240)
-def test_training_on_two_nodes_is_preempted_resumes_loses_a_rank_and_finishes(slurm: Cluster, data: list[str], tmp_path: Path) -> None:
+def test_training_on_two_nodes_is_preempted_resumes_loses_a_rank_and_finishes(
+    slurm: Cluster, data: list[str], tmp_path: Path
+) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "job.out"
-    overrides = ["experiment=gpt_moe_tiny", "logging=quiet", "parallel.expert=2", f"training.steps={STEPS}", "sample.prompts=[]"]
-    overrides += ["training.global_batch_size=32", "checkpoint.interval=5", "training.eval_interval=0", f"run_dir={run_dir}", *data]
+    overrides = [
+        "experiment=gpt_moe_tiny",
+        "logging=quiet",
+        "parallel.expert=2",
+        f"training.steps={STEPS}",
+        "sample.prompts=[]",
+    ]
+    overrides += [
+        "training.global_batch_size=32",
+        "checkpoint.interval=5",
+        "training.eval_interval=0",
+        f"run_dir={run_dir}",
+        *data,
+    ]
     number = submit(slurm, ROOT, log, "--time", "10", "--max-restarts", "1", "--", *overrides)
 
     wait_until(lambda: len(steps_on_record(run_dir)) >= 3, "3 steps", log, 90)
@@ -100,7 +121,8 @@ def test_training_on_two_nodes_is_preempted_resumes_loses_a_rank_and_finishes(sl
     assert "resumed from " in (folder / "rank_00000.out").read_text()
 
 
-# What becomes of jobs, with a stand-in for launch/torchrun.sh: it says where it runs, and saves and stops when it is warned.
+# What becomes of jobs, with a stand-in for launch/torchrun.sh: it says where it runs, and saves and stops when it is
+# warned.
 TORCHRUN = 'exec .venv/bin/python stand_in.py "$@"\n'
 STAND_IN = """
 import os, signal, sys, time
@@ -159,7 +181,9 @@ def test_run_that_gets_nowhere_is_not_queued_for_ever(slurm: Cluster, repo: Path
     assert "no checkpoint newer than step 0: not queued again" in log.read_text()
 
 
-def test_tasks_of_an_array_go_on_by_themselves_each_in_its_own_folder(slurm: Cluster, repo: Path, tmp_path: Path) -> None:
+def test_tasks_of_an_array_go_on_by_themselves_each_in_its_own_folder(
+    slurm: Cluster, repo: Path, tmp_path: Path
+) -> None:
     """One is warned and queues itself again; the other Slurm takes the nodes from, as for a job of higher priority."""
     run_dir = tmp_path / "run"
     folders = {task: Path(f"{run_dir}_{task}") for task in ("3", "7")}
@@ -178,5 +202,7 @@ def test_tasks_of_an_array_go_on_by_themselves_each_in_its_own_folder(slurm: Clu
 def test_impossible_config_is_refused_before_it_queues(slurm: Cluster) -> None:
     before = slurm.output("squeue", "--noheader", "--states=all")
     with pytest.raises(RuntimeError, match=r"config error: world_size \(2\) must be divisible by .* Try "):
-        slurm.output(sys.executable, "-m", "launch.submit", *CPU, "--", "experiment=gpt_tiny", "parallel.tensor=4", cwd=ROOT)
+        slurm.output(
+            sys.executable, "-m", "launch.submit", *CPU, "--", "experiment=gpt_tiny", "parallel.tensor=4", cwd=ROOT
+        )
     assert slurm.output("squeue", "--noheader", "--states=all") == before

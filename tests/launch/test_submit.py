@@ -16,7 +16,11 @@ TINY = ["experiment=gpt_moe_tiny", "training.global_batch_size=64", "training.mi
         ([], [8], []),
         (["--nodes", "2"], [16], ["--nodes=2"]),
         (["-N", "1-2", "--ranks-per-node", "4"], [4, 8], ["--nodes=1-2"]),
-        (["--nodes=4", "--gpus-per-node=h200:4", "--time", "1:00:00"], [16], ["--nodes=4", "--gpus-per-node=h200:4", "--time", "1:00:00"]),
+        (
+            ["--nodes=4", "--gpus-per-node=h200:4", "--time", "1:00:00"],
+            [16],
+            ["--nodes=4", "--gpus-per-node=h200:4", "--time", "1:00:00"],
+        ),
         (["--gpus-per-node", "0", "--account=a b"], [1], ["--gpus-per-node=0", "--account=a b"]),
     ],
 )
@@ -67,7 +71,11 @@ def test_tasks_of_an_array(text: str, tasks: list[int]) -> None:
         (["name=it's"], ["name='it\\'s_3'"], "runs/it's_3"),
         (["run_dir=out/a"], ["name='gpt_moe_tiny_3'", "run_dir='out/a_3'"], "out/a_3"),
         (["run_dir='out/${name}'"], ["name='gpt_moe_tiny_3'"], "out/gpt_moe_tiny_3"),
-        (["name='seed${oc.env:SLURM_ARRAY_TASK_ID}'", "training.seed='${oc.env:SLURM_ARRAY_TASK_ID}'"], [], "runs/seed3"),
+        (
+            ["name='seed${oc.env:SLURM_ARRAY_TASK_ID}'", "training.seed='${oc.env:SLURM_ARRAY_TASK_ID}'"],
+            [],
+            "runs/seed3",
+        ),
     ],
 )
 def test_task_of_an_array_has_a_name_of_its_own(overrides: list[str], added: list[str], run_dir: str) -> None:
@@ -94,7 +102,11 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
     assert submit.main(["--nodes", "3", "--", *TINY]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("config error: training.global_batch_size (64)") and captured.err.count("\n") == 1
+    assert (
+        captured.out == ""
+        and captured.err.startswith("config error: training.global_batch_size (64)")
+        and captured.err.count("\n") == 1
+    )
 
     assert submit.main(["--help"]) == 0
     assert capsys.readouterr().out.startswith("Submit a training to Slurm")

@@ -8,12 +8,12 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from configs.schema import Config
 from models.build import build_model, family_module
+from models.parallelize import mark_tensor_parallel
 from models.weights import gather_logical
 from parallel.topology import initialize
 
@@ -51,24 +51,27 @@ def random_batch(vocab_size: int, num_samples: int, length: int, seed: int = 0) 
     }
 
 
-def run_model(config: Config, vocab_size: int, batch: Batch, load: Callable[[list[torch.nn.Module]], None] | None = None) -> dict[str, Any]:
+def run_model(
+    config: Config, vocab_size: int, batch: Batch, load: Callable[[list[torch.nn.Module]], None] | None = None
+) -> dict[str, Any]:
     """Build the model in the process group's layout, load weights, and run one forward and backward pass of `batch`.
 
     The batch is split over data parallel ranks and micro-batches. Returns the mean loss per predicted token plus extra
-    losses (`loss`), full logits of this rank's samples where this rank has the last stage (`logits`), and all weights and
-    gradients by logical name (`weights`, `gradients`).
+    losses (`loss`), full logits of this rank's samples where this rank has the last stage (`logits`), and all weights
+    and gradients by logical name (`weights`, `gradients`).
     """
     topology = initialize(config)
     family = family_module(config)
-    chunks = build_model(config, vocab_size)
+    chunks = build_model(config, topology, vocab_size)
+    mark_tensor_parallel(chunks)
     if load is not None:
         load(chunks)
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
     batch = {key: value.to(topology.device) for key, value in batch.items()}
     num_tokens = batch["loss_mask"].sum()
-    share = len(batch["tokens"]) // (topology.data_size * NUM_MICRO_BATCHES)
-    rows = [slice((topology.data_rank * NUM_MICRO_BATCHES + i) * share, None) for i in range(NUM_MICRO_BATCHES)]
+    share = len(batch["tokens"]) // (topology.data.size * NUM_MICRO_BATCHES)
+    rows = [slice((topology.data.rank * NUM_MICRO_BATCHES + i) * share, None) for i in range(NUM_MICRO_BATCHES)]
     micro_batches = [{key: value[row][:share] for key, value in batch.items()} for row in rows]
 
     def step(with_loss: bool, iterator: Any, model: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
@@ -77,13 +80,13 @@ def run_model(config: Config, vocab_size: int, batch: Batch, load: Callable[[lis
         def mean_loss(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss_sum, extra = family.loss(output, micro_batch)
             # The schedule divides by the number of micro-batches, DDP by the number of data parallel ranks.
-            loss = loss_sum / num_tokens * NUM_MICRO_BATCHES * topology.data_size + sum(extra.values())
+            loss = loss_sum / num_tokens * NUM_MICRO_BATCHES * topology.data.size + sum(extra.values())
             return loss, {"loss": loss.detach().clone()}  # the schedule divides in place
 
         def keep_logits(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             logits = output[0] if isinstance(output, tuple) else output
-            pieces = [torch.empty_like(logits) for _ in range(topology.tensor_size)]
-            torch.distributed.all_gather(pieces, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+            pieces = [torch.empty_like(logits) for _ in range(topology.tensor.size)]
+            torch.distributed.all_gather(pieces, logits.contiguous(), group=topology.tensor.group)
             return torch.zeros((), device=topology.device), {"logits": torch.cat(pieces, dim=-1)[..., :vocab_size]}
 
         if with_loss:
@@ -109,13 +112,13 @@ def run_model(config: Config, vocab_size: int, batch: Batch, load: Callable[[lis
     finalize_model_grads(wrapped)
     loss = torch.stack(losses).mean() if losses else torch.zeros((), device=topology.device)
     torch.distributed.all_reduce(loss)
-    loss /= topology.data_size * topology.tensor_size
+    loss /= topology.data.size * topology.tensor.size
     return {
         "loss": loss.item(),
         "logits": torch.cat(logits).cpu() if logits else None,
         "weights": {name: weight.cpu() for name, weight in gather_logical(chunks)},
         "gradients": {name: grad.cpu() for name, grad in gather_logical(chunks, gradient)},
-        "data_rank": topology.data_rank,
+        "data_rank": topology.data.rank,
     }
 
 

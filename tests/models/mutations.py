@@ -1,8 +1,8 @@
 """Mutated configs and damaged folders of tiny Hugging Face models, each opened by transformers and by us.
 
-A case ends in one of two ways: we compute the logits that transformers computes from the same folder, or we refuse the folder in one
-line that names the key or the tensor. Anything else is a `wrong` verdict. What transformers cannot load, or fills with random weights,
-we must refuse.
+A case ends in one of two ways: we compute the logits that transformers computes from the same folder, or we refuse the
+folder in one line that names the key or the tensor. Anything else is a `wrong` verdict. What transformers cannot load,
+or fills with random weights, we must refuse.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from inference.open_model import open_model
 from models import convert, gpt
 from models.build import family_module
 from models.folder import INDEX_NAME, SINGLE_NAME
 from tests.models.helpers import random_batch, relative_error
 from tests.tolerances import ORACLE_LOGITS
-from training.open_model import open_model
 
 VOCAB_SIZE, LENGTH = 61, 9
 COMMON = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2}
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 16}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
 LLAMA = {**COMMON, **SIZES, "num_key_value_heads": 2, "rms_norm_eps": 1e-3}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 DEEPSEEK = {
@@ -57,13 +63,25 @@ BERT = {**COMMON, **SIZES, "layer_norm_eps": 1e-3}
 # Each family twice: the class that transformers makes, and its config.
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
-    "gpt2_untied": ("GPT2LMHeadModel", {**GPT2, "n_inner": 20, "tie_word_embeddings": False, "activation_function": "gelu"}),
+    "gpt2_untied": (
+        "GPT2LMHeadModel",
+        {**GPT2, "n_inner": 20, "tie_word_embeddings": False, "activation_function": "gelu"},
+    ),
     "llama": ("LlamaForCausalLM", {**LLAMA, "head_dim": 6, "rope_theta": 500.0}),
     "llama_tied": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "mixtral_tied": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", {**LLAMA, **EXPERTS, "head_dim": 6, "moe_intermediate_size": 12, "mlp_only_layers": [1]}),
-    "qwen3_moe_normalized": ("Qwen3MoeForCausalLM", {**LLAMA, **EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True}),
+    "mixtral_tied": (
+        "MixtralForCausalLM",
+        {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {**LLAMA, **EXPERTS, "head_dim": 6, "moe_intermediate_size": 12, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe_normalized": (
+        "Qwen3MoeForCausalLM",
+        {**LLAMA, **EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
     "olmoe": ("OlmoeForCausalLM", {**LLAMA, **EXPERTS}),
     "olmoe_tied": ("OlmoeForCausalLM", {**LLAMA, **EXPERTS, "norm_topk_prob": True, "tie_word_embeddings": True}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", DEEPSEEK),
@@ -80,8 +98,8 @@ DROP = "(dropped)"  # a text, which stays itself when copied
 
 @dataclass(frozen=True)
 class Case:
-    """`change` edits a copy of a base's folder. `names` stand in the line of a refusal, one of them at least; with `opens` there must
-    be no refusal."""
+    """`change` edits a copy of a base's folder. `names` stand in the line of a refusal, one of them at least; with
+    `opens` there must be no refusal."""
 
     base: str
     kind: str
@@ -127,7 +145,23 @@ def make_bases(folder: Path, names: Sequence[str] = tuple(BASES)) -> None:
 # Configs
 # ---------------------------------------------------------------------------------------------------------------------
 
-OTHER_TYPES: tuple[Any, ...] = (None, True, "3", "", [], [1], {}, {"a": 1}, -1, 0, 1, 1.5, -0.5, float("nan"), float("inf"))
+OTHER_TYPES: tuple[Any, ...] = (
+    None,
+    True,
+    "3",
+    "",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    -1,
+    0,
+    1,
+    1.5,
+    -0.5,
+    float("nan"),
+    float("inf"),
+)
 FOREIGN: dict[str, tuple[Any, ...]] = {
     # Keys of other models, or that transformers' own code reads wherever they stand.
     "is_causal": (False, True),
@@ -233,7 +267,9 @@ def _legal(key: str, value: Any, generator: random.Random) -> Any:
     if value is None:
         return generator.choice([1, 2, 4, 8, 0.5, True, "absolute"])
     if isinstance(value, list):
-        return generator.choice([[], [0], [1], [0, 1], [5], ["LlamaModel"], ["BertForMaskedLM"], ["BertForPreTraining"], ["BertModel"]])
+        return generator.choice(
+            [[], [0], [1], [0, 1], [5], ["LlamaModel"], ["BertForMaskedLM"], ["BertForPreTraining"], ["BertModel"]]
+        )
     return {}
 
 
@@ -249,8 +285,20 @@ def _rope(config: Config, generator: random.Random) -> dict[str, Any]:
             {"type": "linear", "factor": 2.0},
             {"rope_type": "dynamic", "factor": 2.0},
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
-            {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8},
-            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8},
+            {
+                "type": "yarn",
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 8,
+            },
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8,
+            },
             {"factor": 2.0},
             {"rope_type": "default", "factor": 2.0},
             {"rope_type": "default", "partial_rotary_factor": 0.5},
@@ -307,7 +355,15 @@ def _config_change(kind: str, base: Config, generator: random.Random) -> dict[st
         return _rope(base, generator)
     if kind == "rotary":  # families without: what they call their sizes
         key = generator.choice(
-            ["n_embd", "n_layer", "hidden_size", "num_attention_heads", "n_inner", "intermediate_size", "tie_word_embeddings"]
+            [
+                "n_embd",
+                "n_layer",
+                "hidden_size",
+                "num_attention_heads",
+                "n_inner",
+                "intermediate_size",
+                "tie_word_embeddings",
+            ]
         )
         return {key: generator.choice([16, 8, 24, None, True, False])}
     changes: dict[str, Any] = {}
@@ -326,7 +382,9 @@ def config_cases(folder: Path, number: int, seed: int, bases: Sequence[str] = tu
         base, kind = bases[i % len(bases)], CONFIG_KINDS[i // len(bases) % len(CONFIG_KINDS)]
         changes = _config_change(kind, json.loads((folder / base / "config.json").read_text()), generator)
 
-        what = ", ".join(f"no {key}" if value is DROP else f"{key}={json.dumps(value)}" for key, value in changes.items())
+        what = ", ".join(
+            f"no {key}" if value is DROP else f"{key}={json.dumps(value)}" for key, value in changes.items()
+        )
         yield Case(base, kind, what, changed(changes), (*changes, "tensor", f" {changes.get('model_type')} model"))
 
 
@@ -338,15 +396,21 @@ def config_cases(folder: Path, number: int, seed: int, bases: Sequence[str] = tu
 def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(path / SINGLE_NAME)
     edit(tensors)
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path / SINGLE_NAME, {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path / SINGLE_NAME, {"format": "pt"}
+    )
 
 
-def _tensor_damages(generator: random.Random, names: list[str], shapes: dict[str, torch.Size]) -> list[tuple[str, Any, tuple[str, ...]]]:
+def _tensor_damages(
+    generator: random.Random, names: list[str], shapes: dict[str, torch.Size]
+) -> list[tuple[str, Any, tuple[str, ...]]]:
     name = generator.choice(names)
     layer = generator.choice([other for other in names if re.search(r"\.\d+\.", other)])
     alike = [other for other in names if other != name and shapes[other] == shapes[name]]
     other = generator.choice(alike or [other for other in names if other != name])
-    dtype = generator.choice([torch.float64, torch.int32, torch.float16, torch.bfloat16, torch.bool, torch.int8, torch.float8_e4m3fn])
+    dtype = generator.choice(
+        [torch.float64, torch.int32, torch.float16, torch.bfloat16, torch.bool, torch.int8, torch.float8_e4m3fn]
+    )
     half = generator.choice([torch.float16, torch.bfloat16])
 
     def reshape(tensors: dict[str, torch.Tensor]) -> None:
@@ -365,10 +429,14 @@ def _tensor_damages(generator: random.Random, names: list[str], shapes: dict[str
     def resplit(tensors: dict[str, torch.Tensor]) -> None:
         # Gate and up of unequal widths, with the same sum.
         gates = sorted(
-            key for key in tensors if key.endswith(("gate_proj.weight", "w1.weight", "query.weight", "fc.weight", "q_proj.weight"))
+            key
+            for key in tensors
+            if key.endswith(("gate_proj.weight", "w1.weight", "query.weight", "fc.weight", "q_proj.weight"))
         )
         gate = generator.choice(gates or [name])
-        up = gate.replace("gate_proj", "up_proj").replace("w1", "w3").replace("query", "key").replace("q_proj", "k_proj")
+        up = (
+            gate.replace("gate_proj", "up_proj").replace("w1", "w3").replace("query", "key").replace("q_proj", "k_proj")
+        )
         tensors[gate], tensors[up] = torch.cat([tensors[gate], tensors[up][:2]]), tensors[up][2:]
 
     def swap(tensors: dict[str, torch.Tensor]) -> None:
@@ -376,7 +444,9 @@ def _tensor_damages(generator: random.Random, names: list[str], shapes: dict[str
 
     def twin(tensors: dict[str, torch.Tensor]) -> None:
         head = "cls.predictions.decoder.weight" if "cls.predictions.bias" in tensors else "lm_head.weight"
-        embedding = next(value for key, value in tensors.items() if re.search(r"(wte|embed_tokens|word_embeddings)\.weight", key))
+        embedding = next(
+            value for key, value in tensors.items() if re.search(r"(wte|embed_tokens|word_embeddings)\.weight", key)
+        )
         tensors[head] = embedding if generator.random() < 0.5 else embedding + 0.5
 
     prefix = name.split(".")[0] + "."
@@ -384,18 +454,38 @@ def _tensor_damages(generator: random.Random, names: list[str], shapes: dict[str
         ("shape", reshape, ("tensor",)),
         ("unequal parts", resplit, ("tensor",)),
         (f"type {dtype}", lambda tensors: tensors.update({name: tensors[name].to(dtype)}), ("tensor",)),
-        (f"all {half}", lambda tensors: tensors.update({key: tensor.to(half) for key, tensor in tensors.items()}), ("dtype",)),
+        (
+            f"all {half}",
+            lambda tensors: tensors.update({key: tensor.to(half) for key, tensor in tensors.items()}),
+            ("dtype",),
+        ),
         ("missing", lambda tensors: tensors.pop(name), ("tensor",)),
         ("missing in a layer", lambda tensors: tensors.pop(layer), ("tensor",)),
         ("extra", lambda tensors: tensors.update({f"{name}_scale": torch.ones(1)}), ("tensor",)),
-        ("extra layer", lambda tensors: tensors.update({re.sub(r"\.\d+\.", ".7.", layer, count=1): torch.ones(2)}), ("tensor",)),
+        (
+            "extra layer",
+            lambda tensors: tensors.update({re.sub(r"\.\d+\.", ".7.", layer, count=1): torch.ones(2)}),
+            ("tensor",),
+        ),
         ("extra bias", lambda tensors: tensors.update({layer.replace("weight", "bias2"): torch.ones(2)}), ("tensor",)),
         ("swapped", swap, ("tensor",)),
         ("renamed", lambda tensors: tensors.update({f"{name}s": tensors.pop(name)}), ("tensor",)),
         ("second head", twin, ("tensor",)),
-        ("no prefix", lambda tensors: [tensors.update({key.removeprefix(prefix): tensors.pop(key)}) for key in list(tensors)], ("tensor",)),
-        ("twice by prefix", lambda tensors: tensors.update({name.removeprefix(prefix): tensors[name] + 1}), ("tensor",)),
-        ("old mask", lambda tensors: tensors.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}), ("tensor",)),
+        (
+            "no prefix",
+            lambda tensors: [tensors.update({key.removeprefix(prefix): tensors.pop(key)}) for key in list(tensors)],
+            ("tensor",),
+        ),
+        (
+            "twice by prefix",
+            lambda tensors: tensors.update({name.removeprefix(prefix): tensors[name] + 1}),
+            ("tensor",),
+        ),
+        (
+            "old mask",
+            lambda tensors: tensors.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}),
+            ("tensor",),
+        ),
     ]
 
 
@@ -440,7 +530,11 @@ def _file_damages(generator: random.Random, parts: bool) -> list[tuple[str, Call
         ("a folder", as_folder(weights), (weights,)),
         ("config a folder", as_folder("config.json"), ("config.json",)),
         ("config missing", lambda path: (path / "config.json").unlink(), ("config.json",)),
-        ("config cut", lambda path: (path / "config.json").write_text((path / "config.json").read_text()[:-9]), ("config.json",)),
+        (
+            "config cut",
+            lambda path: (path / "config.json").write_text((path / "config.json").read_text()[:-9]),
+            ("config.json",),
+        ),
         ("config a list", _text("config.json", b"[]"), ("config.json",)),
         ("config of bytes", _text("config.json", b"\xfe\xff\x00{"), ("config.json",)),
     ]
@@ -462,11 +556,23 @@ def _file_damages(generator: random.Random, parts: bool) -> list[tuple[str, Call
 
     if parts:
         damages += [
-            ("index cut", lambda path: (path / INDEX_NAME).write_text((path / INDEX_NAME).read_text()[:-9]), (INDEX_NAME,)),
+            (
+                "index cut",
+                lambda path: (path / INDEX_NAME).write_text((path / INDEX_NAME).read_text()[:-9]),
+                (INDEX_NAME,),
+            ),
             ("index a list", _text(INDEX_NAME, b"[3]"), (INDEX_NAME,)),
             ("index without a map", index(lambda content: content.pop("weight_map")), (INDEX_NAME,)),
-            ("index of a number", index(lambda content: content["weight_map"].update({name_of(content): 3})), (INDEX_NAME,)),
-            ("index elsewhere", index(lambda content: content["weight_map"].update({name_of(content): "../x.safetensors"})), (INDEX_NAME,)),
+            (
+                "index of a number",
+                index(lambda content: content["weight_map"].update({name_of(content): 3})),
+                (INDEX_NAME,),
+            ),
+            (
+                "index elsewhere",
+                index(lambda content: content["weight_map"].update({name_of(content): "../x.safetensors"})),
+                (INDEX_NAME,),
+            ),
             (
                 "index of a missing part",
                 index(lambda content: content["weight_map"].update({name_of(content): "y.safetensors"})),
@@ -474,7 +580,11 @@ def _file_damages(generator: random.Random, parts: bool) -> list[tuple[str, Call
             ),
             ("index of another part", index(shift), (INDEX_NAME,)),
             ("index lacks a tensor", index(lambda content: content["weight_map"].pop(name_of(content))), (INDEX_NAME,)),
-            ("a single file too", lambda path: save_file(load_file(part(path)), path / SINGLE_NAME, {"format": "pt"}), (SINGLE_NAME,)),
+            (
+                "a single file too",
+                lambda path: save_file(load_file(part(path)), path / SINGLE_NAME, {"format": "pt"}),
+                (SINGLE_NAME,),
+            ),
         ]
     return damages
 
@@ -486,7 +596,9 @@ def damage_cases(folder: Path, number: int, seed: int, bases: Sequence[str] = tu
         base, kind = bases[i % len(bases)], ("tensors", "tensors", "file", "parts")[i // len(bases) % 4]
         if kind == "tensors":
             held = load_file(folder / base / SINGLE_NAME)
-            what, edit, names = generator.choice(_tensor_damages(generator, sorted(held), {name: t.shape for name, t in held.items()}))
+            what, edit, names = generator.choice(
+                _tensor_damages(generator, sorted(held), {name: t.shape for name, t in held.items()})
+            )
 
             def change(path: Path, edit: Any = edit) -> None:
                 edit_tensors(path, edit)
@@ -514,7 +626,15 @@ def same_meaning_cases() -> Iterator[Case]:
     for base in BASES:
         yield case(base, "no dtype", {"dtype": DROP, "transformers_version": DROP})
         yield case(
-            base, "notes", {"_name_or_path": "here", "use_cache": False, "max_length": 20, "id2label": {"0": "a"}, "label2id": {"a": 0}}
+            base,
+            "notes",
+            {
+                "_name_or_path": "here",
+                "use_cache": False,
+                "max_length": 20,
+                "id2label": {"0": "a"},
+                "label2id": {"a": 0},
+            },
         )
         if base.startswith(("gpt2", "bert")):
             continue
@@ -522,10 +642,16 @@ def same_meaning_cases() -> Iterator[Case]:
         yield case(base, "as transformers 4 writes it", {**old, "rope_theta": theta})
         if base != "llama":
             yield case(base, "the family's own rotary base", {**old, "rope_scaling": DROP})
-        yield case(base, "rotary base twice", {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}})
+        yield case(
+            base,
+            "rotary base twice",
+            {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}},
+        )
     yield case("gpt2", "n_ctx", {"n_ctx": 16, "torch_dtype": "float32", "dtype": DROP})
     yield case(
-        "bert", "as the first folders", {"position_embedding_type": "absolute", "directionality": "bidi", "gradient_checkpointing": False}
+        "bert",
+        "as the first folders",
+        {"position_embedding_type": "absolute", "directionality": "bidi", "gradient_checkpointing": False},
     )
     yield case("olmoe", "num_local_experts", {"num_experts": DROP, "num_local_experts": 4})
     yield case("bert", "masked words only", {"architectures": ["BertForMaskedLM"]})
@@ -537,7 +663,8 @@ def same_meaning_cases() -> Iterator[Case]:
 
 
 class Judge:
-    """Opens cases with transformers and with us, in this process, which must have no process group: each opening makes its own."""
+    """Opens cases with transformers and with us, in this process, which must have no process group: each opening makes
+    its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -563,7 +690,10 @@ class Judge:
             if status == 0:
                 return Verdict("wrong", f"imported, but opening it says: {error}")
             if status != 2 or target.exists():
-                return Verdict("wrong", f"refused, but status {status}, and {target} is {'there' if target.exists() else 'not there'}")
+                return Verdict(
+                    "wrong",
+                    f"refused, but status {status}, and {target} is {'there' if target.exists() else 'not there'}",
+                )
             for said in (line, str(error)):
                 if case.opens or "\n" in said or not any(name in said for name in case.names):
                     return Verdict("wrong", f"refused: {said}")
@@ -575,7 +705,9 @@ class Judge:
         try:
             theirs = self._theirs(path)
         except Exception as error:
-            return Verdict("wrong", f"opened, but transformers says {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            return Verdict(
+                "wrong", f"opened, but transformers says {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            )
         if isinstance(theirs, str):
             return Verdict("wrong", f"opened, but in transformers {theirs}")
         distance = relative_error(ours, theirs) if ours.shape == theirs.shape else float("inf")
@@ -585,7 +717,11 @@ class Judge:
         with torch.inference_mode(), open_model(path, precision="fp32", device="cpu") as model:
             if model.config.model.family == "gpt":
                 return gpt.logits(model.chunks[0], self.batch["tokens"], model.vocab_size).clone()
-            return family_module(model.config).forward(model.chunks[0], self._without_labels())[0][..., : model.vocab_size].clone()
+            return (
+                family_module(model.config)
+                .forward(model.chunks[0], self._without_labels())[0][..., : model.vocab_size]
+                .clone()
+            )
 
     def _without_labels(self) -> dict[str, torch.Tensor]:
         return {key: value for key, value in self.batch.items() if key != "labels"}

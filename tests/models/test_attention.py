@@ -20,7 +20,9 @@ SEQUENCE, BATCH, HEADS, HEAD_DIM = 7, 3, 4, 8
 
 
 def _outputs_and_gradients(causal: bool, num_groups: int) -> list[list[torch.Tensor]]:
-    config = make_config({"model": {"num_attention_heads": HEADS, "num_query_groups": num_groups, "head_dim": HEAD_DIM}})
+    config = make_config(
+        {"model": {"num_attention_heads": HEADS, "num_query_groups": num_groups, "head_dim": HEAD_DIM}}
+    )
     initialize(config)
     megatron = transformer_config(config)
     mask_type = AttnMaskType.causal if causal else AttnMaskType.padding
@@ -49,7 +51,10 @@ def test_equals_megatron(causal: bool, num_groups: int) -> None:
 
 def _dropout_draws() -> tuple[torch.Tensor, torch.Tensor, bool]:
     config = make_config(
-        {"model": {"num_attention_heads": HEADS, "head_dim": HEAD_DIM, "attention_dropout": 0.5}, "parallel": {"tensor": 2}}
+        {
+            "model": {"num_attention_heads": HEADS, "head_dim": HEAD_DIM, "attention_dropout": 0.5},
+            "parallel": {"tensor": 2},
+        }
     )
     initialize(config)
     attention = ScaledDotProductAttention(
@@ -59,7 +64,10 @@ def _dropout_draws() -> tuple[torch.Tensor, torch.Tensor, bool]:
     query, key, value = (torch.randn(SEQUENCE, BATCH, HEADS, HEAD_DIM) for _ in range(3))
     before = tensor_parallel.get_cuda_rng_tracker().get_states()
     train = attention(query, key, value, None)
-    moved = any(not torch.equal(state, before[name]) for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items())
+    moved = any(
+        not torch.equal(state, before[name])
+        for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+    )
     return train, attention.eval()(query, key, value, None), moved
 
 
@@ -73,4 +81,6 @@ def test_tensor_ranks_draw_their_own_dropout() -> None:
 def test_context_parallelism_is_refused() -> None:
     config = transformer_config(make_config({"parallel": {"context": 2}}))
     with pytest.raises(ConfigError, match=r"parallel.context \(2\)"):
-        ScaledDotProductAttention(config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+        ScaledDotProductAttention(
+            config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self"
+        )

@@ -11,8 +11,8 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import Float16Module
 
 from configs.schema import Config, ConfigError
-from models import build
-from models.build import build_model, family_module, padded_vocab_size
+from models.blueprint import ends, padded_vocab_size
+from models.build import build_model, family_module
 from models.specs import resolve_backend
 from parallel.topology import initialize
 from tests.distributed import run
@@ -22,7 +22,9 @@ from tests.tolerances import BF16_LOSS, FP32_GRAD_NORM, FP32_LOSS
 
 VOCAB_SIZE = 131
 DROPOUT: Overrides = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
-ALL_LOSSES: Overrides = {"moe": {"aux_loss_coeff": 0.01, "sequence_aux_loss_coeff": 0.01, "z_loss_coeff": 0.001, "capacity_factor": 1.0}}
+ALL_LOSSES: Overrides = {
+    "moe": {"aux_loss_coeff": 0.01, "sequence_aux_loss_coeff": 0.01, "z_loss_coeff": 0.001, "capacity_factor": 1.0}
+}
 SIGMOID: Overrides = {
     "moe": {
         "num_experts": 8,
@@ -36,11 +38,11 @@ SIGMOID: Overrides = {
 
 
 def _run(overrides: list[dict[str, Any]], multiple: int = 128) -> dict[str, Any]:
-    before, build.VOCAB_MULTIPLE = build.VOCAB_MULTIPLE, multiple
+    before, ends.VOCAB_MULTIPLE = ends.VOCAB_MULTIPLE, multiple
     try:
         return run_model(make_config(SMALL, *overrides), VOCAB_SIZE, random_batch(VOCAB_SIZE, num_samples=4, length=12))
     finally:
-        build.VOCAB_MULTIPLE = before
+        ends.VOCAB_MULTIPLE = before
 
 
 @pytest.mark.parametrize("overrides", [[GPT_MOE], [BERT]], ids=["gpt_moe", "bert"])
@@ -54,8 +56,7 @@ def test_padding_of_the_vocabulary_changes_nothing(overrides: list[dict[str, Any
 
 def _gradient_of_padding() -> float:
     config = make_config(SMALL, {"model": {"tie_embeddings": False}})
-    initialize(config)
-    chunk = build_model(config, VOCAB_SIZE)[0]
+    chunk = build_model(config, initialize(config), VOCAB_SIZE)[0]
     batch = random_batch(VOCAB_SIZE, 2, 12)
     family = family_module(config)
     family.loss(family.forward(chunk, batch), batch)[0].backward()
@@ -80,7 +81,9 @@ def test_padded_vocab_size() -> None:
 
 @pytest.mark.parametrize("overrides", [[GPT_MOE, ALL_LOSSES, DROPOUT], [BERT, DROPOUT]], ids=["gpt_moe", "bert"])
 @pytest.mark.parametrize("world_size,layout", [(1, {}), (2, {"tensor": 2, "sequence": True})], ids=["one", "tp2"])
-def test_recompute_gives_the_same_gradients(overrides: list[dict[str, Any]], world_size: int, layout: dict[str, Any]) -> None:
+def test_recompute_gives_the_same_gradients(
+    overrides: list[dict[str, Any]], world_size: int, layout: dict[str, Any]
+) -> None:
     kept, selective, full = (
         run(_run, world_size, [*overrides, {"parallel": layout, "training": {"recompute": kind}}])[0]
         for kind in ("none", "selective", "full")
@@ -100,8 +103,7 @@ def test_router_variants_reach_every_parameter() -> None:
 
 def _half_precision_loss(precision: str, overrides: list[dict[str, Any]]) -> float:
     config = make_config(SMALL, *overrides, {"training": {"precision": precision}})
-    initialize(config)
-    chunk = build_model(config, VOCAB_SIZE)[0]
+    chunk = build_model(config, initialize(config), VOCAB_SIZE)[0]
     assert all(parameter.dtype == chunk.config.params_dtype for parameter in chunk.parameters())
     model = Float16Module(chunk.config, chunk) if precision != "fp32" else chunk
     family, batch = family_module(config), random_batch(VOCAB_SIZE, 4, 12)
@@ -125,7 +127,10 @@ def _squared_gradient_norm(layout: dict[str, Any]) -> float:
     recorded: list[list[torch.nn.Module]] = []
     run_model(config, VOCAB_SIZE, random_batch(VOCAB_SIZE, 4, 12), recorded.append)
     counted = [
-        p for chunk in recorded[0] for p in chunk.parameters() if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
+        p
+        for chunk in recorded[0]
+        for p in chunk.parameters()
+        if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
     ]
     return sum(gradient(p).double().square().sum().item() for p in counted)
 

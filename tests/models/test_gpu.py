@@ -1,4 +1,5 @@
-"""On a GPU: the portable backend against the CPU's figures, and TransformerEngine's specs against the portable backend."""
+"""On a GPU: the portable backend against the CPU's figures, and TransformerEngine's specs against the portable
+backend."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_gpu_gives_the_losses_of_the_cpu(model: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="transformer-engine is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="transformer-engine is not installed"
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_transformer_engine_gives_the_losses_of_the_portable_backend(model: str) -> None:
     expected, result = (

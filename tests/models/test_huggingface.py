@@ -1,4 +1,5 @@
-"""The oracle: the same weights in Hugging Face transformers and here, for every family, after import, in layouts, and back."""
+"""The oracle: the same weights in Hugging Face transformers and here, for every family, after import, in layouts, and
+back."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 
 from configs.architecture import description
 from configs.schema import ConfigError
-from models import convert, folder, huggingface
+from models import convert, folder
+from models.huggingface import translate
 from tests.distributed import run
 from tests.models.helpers import Batch, random_batch, relative_error, run_model
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, ORACLE_GRADS, ORACLE_LOGITS
@@ -88,15 +90,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral_tied": (
         "MixtralForCausalLM",
-        {**LLAMA, "num_local_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 6, "tie_word_embeddings": True},
+        {
+            **LLAMA,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 6,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
-        {**LLAMA, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
+        {
+            **LLAMA,
+            "head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [1],
+        },
     ),
     "qwen3_moe_normalized": (
         "Qwen3MoeForCausalLM",
-        {**LLAMA, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True},
+        {
+            **LLAMA,
+            "head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+        },
     ),
     "olmoe": ("OlmoeForCausalLM", {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3}),
     "olmoe_normalized": (
@@ -114,7 +136,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", DEEPSEEK),
     "deepseek_v3_plain_queries": (
         "DeepseekV3ForCausalLM",
-        {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_routed_experts": 6, "tie_word_embeddings": True},
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 6,
+            "tie_word_embeddings": True,
+        },
     ),
     "bert": (
         "BertForPreTraining",
@@ -150,7 +179,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def _oracle(name: str, batch: Batch) -> Any:
-    """The Hugging Face model with random weights, gradients of the batch's loss in `.grad`; its logits and loss as attributes."""
+    """The Hugging Face model with random weights, gradients of the batch's loss in `.grad`; its logits and loss as
+    attributes."""
     import transformers
 
     class_name, values = FAMILIES[name]
@@ -166,7 +196,9 @@ def _oracle(name: str, batch: Batch) -> Any:
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.1 * torch.randn_like(buffer))
     if "Bert" in class_name:
-        output = model(input_ids=batch["tokens"], token_type_ids=batch["types"], attention_mask=batch["padding_mask"].long())
+        output = model(
+            input_ids=batch["tokens"], token_type_ids=batch["types"], attention_mask=batch["padding_mask"].long()
+        )
         logits = output["prediction_logits" if class_name == "BertForPreTraining" else "logits"]
     else:
         logits = model(input_ids=batch["tokens"]).logits
@@ -213,9 +245,9 @@ def test_family_against_transformers(name: str, tmp_path: Path) -> None:
     result = run(_run_folder, 1, tmp_path / "ours", {}, batch)[0]
     assert relative_error(result["logits"], model.oracle_logits) < ORACLE_LOGITS
     assert result["loss"] == pytest.approx(model.oracle_loss, rel=ORACLE_GRADS)
-    family, _ = huggingface.read_config(json.loads((tmp_path / "hf" / "config.json").read_text()))
+    family, _ = translate.read_config(json.loads((tmp_path / "hf" / "config.json").read_text()))
     config = folder.config_from(folder.read_config(tmp_path / "ours"))
-    gradients = dict(huggingface.export_weights(family, config, result["gradients"].__getitem__))
+    gradients = dict(translate.export_weights(family, config, result["gradients"].__getitem__))
     assert gradients.keys() == expected_gradients.keys()
     largest = max(grad.abs().max().item() for grad in expected_gradients.values())
     for key, grad in gradients.items():
@@ -230,7 +262,10 @@ def test_family_against_transformers(name: str, tmp_path: Path) -> None:
             assert split["loss"] == pytest.approx(result["loss"], rel=FP32_LOSS), layout
             if split["logits"] is not None:
                 first = split["data_rank"] * len(split["logits"])
-                assert relative_error(split["logits"], result["logits"][first : first + len(split["logits"])]) < ORACLE_LOGITS, layout
+                assert (
+                    relative_error(split["logits"], result["logits"][first : first + len(split["logits"])])
+                    < ORACLE_LOGITS
+                ), layout
             for key, grad in result["gradients"].items():
                 error = (split["gradients"][key] - grad).abs().max().item()
                 assert error < FP32_GRAD_NORM * max(grad.abs().max().item(), 1e-3 * largest), (layout, key)
@@ -253,7 +288,9 @@ def test_family_against_transformers(name: str, tmp_path: Path) -> None:
 
 
 def _save_and_load(path: Path, layout: dict[str, Any], save: bool) -> dict[str, Any]:
-    config = folder.config_from({"model": {"num_layers": 2, "hidden_size": 32}, "moe": {"num_experts": 4}, "parallel": layout})
+    config = folder.config_from(
+        {"model": {"num_layers": 2, "hidden_size": 32}, "moe": {"num_experts": 4}, "parallel": layout}
+    )
 
     def load(chunks: list[torch.nn.Module]) -> None:
         if save:
@@ -291,7 +328,11 @@ def test_folder_of_another_model_is_refused(tmp_path: Path) -> None:
 
 OLD_NAMES: dict[str, tuple[str, list[tuple[str, str]], list[str]]] = {
     "gpt2": ("transformer.", [], ["h.0.attn.bias", "h.0.attn.masked_bias"]),
-    "bert": ("", [("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")], ["bert.embeddings.position_ids"]),
+    "bert": (
+        "",
+        [("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")],
+        ["bert.embeddings.position_ids"],
+    ),
 }
 
 
@@ -341,7 +382,9 @@ def test_writer_splits_and_indexes(tmp_path: Path) -> None:
         ({"hidden_size": None}, "'hidden_size'"),
     ],
 )
-def test_import_refuses_what_it_cannot_do(change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_refuses_what_it_cannot_do(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "hf")
@@ -357,8 +400,16 @@ def test_import_refuses_what_it_cannot_do(change: dict[str, Any], message: str, 
     ("family", "change", "message"),
     [
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok (1) is not supported with weights that sum to 1"),
-        ("deepseek_v3", {"num_experts_per_tok": 1, "topk_group": 4}, "num_experts_per_tok (1) is not supported with weights that sum to 1"),
-        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers ([0, 1]) and decoder_sparse_step (1) leave no layer with experts"),
+        (
+            "deepseek_v3",
+            {"num_experts_per_tok": 1, "topk_group": 4},
+            "num_experts_per_tok (1) is not supported with weights that sum to 1",
+        ),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [0, 1]},
+            "mlp_only_layers ([0, 1]) and decoder_sparse_step (1) leave no layer with experts",
+        ),
     ],
 )
 def test_import_refuses_routing_that_it_does_not_have(family: str, change: dict[str, Any], message: str) -> None:
@@ -367,7 +418,7 @@ def test_import_refuses_routing_that_it_does_not_have(family: str, change: dict[
     class_name, values = FAMILIES[family]
     config = getattr(transformers, class_name).config_class(**values, architectures=[class_name]).to_dict()
     with pytest.raises(ConfigError) as error:
-        huggingface.read_config({**config, **change})
+        translate.read_config({**config, **change})
     assert message in str(error.value)
 
 

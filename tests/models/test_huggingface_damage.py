@@ -1,4 +1,5 @@
-"""A broken Hugging Face folder ends in one line that names the file and what is wrong in it, at every way in, and nothing is written."""
+"""A broken Hugging Face folder ends in one line that names the file and what is wrong in it, at every way in, and
+nothing is written."""
 
 from __future__ import annotations
 
@@ -13,10 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.schema import ConfigError
+from inference import generate
 from models import convert, folder
-from training import generate
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +114,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "config_key_twice": (_text("config.json", '{"a": 1, "a": 2}'), ("config.json", "the key a twice")),
     "config_a_folder": (_folder("config.json"), ("config.json", "Is a directory")),
     "model_type_a_list": (_json("config.json", lambda c: c.update(model_type=["llama"])), ("model_type", "llama")),
-    "quantization_a_word": (_json("config.json", lambda c: c.update(quantization_config="fp8")), ("quantization_config", "fp8")),
+    "quantization_a_word": (
+        _json("config.json", lambda c: c.update(quantization_config="fp8")),
+        ("quantization_config", "fp8"),
+    ),
     "index_not_json": (_text(folder.INDEX_NAME, "{"), (folder.INDEX_NAME, "is not JSON")),
     "index_a_list": (_text(folder.INDEX_NAME, "[]"), (folder.INDEX_NAME, "object")),
     "index_empty": (_text(folder.INDEX_NAME, "{}"), (folder.INDEX_NAME, "weight_map")),
-    "index_null": (_json(folder.INDEX_NAME, lambda c: c.update(weight_map=None)), (folder.INDEX_NAME, "weight_map (null)")),
-    "index_a_number": (_json(folder.INDEX_NAME, lambda c: c.update(weight_map={"x": 3})), (folder.INDEX_NAME, "weight_map.x (3)")),
+    "index_null": (
+        _json(folder.INDEX_NAME, lambda c: c.update(weight_map=None)),
+        (folder.INDEX_NAME, "weight_map (null)"),
+    ),
+    "index_a_number": (
+        _json(folder.INDEX_NAME, lambda c: c.update(weight_map={"x": 3})),
+        (folder.INDEX_NAME, "weight_map.x (3)"),
+    ),
     "index_elsewhere": (_json(folder.INDEX_NAME, _elsewhere), (folder.INDEX_NAME, "../other/model.safetensors")),
     "index_other_part": (_json(folder.INDEX_NAME, _moved), (folder.INDEX_NAME, "lm_head.weight")),
     "index_a_folder": (_folder(folder.INDEX_NAME), (folder.INDEX_NAME, "Is a directory")),
@@ -128,7 +144,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         _text("generation_config.json", '{"eos_token_id": "</s>"}'),
         ("generation_config.json", 'eos_token_id ("</s>")'),
     ),
-    "generation_end_a_list": (_text("generation_config.json", '{"eos_token_id": [1, [2]]}'), ("generation_config.json", "[1, [2]]")),
+    "generation_end_a_list": (
+        _text("generation_config.json", '{"eos_token_id": [1, [2]]}'),
+        ("generation_config.json", "[1, [2]]"),
+    ),
     "generation_a_folder": (_folder("generation_config.json"), ("generation_config.json",)),
 }
 
@@ -152,7 +171,9 @@ def test_the_whole_folder_opens(whole: Path, tmp_path: Path) -> None:
     assert convert.main(["import", str(whole), str(tmp_path / "ours")]) == 0
 
 
-def test_converting_deletes_nothing_of_the_users(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_converting_deletes_nothing_of_the_users(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.txt").write_text("mine")
     assert convert.main(["import", str(whole), str(tmp_path / "out")]) == 0

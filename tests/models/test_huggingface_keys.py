@@ -1,4 +1,5 @@
-"""A config.json means one thing, whatever is installed: what is not in a family's table is refused, and transformers agrees on the rest."""
+"""A config.json means one thing, whatever is installed: what is not in a family's table is refused, and transformers
+agrees on the rest."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ import pytest
 import torch
 
 from configs.schema import ConfigError
-from models import convert, huggingface
-from models.families.keys import REQUIRED, read_keys, show
-from models.huggingface import FAMILIES
+from models import convert
+from models.huggingface import translate
+from models.huggingface.families.keys import REQUIRED, read_keys, show
+from models.huggingface.translate import FAMILIES
 from tests.models import mutations
 from tests.models.mutations import BASES, Case, config_cases, damage_cases, judged, make_bases, same_meaning_cases
 
 # What a class of transformers says otherwise than its table, and why.
 OTHER_DEFAULTS = {
-    ("deepseek_v3", "num_nextn_predict_layers"),  # transformers 4 has no such key; without it a folder holds no further layers
+    # transformers 4 has no such key; without it a folder holds no further layers
+    ("deepseek_v3", "num_nextn_predict_layers"),
     ("qwen3_moe", "sliding_window"),  # the class turns its 4096 into null unless use_sliding_window is true
 }
 
@@ -29,19 +32,23 @@ def _config(base: str, **changes: Any) -> dict[str, Any]:
     import transformers
 
     class_name, values = BASES[base]
-    config = getattr(transformers, class_name).config_class(**values, architectures=[class_name], id2label={"0": "a"}).to_dict()
+    config = (
+        getattr(transformers, class_name)
+        .config_class(**values, architectures=[class_name], id2label={"0": "a"})
+        .to_dict()
+    )
     config["id2label"] = None
     return {key: value for key, value in {**config, **changes}.items() if value is not mutations.DROP}
 
 
 def _read(config: dict[str, Any]) -> dict[str, Any]:
-    return huggingface.read_config(config)[1]["model"]
+    return translate.read_config(config)[1]["model"]
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_what_transformers_writes_is_in_the_table(base: str) -> None:
     config = _config(base)
-    assert huggingface.read_config(config)[0].model_type == config["model_type"]
+    assert translate.read_config(config)[0].model_type == config["model_type"]
 
 
 @pytest.mark.parametrize("base", mutations.FAMILIES)
@@ -56,7 +63,12 @@ def test_absent_keys_mean_what_transformers_means(base: str) -> None:
     assert not (fields - spellings), "keys of the class that the table lacks"
     for key, row in table.items():
         name = next((spelling for spelling in (key, *row.also) if spelling in fields), None)
-        compared = name is not None and row.default is not REQUIRED and row.default is not None and (base, key) not in OTHER_DEFAULTS
+        compared = (
+            name is not None
+            and row.default is not REQUIRED
+            and row.default is not None
+            and (base, key) not in OTHER_DEFAULTS
+        )
         if compared:
             assert name is not None
             assert getattr(plain, name) == row.default, key
@@ -73,14 +85,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"rope_scaling": {"rope_type": "default", "rope_theta": 7.0}},
         ("rope_parameters", "rope_scaling", "agree"),
     ),
-    "scaled_beside_plain": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rope_scaling.type (linear)",)),
+    "scaled_beside_plain": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        ("rope_scaling.type (linear)",),
+    ),
     "scaled_without_a_type": ("llama", {"rope_scaling": {"factor": 2.0}}, ("rope_scaling.factor (2.0)",)),
-    "yarn": ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "factor": 40}}, ("rope_parameters.rope_type (yarn)",)),
+    "yarn": (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 40}},
+        ("rope_parameters.rope_type (yarn)",),
+    ),
     "two_bases": ("llama", {"rope_theta": 7.0}, ("rope_parameters.rope_theta (500.0)", "rope_theta (7.0)", "agree")),
     "base_zero": ("llama", {"rope_parameters": {"rope_theta": 0}}, ("rope_parameters.rope_theta (0)", "above 0")),
     "window": ("mixtral", {"sliding_window": 4}, ("sliding_window (4)",)),
     "window_used": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4}, ("use_sliding_window",)),
-    "two_numbers_of_experts": ("olmoe", {"num_local_experts": 8}, ("num_experts (4)", "num_local_experts (8)", "agree")),
+    "two_numbers_of_experts": (
+        "olmoe",
+        {"num_local_experts": 8},
+        ("num_experts (4)", "num_local_experts (8)", "agree"),
+    ),
     "too_many_of_few": ("olmoe", {"num_experts_per_tok": 5}, ("num_experts_per_tok (5)", "4")),
     "clipped": ("olmoe", {"clip_qkv": 8.0}, ("clip_qkv (8.0)", "null")),
     "heads_of_another_size": ("olmoe", {"head_dim": 8}, ("head_dim (8)",)),
@@ -88,7 +112,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "half_as_many_dropouts": ("gpt2", {"embd_pdrop": 0.5}, ("embd_pdrop (0.5)", "resid_pdrop")),
     "scaled_by_layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ("scale_attn_by_inverse_layer_idx (true)",)),
     "one_is_not_true": ("gpt2", {"scale_attn_weights": 1}, ("scale_attn_weights (1)", "true")),
-    "relative_positions": ("bert", {"position_embedding_type": "relative_key"}, ("position_embedding_type (relative_key)",)),
+    "relative_positions": (
+        "bert",
+        {"position_embedding_type": "relative_key"},
+        ("position_embedding_type (relative_key)",),
+    ),
     "decoder": ("bert", {"is_decoder": True}, ("is_decoder (true)",)),
     "other_head": ("bert", {"architectures": ["BertModel"]}, ("architectures (BertModel)",)),
     "padding_outside": ("bert", {"pad_token_id": 61}, ("pad_token_id (61)", "61")),
@@ -105,7 +133,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "tied_null": ("gpt2", {"tie_word_embeddings": None}, ("tie_word_embeddings (null)", "true or false")),
     "end_a_text": ("gpt2", {"eos_token_id": "</s>"}, ('eos_token_id ("</s>")',)),
     "required": ("llama", {"intermediate_size": mutations.DROP}, ("'intermediate_size'",)),
-    "two_types": ("llama", {"dtype": "float32", "torch_dtype": "bfloat16"}, ("dtype (float32)", "torch_dtype (bfloat16)")),
+    "two_types": (
+        "llama",
+        {"dtype": "float32", "torch_dtype": "bfloat16"},
+        ("dtype (float32)", "torch_dtype (bfloat16)"),
+    ),
     "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8")),
 }
 
@@ -114,7 +146,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 def test_what_a_table_does_not_hold_is_refused(name: str) -> None:
     base, changes, says = REFUSED[name]
     with pytest.raises(ConfigError) as error:
-        huggingface.read_config(_config(base, **changes))
+        translate.read_config(_config(base, **changes))
     assert all(part in str(error.value) for part in says), error.value
     assert "\n" not in str(error.value)
 
@@ -124,7 +156,9 @@ def test_every_key_refuses_values_of_another_kind() -> None:
         base = _config(family.model_type)
         for key, row in family.keys.items():
             for value in mutations.OTHER_TYPES:
-                fits = row.kind.fits(value) and (not row.only or any(show(value) == show(allowed) for allowed in row.only))
+                fits = row.kind.fits(value) and (
+                    not row.only or any(show(value) == show(allowed) for allowed in row.only)
+                )
                 if fits or key == "model_type":
                     continue
                 config = {other: held for other, held in base.items() if other not in row.also}
@@ -180,14 +214,33 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Llama-2-7b": (
         "llama",
-        {"_name_or_path": "x", "pretraining_tp": 1, "rope_scaling": None, "max_length": 4096, "temperature": 0.9, "top_p": 0.6},
+        {
+            "_name_or_path": "x",
+            "pretraining_tp": 1,
+            "rope_scaling": None,
+            "max_length": 4096,
+            "temperature": 0.9,
+            "top_p": 0.6,
+        },
     ),
-    "Mixtral-8x7B": ("mixtral", {"sliding_window": None, "output_router_logits": False, "router_aux_loss_coef": 0.02, "use_cache": True}),
+    "Mixtral-8x7B": (
+        "mixtral",
+        {"sliding_window": None, "output_router_logits": False, "router_aux_loss_coef": 0.02, "use_cache": True},
+    ),
     "Qwen3-30B-A3B": (
         "qwen3_moe",
-        {"max_window_layers": 48, "sliding_window": None, "use_sliding_window": False, "rope_scaling": None, "decoder_sparse_step": 1},
+        {
+            "max_window_layers": 48,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "rope_scaling": None,
+            "decoder_sparse_step": 1,
+        },
     ),
-    "OLMoE-1B-7B": ("olmoe", {"clip_qkv": None, "rope_scaling": None, "attention_bias": False, "router_aux_loss_coef": 0.01}),
+    "OLMoE-1B-7B": (
+        "olmoe",
+        {"clip_qkv": None, "rope_scaling": None, "attention_bias": False, "router_aux_loss_coef": 0.01},
+    ),
     "DeepSeek-V3": (
         "deepseek_v3",
         {
@@ -236,7 +289,9 @@ def _verdicts(folder: Path, cases: list[Case]) -> dict[str, str]:
 
 
 def test_what_was_silently_wrong(folder: Path) -> None:
-    cases = [Case(base, "known", name, mutations.changed(changes), (*changes,)) for name, (base, changes, _) in KNOWN.items()]
+    cases = [
+        Case(base, "known", name, mutations.changed(changes), (*changes,)) for name, (base, changes, _) in KNOWN.items()
+    ]
     verdicts = _verdicts(folder, cases)
     assert verdicts == {f"{base} {name}": word for name, (base, _, word) in KNOWN.items()}
 
@@ -257,7 +312,12 @@ def _same_head(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("base", "edit", "word", "says"),
     [
-        ("llama", _unequal, "refused", "model.layers.0.mlp.gate_proj.weight has shape [26, 16], but config.json calls for [24, 16]"),
+        (
+            "llama",
+            _unequal,
+            "refused",
+            "model.layers.0.mlp.gate_proj.weight has shape [26, 16], but config.json calls for [24, 16]",
+        ),
         ("mixtral_tied", _other_head, "refused", "lm_head.weight"),
         ("mixtral_tied", _same_head, "agrees", "logits"),
     ],

@@ -15,7 +15,15 @@ VOCAB_SIZE = 131  # odd, and over one padded block of 128 rows: with two tensor 
 
 Overrides = dict[str, dict[str, Any]]
 
-SMALL: Overrides = {"model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "sequence_length": 12}}
+SMALL: Overrides = {
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "sequence_length": 12,
+    }
+}
 GPT_MOE: Overrides = {
     "model": {"qk_norm": True},
     "moe": {"num_experts": 4, "ffn_hidden_size": 48, "layers": [1, 0, 1, 1], "shared_expert_ffn_hidden_size": 16},
@@ -44,7 +52,16 @@ BERT: Overrides = {
 }
 BERT_MOE: Overrides = {"model": BERT["model"], "moe": {"num_experts": 4, "ffn_hidden_size": 48, "layers": 2}}
 MODELS: dict[str, list[Overrides]] = {
-    "gpt": [{"model": {"tie_embeddings": False, "position_embedding": "learned", "activation": "gelu_tanh", "linear_bias": True}}],
+    "gpt": [
+        {
+            "model": {
+                "tie_embeddings": False,
+                "position_embedding": "learned",
+                "activation": "gelu_tanh",
+                "linear_bias": True,
+            }
+        }
+    ],
     "gpt_moe": [GPT_MOE],
     "bert": [BERT],
     "bert_pre_norm": [BERT, {"model": {"norm_position": "pre", "position_embedding": "rope", "rotary_base": 500.0}}],
@@ -110,7 +127,9 @@ def test_layout_changes_nothing(model: str, layout: str) -> None:
             assert torch.equal(result["weights"][name], weight), f"initial {name} on rank {rank}"
         assert result["loss"] == pytest.approx(expected["loss"], rel=FP32_LOSS)
         for name, grad in expected["gradients"].items():
-            assert relative_error(result["gradients"][name], grad) < FP32_GRAD_NORM, f"gradient of {name} on rank {rank}"
+            assert relative_error(result["gradients"][name], grad) < FP32_GRAD_NORM, (
+                f"gradient of {name} on rank {rank}"
+            )
         if result["logits"] is not None:
             first = result["data_rank"] * len(result["logits"])
             same_samples = expected["logits"][first : first + len(result["logits"])]
@@ -125,4 +144,6 @@ def test_weights_depend_on_the_seed() -> None:
 
 
 def _run_with_seed(seed: int) -> dict[str, Any]:
-    return run_model(make_config(SMALL, {"training": {"seed": seed}}), VOCAB_SIZE, random_batch(VOCAB_SIZE, num_samples=2, length=12))
+    return run_model(
+        make_config(SMALL, {"training": {"seed": seed}}), VOCAB_SIZE, random_batch(VOCAB_SIZE, num_samples=2, length=12)
+    )

@@ -11,16 +11,17 @@ import pytest
 from configs.architecture import description
 from configs.schema import ConfigError
 from configs.weights import adopt
-from models import folder, huggingface, special_tokens
+from models import folder
 from models.folder import config_from
-from models.special_tokens import BOS, EOS, KEYS, PAD
+from models.huggingface import special_tokens, translate
+from models.huggingface.special_tokens import BOS, EOS, KEYS, PAD
 
 
 def test_defaults_are_those_of_transformers() -> None:
     from transformers import AutoConfig
 
-    assert special_tokens.DEFAULTS.keys() == huggingface.FAMILIES.keys()
-    for family in huggingface.FAMILIES:
+    assert special_tokens.DEFAULTS.keys() == translate.FAMILIES.keys()
+    for family in translate.FAMILIES:
         theirs = AutoConfig.for_model(family)
         expected = {key: getattr(theirs, key) for key in KEYS}
         assert special_tokens.of_config({"model_type": family}, vocab_size=10**6) == expected, family
@@ -54,32 +55,50 @@ def test_where_a_text_ends(tmp_path: Path) -> None:
     assert special_tokens.end_tokens(tmp_path, {BOS: 1, EOS: 2, PAD: None}) == {2}
     assert special_tokens.end_tokens(tmp_path, {BOS: 1, EOS: [2, 4], PAD: None}) == {2, 4}
     assert special_tokens.end_tokens(tmp_path, {BOS: 1, EOS: None, PAD: None}) == set()
-    for content, expected in (({"eos_token_id": [7, 8]}, {7, 8}), ({"eos_token_id": 7}, {7}), ({"temperature": 0.6}, set())):
+    for content, expected in (
+        ({"eos_token_id": [7, 8]}, {7, 8}),
+        ({"eos_token_id": 7}, {7}),
+        ({"temperature": 0.6}, set()),
+    ):
         (tmp_path / "generation_config.json").write_text(json.dumps(content))
         assert special_tokens.end_tokens(tmp_path, {BOS: 1, EOS: 2, PAD: None}) == expected
 
 
 def test_what_generation_would_do_otherwise(tmp_path: Path) -> None:
     assert special_tokens.changes_of_text(tmp_path) == {}
-    harmless = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "repetition_penalty": 1.0, "num_beams": 1, "min_length": 0}
-    (tmp_path / "generation_config.json").write_text(json.dumps({**harmless, "repetition_penalty": 1.1, "suppress_tokens": [3]}))
+    harmless = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "do_sample": True,
+        "repetition_penalty": 1.0,
+        "num_beams": 1,
+        "min_length": 0,
+    }
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({**harmless, "repetition_penalty": 1.1, "suppress_tokens": [3]})
+    )
     assert special_tokens.changes_of_text(tmp_path) == {"repetition_penalty": 1.1, "suppress_tokens": [3]}
 
 
 @pytest.mark.parametrize(("length", "at_most", "expected"), [(32, 4096, 4096), (32, None, 32), (64, 32, 64)])
 def test_positions_do_not_shrink(length: int, at_most: int | None, expected: int) -> None:
     config = config_from({"model": {"vocab_size": 99, "sequence_length": length, "max_positions": at_most}})
-    family, hf = huggingface.write_config(config)
+    family, hf = translate.write_config(config)
     assert (family.model_type, hf["max_position_embeddings"]) == ("llama", expected)
     assert config.model.sequence_length == length
-    again = huggingface.read_config(hf)[1]
+    again = translate.read_config(hf)[1]
     assert again["model"]["sequence_length"] == again["model"]["max_positions"] == expected
 
 
 def test_learned_positions_keep_their_length() -> None:
-    learned = {"position_embedding": "learned", "normalization": "layernorm", "activation": "gelu_tanh", "linear_bias": True}
+    learned = {
+        "position_embedding": "learned",
+        "normalization": "layernorm",
+        "activation": "gelu_tanh",
+        "linear_bias": True,
+    }
     config = config_from({"model": {"vocab_size": 99, "sequence_length": 32, "max_positions": 4096, **learned}})
-    assert huggingface.write_config(config)[1]["n_positions"] == 32
+    assert translate.write_config(config)[1]["n_positions"] == 32
 
 
 @pytest.mark.parametrize("named", [set(), {"model.sequence_length"}, {"model", "model.sequence_length"}])
@@ -91,4 +110,4 @@ def test_a_run_from_imported_weights_can_take_what_they_could(named: set[str], t
     config.checkpoint.weights = str(tmp_path)
     adopt(config, named)
     assert config.model.sequence_length == (32 if named else 4096)
-    assert huggingface.write_config(config)[1]["max_position_embeddings"] == 4096
+    assert translate.write_config(config)[1]["max_position_embeddings"] == 4096

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from moe.blocks import hidden_factor
-from moe.dispatch import AllToAll
-from moe.plan import STRATEGIES, Plan
-from moe.schedule import SharedExpert, routed_experts
-from moe.weights import Weights
+from moe.alltoall.flat import AllToAll
+from moe.experts.blocks import hidden_factor
+from moe.experts.weights import Weights
+from moe.layer import routed_experts
+from moe.schedule.chunk_plan import STRATEGIES, Plan
+from moe.schedule.over_ranks import SharedExpert
 from tests.tolerances import MOE
 
 HIDDEN, WIDTH = 8, 12  # rows of a multiple of 16 bytes in fp32, which grouped products need
@@ -61,7 +62,9 @@ def routing_map(case: Case, generator: torch.Generator) -> torch.Tensor:
     elif case.routing == "one_expert":
         scores[:, num_experts - 1] += 2.0
         scores[:, : num_experts - case.top_k] -= 2.0
-    chosen = torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, scores.topk(case.top_k, dim=1).indices, True)
+    chosen = torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(
+        1, scores.topk(case.top_k, dim=1).indices, True
+    )
     if case.routing == "dropped" and num_tokens:
         chosen &= torch.rand(num_tokens, num_experts, generator=generator) < 0.6
         chosen[num_tokens // 2] = False
@@ -78,7 +81,10 @@ def problem(case: Case, rank: int = 0) -> Problem:
     def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(case.dtype)
 
-    parameters = [draw(weights, num_experts, outer, hidden) / smaller, draw(weights, num_experts, hidden, width) / smaller]
+    parameters = [
+        draw(weights, num_experts, outer, hidden) / smaller,
+        draw(weights, num_experts, hidden, width) / smaller,
+    ]
     if case.bias:
         parameters += [draw(weights, num_experts, outer), draw(weights, num_experts, hidden)]
     shared = [draw(weights, width, hidden), draw(weights, hidden, width)] if case.shared else []
@@ -126,7 +132,9 @@ def loop(case: Case, given: Problem, dtype: torch.dtype = torch.float64) -> list
                 hidden = F.silu(gate) * up
             else:
                 hidden = F.gelu(hidden, approximate="tanh" if case.activation == "gelu_tanh" else "none")
-            total = total + probs[token, expert] * F.linear(hidden, fc2[expert], None if fc2_bias is None else fc2_bias[expert])
+            total = total + probs[token, expert] * F.linear(
+                hidden, fc2[expert], None if fc2_bias is None else fc2_bias[expert]
+            )
         output = torch.cat([output[:token], total[None], output[token + 1 :]])
     function = shared_expert(leaves[-2:] if case.shared else [])
     if function is not None:
@@ -134,7 +142,9 @@ def loop(case: Case, given: Problem, dtype: torch.dtype = torch.float64) -> list
     return [output.detach(), *_gradients(output, leaves, given.output_grad.to(dtype))]
 
 
-def ours(case: Case, given: Problem, plan: Plan, exchange: AllToAll | None = None, rank: int = 0, num_ranks: int = 1) -> list[torch.Tensor]:
+def ours(
+    case: Case, given: Problem, plan: Plan, exchange: AllToAll | None = None, rank: int = 0, num_ranks: int = 1
+) -> list[torch.Tensor]:
     """The same by `routed_experts` on one of `num_ranks` ranks, which holds its part of the experts."""
     num_local = case.num_experts // num_ranks
     local = [parameter[rank * num_local : (rank + 1) * num_local] for parameter in given.parameters]
@@ -142,9 +152,9 @@ def ours(case: Case, given: Problem, plan: Plan, exchange: AllToAll | None = Non
     x, probs, fc1, fc2, *rest = leaves
     fc1_bias, fc2_bias = rest[:2] if case.bias else (None, None)
     weights = Weights(fc1, fc2, fc1_bias, fc2_bias, case.activation)
-    pairs_per_token = None if case.routing == "dropped" else case.top_k
+    assignments_per_token = None if case.routing == "dropped" else case.top_k
     function = shared_expert(leaves[-2:] if case.shared else [])
-    output = routed_experts(x, probs, given.routing_map, weights, plan, exchange, function, pairs_per_token)
+    output = routed_experts(x, probs, given.routing_map, weights, plan, exchange, function, assignments_per_token)
     return [output.detach(), *_gradients(output, leaves, given.output_grad)]
 
 
@@ -154,7 +164,8 @@ def _gradients(output: torch.Tensor, leaves: list[torch.Tensor], output_grad: to
 
 
 def expected_on(case: Case, rank: int, num_ranks: int) -> list[torch.Tensor]:
-    """What `ours` should return on a rank: its tokens' values, and its experts' gradients from all ranks' tokens. Collective."""
+    """What `ours` should return on a rank: its tokens' values, and its experts' gradients from all ranks' tokens.
+    Collective."""
     result = loop(case, problem(case, rank))
     num_local, num_parameters = case.num_experts // num_ranks, 4 if case.bias else 2
     for i in range(3, 3 + num_parameters):
@@ -167,14 +178,17 @@ def expected_on(case: Case, rank: int, num_ranks: int) -> list[torch.Tensor]:
 def largest_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Over all tensors: the largest difference, relative to the tensor's largest value."""
     assert [tensor.shape for tensor in actual] == [tensor.shape for tensor in expected]
-    pairs = [(a.double(), e) for a, e in zip(actual, expected, strict=True) if e.numel()]
-    return max((((a - e).abs().max() / e.abs().max().clamp_min(1e-30)).item() if e.any() else a.abs().max().item()) for a, e in pairs)
+    assignments = [(a.double(), e) for a, e in zip(actual, expected, strict=True) if e.numel()]
+    return max(
+        (((a - e).abs().max() / e.abs().max().clamp_min(1e-30)).item() if e.any() else a.abs().max().item())
+        for a, e in assignments
+    )
 
 
 def error_of_norms(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Over all tensors: the norm of the difference, relative to the tensor's norm."""
-    pairs = [(a.double(), e) for a, e in zip(actual, expected, strict=True) if e.numel()]
-    return max((((a - e).norm() / e.norm()).item() if e.any() else a.norm().item()) for a, e in pairs)
+    assignments = [(a.double(), e) for a, e in zip(actual, expected, strict=True) if e.numel()]
+    return max((((a - e).norm() / e.norm()).item() if e.any() else a.norm().item()) for a, e in assignments)
 
 
 def compared(
@@ -191,7 +205,7 @@ def check_on_ranks(cases: Iterable[tuple[Case, list[Plan]]], exchange: AllToAll)
     """The largest error as a part of what is allowed; fails at the first that is too large. Collective."""
     worst = 0.0
     for case, plan, actual, expected in compared(cases, exchange, torch.distributed.get_rank(), exchange.size):
-        # One number of few in bf16 is off by more, the plain loop's too: see docs/decisions/first_version.md.
+        # One number of few in bf16 is off by more, the plain loop's too: see docs/decisions/errors-by-norms.md.
         measure = error_of_norms if case.dtype is torch.bfloat16 else largest_error
         error, allowed = measure(actual, expected), MOE[str(case.dtype).removeprefix("torch.")]
         assert error < allowed, (case, plan, error)

@@ -9,17 +9,21 @@ import pytest
 import torch
 
 from benchmarks.memory_reuse import tracked_peak
-from moe import blocks
-from moe.dispatch import FlatAllToAll
-from moe.plan import STRATEGIES, Load, Plan
-from moe.planner import memory_bytes
-from moe.schedule import routed_experts
-from moe.weights import Weights
+from moe.alltoall.flat import FlatAllToAll
+from moe.experts import blocks
+from moe.experts.weights import Weights
+from moe.layer import routed_experts
+from moe.planning.footprint import memory_bytes
+from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, Plan
 from tests.distributed import run
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 128, 192, 8, 2
 PLANS = [
-    *(Plan(degree, degree, strategy, lag) for strategy in STRATEGIES for degree, lag in ((1, 0), (4, 0), (4, 3), (8, 1))),
+    *(
+        Plan(degree, degree, strategy, lag)
+        for strategy in STRATEGIES
+        for degree, lag in ((1, 0), (4, 0), (4, 3), (8, 1))
+    ),
     Plan(2, 4, "keep", 1),
     Plan(4, 2, "communicate_recompute", 1),
     Plan(2, 2, "communicate", 1),
@@ -40,20 +44,22 @@ def _peaks(dtype_name: str, num_tokens: int) -> list[tuple[Plan, int, int]]:
     # Every expert gets as much in every chunk: so the prediction is for these counts.
     first = torch.arange(num_tokens) % EXPERTS
     routing_map = torch.zeros(num_tokens, EXPERTS, dtype=torch.bool)
-    routing_map[torch.arange(num_tokens), first] = routing_map[torch.arange(num_tokens), (first + EXPERTS // 2) % EXPERTS] = True
+    routing_map[torch.arange(num_tokens), first] = routing_map[
+        torch.arange(num_tokens), (first + EXPERTS // 2) % EXPERTS
+    ] = True
     probs = torch.rand(num_tokens, EXPERTS, generator=generator).requires_grad_()
     output_grad = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
     rows = num_tokens * TOP_K  # of 2 ranks: each token goes to both
-    load = Load(
+    load = LayerLoad(
         tokens=num_tokens,
         rows=rows,
         away_rows=rows // 2,
-        pairs=rows,
+        assignments=rows,
         hidden_size=HIDDEN,
         hidden_columns=2 * WIDTH,
         width=WIDTH,
         element_size=dtype.itemsize,
-        expert_pairs=rows // (EXPERTS // size),
+        expert_assignments=rows // (EXPERTS // size),
         block=blocks.BLOCK_ROWS,
         tiled=blocks.are_tiled("cpu", dtype, HIDDEN, WIDTH),
     )
@@ -63,7 +69,9 @@ def _peaks(dtype_name: str, num_tokens: int) -> list[tuple[Plan, int, int]]:
         for tensor in (x, fc1, fc2, probs):
             tensor.grad = None
         step = functools.partial(routed_experts, x, probs, routing_map, weights, plan, exchange, None, TOP_K)
-        results.append((plan, tracked_peak(step, output_grad, (x, probs, routing_map), (fc1, fc2)), memory_bytes(load, plan)))
+        results.append(
+            (plan, tracked_peak(step, output_grad, (x, probs, routing_map), (fc1, fc2)), memory_bytes(load, plan))
+        )
     return results
 
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe import hierarchical
-from moe.dispatch import AllToAll, FlatAllToAll, Handle, Traffic, start
-from moe.hierarchical import HierarchicalAllToAll, ranks_per_node
-from moe.plan import STRATEGIES, Plan
+from moe.alltoall import hierarchical
+from moe.alltoall.flat import AllToAll, ExchangeCounts, FlatAllToAll, Handle, start
+from moe.alltoall.hierarchical import HierarchicalAllToAll, ranks_per_node
+from moe.schedule.chunk_plan import STRATEGIES, Plan
 from tests.distributed import RankError, run
 from tests.moe.oracle import Case, check_on_ranks, with_dtype
 
@@ -36,7 +36,8 @@ def _world() -> dist.ProcessGroup:
 
 
 def _counts(seed: int, size: int) -> torch.Tensor:
-    """[from, to, column] numbers of rows, the same on every rank: many zeros, empty columns, a silent rank and a deaf one."""
+    """[from, to, column] numbers of rows, the same on every rank: many zeros, empty columns, a silent rank and a deaf
+    one."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 6, (size, size, 4), generator=generator)
     counts *= torch.rand(size, size, 4, generator=generator) < (0.8, 0.3)[seed % 2]
@@ -53,22 +54,26 @@ def _rows(rank: int, number: int, count: int, kind: tuple[torch.dtype, tuple[int
     return torch.randint(-128, 128, (count, *kind[1]), generator=generator).to(kind[0])
 
 
-def _exchange_all(exchange: AllToAll, traffic: Traffic, order: random.Random, own: bool) -> list[torch.Tensor]:
+def _exchange_all(
+    exchange: AllToAll, exchange_counts: ExchangeCounts, order: random.Random, own: bool
+) -> list[torch.Tensor]:
     """The receive buffers of many exchanges in flight together; `order` is the same on all ranks."""
-    flows = [traffic.flow(columns, back) for columns in COLUMNS for back in (False, True)]
+    dispatch_sizes = [exchange_counts.split_sizes(columns, back) for columns in COLUMNS for back in (False, True)]
     buffers, rows = [], []
-    for number, flow in enumerate(flows):
+    for number, split_sizes in enumerate(dispatch_sizes):
         kind = KINDS[number % len(KINDS)]
-        mine = _rows(exchange.rank, number, sum(flow.send), kind)
-        buffer = torch.full((sum(flow.receive), *kind[1]), 77, dtype=kind[0])
+        mine = _rows(exchange.rank, number, sum(split_sizes.send), kind)
+        buffer = torch.full((sum(split_sizes.receive), *kind[1]), 77, dtype=kind[0])
         if not own:
-            parts, places = list(mine.split(flow.send)), buffer.split(flow.receive)
+            parts, places = list(mine.split(split_sizes.send)), buffer.split(split_sizes.receive)
             places[exchange.rank].copy_(parts.pop(exchange.rank))
             mine = torch.cat(parts)
         rows.append(mine)
         buffers.append(buffer)
-    todo = [(step, number) for number in range(len(flows)) for step in ("send", "wait", "finish")]
-    handles = {number: exchange.expect(buffers[number], flow) for number, flow in enumerate(flows)}
+    todo = [(step, number) for number in range(len(dispatch_sizes)) for step in ("send", "wait", "finish")]
+    handles = {
+        number: exchange.expect(buffers[number], split_sizes) for number, split_sizes in enumerate(dispatch_sizes)
+    }
     sent: set[int] = set()
     order.shuffle(todo)
     for step, number in todo:
@@ -87,13 +92,15 @@ def _equals_flat(per_node: int) -> None:
     exchange, flat = HierarchicalAllToAll(group, per_node), FlatAllToAll(group)
     for seed in range(8):
         counts = _counts(seed, exchange.size)
-        traffic, expected = exchange.count(counts[exchange.rank]), flat.count(counts[exchange.rank])
-        assert (traffic.sent, traffic.received) == (expected.sent, expected.received)
+        exchange_counts, expected = exchange.count(counts[exchange.rank]), flat.count(counts[exchange.rank])
+        assert (exchange_counts.sent, exchange_counts.received) == (expected.sent, expected.received)
         mates = range(exchange.node * per_node, (exchange.node + 1) * per_node)
         for node in set(range(exchange.num_nodes)) - {exchange.node}:
-            assert traffic.relayed[node] == [counts[mate, node * per_node + exchange.local].tolist() for mate in mates]
+            assert exchange_counts.relayed[node] == [
+                counts[mate, node * per_node + exchange.local].tolist() for mate in mates
+            ]
         for own in (True, False):
-            got = _exchange_all(exchange, traffic, random.Random(seed), own)
+            got = _exchange_all(exchange, exchange_counts, random.Random(seed), own)
             wanted = _exchange_all(flat, expected, random.Random(seed), own)
             for number, (a, b) in enumerate(zip(got, wanted, strict=True)):
                 assert torch.equal(a, b), (seed, own, number)
@@ -132,12 +139,17 @@ def _between_nodes() -> None:
     found: dict[str, list[Any]] = {}
     for name, exchange in (("flat", FlatAllToAll(group)), ("hierarchical", HierarchicalAllToAll(group, per_node))):
         with _Sends(per_node) as counting:
-            traffic = exchange.count(numbers[rank])
+            exchange_counts = exchange.count(numbers[rank])
         found[name] = [sorted(counting)]
         for back in (False, True):
-            flow = traffic.flow([0], back)
+            split_sizes = exchange_counts.split_sizes([0], back)
             with _Sends(per_node) as sending:
-                handle = start(exchange, torch.zeros(sum(flow.send), width), torch.empty(sum(flow.receive), width), flow)
+                handle = start(
+                    exchange,
+                    torch.zeros(sum(split_sizes.send), width),
+                    torch.empty(sum(split_sizes.receive), width),
+                    split_sizes,
+                )
                 handle.wait()
                 handle.finish()
             found[name].append(sorted(sending))
@@ -165,9 +177,9 @@ def test_one_message_to_each_other_node() -> None:
 
 def _relays_while_the_program_is_busy() -> None:
     exchange = HierarchicalAllToAll(_world(), 2)
-    traffic = exchange.count(torch.full((4, 1), 3))
+    exchange_counts = exchange.count(torch.full((4, 1), 3))
     for back in (False, True):
-        handle = exchange.expect(torch.empty(12, 2), traffic.flow([0], back))
+        handle = exchange.expect(torch.empty(12, 2), exchange_counts.split_sizes([0], back))
         rows = torch.full((12, 2), float(exchange.rank))
         if exchange.rank != 1:
             handle.send(rows)
@@ -189,16 +201,16 @@ def test_relays_while_the_program_is_busy() -> None:
 def _late_rank() -> None:
     # One rank sends each exchange only when it has received the one before; the others send all at once.
     exchange = HierarchicalAllToAll(_world(), 2)
-    traffic = exchange.count(torch.full((4, 1), 2))
+    exchange_counts = exchange.count(torch.full((4, 1), 2))
     handles: list[Handle] = []
     rows = [torch.full((8, 1), float(10 * exchange.rank + number)) for number in range(3)]
-    flows = [traffic.flow([0], back) for back in (False, True, False)]
+    dispatch_sizes = [exchange_counts.split_sizes([0], back) for back in (False, True, False)]
     if exchange.rank == 1:
-        for number, flow in enumerate(flows):
-            handles.append(start(exchange, rows[number], torch.empty(8, 1), flow))
+        for number, split_sizes in enumerate(dispatch_sizes):
+            handles.append(start(exchange, rows[number], torch.empty(8, 1), split_sizes))
             handles[-1].wait()
     else:
-        handles = [exchange.expect(torch.empty(8, 1), flow) for flow in flows]
+        handles = [exchange.expect(torch.empty(8, 1), split_sizes) for split_sizes in dispatch_sizes]
         for handle, tensor in zip(handles, rows, strict=True):
             handle.send(tensor)
     for number, handle in enumerate(handles):
@@ -212,7 +224,7 @@ def test_a_rank_that_comes_late() -> None:
 
 def _failing_relay() -> None:
     exchange = HierarchicalAllToAll(_world(), 2)
-    flow = exchange.count(torch.ones(4, 1, dtype=torch.int64)).flow([0])
+    split_sizes = exchange.count(torch.ones(4, 1, dtype=torch.int64)).split_sizes([0])
     isend = dist.isend
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -222,7 +234,7 @@ def _failing_relay() -> None:
 
     dist.isend = refuse
     try:
-        handle = start(exchange, torch.zeros(4, 1), torch.empty(4, 1), flow)
+        handle = start(exchange, torch.zeros(4, 1), torch.empty(4, 1), split_sizes)
         with pytest.raises(ConnectionError, match="link is down"):
             handle.wait()
         with pytest.raises(ConnectionError, match="link is down"):
@@ -256,7 +268,8 @@ def test_threads_end_with_the_exchange() -> None:
     run(_threads_end, 2)
 
 
-# -- the way of NCCL, whose batches run one after the other on a stream, and match messages of two ranks by their order --
+# -- the way of NCCL, whose batches run one after the other on a stream, and match messages of two ranks by their order
+# --
 
 
 class _InOrder:
@@ -269,7 +282,9 @@ class _InOrder:
     def __enter__(self) -> None:
         def batch(ops: list[Any]) -> list[Any]:
             assert ops
-            for work in self._batch([op for op in ops if op.op is dist.irecv] + [op for op in ops if op.op is dist.isend]):
+            for work in self._batch(
+                [op for op in ops if op.op is dist.irecv] + [op for op in ops if op.op is dist.isend]
+            ):
                 work.wait()
             return []
 
@@ -290,9 +305,9 @@ def _batches(per_node: int) -> None:
         expected = flat.count(counts[flat.rank])
         wanted = _exchange_all(flat, expected, random.Random(seed), own=True)
         with _InOrder():
-            traffic = exchange.count(counts[flat.rank])
-            got = _exchange_all(exchange, traffic, random.Random(seed), own=True)
-        assert (traffic.sent, traffic.received) == (expected.sent, expected.received)
+            exchange_counts = exchange.count(counts[flat.rank])
+            got = _exchange_all(exchange, exchange_counts, random.Random(seed), own=True)
+        assert (exchange_counts.sent, exchange_counts.received) == (expected.sent, expected.received)
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), seed
 
 
@@ -301,7 +316,8 @@ def test_batches(num_ranks: int, per_node: int) -> None:
     run(_batches, num_ranks, per_node)
 
 
-# -- more ranks than the pool has: threads and a mailbox, which also sees that no two messages can be taken for each other --
+# -- more ranks than the pool has: threads and a mailbox, which also sees that no two messages can be taken for each
+# other --
 
 
 class _Mail:
@@ -389,7 +405,10 @@ def test_more_ranks(monkeypatch: pytest.MonkeyPatch, num_ranks: int, per_node: i
         for number, (columns, back) in enumerate((columns, back) for columns in COLUMNS for back in (False, True)):
             kind, sent = KINDS[number % len(KINDS)], counts[:, :, columns].sum(dim=2)
             sent = sent.t() if back else sent
-            parts = [_rows(source, number, int(sent[source].sum()), kind).split(sent[source].tolist()) for source in range(num_ranks)]
+            parts = [
+                _rows(source, number, int(sent[source].sum()), kind).split(sent[source].tolist())
+                for source in range(num_ranks)
+            ]
             buffers.append(torch.cat([parts[source][rank] for source in range(num_ranks)]))
         return buffers
 
@@ -397,9 +416,9 @@ def test_more_ranks(monkeypatch: pytest.MonkeyPatch, num_ranks: int, per_node: i
         exchange = HierarchicalAllToAll(_Member(rank, num_ranks), per_node)
         for seed in range(3):
             counts = _counts(seed, num_ranks)
-            traffic = exchange.count(counts[rank])
-            assert traffic.received == counts[:, rank].tolist()
-            got = _exchange_all(exchange, traffic, random.Random(seed), own=seed != 1)
+            exchange_counts = exchange.count(counts[rank])
+            assert exchange_counts.received == counts[:, rank].tolist()
+            got = _exchange_all(exchange, exchange_counts, random.Random(seed), own=seed != 1)
             for number, (a, b) in enumerate(zip(got, expected(counts, rank), strict=True)):
                 assert torch.equal(a, b), (seed, number)
 

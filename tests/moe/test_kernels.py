@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +14,17 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe import blocks, kernels, route
-from moe.weights import Weights
+from moe import kernels, route
+from moe.experts import blocks
+from moe.experts.weights import Weights
+from moe.kernels import build, shared_object
+from moe.kernels.elementwise import MAX_COLUMNS
 from tests.tolerances import MOE
 
 ELEMENTWISE = pytest.mark.skipif(not kernels.has(torch.empty(0)), reason="no C++ compiler here")
-BLOCKS = pytest.mark.skipif(not kernels.has_tiles(torch.empty(0, dtype=torch.bfloat16), 32, 32), reason="no bfloat16 products here")
+BLOCKS = pytest.mark.skipif(
+    not kernels.has_tiles(torch.empty(0, dtype=torch.bfloat16), 32, 32), reason="no bfloat16 products here"
+)
 
 
 def _relative(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -37,8 +43,8 @@ def _activated(activation: str, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @ELEMENTWISE
-@pytest.mark.parametrize("dtype", kernels.SUFFIXES)
-@pytest.mark.parametrize("activation", kernels.ACTIVATIONS)
+@pytest.mark.parametrize("dtype", shared_object.SUFFIXES)
+@pytest.mark.parametrize("activation", shared_object.ACTIVATIONS)
 def test_activations_and_their_gradients_equal_torchs_in_double_precision(activation: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     for rows, width in itertools.product((0, 1, 5, 300), (1, 15, 16, 17, 96)):
@@ -53,14 +59,14 @@ def test_activations_and_their_gradients_equal_torchs_in_double_precision(activa
         weighted = expected * exact_weights.unsqueeze(1)
         weighted.backward(grad.double())
         tolerance = MOE[str(dtype).removeprefix("torch.")]
-        pairs = ((value, expected), (activated, weighted), (out, exact.grad), (weight_grad, exact_weights.grad))
-        for result, reference in pairs:
+        assignments = ((value, expected), (activated, weighted), (out, exact.grad), (weight_grad, exact_weights.grad))
+        for result, reference in assignments:
             assert reference is not None
             assert _relative(result, reference.detach()) < tolerance, (activation, dtype, rows, width)
 
 
 @ELEMENTWISE
-@pytest.mark.parametrize("dtype", kernels.SUFFIXES)
+@pytest.mark.parametrize("dtype", shared_object.SUFFIXES)
 def test_sums_of_rows(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     for columns, counts in itertools.product((1, 16, 63, 64, 200), ((0, 3, 1, 0), (2,) * 50)):
@@ -78,14 +84,19 @@ def test_sums_of_rows(dtype: torch.dtype) -> None:
 def test_the_greatest_of_each_row_are_those_that_torch_finds() -> None:
     torch.manual_seed(1)
     nan, infinite = float("nan"), float("inf")
-    for rows, columns in ((0, 4), (1, 1), (300, 7), (40, 32), (9, 257), (2, kernels.MAX_COLUMNS)):
+    for rows, columns in ((0, 4), (1, 1), (300, 7), (40, 32), (9, 257), (2, MAX_COLUMNS)):
         scores = torch.randn(rows, columns) * 10.0 ** torch.randint(-40, 38, (rows, columns))
         for k in {1, min(2, columns), min(8, columns), columns}:
             found = kernels.top_k(scores, k)
             assert torch.equal(scores.gather(1, found), scores.topk(k, dim=1).values)
             assert all(len(set(row)) == k for row in found.tolist())
     scores = torch.tensor(
-        [[1.0, 2.0, 2.0, 0.0], [-infinite, nan, infinite, 5.0], [-infinite, -infinite, -infinite, -infinite], [nan, -nan, nan, nan]]
+        [
+            [1.0, 2.0, 2.0, 0.0],
+            [-infinite, nan, infinite, 5.0],
+            [-infinite, -infinite, -infinite, -infinite],
+            [nan, -nan, nan, nan],
+        ]
     )
     assert kernels.top_k(scores, 3).tolist() == [[1, 2, 0], [1, 2, 3], [0, 1, 2], [0, 1, 2]]
 
@@ -104,13 +115,12 @@ def test_torchs_counter_sees_the_blocks() -> None:
     weights, block = _block(random.Random(0), "swiglu", 40, 64, 32, False)
     with FlopCounterMode(display=False) as counter:
         _run(weights, block, keep=False)
-    assert counter.get_total_flops() == 2 * 48 * (
-        7 * 64 * 64 + 5 * 64 * 32
-    )  # rows by 16; forward, and twice both gradients, for which fc1 is computed again
+    # rows by 16; forward, and twice both gradients, for which fc1 is computed again
+    assert counter.get_total_flops() == 2 * 48 * (7 * 64 * 64 + 5 * 64 * 32)
 
 
 @ELEMENTWISE
-@pytest.mark.parametrize("dtype", kernels.SUFFIXES)
+@pytest.mark.parametrize("dtype", shared_object.SUFFIXES)
 def test_numbers_that_are_none_stay_so(dtype: torch.dtype) -> None:
     hidden = torch.zeros(4, 64).to(dtype)
     hidden[1, 3], hidden[2, 40] = float("nan"), float("inf")
@@ -119,10 +129,21 @@ def test_numbers_that_are_none_stay_so(dtype: torch.dtype) -> None:
 
 
 def _block(
-    rng: random.Random, activation: str, rows: int, size: int, width: int, bias: bool, dtype: torch.dtype = torch.bfloat16
+    rng: random.Random,
+    activation: str,
+    rows: int,
+    size: int,
+    width: int,
+    bias: bool,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Weights, list[torch.Tensor]]:
     outer = blocks.hidden_factor(activation) * width
-    drawn = [torch.randn(2, outer, size) / size**0.5, torch.randn(2, size, width) / width**0.5, torch.randn(2, outer), torch.randn(2, size)]
+    drawn = [
+        torch.randn(2, outer, size) / size**0.5,
+        torch.randn(2, size, width) / width**0.5,
+        torch.randn(2, outer),
+        torch.randn(2, size),
+    ]
     fc1, fc2, fc1_bias, fc2_bias = (each.to(dtype) for each in drawn)
     weights = Weights(fc1, fc2, fc1_bias if bias else None, fc2_bias if bias else None, activation)
     source, output_grad = (torch.randn(max(rows // 2, 3), size).to(dtype) for _ in range(2))
@@ -144,7 +165,8 @@ def _run(weights: Weights, block: list[torch.Tensor], keep: bool) -> list[torch.
 
     def scratch(num_bytes: Callable[..., int], *variant: bool) -> torch.Tensor:
         most = len(rows) * 4 * 2 * (size + width + outer)  # in fp32
-        return torch.full((num_bytes(*sizes, *variant) if tiled else most,), 255, dtype=torch.uint8)  # NaN, as any bytes of it
+        # NaN, as any bytes of it
+        return torch.full((num_bytes(*sizes, *variant) if tiled else most,), 255, dtype=torch.uint8)
 
     which = [1, 0, len(rows), 0], 16 if tiled else 1
     hidden, output = _empty(len(rows), outer, dtype=dtype) if keep else None, _empty(len(rows), size, dtype=dtype)
@@ -162,8 +184,12 @@ def _run(weights: Weights, block: list[torch.Tensor], keep: bool) -> list[torch.
     # All gradients at once are the same.
     together = [torch.full_like(each, float("nan")) for each in (*results[2:], *gradients)]
     memory = scratch(kernels.backward_bytes, not keep, True)
-    kernels.backward_blocks(*which, *inputs, pair_weights, *matrices, hidden, *(None, None) if tiled else results[:2], *together, memory)
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(together, (*results[2:], *gradients), strict=True))
+    kernels.backward_blocks(
+        *which, *inputs, pair_weights, *matrices, hidden, *(None, None) if tiled else results[:2], *together, memory
+    )
+    assert all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(together, (*results[2:], *gradients), strict=True)
+    )
     assert all(each[0].isnan().all() for each in gradients)  # the other expert's
     return [output, *results[2:], *(each[1] for each in gradients)]
 
@@ -178,7 +204,20 @@ def _expected(weights: Weights, block: list[torch.Tensor]) -> list[torch.Tensor]
     return [output.detach(), *(tensor.grad for tensor in (column, x, fc1, fc2) if tensor.grad is not None)]
 
 
-@pytest.mark.skipif(not kernels.has_products(), reason="no compiler here, or no AVX-512")
+def _has_products() -> bool:
+    """Whether our own product is compiled, which the fp32 block functions take where torch's BLAS is made for
+    others."""
+    loaded = shared_object.loaded()
+    return loaded is not None and bool(loaded.mixtrain_has_products())
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """`out` [m, n] (+)= `left` [m, k] times `right` [k, n] in fp32; one of the factors may be a transposed view."""
+    orders = [int(not factor.is_contiguous()) for factor in (left, right)]
+    shared_object.call("multiply_float", *orders, *out.shape, left.size(1), left, right, out, int(add))
+
+
+@pytest.mark.skipif(not _has_products(), reason="no compiler here, or no AVX-512")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_products_of_any_sizes_and_orders(threads: int) -> None:
     rng, before = random.Random(threads), torch.get_num_threads()
@@ -192,27 +231,28 @@ def test_products_of_any_sizes_and_orders(threads: int) -> None:
             left = left.t().contiguous().t() if case % 3 == 1 and min(m, k) > 1 else left
             right = right.t().contiguous().t() if case % 3 == 2 and min(k, n) > 1 else right
             expected = expected + out.double() if case % 2 else expected
-            kernels.multiply(left, right, out, add=bool(case % 2))
+            _multiply(left, right, out, add=bool(case % 2))
             assert (out.double() - expected).abs().max() < 1e-6 * (k + 1), (m, n, k, case)
             assert torch.equal(memory[m], beyond)
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", kernels.SUFFIXES)
+@pytest.mark.parametrize("dtype", shared_object.SUFFIXES)
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_equal_torch_in_double_precision(seed: int, dtype: torch.dtype) -> None:
     if not kernels.has_blocks(torch.empty(0, dtype=dtype), 32, 32):
         pytest.skip("no compiler here, or no bfloat16 products")
     rng, step = random.Random(seed), 32 if dtype is torch.bfloat16 else 7
     torch.manual_seed(seed)
-    for activation, bias in itertools.product(kernels.ACTIVATIONS, (False, True)):
+    for activation, bias in itertools.product(shared_object.ACTIVATIONS, (False, True)):
         sizes = rng.choice((9, 16, 33, 64, 130, 257, 700)), step * rng.randint(1, 40), step * rng.randint(1, 40)
         weights, block = _block(rng, activation, *sizes, bias, dtype)
         kept = _run(weights, block, keep=True)
         for result, expected in zip(kept, _expected(weights, block), strict=True):
             assert _relative(result, expected) < MOE[str(dtype).removeprefix("torch.")], (activation, sizes, bias)
-        # What is computed again, and how many threads share it, changes nothing (but that BLAS may add in another order).
+        # What is computed again, and how many threads share it, changes nothing (but that BLAS may add in another
+        # order).
         threads = torch.get_num_threads()
         torch.set_num_threads(3)
         try:
@@ -230,7 +270,9 @@ def test_later_blocks_add_to_an_experts_gradients() -> None:
     gradients = _empty(1, 64, 64), _empty(1, 64, 32)
     scratch = torch.empty(kernels.weights_bytes(40, 64, 32, 64), dtype=torch.uint8)
     for add in (0, 1):
-        kernels.weights_blocks([0, 0, 40, add], 16, source, rows, output_grad, output_rows, hidden_grad, activated, *gradients, scratch)
+        kernels.weights_blocks(
+            [0, 0, 40, add], 16, source, rows, output_grad, output_rows, hidden_grad, activated, *gradients, scratch
+        )
     assert _relative(gradients[0][0], 2 * hidden_grad.double().t() @ source[rows].double()) < MOE["bfloat16"]
     assert _relative(gradients[1][0], 2 * output_grad[output_rows].double().t() @ activated.double()) < MOE["bfloat16"]
 
@@ -238,25 +280,54 @@ def test_later_blocks_add_to_an_experts_gradients() -> None:
 def test_a_build_is_made_once_and_whole(tmp_path: Path) -> None:
     if not kernels.has(torch.empty(0)):
         pytest.skip("no C++ compiler here")
-    library = kernels.build(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [library.name]
-    before = library.stat().st_mtime_ns
-    assert kernels.build(tmp_path) == library and library.stat().st_mtime_ns == before
+    made = build.build(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [made.name]
+    before = made.stat().st_mtime_ns
+    assert build.build(tmp_path) == made and made.stat().st_mtime_ns == before
 
 
-def test_without_a_compiler_torch_does_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_of_any_source_file_makes_another_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = build.SOURCE.parent
+    sources = [path.name for path in (*folder.glob("*.cpp"), *folder.glob("*.h"))]
+    included = {
+        line.split('"')[1]
+        for name in sources
+        for line in (folder / name).read_text().splitlines()
+        if line.startswith('#include "')
+    }
+    assert included == {name for name in sources if name != "kernels.cpp"}
+    for name in sources:
+        shutil.copy(folder / name, tmp_path)
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "kernels.cpp")
+    seen = {build.fingerprint("1")}
+    for name in sources:
+        with (tmp_path / name).open("a") as file:
+            file.write("// changed\n")
+        seen.add(build.fingerprint("1"))
+    assert len(seen) == 1 + len(sources)
+    assert build.fingerprint("2") not in seen
+
+
+def test_without_a_compiler_torch_does_the_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no C++\n")
     torch.manual_seed(0)
     hidden = torch.randn(7, 64)
     expected = blocks.activate("swiglu", hidden, torch.empty(7, 32)).clone()
-    for change in (lambda: monkeypatch.setenv("PATH", str(tmp_path)), lambda: monkeypatch.setattr(kernels, "SOURCE", broken)):
+    for change in (
+        lambda: monkeypatch.setenv("PATH", str(tmp_path)),
+        lambda: monkeypatch.setattr(build, "SOURCE", broken),
+    ):
         with monkeypatch.context():
             change()
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-            monkeypatch.setattr(kernels, "_library", functools.cache(kernels._library.__wrapped__))
+            monkeypatch.setattr(shared_object, "loaded", functools.cache(shared_object.loaded.__wrapped__))
             caplog.clear()
             assert not kernels.has(hidden)
             assert "no compiled kernels" in caplog.text and len(caplog.records) == 1
-            torch.testing.assert_close(blocks.activate("swiglu", hidden, torch.empty(7, 32)), expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                blocks.activate("swiglu", hidden, torch.empty(7, 32)), expected, rtol=1e-5, atol=1e-6
+            )
         monkeypatch.undo()

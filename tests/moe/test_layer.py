@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import build_module
 from benchmarks.megatron_layer import LINEAR, expert_gradients, fill_experts, megatron_layer
 from models.transformer_config import transformer_config
 from moe.layer import MixtrainMoELayer
-from moe.plan import Plan
+from moe.schedule.chunk_plan import Plan
 from moe.spec import moe_spec
 from parallel.megatron import apply_patches
 from parallel.topology import initialize
@@ -22,7 +22,13 @@ from tests.models.helpers import make_config, random_batch, relative_error, run_
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, MOE
 
 SMALL: dict[str, dict[str, Any]] = {
-    "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "sequence_length": 12},
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "sequence_length": 12,
+    },
     "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "aux_loss_coeff": 0.01, "z_loss_coeff": 0.001},
 }
 SHARED = {"moe": {"shared_expert_ffn_hidden_size": 16}}
@@ -34,7 +40,7 @@ def _against_megatron(overrides: list[dict[str, Any]], plan: Plan) -> float:
     apply_patches("cpu")
     megatron = transformer_config(config)
     theirs = megatron_layer(megatron)
-    ours = build_module(moe_spec(LINEAR, config.model.activation, plan), config=megatron)
+    ours = build_module(moe_spec(topology.groups, LINEAR, config.model.activation, plan), config=megatron)
     assert isinstance(ours, MixtrainMoELayer) and isinstance(ours, MoELayer)
     ours.set_layer_number(1)
     with torch.no_grad():
@@ -56,13 +62,13 @@ def _against_megatron(overrides: list[dict[str, Any]], plan: Plan) -> float:
         assert bias is None
         output.backward(output_grad)
         results.append([output.detach(), leaf.grad])
-    pairs = list(zip(*results, strict=True))
+    assignments = list(zip(*results, strict=True))
     for name, parameter in theirs.named_parameters():
         if not name.startswith("experts."):
-            pairs.append((parameter.grad, ours.get_parameter(name).grad))
+            assignments.append((parameter.grad, ours.get_parameter(name).grad))
     own = [ours.experts.linear_fc1.weight.grad, ours.experts.linear_fc2.weight.grad]
-    pairs.extend(zip(expert_gradients(theirs), own, strict=True))
-    for expected, actual in pairs:
+    assignments.extend(zip(expert_gradients(theirs), own, strict=True))
+    for expected, actual in assignments:
         worst = max(worst, relative_error(actual, expected))
     return worst
 
@@ -83,7 +89,9 @@ def _against_megatron(overrides: list[dict[str, Any]], plan: Plan) -> float:
     ids=["one", "shared", "gelu_capacity", "top1", "ep2", "ep2_shared", "tp2_ep2", "tp2_etp2", "ep2_etp2"],
 )
 @pytest.mark.parametrize("plan", [Plan(), Plan(3, 2, "recompute")], ids=["whole", "chunks"])
-def test_megatrons_layer_with_the_same_weights_agrees(world_size: int, overrides: list[dict[str, Any]], plan: Plan) -> None:
+def test_megatrons_layer_with_the_same_weights_agrees(
+    world_size: int, overrides: list[dict[str, Any]], plan: Plan
+) -> None:
     assert max(run(_against_megatron, world_size, overrides, plan)) < MOE["float32"]
 
 
@@ -132,10 +140,10 @@ def test_hierarchical_exchange_needs_nodes() -> None:
 
 def _gates() -> float:
     config = make_config(SMALL, {"training": {"precision": "bf16"}})
-    initialize(config)
+    groups = initialize(config).groups
     apply_patches("cpu")
     megatron = transformer_config(config)
-    router = build_module(moe_spec(LINEAR, "swiglu", Plan()), config=megatron).router
+    router = build_module(moe_spec(groups, LINEAR, "swiglu", Plan()), config=megatron).router
     torch.nn.init.normal_(router.weight)
     results = []
     for gating in (router.gating, super(type(router), router).gating):

@@ -1,4 +1,4 @@
-"""The load that is planned for against the rows and pairs that a routing really makes."""
+"""The load that is planned for against the rows and assignments that a routing really makes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from moe import route
-from moe.clock import MOST, Clock
-from moe.load import Shape
+from moe.placement.map import PlacementMap
+from moe.planning.load import Shape
+from moe.schedule.pass_timer import MOST, PassTimer
 
 TOKENS = 4000
 
@@ -18,18 +19,21 @@ def _shape(num_experts: int, num_ranks: int, top_k: int) -> Shape:
 
 def _route(shape: Shape, skew: float) -> tuple[list[float], int, int]:
     """(tokens per expert, rows, pairs of the busiest rank) of random routings of all ranks' tokens."""
-    experts, ranks, local = shape.num_experts, shape.num_ranks, shape.num_experts // shape.num_ranks
+    experts, ranks = shape.num_experts, shape.num_ranks
     counts = torch.zeros(experts)
-    traffic = []
+    exchange_counts = []
     for rank in range(ranks):
         generator = torch.Generator().manual_seed(rank)
         noise = -torch.log(-torch.log(torch.rand(TOKENS, experts, generator=generator)))  # drawing without putting back
         scores = noise + skew * torch.linspace(1, 0, experts)
-        routing_map = torch.zeros(TOKENS, experts, dtype=torch.bool).scatter_(1, scores.topk(shape.top_k, dim=1).indices, True)
+        routing_map = torch.zeros(TOKENS, experts, dtype=torch.bool).scatter_(
+            1, scores.topk(shape.top_k, dim=1).indices, True
+        )
         counts += routing_map.sum(dim=0)
         choice = route.choose(routing_map, shape.top_k)
-        traffic.append(route.traffic(route.outgoing(choice, local, ranks), TOKENS, ranks, 1)[:, 0])
-    table = torch.stack(traffic)  # [from, to, rows and pairs]
+        order = route.dispatch_order(choice, PlacementMap(experts, ranks))
+        exchange_counts.append(route.exchange_counts(order, TOKENS, ranks, 1)[:, 0])
+    table = torch.stack(exchange_counts)  # [from, to, rows and assignments]
     rows = max(int(table[..., 0].sum(dim=0).max()), int(table[..., 0].sum(dim=1).max()))
     return counts.tolist(), rows, int(table[..., 1].sum(dim=0).max())
 
@@ -38,9 +42,9 @@ def _route(shape: Shape, skew: float) -> tuple[list[float], int, int]:
 @pytest.mark.parametrize("skew,exact", [(0.0, 0.03), (1.5, 0.08)])
 def test_load_of_the_busiest_rank(num_experts: int, num_ranks: int, top_k: int, skew: float, exact: float) -> None:
     shape = _shape(num_experts, num_ranks, top_k)
-    counts, rows, pairs = _route(shape, skew)
+    counts, rows, assignments = _route(shape, skew)
     load = shape.load([count / 7 for count in counts])  # the scale does not matter
-    assert load.pairs == pytest.approx(pairs, rel=0.001)
+    assert load.assignments == pytest.approx(assignments, rel=0.001)
     assert load.rows == pytest.approx(rows, rel=exact)
     assert load.away_rows == pytest.approx(load.rows * (num_ranks - 1) / num_ranks, abs=1)
     assert (load.hidden_columns, load.width, load.tokens, load.element_size) == (48, 24, TOKENS, 2)
@@ -49,15 +53,15 @@ def test_load_of_the_busiest_rank(num_experts: int, num_ranks: int, top_k: int, 
 def test_extreme_loads() -> None:
     shape = _shape(8, 4, 2)
     even = shape.even()
-    assert even.pairs == TOKENS * 2 and even.rows < TOKENS * 2
+    assert even.assignments == TOKENS * 2 and even.rows < TOKENS * 2
     one_rank = shape.load([5.0, 5.0, 0, 0, 0, 0, 0, 0])  # every token has both experts there: it travels once
-    assert one_rank.pairs == 4 * TOKENS * 2 and one_rank.rows == 4 * TOKENS
+    assert one_rank.assignments == 4 * TOKENS * 2 and one_rank.rows == 4 * TOKENS
     nothing = shape.load([0.0] * 8)
-    assert nothing.pairs == nothing.rows == nothing.away_rows == 0
+    assert nothing.assignments == nothing.rows == nothing.away_rows == 0
 
 
 def test_clock_tells_medians_and_forgets() -> None:
-    clock = Clock()
+    clock = PassTimer()
     for _ in range(MOST + 3):
         with clock.measure("forward", torch.device("cpu")):
             pass

@@ -11,29 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe import footprint
-from moe.plan import STRATEGIES, Load, Plan
-from moe.planner import (
-    DEGREES,
-    LayerCosts,
-    Limits,
-    Planner,
-    allowed_degrees,
-    backward_seconds,
-    best_plan,
-    closed_form_degree,
-    closed_form_seconds,
-    forward_seconds,
-    memory_bytes,
-    predict,
-    rounded_up,
-    weight_lags,
-)
-from parallel.costs import NOTHING, Curve, Line
+from benchmarks.closed_form import closed_form_degree, closed_form_seconds
+from moe.planning import footprint
+from moe.planning.costs import DEGREES, LayerCosts, Limits
+from moe.planning.footprint import memory_bytes
+from moe.planning.planner import Planner, rounded_up
+from moe.planning.search import allowed_degrees, best_plan, predict, weight_lags
+from moe.planning.timing import backward_seconds, forward_seconds
+from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, Plan
+from parallel.costs.models import NOTHING, Curve, Line
 
 MARGIN, NO_SLACK = 0.02, 0.05  # what the planner documents
 DEPTH = 2  # what the schedule documents
-Case = tuple[LayerCosts, Load]
+Case = tuple[LayerCosts, LayerLoad]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The reference: arrays over cases
@@ -105,12 +95,12 @@ class Reference:
 
     def forward(self, name: str, degree: int, backward_degree: int) -> np.ndarray:
         of, strategy, machine = self._operation(degree), STRATEGIES[name], Machine(self.cases)
-        out = of("rows out") * (strategy.rows == "offload") + of("hidden out") * (strategy.hidden == "offload")
+        out = of("rows out") * (strategy.rows == "offload") + of("hidden out") * (strategy.preactivations == "offload")
         by_program = of("copies by program")
         machine.now = of("counts")
-        pairs = machine.send(of("pairs"))
+        assignments = machine.send(of("pairs"))
         dispatches: list[int] = []
-        answers: list[int] = []
+        combines: list[int] = []
 
         def dispatch() -> None:
             machine.compute(of("gather"))
@@ -118,13 +108,13 @@ class Reference:
             machine.compute(of("post"))
 
         def add_up(i: int) -> None:
-            machine.wait(answers[i])
+            machine.wait(combines[i])
             machine.compute(of("home sum"))
 
         for _ in range(min(DEPTH, degree)):
             dispatch()
         machine.compute(of("shared forward"))
-        machine.wait(pairs)
+        machine.wait(assignments)
         for cut in {degree, backward_degree}:
             for _ in range(cut):
                 machine.compute(self.times("prepare", cut))
@@ -133,7 +123,7 @@ class Reference:
                 dispatch()
             machine.wait(dispatches[i])
             machine.compute(of("forward"))
-            answers.append(machine.send(of("exchange")))
+            combines.append(machine.send(of("exchange")))
             machine.compute(of("post"))
             machine.compute(out * by_program)
             machine.copy(out * (1 - by_program))
@@ -146,10 +136,11 @@ class Reference:
 
     def backward(self, name: str, degree: int, lag: int, same: bool) -> np.ndarray:
         of, strategy, machine = self._operation(degree), STRATEGIES[name], Machine(self.cases)
-        copied_in = of("rows in") * (strategy.rows == "offload") + of("hidden in") * (strategy.hidden == "offload")
+        rows, preactivations = strategy.rows == "offload", strategy.preactivations == "offload"
+        copied_in = of("rows in") * rows + of("hidden in") * preactivations
         by_program = of("copies by program")
         dispatches: list[int] = []
-        answers: list[int] = []
+        combines: list[int] = []
         copies: list[np.ndarray] = []
         weights_done = 0
 
@@ -165,7 +156,7 @@ class Reference:
             copies.append(machine.copy(copied_in * (1 - by_program)))
 
         def add_up(i: int) -> None:
-            machine.wait(answers[i])
+            machine.wait(combines[i])
             machine.compute(of("home sum"))
 
         for _ in range(min(DEPTH, degree)):
@@ -179,15 +170,15 @@ class Reference:
                 fetch()
             machine.wait(dispatches[i])
             machine.wait_for_copy(copies[i])
-            if strategy.hidden == "recompute":
+            if strategy.preactivations == "recompute":
                 machine.compute(of("recompute"))
-            if strategy.hidden == "keep" and not same:
+            if strategy.preactivations == "keep" and not same:
                 machine.compute(of("regroup"))
             machine.compute(of("input gradients"))
-            answers.append(machine.send(of("exchange")))
+            combines.append(machine.send(of("exchange")))
             machine.compute(of("post"))
             if i == degree - 1:
-                pairs = machine.send(of("pair gradients"))
+                assignments = machine.send(of("pair gradients"))
             while weights_done <= i - lag:
                 machine.compute(of("weight gradients"))
                 weights_done += 1
@@ -197,27 +188,27 @@ class Reference:
             machine.compute(of("weight gradients"))
         for i in range(max(0, degree - DEPTH), degree):
             add_up(i)
-        machine.wait(pairs)
+        machine.wait(assignments)
         return np.maximum(machine.now + of("backward rest"), 0.0)
 
 
-def _seconds(costs: LayerCosts, load: Load, name: str, degree: int) -> float:
-    rows, pairs, size = load.rows / degree, load.pairs / degree, load.element_size
-    row_bytes, hidden_bytes = rows * load.hidden_size * size, pairs * load.hidden_columns * size
-    away_pairs = load.pairs * load.away_rows / max(load.rows, 1)
+def _seconds(costs: LayerCosts, load: LayerLoad, name: str, degree: int) -> float:
+    rows, assignments, size = load.rows / degree, load.assignments / degree, load.element_size
+    row_bytes, hidden_bytes = rows * load.hidden_size * size, assignments * load.hidden_columns * size
+    away_pairs = load.assignments * load.away_rows / max(load.rows, 1)
     return {
         "exchange": lambda: costs.exchange(load.away_rows / degree * load.hidden_size * size),
         "pairs": lambda: costs.exchange(8 * away_pairs),
         "pair gradients": lambda: costs.exchange(4 * away_pairs),
         "gather": lambda: costs.gather(rows),
         "post": lambda: costs.post(rows),
-        "home sum": lambda: costs.home_sum(rows),
-        "prepare": lambda: costs.prepare(pairs),
-        "regroup": lambda: costs.regroup(pairs),
-        "forward": lambda: costs.forward(pairs),
-        "recompute": lambda: costs.recompute(pairs),
-        "input gradients": lambda: costs.input_gradients(pairs),
-        "weight gradients": lambda: costs.weight_gradients(pairs),
+        "home sum": lambda: costs.combine_sum(rows),
+        "prepare": lambda: costs.prepare(assignments),
+        "regroup": lambda: costs.regroup(assignments),
+        "forward": lambda: costs.forward(assignments),
+        "recompute": lambda: costs.recompute(assignments),
+        "input gradients": lambda: costs.input_gradients(assignments),
+        "weight gradients": lambda: costs.weight_gradients(assignments),
         "rows out": lambda: costs.copy_out(row_bytes),
         "hidden out": lambda: costs.copy_out(hidden_bytes),
         "rows in": lambda: costs.copy_in(row_bytes),
@@ -236,7 +227,7 @@ def reference_scores(cases: list[Case]) -> Iterator[tuple[Plan, np.ndarray, np.n
     """Every plan with its forward and backward seconds [cases]."""
     reference = Reference(cases)
     for name, strategy in STRATEGIES.items():
-        offloads = "offload" in (strategy.rows, strategy.hidden)
+        offloads = "offload" in (strategy.rows, strategy.preactivations)
         forwards = {
             (degree, other): reference.forward(name, degree, other)
             for degree, other in itertools.product(DEGREES, repeat=2)
@@ -273,12 +264,12 @@ def random_case(rng: random.Random) -> Case:
 
     tokens = rng.choice((0, 1, 2, 7, 300, 4096, 16384))
     rows = int(tokens * rng.uniform(0.5, 2.0))
-    away, pairs = int(rows * rng.choice((0.0, 0.5, 0.75, 1.0))), int(rows * rng.uniform(1.0, 4.0))
-    load = Load(
+    away, assignments = int(rows * rng.choice((0.0, 0.5, 0.75, 1.0))), int(rows * rng.uniform(1.0, 4.0))
+    load = LayerLoad(
         tokens=tokens,
         rows=rows,
         away_rows=away,
-        pairs=pairs,
+        assignments=assignments,
         hidden_size=rng.choice((64, 512, 2048)),
         hidden_columns=rng.choice((128, 2048)),
         width=rng.choice((64, 1024)),
@@ -290,7 +281,7 @@ def random_case(rng: random.Random) -> Case:
     costs = LayerCosts(
         exchange=Line(some(-6, -2, 0.2), byte_time if rng.random() < 0.9 else 0.0),
         gather=Line(some(-6, -3, 0.3), pair_time * some(-3, -1, 0.3)),
-        home_sum=Line(some(-6, -3, 0.3), pair_time * some(-3, -1, 0.3)),
+        combine_sum=Line(some(-6, -3, 0.3), pair_time * some(-3, -1, 0.3)),
         forward=curve(pair_time),
         recompute=curve(0.5 * pair_time, 0.2),
         input_gradients=curve(pair_time),
@@ -313,7 +304,7 @@ def random_case(rng: random.Random) -> Case:
     return costs, load
 
 
-def random_budget(load: Load, rng: random.Random) -> int | None:
+def random_budget(load: LayerLoad, rng: random.Random) -> int | None:
     if rng.random() < 0.2:
         return None
     least = min(memory_bytes(load, Plan(degree, degree, name)) for name in STRATEGIES for degree in (1, 16))
@@ -333,7 +324,8 @@ def score(plan: Plan, forward: Any, backward: Any) -> Any:
 
 
 def check_solver(num_cases: int, num_budgets: int, seed: int) -> tuple[set[Plan], int]:
-    """Fail unless the solver's plan is the best of all in each of `num_cases` random cases; the first `num_budgets` have budgets.
+    """Fail unless the solver's plan is the best of all in each of `num_cases` random cases; the first `num_budgets`
+    have budgets.
 
     Returns the plans that were the best of some case, and in how many nothing fitted and the solver said so.
     """
@@ -384,7 +376,7 @@ def test_solver_equals_brute_force_over_all_plans() -> None:
 class _Memory:
     """`memory_bytes` of many loads at once, from the function itself: given a strategy, a pass at a time."""
 
-    def __init__(self, loads: list[Load]) -> None:
+    def __init__(self, loads: list[LayerLoad]) -> None:
         self.loads = loads
         self._known: dict[tuple[int | str | bool, ...], np.ndarray] = {}
 
@@ -399,47 +391,50 @@ class _Memory:
         )
         return kept + np.maximum(forward, backward)
 
-    def _numbers(self, key: tuple[int | str | bool, ...], of: Callable[[Load], int]) -> np.ndarray:
+    def _numbers(self, key: tuple[int | str | bool, ...], of: Callable[[LayerLoad], int]) -> np.ndarray:
         if key not in self._known:
             self._known[key] = np.array([of(load) for load in self.loads])
         return self._known[key]
 
 
 def simple(exchange: Line = NOTHING, experts: float = 1e-6, **more: object) -> LayerCosts:
-    """No costs but those of the exchange and, per pair, of the experts."""
+    """No costs but those of the exchange and, per assignment, of the experts."""
     curve = Curve((0.0, 1.0), (0.0, experts))
     return LayerCosts(exchange, NOTHING, NOTHING, curve, curve, curve, curve, **more)  # type: ignore[arg-type]
 
 
-def load_of(tokens: int = 1024, away: float = 1.0) -> Load:
+def load_of(tokens: int = 1024, away: float = 1.0) -> LayerLoad:
     sizes: dict[str, Any] = {"hidden_size": 64, "hidden_columns": 256, "width": 128, "element_size": 4}
-    return Load(tokens=tokens, rows=tokens, away_rows=int(away * tokens), pairs=2 * tokens, **sizes)
+    return LayerLoad(tokens=tokens, rows=tokens, away_rows=int(away * tokens), assignments=2 * tokens, **sizes)
 
 
 def test_hand_computed_schedules() -> None:
     # Two chunks; a chunk's exchange takes 3, its experts 2: D0 D1 C0 C1 fill the link to 12.
     load = load_of(2)
     costs = simple(Line(3.0, 0.0), 1.0)
-    pairs = 3.0  # the codes and weights travel first, the gradients of the weights last
-    assert forward_seconds(costs, load, Plan(1, 1)) == pytest.approx(pairs + 3 + 4 + 3)
-    assert forward_seconds(costs, load, Plan(2, 2)) == pytest.approx(pairs + 12)
+    assignments = 3.0  # the packed ids and weights travel first, the gradients of the weights last
+    assert forward_seconds(costs, load, Plan(1, 1)) == pytest.approx(assignments + 3 + 4 + 3)
+    assert forward_seconds(costs, load, Plan(2, 2)) == pytest.approx(assignments + 12)
     # Backward in one chunk: the weight gradients hide the answer, and begin to hide what follows it.
-    assert backward_seconds(costs, load, Plan(1, 1)) == pytest.approx(3 + 4 + 3 + pairs)
-    # In two: D0 0-3, inputs 3-5, C0 6-9 behind D1 3-6, weights 5-7, inputs 7-9 (D1 is there), C1 9-12, weights 9-11, pairs 12-15.
-    assert backward_seconds(costs, load, Plan(2, 2)) == pytest.approx(12 + pairs)
-    # Rows again: D0 I0 D1 I1 to 12, C0 behind them; inputs of 0 6-8, of 1 12-14, weights to 16; C1 15-18, pairs 18-21.
-    assert backward_seconds(costs, load, Plan(2, 2, "communicate")) == pytest.approx(18 + pairs)
+    assert backward_seconds(costs, load, Plan(1, 1)) == pytest.approx(3 + 4 + 3 + assignments)
+    # In two: D0 0-3, inputs 3-5, C0 6-9 behind D1 3-6, weights 5-7, inputs 7-9 (D1 is there), C1 9-12, weights 9-11,
+    # assignments 12-15.
+    assert backward_seconds(costs, load, Plan(2, 2)) == pytest.approx(12 + assignments)
+    # Rows again: D0 I0 D1 I1 to 12, C0 behind them; inputs of 0 6-8, of 1 12-14, weights to 16; C1 15-18, assignments
+    # 18-21.
+    assert backward_seconds(costs, load, Plan(2, 2, "communicate")) == pytest.approx(18 + assignments)
     # Hidden activations computed again take 2 more per chunk: inputs 3-7, weights 7-9, 9-13, weights 13-15, C1 13-16.
-    assert backward_seconds(costs, load, Plan(2, 2, "recompute")) == pytest.approx(16 + pairs)
+    assert backward_seconds(costs, load, Plan(2, 2, "recompute")) == pytest.approx(16 + assignments)
 
 
 def test_slowdown_while_both_are_busy() -> None:
-    # One chunk in two: experts of chunk 0 (2 seconds) beside the dispatch of chunk 1 (1 second), which is slowed to 2 seconds in
-    # which the experts do 1 second's work.
+    # One chunk in two: experts of chunk 0 (2 seconds) beside the dispatch of chunk 1 (1 second), which is slowed to 2
+    # seconds in which the experts do 1 second's work.
     slow = {"compute_slowdown": 2.0, "exchange_slowdown": 2.0}
     costs = simple(Line(1.0, 0.0), 1.0, **slow)
     load = load_of(2)
-    # Pairs 0-1, D0 1-2; experts 0 beside D1 to 4, alone to 5; C0 beside experts 1: C0 to 7, experts to 8; C1 to 9.
+    # Assignments 0-1, D0 1-2; experts 0 beside D1 to 4, alone to 5; C0 beside experts 1: C0 to 7, experts to 8; C1 to
+    # 9.
     assert forward_seconds(costs, load, Plan(2, 2)) == pytest.approx(9.0)
 
 
@@ -451,9 +446,11 @@ def test_ties_and_small_gains_stay_in_one_chunk() -> None:
     assert best_plan(simple(Line(1e-3, 1e-9)), load_of(away=0.0)).plan == Plan()
     # An exchange that takes a share of the computation: hiding it gains about as much, with two chunks half of it.
     load = load_of()
-    experts_seconds, row_bytes = 1e-6 * load.pairs, load.away_rows * 64 * 4
+    experts_seconds, row_bytes = 1e-6 * load.assignments, load.away_rows * 64 * 4
     for share, expected in ((0.002, False), (0.1, True)):
-        plan = best_plan(simple(Line(0.0, share * experts_seconds / row_bytes)), load, Limits(strategies=("keep",))).plan
+        plan = best_plan(
+            simple(Line(0.0, share * experts_seconds / row_bytes)), load, Limits(strategies=("keep",))
+        ).plan
         assert (plan.degree > 1) is expected and (plan.backward_degree > 1) is expected
 
 
@@ -515,8 +512,10 @@ def test_memory_of_strategies() -> None:
     assert memory["keep"] > memory["communicate"] > memory["communicate_offload"]
     assert memory_bytes(load, Plan(8, 8, "keep", 0)) < memory_bytes(load, Plan(8, 8, "keep", 7))
     assert memory_bytes(load, Plan(8, 8, "offload")) < memory_bytes(load, Plan(2, 2, "offload"))
-    # Without pairs and rows only the output is left.
-    empty = Load(tokens=3, rows=0, away_rows=0, pairs=0, hidden_size=5, hidden_columns=8, width=4, element_size=2)
+    # Without assignments and rows only the output is left.
+    empty = LayerLoad(
+        tokens=3, rows=0, away_rows=0, assignments=0, hidden_size=5, hidden_columns=8, width=4, element_size=2
+    )
     assert memory_bytes(empty, Plan()) == 3 * 5 * 2
 
 
@@ -549,7 +548,12 @@ def test_planner_decides_again_when_the_load_drifts() -> None:
 def test_rounding_up_costs_at_most_a_step() -> None:
     for tokens in [*range(70), 1000, 4095, 4096, 4097, 10**6 + 1]:
         rounded = rounded_up(load_of(tokens))
-        for before, after in ((tokens, rounded.tokens), (tokens, rounded.rows), (tokens, rounded.away_rows), (2 * tokens, rounded.pairs)):
+        for before, after in (
+            (tokens, rounded.tokens),
+            (tokens, rounded.rows),
+            (tokens, rounded.away_rows),
+            (2 * tokens, rounded.assignments),
+        ):
             assert before <= after <= before * (1 + 1 / 32)
         assert rounded_up(rounded) == rounded
     # So what fits a budget rounded up fits it as it is.
@@ -603,16 +607,16 @@ def test_closed_form_equals_simulation() -> None:
 
 
 def test_own_order_is_never_far_from_pipemoes() -> None:
-    # Where nothing but the exchange and the experts costs anything, PipeMoE's order is the best there is; ours, which needs only
-    # a few chunks of memory, is at most 12.5% behind.
+    # Where nothing but the exchange and the experts costs anything, PipeMoE's order is the best there is; ours, which
+    # needs only a few chunks of memory, is at most 12.5% behind.
     rng = random.Random(3)
     for _ in range(500):
         exchange = Line(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-10, -8))
         load, rate = load_of(4096), 10 ** rng.uniform(-8, -5)
         costs = simple(exchange, rate)
-        free_pairs = exchange(8 * load.pairs)
+        free_pairs = exchange(8 * load.assignments)
         for degree in allowed_degrees(DEGREES, load.tokens):
-            theirs = closed_form_seconds(exchange, Line(0.0, rate), load.away_rows * 64 * 4, load.pairs, degree)
+            theirs = closed_form_seconds(exchange, Line(0.0, rate), load.away_rows * 64 * 4, load.assignments, degree)
             ours = forward_seconds(costs, load, Plan(degree, degree))
             assert theirs * (1 - 1e-12) <= ours <= 1.125 * theirs + free_pairs
 

@@ -7,9 +7,10 @@ import gc
 import pytest
 import torch
 
+from memory.pool import Workspace
 from moe import route
+from moe.placement.map import PlacementMap
 from moe.router import _Gate
-from moe.workspace import Workspace
 
 
 @pytest.mark.parametrize("num_tokens,degree", [(0, 3), (1, 1), (1, 4), (7, 3), (100, 8), (64, 4)])
@@ -24,20 +25,32 @@ def test_a_token_travels_once_to_each_rank() -> None:
     # 4 experts on 2 ranks: token 0 goes to both experts of rank 0, token 1 to one of each, token 2 nowhere.
     routing_map = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
     choice = route.choose(routing_map, None)
-    sent = route.outgoing(choice, num_local_experts=2, num_ranks=2)
-    assert route.traffic(sent, 4, 2, 1).tolist() == [[[2, 3]], [[2, 3]]]
-    assert route.traffic(sent, 4, 2, 2).tolist() == [[[2, 3], [0, 0]], [[1, 1], [1, 2]]]
+    sent = route.dispatch_order(choice, PlacementMap(4, 2))
+    assert route.exchange_counts(sent, 4, 2, 1).tolist() == [[[2, 3]], [[2, 3]]]
+    assert route.exchange_counts(sent, 4, 2, 2).tolist() == [[[2, 3], [0, 0]], [[1, 1], [1, 2]]]
     assert sent.row_tokens(4).tolist() == [0, 1, 1, 3]
-    assert [(code // 2, code % 2) for code in sent.codes.tolist()] == [(0, 0), (0, 1), (1, 1), (0, 0), (1, 0), (1, 1)]
+    assert [(code // 2, code % 2) for code in sent.packed_ids.tolist()] == [
+        (0, 0),
+        (0, 1),
+        (1, 1),
+        (0, 0),
+        (1, 0),
+        (1, 1),
+    ]
 
 
 def test_received_rows_number_the_chunks_one_after_the_other() -> None:
-    # Rank 0 sends rows 0 (two pairs) | 1, rank 1 sends rows 0, 1 | 2; the bar stands between the chunks.
-    cut = route.Cuts(rows=[[1, 1], [2, 1]], pairs=[[2, 1], [2, 1]])
-    codes = torch.tensor([0, 1, 2, 0, 3, 5])  # two local experts
-    assert route.received_rows(codes, cut, 2).tolist() == [0, 0, 3, 1, 2, 4]
-    assert cut.slices(cut.pairs, 0) == [slice(0, 2), slice(3, 5)] and cut.slices(cut.pairs, 1) == [slice(2, 3), slice(5, 6)]
-    chunk = route.make_chunk(cut.slices(cut.pairs, 1), route.received_rows(codes, cut, 2), codes % 2, 3, 2, 2)
+    # Rank 0 sends rows 0 (two assignments) | 1, rank 1 sends rows 0, 1 | 2; the bar stands between the chunks.
+    cut = route.ChunkOffsets(rows=[[1, 1], [2, 1]], assignments=[[2, 1], [2, 1]])
+    packed_ids = torch.tensor([0, 1, 2, 0, 3, 5])  # two local experts
+    assert route.received_rows(packed_ids, cut, 2).tolist() == [0, 0, 3, 1, 2, 4]
+    assert cut.slices(cut.assignments, 0) == [slice(0, 2), slice(3, 5)] and cut.slices(cut.assignments, 1) == [
+        slice(2, 3),
+        slice(5, 6),
+    ]
+    chunk = route.make_chunk(
+        cut.slices(cut.assignments, 1), route.received_rows(packed_ids, cut, 2), packed_ids % 2, 3, 2, 2
+    )
     assert chunk.ids.tolist() == [2, 5] and chunk.rows.tolist() == [0, 1] and chunk.counts.tolist() == [1, 1]
 
 
@@ -72,7 +85,11 @@ def test_the_gate_rounds_its_gradients_once(passed: bool) -> None:
     x, weight = torch.randn(600, 2, 64).bfloat16().requires_grad_(), torch.randn(8, 64).bfloat16().requires_grad_()
     logits_grad, experts_grad = torch.randn(600, 2, 8), torch.randn(600, 2, 64).bfloat16()
     wide_x, wide_weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    outputs, wide_outputs, grads = list(_Gate.apply(x, weight)), [wide_x @ wide_weight.t(), wide_x], [logits_grad, experts_grad]
+    outputs, wide_outputs, grads = (
+        list(_Gate.apply(x, weight)),
+        [wide_x @ wide_weight.t(), wide_x],
+        [logits_grad, experts_grad],
+    )
     count = 2 if passed else 1
     torch.autograd.backward(outputs[:count], [grad.clone() for grad in grads[:count]])
     torch.autograd.backward(wide_outputs[:count], [grad.double() for grad in grads[:count]])

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe import blocks, experts
-from moe.dispatch import FlatAllToAll
-from moe.plan import STRATEGIES, Plan
+from moe.alltoall.flat import FlatAllToAll
+from moe.experts import blocks, compute
+from moe.schedule.chunk_plan import STRATEGIES, Plan
 from tests.distributed import run
 from tests.moe.oracle import (
     DEGREES,
@@ -53,8 +53,21 @@ def test_one_rank_in_lower_precision(dtype: str, activation: str, bias: bool) ->
 
 def _cases_in_tiles() -> Iterator[tuple[Case, list[Plan]]]:
     """Sizes that the compiled kernels compute in bf16 by tiles, where there are such kernels."""
-    for routing, activation, bias in (("skewed", "swiglu", False), ("empty_experts", "gelu", True), ("dropped", "gelu_tanh", False)):
-        case = Case(70, routing=routing, activation=activation, bias=bias, shared=bias, dtype=torch.bfloat16, hidden=64, width=96)
+    for routing, activation, bias in (
+        ("skewed", "swiglu", False),
+        ("empty_experts", "gelu", True),
+        ("dropped", "gelu_tanh", False),
+    ):
+        case = Case(
+            70,
+            routing=routing,
+            activation=activation,
+            bias=bias,
+            shared=bias,
+            dtype=torch.bfloat16,
+            hidden=64,
+            width=96,
+        )
         yield case, plans([(1, 1), (3, 3), (2, 4)])
 
 
@@ -77,7 +90,10 @@ def test_tiles_over_ranks() -> None:
 def test_fewer_tokens_than_chunks(num_tokens: int) -> None:
     case = Case(num_tokens=num_tokens)
     for degree, strategy in itertools.product((1, 4, 8), STRATEGIES):
-        assert largest_error(ours(case, problem(case), Plan(degree, degree, strategy)), loop(case, problem(case))) < MOE["float64"]
+        assert (
+            largest_error(ours(case, problem(case), Plan(degree, degree, strategy)), loop(case, problem(case)))
+            < MOE["float64"]
+        )
 
 
 def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +101,9 @@ def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_ROWS", 4)
     case = Case(num_tokens=40, num_experts=4, routing="skewed", activation="gelu", bias=True)
     for degree in (1, 3):
-        assert largest_error(ours(case, problem(case), Plan(degree, degree)), loop(case, problem(case))) < MOE["float64"]
+        assert (
+            largest_error(ours(case, problem(case), Plan(degree, degree)), loop(case, problem(case))) < MOE["float64"]
+        )
 
 
 @pytest.mark.parametrize("strategy", ["keep", "recompute"])
@@ -99,7 +117,7 @@ def test_blocks_of_rows_of_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("activation,bias", [("swiglu", False), ("gelu", True)])
 def test_grouped_products(monkeypatch: pytest.MonkeyPatch, activation: str, bias: bool) -> None:
     # The way of a GPU; torch's grouped product also runs on the host.
-    monkeypatch.setattr(experts, "uses_grouped_mm", lambda *_: True)
+    monkeypatch.setattr(compute, "uses_grouped_mm", lambda *_: True)
     for routing, plan in itertools.product(ROUTINGS, plans([(1, 1), (3, 3), (2, 3)])):
         case = with_dtype(Case(routing=routing, activation=activation, bias=bias), "float32")
         assert largest_error(ours(case, problem(case), plan), loop(case, problem(case))) < MOE["float32"]
@@ -150,8 +168,8 @@ def test_a_rank_without_tokens_serves_the_others() -> None:
 def _not_everything_needs_gradients() -> None:
     group = torch.distributed.group.WORLD
     assert group is not None
-    from moe.schedule import routed_experts
-    from moe.weights import Weights
+    from moe.experts.weights import Weights
+    from moe.layer import routed_experts
 
     rank, size = group.rank(), group.size()
     exchange = FlatAllToAll(group) if size > 1 else None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.schema import Config
-from optim.build import members
+from parallel.megatron.optimizer import members
 from parallel.norms import BLOCK, tensor_norms
 from tests.training.test_step import on_one_rank, small
 
@@ -22,12 +22,13 @@ def test_tensor_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def measured_and_exact(config: Config) -> tuple[float, dict[str, float], dict[str, float]]:
-    """The norm and the norms by part of heavy-tailed gradients, and the exact squares of the embedding and of the rest."""
+    """The norm and the norms by part of heavy-tailed gradients, and the exact squares of the embedding and of the
+    rest."""
     from optim.grad_norms import GradNorms
     from parallel import topology
-    from training.step import Model
+    from training.engine import Engine
 
-    model = Model(config, topology.initialize(config), 16384)
+    model = Engine(config, topology.initialize(config), 16384)
     norms = GradNorms(model.optimizer, model.bare_chunks)
     generator = torch.Generator().manual_seed(0)
     (member,) = members(model.optimizer)
@@ -37,7 +38,9 @@ def measured_and_exact(config: Config) -> tuple[float, dict[str, float], dict[st
     for chunk in model.bare_chunks:
         for name, parameter in chunk.named_parameters():
             part = "embedding" if "embedding" in name else "rest"
-            exact[part] = exact.get(part, 0.0) + float(getattr(parameter, "main_param", parameter).grad.double().square().sum())
+            exact[part] = exact.get(part, 0.0) + float(
+                getattr(parameter, "main_param", parameter).grad.double().square().sum()
+            )
     return model.optimizer.get_grad_norm(), norms.by_part, exact
 
 

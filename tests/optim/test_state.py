@@ -25,7 +25,9 @@ def states_of(model: Any) -> list[Box]:
     from optim.state import sharded_state
 
     weights = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(model.bare_chunks)}
-    tensors = [tensor for tensor in sharded_state(model.optimizer, model.chunks, weights) if is_main_replica(tensor.replica_id)]
+    tensors = [
+        tensor for tensor in sharded_state(model.optimizer, model.chunks, weights) if is_main_replica(tensor.replica_id)
+    ]
     return [(tensor.key, tensor.global_shape, tensor.global_offset, tensor.data.clone()) for tensor in tensors]
 
 
@@ -44,18 +46,22 @@ def assemble(parts: list[Box]) -> dict[str, torch.Tensor]:
 
 def states_after_a_step(config: Any, rank_batches: bool) -> list[Box]:
     """This rank's part of the state after one step on the same global batch."""
+    from training.step import train_step
+
     model = build(config)
     batches = batches_of(config, 1)
     if rank_batches:
-        batches = batches[model.topology.data_rank :: model.topology.data_size]
-    model.train_step(batches, 1)
+        batches = batches[model.topology.data.rank :: model.topology.data.size]
+    train_step(model, batches, 1)
     return states_of(model)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_sharded_and_plain_hold_the_same(precision: str) -> None:
     common = [*MOE, f"training.precision={precision}"]
-    plain = distributed.run(states_after_a_step, 1, small("gpt_moe_tiny", *common, "optimizer.distributed=false", micro=4), True)[0]
+    plain = distributed.run(
+        states_after_a_step, 1, small("gpt_moe_tiny", *common, "optimizer.distributed=false", micro=4), True
+    )[0]
     shards = distributed.run(states_after_a_step, 2, small("gpt_moe_tiny", *common, micro=4), True)
     kinds = ("exp_avg", "exp_avg_sq") if precision == "fp32" else ("master", "exp_avg", "exp_avg_sq")
     assert all(shards)  # the writing is shared out
@@ -82,29 +88,39 @@ def test_a_range_of_elements_is_a_few_boxes(shape: tuple[int, ...]) -> None:
 def save_and_restore(config: Any) -> dict[str, Any]:
     """Take two steps; or one, then carry the state over to a fresh model by hand, then the second."""
     from optim.state import allocate, sharded_state, steps_taken
+    from training.step import train_step
 
     model = build(config)
-    first = model.train_step(batches_of(config, 1), 1).loss
+    first = train_step(model, batches_of(config, 1), 1).loss
     counted = steps_taken(model.optimizer)
     saved = states_of(model)
     weights = [chunk.state_dict() for chunk in model.bare_chunks]
     weights = [{name: value.clone() for name, value in state.items() if torch.is_tensor(value)} for state in weights]
-    second = model.train_step(batches_of(config, 2), 2)
+    second = train_step(model, batches_of(config, 2), 2)
 
     fresh = type(model)(config, model.topology, VOCAB_SIZE)
     before = steps_taken(fresh.optimizer)
     for chunk, state in zip(fresh.bare_chunks, weights, strict=True):
         chunk.load_state_dict(state, strict=False)
     allocate(fresh.optimizer, fresh.chunks, counted)
-    views = sharded_state(fresh.optimizer, fresh.chunks, {f"model{i}": c.sharded_state_dict() for i, c in enumerate(fresh.bare_chunks)})
+    views = sharded_state(
+        fresh.optimizer, fresh.chunks, {f"model{i}": c.sharded_state_dict() for i, c in enumerate(fresh.bare_chunks)}
+    )
     for view, (key, _, offset, data) in zip(views, saved, strict=True):
         assert (view.key, view.global_offset) == (key, offset)
         view.data.copy_(data)
-    again = fresh.train_step(batches_of(config, 2), 2)
+    again = train_step(fresh, batches_of(config, 2), 2)
     after = [
-        float((a.float() - b.float()).abs().max()) for a, b in zip(model.chunks[0].parameters(), fresh.chunks[0].parameters(), strict=True)
+        float((a.float() - b.float()).abs().max())
+        for a, b in zip(model.chunks[0].parameters(), fresh.chunks[0].parameters(), strict=True)
     ]
-    return {"first": first, "steps": (before, counted, steps_taken(fresh.optimizer)), "second": second, "again": again, "after": max(after)}
+    return {
+        "first": first,
+        "steps": (before, counted, steps_taken(fresh.optimizer)),
+        "second": second,
+        "again": again,
+        "after": max(after),
+    }
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -121,19 +137,24 @@ def test_restored_state_steps_on_as_the_original(precision: str, sharded: str) -
 def fresh_states(config: Any) -> tuple[list[Box], int, list[Box], int]:
     """State and step count before the first step; and of a model that took one and is put back to before it."""
     from optim.state import allocate, scaler_state, steps_taken
+    from training.step import train_step
 
     model = build(config)
     assert scaler_state(model.optimizer) is None
     before, steps = states_of(model), steps_taken(model.optimizer)
-    model.train_step(batches_of(config, 1), 1)
+    train_step(model, batches_of(config, 1), 1)
     allocate(model.optimizer, model.chunks, 0)
     return before, steps, states_of(model), steps_taken(model.optimizer)
 
 
 def test_before_the_first_step_there_are_no_moments() -> None:
-    before, steps, after, steps_after = distributed.run(fresh_states, 1, small("bert_tiny", "training.precision=bf16", micro=4))[0]
+    before, steps, after, steps_after = distributed.run(
+        fresh_states, 1, small("bert_tiny", "training.precision=bf16", micro=4)
+    )[0]
     assert steps == steps_after == 0
-    assert [box[0] for box in before] == [box[0] for box in after] and all(key.startswith("optimizer.master.") for key, *_ in before)
+    assert [box[0] for box in before] == [box[0] for box in after] and all(
+        key.startswith("optimizer.master.") for key, *_ in before
+    )
     assert any(data.any() for *_, data in before)
 
 

@@ -1,4 +1,5 @@
-"""Cost models: fitting, measuring on one and two ranks, the cache. No timings are asserted, except of calls that only sleep."""
+"""Cost models: fitting, measuring on one and two ranks, the cache. No timings are asserted, except of calls that only
+sleep."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import costs
-from parallel.costs import Curve, Line, cache_path, cached, fit_curve, fit_line, measure, measure_copies, measure_slowdown
+from parallel.costs import measure as measuring
+from parallel.costs.cache import cached, hardware_key, layout_key
+from parallel.costs.files import cache_path
+from parallel.costs.measure import measure, measure_copies, measure_curve, measure_line, measure_slowdown
+from parallel.costs.models import Curve, Line, fit_curve, fit_line
 from tests.distributed import run
 
 CPU = torch.device("cpu")
@@ -103,14 +107,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(costs, "time", clock)
+    monkeypatch.setattr(measuring, "time", clock)
     return clock
 
 
 def test_measuring_recovers_what_is_slept(clock: Clock) -> None:
-    line = costs.measure_line(clock.sleeper(lambda n: 0.001 + 1e-6 * n), [100, 1000, 10000], CPU, budget=1.0)
+    line = measure_line(clock.sleeper(lambda n: 0.001 + 1e-6 * n), [100, 1000, 10000], CPU, budget=1.0)
     assert line.alpha == pytest.approx(0.001) and line.beta == pytest.approx(1e-6)
-    curve = costs.measure_curve(clock.sleeper(lambda n: max(0.01, 1e-4 * n)), [10, 100, 1000], CPU, budget=1.0)
+    curve = measure_curve(clock.sleeper(lambda n: max(0.01, 1e-4 * n)), [10, 100, 1000], CPU, budget=1.0)
     assert curve.seconds == pytest.approx((0.01, 0.01, 0.1))
 
 
@@ -121,10 +125,10 @@ def test_measuring_keeps_to_its_budget(clock: Clock) -> None:
     # Two sizes stay whatever they take; rounds are few then, and many where they are cheap.
     clock.calls.clear()
     assert measure(clock.sleeper(lambda n: 10.0 * n), [1, 2, 3], CPU, None, 1.0)[0] == [1, 2]
-    assert clock.calls.count(2) == 1 + costs.MIN_ROUNDS
+    assert clock.calls.count(2) == 1 + measuring.MIN_ROUNDS
     clock.calls.clear()
     measure(clock.sleeper(lambda n: 1e-9), [1, 2, 3], CPU, None, 1.0)
-    assert clock.calls.count(3) == 1 + costs.MAX_ROUNDS
+    assert clock.calls.count(3) == 1 + measuring.MAX_ROUNDS
     # They take turns.
     assert clock.calls[-6:] == [1, 2, 3, 1, 2, 3]
 
@@ -171,7 +175,7 @@ def test_slowdown_stays_between_none_and_the_most(clock: Clock) -> None:
         return wait
 
     for factor in measure_slowdown(compute, communicate, CPU):
-        assert 1.0 <= factor <= costs.MAX_SLOWDOWN
+        assert 1.0 <= factor <= measuring.MAX_SLOWDOWN
 
 
 def test_copies_on_the_host() -> None:
@@ -238,8 +242,12 @@ def _make_folder(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("damage", [_truncate, _change_version, _change_value, _change_key, _make_binary, _make_list, _make_folder])
-def test_a_damaged_file_is_measured_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "damage", [_truncate, _change_version, _change_value, _change_key, _make_binary, _make_list, _make_folder]
+)
+def test_a_damaged_file_is_measured_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
     _made(tmp_path, {"beta": 0.25})
     path = cache_path(tmp_path, KEY)
     damage(path)
@@ -262,11 +270,11 @@ def test_what_no_longer_holds_is_measured_again(tmp_path: Path, caplog: pytest.L
 
 
 def test_keys_tell_machines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = costs.hardware_key(CPU)
+    key = hardware_key(CPU)
     assert key["torch"] == torch.__version__ and key["threads"] == torch.get_num_threads() and key["processor"]
-    assert costs.layout_key(None) == {"group_size": 1}
+    assert layout_key(None) == {"group_size": 1}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert cache_path(".", costs.hardware_key(CPU)) != cache_path(".", key)
+    assert cache_path(".", hardware_key(CPU)) != cache_path(".", key)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,7 +288,10 @@ def _measure_on_rank(folder: str) -> tuple[str, str, int]:
     rank, size = group.rank(), group.size()
 
     def make_exchange(num_bytes: int) -> Callable[[], None]:
-        sent, received = torch.zeros(size, num_bytes, dtype=torch.uint8), torch.zeros(size, num_bytes, dtype=torch.uint8)
+        sent, received = (
+            torch.zeros(size, num_bytes, dtype=torch.uint8),
+            torch.zeros(size, num_bytes, dtype=torch.uint8),
+        )
         return lambda: dist.all_to_all_single(received, sent, group=group)
 
     def communicate() -> Callable[[], Any]:
@@ -291,16 +302,21 @@ def _measure_on_rank(folder: str) -> tuple[str, str, int]:
 
     def make() -> dict[str, Any]:
         made.append(True)
-        line = costs.measure_line(make_exchange, [1024, 16384, 65536], CPU, group, 0.1)
+        line = measure_line(make_exchange, [1024, 16384, 65536], CPU, group, 0.1)
         # Ranks of different speed: the slowest counts.
-        slept = costs.measure_curve(lambda n: lambda: time.sleep(0.001 * n * (1 + rank)), [1, 2], CPU, group, 0.05)
+        slept = measure_curve(lambda n: lambda: time.sleep(0.001 * n * (1 + rank)), [1, 2], CPU, group, 0.05)
         square = torch.ones(128, 128)
         slowdown = measure_slowdown(lambda: torch.mm(square, square), communicate, CPU, group, 0.05)
         copies = measure_copies([4096, 65536], CPU, group, 0.05)
         assert slept(2) >= 0.002 * size and 1.0 <= min(slowdown)
-        return {"line": [line.alpha, line.beta, line.r2], "slept": slept.seconds, "slowdown": slowdown, "copies": repr(copies)}
+        return {
+            "line": [line.alpha, line.beta, line.r2],
+            "slept": slept.seconds,
+            "slowdown": slowdown,
+            "copies": repr(copies),
+        }
 
-    key = {"layout": costs.layout_key(group)}
+    key = {"layout": layout_key(group)}
     mine = f"{folder}/{rank}"  # only the first rank's files count
     first = json.dumps(cached(mine, key, make, CPU, group))
     second = json.dumps(cached(mine, key, make, CPU, group))

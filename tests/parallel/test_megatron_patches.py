@@ -55,7 +55,8 @@ def test_one_device_type_in_a_process() -> None:
 
 
 def look_around() -> dict[str, Any]:
-    """What the CPU adapter changes in torch.cuda, and the functions of the listed Megatron modules that still name CUDA."""
+    """What the CPU adapter changes in torch.cuda, and the functions of the listed Megatron modules that still name
+    CUDA."""
     import importlib
 
     from parallel.megatron import apply_patches, cpu
@@ -71,7 +72,9 @@ def look_around() -> dict[str, Any]:
     left = []
     for module in modules:
         for function in cpu._functions(module):
-            left += [function.__qualname__ for code in walk(function.__code__) if "cuda" in (*code.co_names, *code.co_consts)]
+            left += [
+                function.__qualname__ for code in walk(function.__code__) if "cuda" in (*code.co_names, *code.co_consts)
+            ]
     return {"changed": [name for name in after if before.get(name) != after[name]], "left": left}
 
 
@@ -82,7 +85,9 @@ def walk(code: types.CodeType) -> list[types.CodeType]:
 def test_torch_cuda_is_left_alone() -> None:
     # In a process of its own: those of the pool are patched already.
     code = "import json; from tests.parallel.test_megatron_patches import look_around; print(json.dumps(look_around()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=distributed.ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=distributed.ROOT, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"changed": [], "left": []}
 
@@ -98,10 +103,15 @@ print(wandb.__version__)
 """
 
 
-@pytest.mark.parametrize("entry", ["training.trainer", "training.open_model"])
+# The first as training/resilience/job.py has it.
+@pytest.mark.parametrize("entry", ["training.callbacks.guard, training.trainer", "inference.open_model"])
 def test_starts_without_what_it_may_not_use(entry: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LOADED.replace("ENTRY", entry)], cwd=distributed.ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", LOADED.replace("ENTRY", entry)],
+        cwd=distributed.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", version("wandb")]

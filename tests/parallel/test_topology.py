@@ -17,19 +17,22 @@ def make_config(**sizes: Any) -> Config:
     return Config(parallel=ParallelConfig(**sizes), moe=MoEConfig(num_experts=4), training=TrainingConfig(device="cpu"))
 
 
-def place(config: Config) -> dict[str, Any]:
-    from megatron.core import parallel_state
+AXES = ("tensor", "context", "data", "data_context", "pipeline", "expert", "expert_tensor", "expert_data")
 
+
+def place(config: Config) -> dict[str, Any]:
+    """What this rank's topology says: scalars, and of each axis (rank, size, ranks of its group)."""
     found = topology.initialize(config)
-    groups = {
-        "tensor": parallel_state.get_tensor_model_parallel_group(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
-        "data": parallel_state.get_data_parallel_group(),
-        "expert": parallel_state.get_expert_model_parallel_group(),
-        "expert_tensor": parallel_state.get_expert_tensor_parallel_group(),
-        "expert_data": parallel_state.get_expert_data_parallel_group(),
+    axes = {name: getattr(found, name) for name in AXES}
+    return {
+        "rank": found.rank,
+        "world_size": found.world_size,
+        "device": found.device,
+        "speaks": found.speaks_for_stage,
+        "axes": {name: (axis.rank, axis.size, dist.get_process_group_ranks(axis.group)) for name, axis in axes.items()},
+        "megatron": [found.groups.tp, found.groups.cp, found.groups.dp]
+        == [axes[name].group for name in ("tensor", "context", "data")],
     }
-    return {"topology": found, "groups": {name: dist.get_process_group_ranks(group) for name, group in groups.items()}}
 
 
 # For each layout of 4 ranks the groups of rank 0, and (tensor, pipeline, data, expert) of every rank.
@@ -67,15 +70,21 @@ LAYOUTS = {
 def test_ranks_of_a_layout(layout: str) -> None:
     sizes, groups, places = LAYOUTS[layout]
     results = distributed.run(place, 4, make_config(**sizes))
-    assert {name: results[0]["groups"][name] for name in groups} == groups
-    found = [result["topology"] for result in results]
-    assert [(t.tensor_rank, t.pipeline_rank, t.data_rank, t.expert_rank) for t in found] == places
-    assert [t.rank for t in found] == [0, 1, 2, 3] and {t.device for t in found} == {torch.device("cpu")}
+    assert {name: results[0]["axes"][name][2] for name in groups} == groups
+    found = [result["axes"] for result in results]
+    assert [tuple(axes[name][0] for name in ("tensor", "pipeline", "data", "expert")) for axes in found] == places
+    for i, result in enumerate(results):
+        assert (result["rank"], result["world_size"], result["device"]) == (i, 4, torch.device("cpu")) and result[
+            "megatron"
+        ]
+        for rank, size, ranks in result["axes"].values():
+            assert size == len(ranks) and ranks[rank] == i
+        assert result["axes"]["context"] == (0, 1, [i]) and result["axes"]["data_context"] == result["axes"]["data"]
     first = found[0]
-    assert first.world_size == 4 == first.tensor_size * first.pipeline_size * first.data_size
-    assert first.expert_data_size == len(results[0]["groups"]["expert_data"])
-    assert [t.is_first_stage for t in found] == [t.pipeline_rank == 0 for t in found]
-    assert [t.is_last_stage for t in found] == [t.pipeline_rank == t.pipeline_size - 1 for t in found]
+    assert 4 == first["tensor"][1] * first["pipeline"][1] * first["data"][1]
+    # One rank of each stage speaks for it.
+    speakers = [axes["pipeline"][0] for axes, result in zip(found, results, strict=True) if result["speaks"]]
+    assert sorted(speakers) == list(range(first["pipeline"][1]))
 
 
 def random_numbers(config: Config) -> tuple[list[float], list[float]]:
@@ -99,7 +108,9 @@ def test_world_that_does_not_fit() -> None:
     with pytest.raises(distributed.RankError) as caught:
         distributed.run(place, 3, make_config(tensor=2))
     assert isinstance(caught.value.__cause__, ConfigError)
-    assert "world size (3) must be divisible by parallel.tensor x pipeline x context (2 x 1 x 1 = 2)" in str(caught.value.__cause__)
+    assert "world size (3) must be divisible by parallel.tensor x pipeline x context (2 x 1 x 1 = 2)" in str(
+        caught.value.__cause__
+    )
 
 
 def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +124,9 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ConfigError, match=r"local rank \(2\) has no GPU of its own: torch sees 2 here. Try --nproc-per-node 2"):
+    with pytest.raises(
+        ConfigError, match=r"local rank \(2\) has no GPU of its own: torch sees 2 here. Try --nproc-per-node 2"
+    ):
         topology.choose_device(Config())
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert topology.choose_device(Config()) == torch.device("cuda", 1)

@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-MODULES = ("argparse", "ast", "calendar", "decimal", "difflib", "inspect", "logging/__init__", "tarfile", "textwrap", "typing", "zipfile")
+MODULES = (
+    "argparse",
+    "ast",
+    "calendar",
+    "decimal",
+    "difflib",
+    "inspect",
+    "logging/__init__",
+    "tarfile",
+    "textwrap",
+    "typing",
+    "zipfile",
+)
 
 
 @pytest.fixture(scope="session")

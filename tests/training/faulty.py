@@ -1,7 +1,7 @@
 """train.py with a fault at one step on one rank: `python -m tests.training.faulty FAULT:RANK:STEP key=value ...`.
 
-FAULT: raise | hang | kill | stop (SIGSTOP), or a signal's name, as from outside. It happens in the first attempt only, inside the
-training step, when all ranks are under way; at step 0, when the model is being built.
+FAULT: raise | hang | kill | stop (SIGSTOP), or a signal's name, as from outside. It happens in the first attempt only,
+inside the training step, when all ranks are under way; at step 0, when the model is being built.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ def main() -> None:
     kind, rank, step = sys.argv[1].split(":")
     sys.argv = ["train.py", *sys.argv[2:]]
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and int(os.environ["RANK"]) == int(rank):
-        from training.step import Model
+        from training import step as step_module
+        from training.engine import Engine
 
-        train_step, init = Model.train_step, Model.__init__
+        gradients, init = step_module.gradients, Engine.__init__
 
-        def faulty_init(self: Model, *arguments: Any) -> None:
+        def faulty_init(self: Engine, *arguments: Any) -> None:
             if step == "0":
                 _do(kind)
                 time.sleep(30)  # a signal's thread acts meanwhile
             init(self, *arguments)
 
-        def faulty(self: Model, batches: Any, number: int, *arguments: Any) -> Any:
+        def faulty(engine: Engine, batches: Any, number: int) -> Any:
             if number == int(step):
                 _do(kind)
-            return train_step(self, batches, number, *arguments)
+            return gradients(engine, batches, number)
 
-        Model.train_step = faulty  # type: ignore[method-assign, assignment]
-        Model.__init__ = faulty_init  # type: ignore[method-assign, assignment]
+        step_module.gradients = faulty  # type: ignore[assignment]
+        Engine.__init__ = faulty_init  # type: ignore[method-assign, assignment]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 

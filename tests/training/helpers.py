@@ -41,7 +41,8 @@ def train(config: Config) -> Lines:
 
 
 def train_on_ranks(overrides: Sequence[str], ranks: int = 1, timeout: float = TIMEOUT) -> Lines:
-    """Train a config on that many ranks of the pool; the metrics of each step taken. Raises ConfigError, or what a rank raised."""
+    """Train a config on that many ranks of the pool; the metrics of each step taken. Raises ConfigError, or what a rank
+    raised."""
     return distributed.run(train, ranks, make_config(overrides, ranks), timeout=timeout)[0]
 
 

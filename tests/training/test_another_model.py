@@ -1,4 +1,5 @@
-"""Going on from a checkpoint of another model is refused, with advice that can be typed and makes the model the checkpoint's."""
+"""Going on from a checkpoint of another model is refused, with advice that can be typed and makes the model the
+checkpoint's."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.manifest import STATE
+from checkpoint.start import check_model
 from configs.architecture import architecture
 from configs.compose import compose
 from configs.schema import ConfigError
 from configs.validate import validate
 from tests.configs import advice
-from training import preflight
-from training.manifest import STATE
-from training.start import check_model
+from training.starting import preflight
 
 VOCAB = 512
 
@@ -38,7 +39,11 @@ GPT, MOE, BERT = "model=gpt_tiny", "model=gpt_moe_tiny", "model=bert_tiny"
         ([GPT], [GPT, "model.position_embedding=learned"], "Try model.position_embedding=rope, or another name"),
         ([GPT, "model.position_embedding=learned"], [GPT], "Try model.position_embedding=learned, or another name"),
         ([GPT], [GPT, "model.qk_norm=true", "model.qk_norm_over=all_heads"], "Try another name"),
-        ([GPT, "model.qk_norm=true"], [GPT, "model.qk_norm=true", "model.qk_norm_over=all_heads"], "Try model.qk_norm_over=head,"),
+        (
+            [GPT, "model.qk_norm=true"],
+            [GPT, "model.qk_norm=true", "model.qk_norm_over=all_heads"],
+            "Try model.qk_norm_over=head,",
+        ),
         ([GPT, "model.attention=latent"], [GPT], "Try model.attention=latent"),
         ([GPT], [GPT, "model.attention=latent"], "Try model.attention=grouped"),
         ([GPT], [MOE], "moe.num_experts (4) differs"),
@@ -74,6 +79,8 @@ def test_wandb_online_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"logging\.wandb \(online\) must have an API key.*Try logging\.wandb=offline"):
+    with pytest.raises(
+        ConfigError, match=r"logging\.wandb \(online\) must have an API key.*Try logging\.wandb=offline"
+    ):
         preflight.check(config)
     assert not (tmp_path / "run").exists()

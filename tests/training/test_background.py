@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from training.background import Background
+from training.callbacks.logging.background import Background
 
 
 def test_a_log_that_fails_is_said_once_and_given_up(capsys: pytest.CaptureFixture[str]) -> None:

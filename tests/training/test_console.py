@@ -23,17 +23,18 @@ import pytest
 from configs.schema import Config
 from tests.distributed import ROOT
 from training.callbacks import evaluation
-from training.callbacks.progress import Progress
-from training.console import fitting
-from training.health import Skip, SkippedSamples
+from training.callbacks.logging.console import fitting
+from training.callbacks.logging.progress_line import ProgressLine
+from training.progress import Progress
+from training.resilience.health import Skip, SkippedSamples
 from training.run import Run
-from training.state_file import Progress as Position
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
 class Terminal:
-    """A pseudo terminal, and what stands on its screen in the end. `overflows` counts lines that ran over the right edge."""
+    """A pseudo terminal, and what stands on its screen in the end. `overflows` counts lines that ran over the right
+    edge."""
 
     def __init__(self, columns: int):
         self.columns, self.overflows = columns, 0
@@ -80,13 +81,20 @@ def make_run(**training: Any) -> Run:
     for key, value in training.items():
         setattr(config.training, key, value)
     nothing: Any = None
-    run = Run(config, SimpleNamespace(rank=0), nothing, 384, nothing, nothing, nothing)  # type: ignore[arg-type]
-    run.progress = Position()
+    run = Run(config, SimpleNamespace(rank=0), nothing, 384, nothing, nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
+    run.progress = Progress()
     return run
 
 
 def metrics_of(step: int, seconds: float = 0.25) -> dict[str, Any]:
-    values = {"step": step, "loss": 12.3456, "grad_norm": 1234.567, "learning_rate": 1.25e-4, "tokens": 500_000, "step_seconds": seconds}
+    values = {
+        "step": step,
+        "loss": 12.3456,
+        "grad_norm": 1234.567,
+        "learning_rate": 1.25e-4,
+        "tokens": 500_000,
+        "step_seconds": seconds,
+    }
     return {**values, "tokens_per_second": 500_000 / seconds, "mfu": 0.5, "peak_memory_bytes": 150 << 30}
 
 
@@ -109,7 +117,7 @@ def test_nothing_is_printed_into_the_bar(columns: int) -> None:
 
 def _a_hundred_steps() -> list[str]:
     """Steps with a bar, lines, and a thread that speaks all the time; the lines."""
-    run, bar, said = make_run(steps=100_000), Progress(), ["checkpoint saved"]
+    run, bar, said = make_run(steps=100_000), ProgressLine(), ["checkpoint saved"]
 
     def speak_all_the_time() -> None:
         for i in range(50):
@@ -129,14 +137,18 @@ def _a_hundred_steps() -> list[str]:
             run.say(said[-1])
     speaker.join()
     assert logging.lastResort is not None  # which shows what nobody has set up logging for
-    logging.lastResort.handle(logging.LogRecord("somewhere", logging.WARNING, "", 1, "a warning of a library", None, None))
+    logging.lastResort.handle(
+        logging.LogRecord("somewhere", logging.WARNING, "", 1, "a warning of a library", None, None)
+    )
     print("without a newline", end="")
     bar.close()
     return said
 
 
-def test_rates_are_means_and_lines_have_stamps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run, log = make_run(steps=4), Progress()
+def test_rates_are_means_and_lines_have_stamps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, log = make_run(steps=4), ProgressLine()
     for step, seconds in enumerate([100.0, 1.0, 3.0, 1.0], 1):  # the first has the start in it
         run.progress.step = step
         log.after_step(run, metrics_of(step, seconds))
@@ -144,7 +156,9 @@ def test_rates_are_means_and_lines_have_stamps(capsys: pytest.CaptureFixture[str
     assert captured.err == "" and "\r" not in captured.out
     first, last = captured.out.splitlines()
     assert re.match(rf"{STAMP} step 1/4 \| loss 12.3456 \| 5,000 tok/s \| .* \| eta 0:05:00$", first), first
-    assert re.match(rf"{STAMP} step 4/4 \| loss 12.3456 \| 300,000 tok/s \| .* \| MFU 30.0% \| 150.00 GiB \| eta 0:00:00$", last), last
+    assert re.match(
+        rf"{STAMP} step 4/4 \| loss 12.3456 \| 300,000 tok/s \| .* \| MFU 30.0% \| 150.00 GiB \| eta 0:00:00$", last
+    ), last
 
 
 def test_each_validation_loss_has_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +167,7 @@ def test_each_validation_loss_has_a_line(capsys: pytest.CaptureFixture[str], mon
     run.config.model.sequence_length = 100
     run.skipped = SkippedSamples(Path(), [Skip(8, 16, 2, "a spike"), Skip(1000, 1008, 9, "not yet")])
     for step in range(1, 6):
-        run.progress = Position(step, 8 * step + (8 if step > 1 else 0))
+        run.progress = Progress(step, 8 * step + (8 if step > 1 else 0))
         callback.after_step(run, {"step": step})
     lines = capsys.readouterr().out.splitlines()
     seen = [re.fullmatch(rf"{STAMP} step (\d)/5 \| ([\d,]+) tokens \| (validation loss .*)", line) for line in lines]
@@ -173,10 +187,24 @@ def test_what_fits() -> None:
 def test_a_run_on_a_terminal(tmp_path: Path, data: list[str]) -> None:
     terminal = Terminal(100)
     settings = [
-        *("model=gpt_tiny", "training.steps=6", "training.eval_interval=2", "training.eval_batches=1", "checkpoint.interval=3"),
-        *("model.sequence_length=32", "model.hidden_size=32", "logging.wandb=auto", "sample.prompts=[]", f"run_dir={tmp_path}/run"),
+        *(
+            "model=gpt_tiny",
+            "training.steps=6",
+            "training.eval_interval=2",
+            "training.eval_batches=1",
+            "checkpoint.interval=3",
+        ),
+        *(
+            "model.sequence_length=32",
+            "model.hidden_size=32",
+            "logging.wandb=auto",
+            "sample.prompts=[]",
+            f"run_dir={tmp_path}/run",
+        ),
     ]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")} | {"HOME": str(tmp_path)}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")} | {
+        "HOME": str(tmp_path)
+    }
     command, end = [sys.executable, "train.py", *settings, *data], terminal.slave
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=end, stdout=end, stderr=end)
     os.close(terminal.slave)

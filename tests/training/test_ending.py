@@ -16,7 +16,7 @@ import pytest
 from configs.compose import compose
 from configs.exit_status import STOPPED_EARLY
 from configs.schema import ConfigError
-from training import attempts, job, status
+from training.resilience import attempts, job, status
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +47,7 @@ def test_signal_at_the_first_line_of_train(tmp_path: Path, signum: signal.Signal
 
 LATER = """
 import hashlib, os, signal, time
-from training import signals
+from training.resilience import signals
 here = signals.of_this_process
 here.end_at_once()
 here.install()
@@ -129,7 +129,9 @@ def test_stop_of_an_earlier_launch_with_the_same_id_does_not_end_ranks_that_are_
     assert job.run(config) == STOPPED_EARLY
 
 
-def test_time_limit_counts_from_the_first_attempt_of_this_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_counts_from_the_first_attempt_of_this_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     assert [attempts.begun(now) for now in (5.0, 6.0)] == [5.0, 6.0]  # without torchrun each start is a launch
     launch_folder(tmp_path, monkeypatch, 0)

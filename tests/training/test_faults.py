@@ -1,4 +1,5 @@
-"""Ranks that die, stop, raise or are told to end, under torchrun: the job ends soon, names the rank, and goes on when it may.
+"""Ranks that die, stop, raise or are told to end, under torchrun: the job ends soon, names the rank, and goes on when
+it may.
 
 benchmarks/fault_drill.py does more: other layouts, and ranks that hang.
 """
@@ -18,20 +19,32 @@ from typing import Any
 import psutil
 import pytest
 
+from checkpoint import manifest
 from configs.compose import compose
 from configs.exit_status import STOPPED_EARLY
 from configs.validate import usable_world_size
 from tests.tolerances import FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, read_metrics
-from training import events, manifest, status
+from training.resilience import events, status
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 12  # parallel.timeout_seconds
 BEYOND = 15.0  # seconds that the end of a job may take beyond it
 STEPS = 10
 COMMON = [
-    *("logging=quiet", "sample.prompts=[]", "training.eval_interval=0", "experiment=gpt_tiny", f"training.steps={STEPS}"),
-    *("training.global_batch_size=8", "training.micro_batch_size=1", "checkpoint.interval=4", f"parallel.timeout_seconds={TIMEOUT}"),
+    *(
+        "logging=quiet",
+        "sample.prompts=[]",
+        "training.eval_interval=0",
+        "experiment=gpt_tiny",
+        f"training.steps={STEPS}",
+    ),
+    *(
+        "training.global_batch_size=8",
+        "training.micro_batch_size=1",
+        "checkpoint.interval=4",
+        f"parallel.timeout_seconds={TIMEOUT}",
+    ),
 ]
 NO_CHECKPOINT = ["checkpoint.interval=0", "checkpoint.at_end=false"]
 
@@ -50,8 +63,16 @@ class Ended:
         return [line for line in self.output.splitlines() if line.startswith("[rank ") and "the job ends" in line]
 
 
-def start(overrides: list[str], run_dir: Path, ranks: int, fault: str = "none:-1:0", restarts: int = 0) -> subprocess.Popen[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+def start(
+    overrides: list[str], run_dir: Path, ranks: int, fault: str = "none:-1:0", restarts: int = 0
+) -> subprocess.Popen[str]:
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        f"--max-restarts={restarts}",
+    ]
     arguments = ["-m", "tests.training.faulty", fault, *COMMON, *overrides, f"run_dir={run_dir}"]
     return subprocess.Popen(
         [sys.executable, *torchrun, *arguments],
@@ -64,13 +85,17 @@ def start(overrides: list[str], run_dir: Path, ranks: int, fault: str = "none:-1
     )
 
 
-def start_with_own_launcher(overrides: list[str], run_dir: Path, folder: Path, fault: str, restarts: int = 0) -> subprocess.Popen[str]:
+def start_with_own_launcher(
+    overrides: list[str], run_dir: Path, folder: Path, fault: str, restarts: int = 0
+) -> subprocess.Popen[str]:
     """The same on two ranks of launch/torchrun.sh; `folder` becomes a repository whose train.py has the fault."""
     folder.mkdir()
     for path in ROOT.iterdir():
         if path.name != "train.py" and not path.name.startswith(".git"):
             (folder / path.name).symlink_to(path)
-    (folder / "train.py").write_text(f"import sys\nfrom tests.training import faulty\nsys.argv.insert(1, {fault!r})\nfaulty.main()\n")
+    (folder / "train.py").write_text(
+        f"import sys\nfrom tests.training import faulty\nsys.argv.insert(1, {fault!r})\nfaulty.main()\n"
+    )
     options = ["--ranks-per-node", "2", "--max-restarts", str(restarts)]
     return subprocess.Popen(
         ["bash", str(folder / "launch" / "torchrun.sh"), *options, "--", *COMMON, *overrides, f"run_dir={run_dir}"],
@@ -126,7 +151,9 @@ def test_killed_rank_then_fewer_ranks(data: list[str], tmp_path: Path, undisturb
     first = run(data, tmp_path, 4, "kill:3:7")
     assert first.code == 1 and first.seconds_after_fault < TIMEOUT + BEYOND, first.output
     lost = event(tmp_path, "rank_lost")
-    assert (lost["lost_rank"], lost["step"]) == (3, 6) and "is dead" in lost["text"] and "of 4 ranks" in lost["collective"]
+    assert (
+        (lost["lost_rank"], lost["step"]) == (3, 6) and "is dead" in lost["text"] and "of 4 ranks" in lost["collective"]
+    )
     assert first.last_words() and all(lost["text"] in line for line in first.last_words()), first.output
     assert status.read(tmp_path)["state"] == "failed"
 
@@ -142,7 +169,9 @@ def test_a_rank_that_raises_is_named(data: list[str], tmp_path: Path) -> None:
     ended = finish(process, tmp_path / "run", begin)
     assert ended.code == 1 and ended.seconds_after_fault < TIMEOUT + BEYOND, ended.output
     lost = event(tmp_path / "run", "rank_lost")
-    assert (lost["lost_rank"], lost["step"]) == (1, 6) and "raised ZeroDivisionError: planted here" in lost["text"], lost
+    assert (lost["lost_rank"], lost["step"]) == (1, 6) and "raised ZeroDivisionError: planted here" in lost["text"], (
+        lost
+    )
     assert ended.last_words() and all(lost["text"] in line for line in ended.last_words()), ended.output
     last = ended.output.splitlines()[-1]
     assert last.startswith("[rank ") and lost["text"] in last, ended.output
@@ -211,14 +240,18 @@ def test_signal_and_time_limit_of_one_process(data: list[str], tmp_path: Path) -
     assert newest == manifest.folder_of(tmp_path / "signal", step) and manifest.problem_with(newest) is None
 
     begin = time.time()
-    limited = finish(start_alone([*data, *many, "training.time_limit_minutes=0.01", *NO_CHECKPOINT], tmp_path / "time"), tmp_path, begin)
+    limited = finish(
+        start_alone([*data, *many, "training.time_limit_minutes=0.01", *NO_CHECKPOINT], tmp_path / "time"),
+        tmp_path,
+        begin,
+    )
     assert limited.code == STOPPED_EARLY and "training.time_limit_minutes" in limited.output, limited.output
     assert "NOTHING WAS SAVED" in limited.output and not manifest.list_checkpoints(tmp_path / "time")
 
 
 TWICE = """
 import signal, threading, time
-from training.signals import StopSignals
+from training.resilience.signals import StopSignals
 stop = StopSignals()
 stop.install()
 print("ready", flush=True)
@@ -230,7 +263,9 @@ threading.Event().wait(60)
 
 
 def test_second_sigint_ends_at_once() -> None:
-    process = subprocess.Popen([sys.executable, "-c", TWICE], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", TWICE], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     for answer in ("ready\n", "once\n"):
         assert process.stdout.readline() == answer

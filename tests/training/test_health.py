@@ -9,14 +9,25 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint import manifest
 from configs.schema import Config
 from tests import distributed
 from tests.distributed import RankError
 from tests.training.helpers import Lines, make_config, read_metrics
 from tests.training.test_step import batches_of, build, small
-from training import events, manifest
 from training.callbacks import loss_scale
-from training.health import LEAST_STEPS, MOST_DAMAGES, MOST_IN_A_ROW, WINDOW, Health, Refusal, Skip, SkippedSamples, UnhealthyRun
+from training.resilience import events
+from training.resilience.health import (
+    LEAST_STEPS,
+    MOST_DAMAGES,
+    MOST_IN_A_ROW,
+    WINDOW,
+    Health,
+    Refusal,
+    Skip,
+    SkippedSamples,
+    UnhealthyRun,
+)
 
 SAMPLES = 8  # a step
 KEYS = ("step", "loss", "grad_norm")
@@ -26,8 +37,8 @@ TRACES = ["model.hidden_dropout=0.1", "moe.expert_bias=true", "moe.expert_bias_r
 
 
 def train_with_fault(config: Config, rank: int, first_samples: list[int], where: str, value: float) -> Lines:
-    """Train on the ranks of the pool; on one rank the output (or its gradient) of a module is spoilt for steps of certain samples, or
-    (`weight`) its first parameter after certain steps."""
+    """Train on the ranks of the pool; on one rank the output (or its gradient) of a module is spoilt for steps of
+    certain samples, or (`weight`) its first parameter after certain steps."""
     import torch.distributed as dist
 
     from training.run import Callback, Metrics, Run
@@ -40,7 +51,7 @@ def train_with_fault(config: Config, rank: int, first_samples: list[int], where:
         def on_start(self, run: Run) -> None:
             self.run = run
             if dist.get_rank() == rank and kind != "weight":
-                for chunk in run.model.bare_chunks:
+                for chunk in run.engine.bare_chunks:
                     modules = dict(chunk.named_modules())
                     if name in modules:
                         modules[name].register_forward_hook(self.spoil)
@@ -58,7 +69,7 @@ def train_with_fault(config: Config, rank: int, first_samples: list[int], where:
             taken.append(dict(metrics))
             if kind == "weight" and dist.get_rank() == rank and run.progress.step in first_samples:
                 first_samples.remove(run.progress.step)
-                parameter = run.model.bare_chunks[0].get_submodule(name).get_parameter("weight")
+                parameter = run.engine.bare_chunks[0].get_submodule(name).get_parameter("weight")
                 parameter.data.view(-1)[-1] = value
 
     trainer = Trainer(config)
@@ -68,9 +79,16 @@ def train_with_fault(config: Config, rank: int, first_samples: list[int], where:
 
 
 def run(
-    overrides: list[str], ranks: int, rank: int = 0, samples: Any = (), where: str = "decoder.layers.2.mlp", value: float = 1.0
+    overrides: list[str],
+    ranks: int,
+    rank: int = 0,
+    samples: Any = (),
+    where: str = "decoder.layers.2.mlp",
+    value: float = 1.0,
 ) -> Lines:
-    config = make_config(["training.steps=6", "optimizer.decay_steps=6", "training.micro_batch_size=2", *overrides], ranks)
+    config = make_config(
+        ["training.steps=6", "optimizer.decay_steps=6", "training.micro_batch_size=2", *overrides], ranks
+    )
     return distributed.run(train_with_fault, ranks, config, rank, list(samples), where, value, timeout=60)[0]
 
 
@@ -86,9 +104,30 @@ def picked(lines: Lines) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("ranks", "rank", "layout", "where", "value", "says"),
     [
-        (2, 1, ["experiment=gpt_tiny"], "decoder.layers.1.self_attention", INF, "first layer 2 of 4 (self_attention) on rank 1"),
-        (2, 1, ["experiment=gpt_tiny", "parallel.pipeline=2"], "decoder.layers.1.mlp", float("nan"), "first layer 4 of 4 (mlp) on rank 1"),
-        (2, 0, ["experiment=gpt_moe_tiny", "parallel.expert=2", *TRACES], "decoder.layers.0.mlp:gradient", INF, "in the backward pass"),
+        (
+            2,
+            1,
+            ["experiment=gpt_tiny"],
+            "decoder.layers.1.self_attention",
+            INF,
+            "first layer 2 of 4 (self_attention) on rank 1",
+        ),
+        (
+            2,
+            1,
+            ["experiment=gpt_tiny", "parallel.pipeline=2"],
+            "decoder.layers.1.mlp",
+            float("nan"),
+            "first layer 4 of 4 (mlp) on rank 1",
+        ),
+        (
+            2,
+            0,
+            ["experiment=gpt_moe_tiny", "parallel.expert=2", *TRACES],
+            "decoder.layers.0.mlp:gradient",
+            INF,
+            "in the backward pass",
+        ),
         (2, 1, ["experiment=bert_tiny", "parallel.tensor=2"], "encoder.layers.0.mlp", float("nan"), "first layer 1 of"),
     ],
 )
@@ -100,7 +139,10 @@ def test_nonfinite_is_named_and_skipped(
     assert [line["step"] for line in lines] == list(range(1, 7)) and read_metrics(tmp_path) == lines
     event = told(tmp_path, "nonfinite")
     assert says in event["text"] and event["lost_rank"] == rank and event["step"] == 4, event
-    assert (told(tmp_path, "batch_skipped")["first"], told(tmp_path, "batch_skipped")["end"]) == (3 * SAMPLES, 4 * SAMPLES)
+    assert (told(tmp_path, "batch_skipped")["first"], told(tmp_path, "batch_skipped")["end"]) == (
+        3 * SAMPLES,
+        4 * SAMPLES,
+    )
     # Without a fault but with the record the same steps are taken on the same samples: the optimizer was not touched.
     again = tmp_path / "again"
     again.mkdir()
@@ -109,7 +151,13 @@ def test_nonfinite_is_named_and_skipped(
 
 
 def test_rollback_takes_the_steps_again_without_the_batch(data: list[str], tmp_path: Path) -> None:
-    overrides = ["experiment=gpt_tiny", *data, "training.nonfinite=rollback", "checkpoint.interval=2", f"run_dir={tmp_path}/run"]
+    overrides = [
+        "experiment=gpt_tiny",
+        *data,
+        "training.nonfinite=rollback",
+        "checkpoint.interval=2",
+        f"run_dir={tmp_path}/run",
+    ]
     lines = run(overrides, 2, 1, [3 * SAMPLES], value=float("nan"))
     assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6]  # steps 3 again: back to the checkpoint of step 2
     assert picked(lines[2:3]) == picked(lines[3:4])
@@ -127,7 +175,13 @@ def test_rollback_takes_the_steps_again_without_the_batch(data: list[str], tmp_p
 
 def test_rollback_without_a_checkpoint_stops(data: list[str], tmp_path: Path) -> None:
     with pytest.raises(RankError, match="no checkpoint to go back to") as caught:
-        run(["experiment=gpt_tiny", *data, "training.nonfinite=rollback", f"run_dir={tmp_path}"], 1, 0, [8], value=float("nan"))
+        run(
+            ["experiment=gpt_tiny", *data, "training.nonfinite=rollback", f"run_dir={tmp_path}"],
+            1,
+            0,
+            [8],
+            value=float("nan"),
+        )
     assert isinstance(caught.value.__cause__, UnhealthyRun)
 
 
@@ -138,7 +192,9 @@ def test_stop_saves_the_last_good_step(data: list[str], tmp_path: Path) -> None:
     ) as caught:
         run(overrides, 2, 0, [3 * SAMPLES], value=float("nan"))
     assert isinstance(caught.value.__cause__, UnhealthyRun)
-    assert [line["step"] for line in run([*overrides, "training.nonfinite=skip"], 2, 0, [3 * SAMPLES], value=float("nan"))] == [4, 5, 6]
+    assert [
+        line["step"] for line in run([*overrides, "training.nonfinite=skip"], 2, 0, [3 * SAMPLES], value=float("nan"))
+    ] == [4, 5, 6]
 
 
 def test_refusals_that_never_end_blame_no_batch(data: list[str], tmp_path: Path) -> None:
@@ -156,7 +212,13 @@ WEIGHT = "decoder.layers.1.self_attention.linear_proj"
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_damaged_weights_blame_no_batch(data: list[str], tmp_path: Path, policy: str) -> None:
-    overrides = ["experiment=gpt_tiny", *data, f"training.nonfinite={policy}", "checkpoint.interval=2", f"run_dir={tmp_path}"]
+    overrides = [
+        "experiment=gpt_tiny",
+        *data,
+        f"training.nonfinite={policy}",
+        "checkpoint.interval=2",
+        f"run_dir={tmp_path}",
+    ]
     overrides.append("optimizer.distributed=false")  # no gather: the damage stays where it is
     fault = (2, 1, [3], f"{WEIGHT}:weight", float("nan"))
     if policy == "rollback":
@@ -164,17 +226,23 @@ def test_damaged_weights_blame_no_batch(data: list[str], tmp_path: Path, policy:
         assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6] and picked(lines[2:3]) == picked(lines[3:4])
         assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 7))
     else:
-        with pytest.raises(RankError, match="damaged, and were not saved. To go back .*training.nonfinite=rollback") as caught:
+        with pytest.raises(
+            RankError, match="damaged, and were not saved. To go back .*training.nonfinite=rollback"
+        ) as caught:
             run(overrides, *fault)
         assert isinstance(caught.value.__cause__, UnhealthyRun)
     event = told(tmp_path, "nonfinite")
-    assert "first layer 2 of 4 (self_attention.linear_proj.weight) on rank 1" in event["text"] and event["lost_rank"] == 1
+    assert (
+        "first layer 2 of 4 (self_attention.linear_proj.weight) on rank 1" in event["text"] and event["lost_rank"] == 1
+    )
     assert not (tmp_path / "skipped_samples.json").exists()
 
 
 def test_damage_that_comes_back_ends_the_run() -> None:
     health, damage = Health(make_config(["training.nonfinite=rollback"])), Refusal("nonfinite", "")
-    assert [health.policy(damage, damaged=True) for _ in range(MOST_DAMAGES + 1)] == ["rollback"] * MOST_DAMAGES + ["stop"]
+    assert [health.policy(damage, damaged=True) for _ in range(MOST_DAMAGES + 1)] == ["rollback"] * MOST_DAMAGES + [
+        "stop"
+    ]
     health.taken(1.0, 1)
     assert health.policy(damage, damaged=True) == "rollback"
     assert Health(make_config(["training.nonfinite=skip"])).policy(damage, damaged=True) == "stop"
@@ -182,10 +250,11 @@ def test_damage_that_comes_back_ends_the_run() -> None:
 
 def find_damage(config: Config) -> list[str]:
     from optim.state import named_state
-    from training import diagnosis
+    from training.resilience import diagnosis
+    from training.step import train_step
 
     model = build(config)
-    model.train_step(batches_of(config, 1), 1)
+    train_step(model, batches_of(config, 1), 1)
     found = [str(diagnosis.damage(model))]
     *_, (_, _, _, moment) = (part for part in named_state(model.optimizer, model.chunks) if part[2] == "exp_avg_sq")
     moment.view(-1)[0] = INF
@@ -204,13 +273,22 @@ def test_damage_of_the_optimizer_is_named(precision: str) -> None:
 
 
 def fp16(data: list[str], run_dir: Path, scale: float, steps: int) -> list[str]:
-    more = ["training.precision=fp16", f"training.initial_loss_scale={scale}", f"training.steps={steps}", "checkpoint=off"]
+    more = [
+        "training.precision=fp16",
+        f"training.initial_loss_scale={scale}",
+        f"training.steps={steps}",
+        "checkpoint=off",
+    ]
     return ["experiment=gpt_tiny", *data, *more, f"run_dir={run_dir}"]
 
 
 def test_fp16_overflow_is_no_fault(data: list[str], tmp_path: Path) -> None:
     lines = run(fp16(data, tmp_path, 2.0**22, 8), 1)
-    assert not lines[0]["updated"] and any(line["updated"] for line in lines) and [line["step"] for line in lines] == list(range(1, 9))
+    assert (
+        not lines[0]["updated"]
+        and any(line["updated"] for line in lines)
+        and [line["step"] for line in lines] == list(range(1, 9))
+    )
     said = [event for event in events.read(tmp_path) if event["kind"] == "no_update"]
     assert [event["step"] for event in said] == [line["step"] for line in lines if not line["updated"]]
     assert [event["in_all"] for event in said] == list(range(1, len(said) + 1))
@@ -242,7 +320,7 @@ def overflow_experts(config: Config) -> list[tuple[float, ...]]:
     import torch.distributed as dist
 
     from optim import update
-    from optim.build import members
+    from parallel.megatron.optimizer import members
 
     model = build(config)
     scales = []
@@ -305,11 +383,15 @@ def test_a_spike_is_skipped(data: list[str], tmp_path: Path) -> None:
     spoilt = LEAST_STEPS * SAMPLES
     lines = run(overrides, 2, 1, [spoilt], "output_layer", 40.0)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    assert told(tmp_path, "loss_spike")["step"] == LEAST_STEPS + 1 and told(tmp_path, "batch_skipped")["first"] == spoilt
+    assert (
+        told(tmp_path, "loss_spike")["step"] == LEAST_STEPS + 1 and told(tmp_path, "batch_skipped")["first"] == spoilt
+    )
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["kept", "of an earlier version"])
-def test_a_resumed_run_sees_the_same_spikes(data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], old: bool) -> None:
+def test_a_resumed_run_sees_the_same_spikes(
+    data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], old: bool
+) -> None:
     """Stopped where the window is filled in part, once more with a checkpoint that does not keep it."""
     steps = LEAST_STEPS + 3
     more = ["training.spike_factor=1.2", "model.hidden_dropout=0.1", f"optimizer.decay_steps={steps}"]
@@ -325,7 +407,9 @@ def test_a_resumed_run_sees_the_same_spikes(data: list[str], tmp_path: Path, cap
     assert picked(first + rest) == picked(whole) and len(whole) == steps
     skipped = [json.loads((tmp_path / name / "skipped_samples.json").read_text()) for name in ("whole", "again")]
     assert skipped[0] == skipped[1] and len(skipped[0]) == 1
-    said = [line for line in capfd.readouterr().out.splitlines() if "of an earlier version, which kept no losses" in line]
+    said = [
+        line for line in capfd.readouterr().out.splitlines() if "of an earlier version, which kept no losses" in line
+    ]
     assert len(said) == old and all("those of the last 6 steps are taken from" in line for line in said)
 
 
@@ -353,7 +437,8 @@ def test_health_reads_back_exactly() -> None:
         again.taken(5.0, step)
     again.policy(Refusal("nonfinite", ""))
     again.go_back(kept)
-    assert again.state() == {**kept, "furthest": 109, "refused_in_a_row": 1, "marked": []}  # else it would go back for ever
+    # else it would go back for ever
+    assert again.state() == {**kept, "furthest": 109, "refused_in_a_row": 1, "marked": []}
 
 
 @pytest.mark.parametrize(
@@ -367,6 +452,8 @@ def test_health_reads_back_exactly() -> None:
         ([(16, 24), (28, 30)], 20, 8, 30),
     ],
 )
-def test_position_follows_from_the_record(tmp_path: Path, skips: list[tuple[int, int]], position: int, count: int, expected: int) -> None:
+def test_position_follows_from_the_record(
+    tmp_path: Path, skips: list[tuple[int, int]], position: int, count: int, expected: int
+) -> None:
     record = SkippedSamples(tmp_path, [Skip(first, end, 1, "") for first, end in skips])
     assert record.next_position(position, count) == expected

@@ -1,4 +1,5 @@
-"""A model leaves its run: from a checkpoint of any layout to a folder that transformers loads, and back, with the same tokens."""
+"""A model leaves its run: from a checkpoint of any layout to a folder that transformers loads, and back, with the same
+tokens."""
 
 from __future__ import annotations
 
@@ -10,29 +11,48 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint import export
 from configs.architecture import description
+from inference.open_model import open_model
 from models import convert, folder
 from models.folder import config_from
 from tests import distributed
+from tests.checkpoint.test_export import texts, their_texts
+from tests.inference.test_generate import ours, theirs
 from tests.models.helpers import relative_error
 from tests.tolerances import ORACLE_LOGITS
 from tests.training.helpers import train_on_ranks
-from tests.training.test_export import texts, their_texts
-from tests.training.test_generate import ours, theirs
-from training import export
-from training.open_model import open_model
 
 VOCAB_SIZE = 391  # odd: padded differently in every layout
 NUM_TOKENS = 10
 PROMPTS = [[5, 7, 9, 11], [3, 200, 390], [17, 2, 3, 4, 5, 6, 7, 8, 9]]
 TEXT_PROMPTS = ["def f(x):\n", "</s> is"]  # with the tokens that follow within 32, GPT-2's positions
 
-COMMON = ["model=gpt_tiny", "model.num_layers=2", "model.sequence_length=32", "model.hidden_size=48", "model.init_std=0.2"]
+COMMON = [
+    "model=gpt_tiny",
+    "model.num_layers=2",
+    "model.sequence_length=32",
+    "model.hidden_size=48",
+    "model.init_std=0.2",
+]
 GROUPED = ["model.num_attention_heads=6", "model.num_query_groups=2", "model.ffn_hidden_size=72"]
 EXPERTS = ["moe.num_experts=4", "moe.top_k=2", "moe.ffn_hidden_size=40"]
 UNTIED, DENSE_FIRST = "model.tie_embeddings=false", "moe.layers=[0,1]"
-GPT2 = ["position_embedding=learned", "normalization=layernorm", "activation=gelu_tanh", "linear_bias=true", "ffn_hidden_size=100"]
-DEEPSEEK = ["attention=latent", "num_attention_heads=6", "head_dim=6", "kv_lora_rank=14", "rotary_head_dim=4", "value_head_dim=10"]
+GPT2 = [
+    "position_embedding=learned",
+    "normalization=layernorm",
+    "activation=gelu_tanh",
+    "linear_bias=true",
+    "ffn_hidden_size=100",
+]
+DEEPSEEK = [
+    "attention=latent",
+    "num_attention_heads=6",
+    "head_dim=6",
+    "kv_lora_rank=14",
+    "rotary_head_dim=4",
+    "value_head_dim=10",
+]
 RUNS: dict[str, tuple[str, int, list[str]]] = {
     "gpt2": ("gpt2", 2, [*(f"model.{key}" for key in GPT2), "parallel.tensor=2", "parallel.sequence=true"]),
     "llama": ("llama", 2, [*GROUPED, UNTIED, "parallel.pipeline=2"]),
@@ -40,7 +60,16 @@ RUNS: dict[str, tuple[str, int, list[str]]] = {
     "qwen3_moe": (
         "qwen3_moe",
         2,
-        [*GROUPED, *EXPERTS, DENSE_FIRST, UNTIED, "model.head_dim=10", "model.qk_norm=true", "parallel.tensor=2", "parallel.sequence=true"],
+        [
+            *GROUPED,
+            *EXPERTS,
+            DENSE_FIRST,
+            UNTIED,
+            "model.head_dim=10",
+            "model.qk_norm=true",
+            "parallel.tensor=2",
+            "parallel.sequence=true",
+        ],
     ),
     "olmoe": (
         "olmoe",
@@ -54,8 +83,19 @@ RUNS: dict[str, tuple[str, int, list[str]]] = {
         "deepseek_v3",
         2,
         [
-            *(*(f"model.{key}" for key in DEEPSEEK), "model.q_lora_rank=16", *EXPERTS, DENSE_FIRST, "moe.shared_expert_ffn_hidden_size=80"),
-            *("moe.router_score=sigmoid", "moe.expert_bias=true", "moe.routed_scaling_factor=1.5", "parallel.pipeline=2"),
+            *(
+                *(f"model.{key}" for key in DEEPSEEK),
+                "model.q_lora_rank=16",
+                *EXPERTS,
+                DENSE_FIRST,
+                "moe.shared_expert_ffn_hidden_size=80",
+            ),
+            *(
+                "moe.router_score=sigmoid",
+                "moe.expert_bias=true",
+                "moe.routed_scaling_factor=1.5",
+                "parallel.pipeline=2",
+            ),
         ],
     ),
 }
@@ -71,7 +111,14 @@ def test_a_run_in_any_layout_leaves_for_transformers(name: str, data: list[str],
     import transformers
 
     model_type, ranks, overrides = RUNS[name]
-    settings = [*COMMON, *overrides, f"model.vocab_size={VOCAB_SIZE}", f"run_dir={tmp_path / 'run'}", "training.steps=2", *data]
+    settings = [
+        *COMMON,
+        *overrides,
+        f"model.vocab_size={VOCAB_SIZE}",
+        f"run_dir={tmp_path / 'run'}",
+        "training.steps=2",
+        *data,
+    ]
     train_on_ranks(settings, ranks)
     distributed.run(_export, 1, tmp_path / "run", tmp_path)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == model_type
@@ -133,11 +180,18 @@ def _convert_there_and_back(path: Path) -> dict[str, int]:
 
 
 def test_converting_keeps_little_in_memory(tmp_path: Path) -> None:
-    config = config_from({"model": {"num_layers": 24, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1001}})
+    config = config_from(
+        {"model": {"num_layers": 24, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1001}}
+    )
     (tmp_path / "ours").mkdir()
     folder.write_config(tmp_path / "ours", description(config, 1001))
     writer = folder.Writer(tmp_path / "ours", part_bytes=8_000_000)
-    shapes = {"linear_qkv": (3 * 512, 512), "linear_proj": (512, 512), "linear_fc1": (4096, 512), "linear_fc2": (512, 2048)}
+    shapes = {
+        "linear_qkv": (3 * 512, 512),
+        "linear_proj": (512, 512),
+        "linear_fc1": (4096, 512),
+        "linear_fc2": (512, 2048),
+    }
     total = 0
     for layer in range(24):
         prefix = f"decoder.layers.{layer}."

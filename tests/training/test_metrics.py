@@ -1,4 +1,5 @@
-"""What a step's line says beside the loss: the same numbers in every layout, and those that Megatron-core and the counts give."""
+"""What a step's line says beside the loss: the same numbers in every layout, and those that Megatron-core and the
+counts give."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from optim.grad_norms import part_of
 from tests import distributed
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import Lines, make_config, read_metrics, train, train_on_ranks
-from training.callbacks.step_times import WINDOW, StepTimes, nearest_rank
-from training.metrics import expert_counts, scalars, texts
+from training.callbacks.logging.step_times import WINDOW, StepTimes, nearest_rank
+from training.report.metrics import expert_counts, scalars, texts
 
 SIZES = [
     "experiment=gpt_moe_tiny",
@@ -98,12 +99,24 @@ def test_numbers_do_not_depend_on_the_layout(data: list[str], single: Lines, lay
 
 
 def test_plans_of_the_planner_beside_what_was_measured(data: list[str], tmp_path: Path) -> None:
-    overrides = [*SIZES, *data, "parallel.pipeline=2", "moe.pipeline_degree=auto", "training.steps=8", f"run_dir={tmp_path}"]
+    overrides = [
+        *SIZES,
+        *data,
+        "parallel.pipeline=2",
+        "moe.pipeline_degree=auto",
+        "training.steps=8",
+        f"run_dir={tmp_path}",
+    ]
     lines = train_on_ranks(overrides, 2)
-    written = [json.loads(line) for name in ("plans", "plans_stage1") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    written = [
+        json.loads(line)
+        for name in ("plans", "plans_stage1")
+        for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
+    ]
     last = lines[-1]["moe_layers"]
     for i, layer in enumerate(last["layer"]):
-        of_layer = [line for line in written if line.get("layer") == layer and line["step"] < 8]  # what the last step ran with
+        # what the last step ran with
+        of_layer = [line for line in written if line.get("layer") == layer and line["step"] < 8]
         in_force = [line for line in of_layer if "load" in line][-1]
         measured = [line["measured"] for line in of_layer if "measured" in line and line["step"] > in_force["step"]]
         assert last["degree"][i] == in_force["plan"]["degree"]
@@ -112,7 +125,9 @@ def test_plans_of_the_planner_beside_what_was_measured(data: list[str], tmp_path
 
 
 def test_evaluation_leaves_no_trace_in_the_next_step(data: list[str], tmp_path: Path, single: Lines) -> None:
-    lines = train_on_ranks([*SIZES, *data, "training.eval_interval=1", "training.eval_batches=2", f"run_dir={tmp_path}"])
+    lines = train_on_ranks(
+        [*SIZES, *data, "training.eval_interval=1", "training.eval_batches=2", f"run_dir={tmp_path}"]
+    )
     for line, expected in zip(lines, single, strict=True):
         assert line["validation_loss"] > 0
         assert line["tokens_per_expert"] == expected["tokens_per_expert"]
@@ -174,7 +189,12 @@ def test_loggers_get_every_number_of_the_line() -> None:
         "updated": True,
         "memory": {"host": 7, "device_peak_by_rank": [5, 6]},
         "tokens_per_expert": {"mean": 2.0, "max_over_mean": [1.5, 1.0], "counts": [[3, 1], [2, 2]]},
-        "moe_layers": {"layer": [1, 3], "router_entropy": [0.5, 0.25], "memory_strategy": ["keep", "offload"], "predicted": [None, 2.0]},
+        "moe_layers": {
+            "layer": [1, 3],
+            "router_entropy": [0.5, 0.25],
+            "memory_strategy": ["keep", "offload"],
+            "predicted": [None, 2.0],
+        },
     }
     assert scalars(line) == {
         "loss": 1.5,

@@ -21,7 +21,9 @@ RECORDED = json.loads((OLD_RUNS / "losses.json").read_text())
 
 def cpu_name() -> str:
     """Which CPU this is, as losses.json names the one that the losses were recorded on."""
-    pairs = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines() if ":" in line]
+    pairs = [
+        line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines() if ":" in line
+    ]
     facts = {key.strip(): value.strip() for key, value in pairs}
     return f"{facts.get('vendor_id')} family {facts.get('cpu family')} model {facts.get('model')}"
 

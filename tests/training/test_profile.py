@@ -24,7 +24,17 @@ SIZES = [
     "training.steps=4",
     "checkpoint.interval=3",
 ]
-EVERYWHERE = {"data", "forward", "backward", "attention", "attention backward", "dispatch", "experts", "experts backward", "combine"}
+EVERYWHERE = {
+    "data",
+    "forward",
+    "backward",
+    "attention",
+    "attention backward",
+    "dispatch",
+    "experts",
+    "experts backward",
+    "combine",
+}
 EVERYWHERE |= {"gradient reduction", "optimizer"}
 
 
@@ -48,8 +58,10 @@ def train_and_look(config: Config) -> tuple[list[str], list[bool]]:
         def after_step(self, run: Run, metrics: Metrics) -> None:
             recording.append(trace._recording)
             if metrics["step"] == config.training.steps:
-                modules = [module for chunk in run.model.bare_chunks for module in chunk.modules()]
-                left.extend("forward" for module in modules if isinstance(module, Attention) and "forward" in vars(module))
+                modules = [module for chunk in run.engine.bare_chunks for module in chunk.modules()]
+                left.extend(
+                    "forward" for module in modules if isinstance(module, Attention) and "forward" in vars(module)
+                )
                 left.extend(name for name in ("next_step",) if name in vars(run.loader))
 
     trainer = Trainer(config)
@@ -59,7 +71,12 @@ def train_and_look(config: Config) -> tuple[list[str], list[bool]]:
 
 
 def test_chosen_steps_on_chosen_ranks(data: list[str], tmp_path: Path) -> None:
-    layout = ["parallel.pipeline=2", "parallel.expert=2", "training.profile.steps=[2,3]", "training.profile.ranks=[0,3]"]
+    layout = [
+        "parallel.pipeline=2",
+        "parallel.expert=2",
+        "training.profile.steps=[2,3]",
+        "training.profile.ranks=[0,3]",
+    ]
     answers = distributed.run(train_and_look, 4, make_config([*SIZES, *data, *layout, f"run_dir={tmp_path}"], 4))
     written = sorted(path.name for path in (tmp_path / "traces").iterdir())
     assert written == [f"step_000000{step}_rank_0000{rank}.json.gz" for step in (2, 3) for rank in (0, 3)]
@@ -68,14 +85,21 @@ def test_chosen_steps_on_chosen_ranks(data: list[str], tmp_path: Path) -> None:
         assert EVERYWHERE | {"dispatch wait", "pipeline exchange", "experts weight gradients"} <= names, name
         assert ("checkpoint" in names) == ("0003_" in name), name
     # Recorded after step n means that step n + 1 is traced.
-    assert [recording for _, recording in answers] == [[True, True, False, False], [False] * 4, [False] * 4, [True, True, False, False]]
+    assert [recording for _, recording in answers] == [
+        [True, True, False, False],
+        [False] * 4,
+        [False] * 4,
+        [True, True, False, False],
+    ]
     assert all(left == [] for left, _ in answers)
 
 
 def test_tracing_changes_no_number(data: list[str], tmp_path: Path) -> None:
     plain = train_on_ranks([*SIZES, *data, f"run_dir={tmp_path / 'plain'}"])
     traced = train_on_ranks([*SIZES, *data, f"run_dir={tmp_path / 'traced'}", "training.profile.steps=[1,3]"])
-    assert [(line["loss"], line["grad_norm"]) for line in traced] == [(line["loss"], line["grad_norm"]) for line in plain]
+    assert [(line["loss"], line["grad_norm"]) for line in traced] == [
+        (line["loss"], line["grad_norm"]) for line in plain
+    ]
     assert len(read_metrics(tmp_path / "traced")) == 4
     assert EVERYWHERE <= names_in(tmp_path / "traced" / "traces" / "step_0000001_rank_00000.json.gz")
     assert not (tmp_path / "plain" / "traces").exists()

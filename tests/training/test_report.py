@@ -1,4 +1,5 @@
-"""The report of a run: its numbers are the run's, missing parts are said, nothing is loaded, and a browser draws it without complaint."""
+"""The report of a run: its numbers are the run's, missing parts are said, nothing is loaded, and a browser draws it
+without complaint."""
 
 from __future__ import annotations
 
@@ -18,10 +19,14 @@ import torch
 from benchmarks.browser import Browser, chromium
 from benchmarks.observability_cost import made_up_run
 from tests.training.helpers import read_metrics
-from training import environment, events
-from training.metrics import scalars
-from training.report import page, sources, timeline
+from training.report import environment, page, sources, timeline
 from training.report.__main__ import main
+from training.report.metrics import scalars
+from training.report.page import markup
+from training.report.page.curves import MAX_STEPS, thin
+from training.report.page.facts import _duration
+from training.report.page.layers import MAX_CELLS
+from training.resilience import events
 
 SECTIONS = {"loss", "speed", "experts", "plans", "timeline", "memory", "events", "run"}
 
@@ -42,7 +47,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         named = dict(attributes)
         self.loads += [
-            str(named[name]) for name in ("src", "href", "srcset", "action", "data") if not str(named.get(name, "#")).startswith("#")
+            str(named[name])
+            for name in ("src", "href", "srcset", "action", "data")
+            if not str(named.get(name, "#")).startswith("#")
         ]
         if tag == "section":
             self._section = str(named["id"])
@@ -79,14 +86,26 @@ def test_every_section_has_its_numbers(run_dir: Path) -> None:
     assert set(found.text) == SECTIONS and found.data["missing"] == {}
     assert found.data["steps"] == [line["step"] for line in lines]
     curves = found.data["curves"]
-    keys = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "data_wait_seconds", "mfu", "aux_loss", "z_loss")
+    keys = (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens_per_second",
+        "step_seconds",
+        "data_wait_seconds",
+        "mfu",
+        "aux_loss",
+        "z_loss",
+    )
     assert set(keys) <= set(curves)
     for key, curve in curves.items():
         if not key.startswith("moe_"):
             assert curve == [scalars(line).get(key) for line in lines], key
     assert {f"grad_norm_by_part/{part}" for part in lines[0]["grad_norm_by_part"]} <= set(curves)
     assert {"validation_loss", "memory/host", "memory/disk", "step_seconds_percentiles/p99"} <= set(curves)
-    drawn = {series["key"] for charts in found.data["charts"].values() for chart in charts for series in chart["series"]}
+    drawn = {
+        series["key"] for charts in found.data["charts"].values() for chart in charts for series in chart["series"]
+    }
     assert set(keys) <= drawn
 
 
@@ -106,7 +125,7 @@ def test_many_layers_and_experts_are_averaged_over_steps(tmp_path: Path) -> None
     made_up_run(tmp_path / "run", steps=50, layers=40, experts=128, ranks=1, spans=0)
     found, lines = make(tmp_path / "run").data, read_metrics(tmp_path / "run")
     windows, percent = found["experts"]["windows"], found["experts"]["percent"]
-    assert sum(len(layer) for window in percent for layer in window) <= page.MAX_CELLS and len(windows) < 50
+    assert sum(len(layer) for window in percent for layer in window) <= MAX_CELLS and len(windows) < 50
     # Together they are all steps, each once.
     assert [step for first, last in windows for step in range(first, last + 1)] == list(range(1, 51))
     (first, last), layer, expert = windows[1], 7, 100
@@ -116,11 +135,14 @@ def test_many_layers_and_experts_are_averaged_over_steps(tmp_path: Path) -> None
 
 
 def test_long_runs_keep_their_spikes() -> None:
-    lines = [{"step": step, "loss": 3.0 + (step == 4321) * 7, "step_seconds": 0.1 + (step == 777)} for step in range(1, 20_001)]
-    kept = page.thin(lines)
-    assert len(kept) <= page.MAX_STEPS and {1, 777, 4321, 20_000} <= {line["step"] for line in kept}
+    lines = [
+        {"step": step, "loss": 3.0 + (step == 4321) * 7, "step_seconds": 0.1 + (step == 777)}
+        for step in range(1, 20_001)
+    ]
+    kept = thin(lines)
+    assert len(kept) <= MAX_STEPS and {1, 777, 4321, 20_000} <= {line["step"] for line in kept}
     assert [line["step"] for line in kept] == sorted(line["step"] for line in kept)
-    assert page.thin(lines[:2000]) == lines[:2000]
+    assert thin(lines[:2000]) == lines[:2000]
 
 
 def test_timeline_shows_every_rank(run_dir: Path) -> None:
@@ -128,7 +150,14 @@ def test_timeline_shows_every_rank(run_dir: Path) -> None:
     assert step["step"] == 30 and step["ranks"] == [0, 1, 2, 3] and step["left_out"] == 0
     lanes = {(span[0], timeline.NAMES[span[1]]) for span in step["spans"]}
     for rank in range(4):
-        expected = [(0, "forward"), (0, "pipeline exchange"), (0, "optimizer"), (1, "experts"), (1, "dispatch"), (2, "message")]
+        expected = [
+            (0, "forward"),
+            (0, "pipeline exchange"),
+            (0, "optimizer"),
+            (1, "experts"),
+            (1, "dispatch"),
+            (2, "message"),
+        ]
         assert {(3 * rank + lane, name) for lane, name in expected} <= lanes
     for summary in step["summary"]:
         assert 0 < summary["waiting"] < summary["working"] < step["microseconds"]
@@ -182,7 +211,11 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("name: nothing yet\nmoe: {num_experts: null}\n")
     empty = make(tmp_path)
     assert set(empty.data["missing"]) == SECTIONS - {"run"} and "No environment.json" in empty.text["run"]
-    assert "No steps yet" in empty.text["loss"] and "dense" in empty.text["experts"] and "No traces" in empty.text["timeline"]
+    assert (
+        "No steps yet" in empty.text["loss"]
+        and "dense" in empty.text["experts"]
+        and "No traces" in empty.text["timeline"]
+    )
     made_up_run(tmp_path / "dense", steps=5, layers=0, experts=8, ranks=1, spans=0)
     for name in ("plan.json", "events.jsonl"):
         (tmp_path / "dense" / name).unlink()
@@ -194,21 +227,39 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 def test_panels_without_numbers_are_left_out(run_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     made_up_run(folder, steps=3, layers=0, experts=8, ranks=1, spans=0)
-    lines = [{k: v for k, v in line.items() if k not in ("mfu", "memory", "grad_norm")} for line in read_metrics(folder)]
-    lines = [line | {"grad_norm_by_part": {}, "memory": {"host": 5, "disk": 0, "device": 7, "device_peak": 9}} for line in lines]
+    lines = [
+        {k: v for k, v in line.items() if k not in ("mfu", "memory", "grad_norm")} for line in read_metrics(folder)
+    ]
+    lines = [
+        line | {"grad_norm_by_part": {}, "memory": {"host": 5, "disk": 0, "device": 7, "device_peak": 9}}
+        for line in lines
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "events.jsonl").write_text(json.dumps({"time": 1.7e9, "kind": "note", "text": "without a step"}))
     found = make(folder)
     assert found.charts == {"loss-0", "loss-2", "speed-0", "speed-1", "speed-2", "memory-0", "memory-ranks"}
-    assert "No gradient norm in metrics.jsonl. No auxiliary losses" in found.text["loss"] and "No MFU" in found.text["speed"]
-    assert [series["name"] for series in found.data["memory"]["chart"]["series"]] == ["device, peak", "device, in use", "host"]
+    assert (
+        "No gradient norm in metrics.jsonl. No auxiliary losses" in found.text["loss"]
+        and "No MFU" in found.text["speed"]
+    )
+    assert [series["name"] for series in found.data["memory"]["chart"]["series"]] == [
+        "device, peak",
+        "device, in use",
+        "host",
+    ]
     assert "dropped_share" not in {picture["key"] for picture in make(run_dir).data["layers"]["pictures"]}
     assert "No tokens were dropped" in make(run_dir).text["experts"]
 
 
 def test_numbers_of_a_table_are_aligned() -> None:
-    text = page._table(["Step", "Kind", "Nothing", "Size"], [[1, "a<b", None, 2.0], [20_000, "c", None, None], [None, "d", None, 1234]])
-    assert re.findall(r"<th( class=.number.)?>(.*?)</th>", text) == [(' class="number"', "Step"), ("", "Kind"), (' class="number"', "Size")]
+    text = markup._table(
+        ["Step", "Kind", "Nothing", "Size"], [[1, "a<b", None, 2.0], [20_000, "c", None, None], [None, "d", None, 1234]]
+    )
+    assert re.findall(r"<th( class=.number.)?>(.*?)</th>", text) == [
+        (' class="number"', "Step"),
+        ("", "Kind"),
+        (' class="number"', "Size"),
+    ]
     cells = re.findall(r"<td( class=.number.)?>(.*?)</td>", text)
     assert [text for _, text in cells] == ["1", "a&lt;b", "2.000", "20,000", "c", "-", "-", "d", "1,234.000"]
     assert [bool(number) for number, _ in cells] == [True, False, True] * 3
@@ -217,26 +268,44 @@ def test_numbers_of_a_table_are_aligned() -> None:
 def test_what_it_ran_on_is_there(run_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run_dir, folder)
-    host = {"host": "node-a", "processor": "Some CPU", "cores": 64, "memory_bytes": 2 * 2**40, "ranks": 2, "devices": {"NVIDIA H200": 2}}
+    host = {
+        "host": "node-a",
+        "processor": "Some CPU",
+        "cores": 64,
+        "memory_bytes": 2 * 2**40,
+        "ranks": 2,
+        "devices": {"NVIDIA H200": 2},
+    }
     other = host | {"host": "node-b", "devices": {"NVIDIA H200": 1, "NVIDIA A100": 1}}
     about = {"versions": {"mixtrain": "9.8.7", "torch": "2.13.0"}, "ranks": 4, "hosts": [host, other]}
     (folder / "environment.json").write_text(json.dumps(about))
     (folder / "run.json").write_text(json.dumps({"id": "7f3a0011", "heartbeat": 1000.0}))
     (folder / "status.json").write_text(json.dumps({"state": "finished", "time": 7900.0}))
     kinds = [(1000, "run_started"), (1100, "checkpoint_saved"), (4000, "run_goes_on"), (4200, "resumed")]
-    (folder / "events.jsonl").write_text("\n".join(json.dumps({"time": when, "kind": kind, "text": ""}) for when, kind in kinds))
+    (folder / "events.jsonl").write_text(
+        "\n".join(json.dumps({"time": when, "kind": kind, "text": ""}) for when, kind in kinds)
+    )
     found = make(folder)
     facts = dict(found.data["facts"])
     assert facts["Wall time"] == "1 h 06 min in 2 starts"  # 100 and 3,900 s: nobody worked in between
-    assert facts["Time in steps"] == page._duration(sum(line["step_seconds"] for line in read_metrics(folder)))
+    assert facts["Time in steps"] == _duration(sum(line["step_seconds"] for line in read_metrics(folder)))
     assert facts["Hardware"] == "3 ranks on NVIDIA H200, 1 rank on NVIDIA A100, 2 hosts"
-    for text in ("7f3a0011", "9.8.7", "2.13.0", "Host node-b", "1 rank on NVIDIA A100; 64 cores of Some CPU; 2048 GiB", '"num_layers": 3'):
+    for text in (
+        "7f3a0011",
+        "9.8.7",
+        "2.13.0",
+        "Host node-b",
+        "1 rank on NVIDIA A100; 64 cores of Some CPU; 2048 GiB",
+        '"num_layers": 3',
+    ):
         assert text in found.text["run"], text
     for name in ("environment.json", "run.json", "status.json"):
         (folder / name).write_text("[1, 2")
     (folder / "events.jsonl").unlink()
     old = make(folder)
-    assert "Wall time" not in dict(old.data["facts"]) and "environment.json cannot be read" in " ".join(old.data["notes"])
+    assert "Wall time" not in dict(old.data["facts"]) and "environment.json cannot be read" in " ".join(
+        old.data["notes"]
+    )
 
 
 def test_the_environment_is_written_down(tmp_path: Path) -> None:
@@ -249,7 +318,7 @@ def test_the_environment_is_written_down(tmp_path: Path) -> None:
 
 
 def test_durations() -> None:
-    assert [page._duration(s) for s in (0.04, 59.94, 60, 3599, 3600, 360_000)] == [
+    assert [_duration(s) for s in (0.04, 59.94, 60, 3599, 3600, 360_000)] == [
         *("0.0 s", "59.9 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "100 h 00 min")
     ]
 
@@ -265,7 +334,11 @@ def test_broken_files_are_noted_and_left_out(run_dir: Path, tmp_path: Path) -> N
     found = make(copy)
     assert found.data["steps"][-1] == 61 and found.data["curves"]["loss"][-1] is None
     notes = " ".join(found.data["notes"])
-    assert "metrics.jsonl: 1 of 62 lines" in notes and "plan.json cannot be read" in notes and f"{trace.name} cannot be read" in notes
+    assert (
+        "metrics.jsonl: 1 of 62 lines" in notes
+        and "plan.json cannot be read" in notes
+        and f"{trace.name} cannot be read" in notes
+    )
 
 
 def test_wrong_folders_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,7 +376,8 @@ def test_a_browser_draws_it(run_dir: Path, tmp_path: Path) -> None:
                 # Every place for a chart has a canvas on which something was painted.
                 painted = """[...document.querySelectorAll(".chart")].filter(place => {
                     const canvas = place.querySelector("canvas");
-                    return canvas && canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(byte => byte > 0);
+                    const image = canvas && canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+                    return image && image.data.some(byte => byte > 0);
                 }).map(place => place.id)"""
                 assert set(browser.run(painted)) == charts
                 # Axes have names, and steps, ranks, layers and experts are whole numbers.
@@ -318,7 +392,10 @@ def test_a_browser_draws_it(run_dir: Path, tmp_path: Path) -> None:
                 }).filter(text => !/^[0-9,]*$/.test(text))"""
                 assert browser.run(ticks) == []
         assert len(seen) == 2
-        choose = "const choice = document.getElementById('expert-layer'); choice.value = '2'; choice.dispatchEvent(new Event('change'));"
+        choose = (
+            "const choice = document.getElementById('expert-layer'); choice.value = '2'; choice.dispatchEvent(new "
+            "Event('change'));"
+        )
         label = "echarts.getInstanceByDom(document.getElementById('experts-chart')).getOption().series[0].data[3][2]"
         percent = Page(path.read_text(encoding="utf-8")).data["experts"]["percent"]
         browser.open(path)

@@ -1,4 +1,5 @@
-"""A run that was stopped and resumed is the run that was not: bit for bit in its layout, within rounding in another one."""
+"""A run that was stopped and resumed is the run that was not: bit for bit in its layout, within rounding in another
+one."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint import manifest
 from configs.schema import ConfigError
 from tests.distributed import RankError
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, read_metrics, train_on_ranks
-from training import manifest
 
 STEPS, STOP = 5, 3
 # The schedule is that of the whole run, also in the part that stops early.
@@ -28,7 +29,10 @@ SAME_LAYOUT = {
     "one process, bf16, plain optimizer": (1, ["experiment=bert_moe_tiny", "training.precision=bf16", PLAIN]),
     "EP2, bf16": (2, ["experiment=gpt_moe_tiny", "training.precision=bf16", "parallel.expert=2"]),
     "TP2+SP, fp32, plain optimizer": (2, ["experiment=gpt_moe_tiny", PLAIN, *TP2]),
-    "PP2xVPP2, bf16": (2, ["experiment=bert_tiny", "training.precision=bf16", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
+    "PP2xVPP2, bf16": (
+        2,
+        ["experiment=bert_tiny", "training.precision=bf16", "parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+    ),
     "DP2xTP2, fp32": (4, ["experiment=gpt_tiny", "parallel.tensor=2"]),
 }
 OTHER_LAYOUT = {
@@ -38,8 +42,20 @@ OTHER_LAYOUT = {
     "1 to EP2xTP2": ("gpt_moe_tiny", 1, [], 4, TP2_EP2),
     "plain to distributed": ("gpt_moe_tiny", 2, [PLAIN, "parallel.expert=2"], 2, []),
     "distributed to plain": ("bert_moe_tiny", 2, ["parallel.expert=2"], 2, [PLAIN]),
-    "ETP1 to ETP2": ("gpt_moe_tiny", 4, [*TP2_EP2, "parallel.expert_tensor=1"], 4, [*TP2_EP2, "parallel.expert_tensor=2"]),
-    "PP2xVPP2 to PP2": ("gpt_moe_tiny", 2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"], 2, ["parallel.pipeline=2"]),
+    "ETP1 to ETP2": (
+        "gpt_moe_tiny",
+        4,
+        [*TP2_EP2, "parallel.expert_tensor=1"],
+        4,
+        [*TP2_EP2, "parallel.expert_tensor=2"],
+    ),
+    "PP2xVPP2 to PP2": (
+        "gpt_moe_tiny",
+        2,
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+        2,
+        ["parallel.pipeline=2"],
+    ),
 }
 
 
@@ -65,7 +81,10 @@ def test_same_layout_bit_for_bit(data: list[str], tmp_path: Path, case: str) -> 
 def undisturbed(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lines]:
     """The one-process run of each model."""
     models = sorted({case[0] for case in OTHER_LAYOUT.values()})
-    return {model: run([f"experiment={model}", *data, "checkpoint=off"], 1, tmp_path_factory.mktemp(model)) for model in models}
+    return {
+        model: run([f"experiment={model}", *data, "checkpoint=off"], 1, tmp_path_factory.mktemp(model))
+        for model in models
+    }
 
 
 @pytest.mark.parametrize("case", OTHER_LAYOUT)
@@ -133,7 +152,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damaged_checkpoint(finished: tuple[list[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: object) -> None:
+def test_damaged_checkpoint(
+    finished: tuple[list[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: object
+) -> None:
     overrides, folder = finished
     shutil.copytree(folder, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step_0000004"

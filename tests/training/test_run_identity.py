@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint import manifest, record
+from checkpoint.state_file import read_state
 from configs.schema import Config, ConfigError
 from data.tokenizer import train_tokenizer
 from tests.distributed import RankError
 from tests.training.helpers import Lines, read_metrics, train_on_ranks
-from training import manifest, record, status
 from training.callbacks.guard import Guard
-from training.state_file import read_state
+from training.resilience import status
 
 WORDS = "loss step token layer rank expert train batch river stone paper light north south".split()
 
@@ -33,18 +34,28 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def start(tmp_path: Path, corpus: Path, steps: int, *more: str, ranks: int = 1, folder: str = "run") -> Lines:
-    sizes = ["experiment=gpt_tiny", "model.num_layers=2", "data.vocab_size=340", "training.global_batch_size=4", "optimizer.decay_steps=50"]
+    sizes = [
+        "experiment=gpt_tiny",
+        "model.num_layers=2",
+        "data.vocab_size=340",
+        "training.global_batch_size=4",
+        "optimizer.decay_steps=50",
+    ]
     paths = [f"data.corpus={corpus}", f"data.cache_dir={tmp_path}/cache", f"run_dir={tmp_path / folder}"]
     return train_on_ranks([*sizes, *paths, f"training.steps={steps}", "checkpoint.interval=2", *more], ranks)
 
 
 def refusal(tmp_path: Path, corpus: Path, *more: str, folder: str = "run") -> str:
     """What a start is refused with; nothing of what was there has changed."""
-    before = {path: path.read_bytes() for path in (tmp_path / folder).rglob("*") if path.is_file() and path.name != "job.lock"}
+    before = {
+        path: path.read_bytes() for path in (tmp_path / folder).rglob("*") if path.is_file() and path.name != "job.lock"
+    }
     with pytest.raises(RankError) as caught:
         start(tmp_path, corpus, 6, *more, folder=folder)
     assert isinstance(caught.value.__cause__, ConfigError), caught.value
-    after = {path: path.read_bytes() for path in (tmp_path / folder).rglob("*") if path.is_file() and path.name != "job.lock"}
+    after = {
+        path: path.read_bytes() for path in (tmp_path / folder).rglob("*") if path.is_file() and path.name != "job.lock"
+    }
     assert before == after
     return str(caught.value.__cause__)
 
@@ -87,7 +98,9 @@ def test_a_touched_corpus_is_the_same_and_another_tokenizer_is_not(tmp_path: Pat
     assert [line["step"] for line in start(tmp_path, moved, 6)] == [5, 6]
 
 
-def test_the_same_command_goes_on_however_the_run_began(tmp_path: Path, corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_goes_on_however_the_run_began(
+    tmp_path: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     first = start(tmp_path, corpus, 2, "checkpoint.resume=never")
     own = record.read(tmp_path / "run")
     rest = start(tmp_path, corpus, 4, "checkpoint.resume=never")
@@ -103,9 +116,9 @@ def test_the_same_command_goes_on_however_the_run_began(tmp_path: Path, corpus: 
     assert f"run {other.id} goes on at step 4 (started from {origin})" in capfd.readouterr().out
     assert [line["step"] for line in read_metrics(tmp_path / "branch")] == [3, 4, 5, 6]
     for folder, way in (("run", by_path), ("branch", "checkpoint.resume=never")):
-        assert "hoose another run_dir, or checkpoint.resume=auto" in refusal(tmp_path, corpus, way, folder=folder).replace(
-            "Choose", "choose"
-        )
+        assert "hoose another run_dir, or checkpoint.resume=auto" in refusal(
+            tmp_path, corpus, way, folder=folder
+        ).replace("Choose", "choose")
     newest = manifest.list_checkpoints(tmp_path / "branch")
     assert {read_state(folder)["run"] for folder in newest} == {other.id}
 
@@ -138,11 +151,18 @@ def test_a_refused_start_leaves_the_status(tmp_path: Path, corpus: Path) -> None
     config.run_dir = str(tmp_path / "run")
     guard, before = Guard(config), status.read(tmp_path / "run")
     guard.on_error(ConfigError("data.corpus: another one"))
-    assert before["state"] == "finished" and status.read(tmp_path / "run") == before and not events(tmp_path / "run", "rank_lost")
+    assert (
+        before["state"] == "finished"
+        and status.read(tmp_path / "run") == before
+        and not events(tmp_path / "run", "rank_lost")
+    )
 
 
-def test_status_names_the_process(tmp_path: Path, corpus: Path) -> None:
+def test_status_names_the_process(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start(tmp_path, corpus, 2)
     content = status.read(tmp_path / "run")
     held = record.read(tmp_path / "run")
     assert content["state"] == "finished" and held is not None and held.saved == 2 and held.pid > 0
+    capsys.readouterr()
+    assert status.main([str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.startswith("finished after step 2: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -10,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core import parallel_state
 
-from models.decoder import Cache, Decoder
+from inference.decoder import Cache, Decoder
 from tests import distributed
 from tests.tolerances import ORACLE_LOGITS
 from tests.training.helpers import make_config
@@ -29,10 +29,19 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("model", ["gpt_moe_tiny", "bert_tiny"])
 def test_a_preset_runs_to_its_end(model: str, data: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "train.py", f"model={model}", f"run_dir={tmp_path}", "training.steps=2", "training.eval_batches=1"]
+    command = [
+        sys.executable,
+        "train.py",
+        f"model={model}",
+        f"run_dir={tmp_path}",
+        "training.steps=2",
+        "training.eval_batches=1",
+    ]
     quiet = ["logging.wandb=off", "sample.num_tokens=4", *data]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *quiet], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [*command, *quiet], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert ("greedy continuation" in done.stdout) == model.startswith("gpt")
     assert re.search(r"validation loss [\d.]+ nats, [\d.]+ (below|above) the unigram entropy", done.stdout)
@@ -40,16 +49,20 @@ def test_a_preset_runs_to_its_end(model: str, data: list[str], tmp_path: Path) -
 
 def _compare_with_training(run: Run) -> None:
     """The decoder's probabilities against those of the training model's own forward pass, in this layout."""
-    tokens = torch.randint(0, run.vocab_size, (2, run.config.model.sequence_length), generator=torch.Generator().manual_seed(0))
-    logits = run.model.forward({"tokens": tokens})
-    with torch.inference_mode(), run.model.frozen_weights():
-        decoder = Decoder(run.model.bare_chunks, run.config, run.vocab_size)
+    from training import step
+
+    tokens = torch.randint(
+        0, run.vocab_size, (2, run.config.model.sequence_length), generator=torch.Generator().manual_seed(0)
+    )
+    logits = step.logits(run.engine, {"tokens": tokens})
+    with torch.inference_mode(), run.engine.frozen_weights():
+        decoder = Decoder(run.engine.bare_chunks, run.config, run.topology, run.vocab_size)
         log_probs, greedy = decoder.score(tokens)
         cache = Cache(len(tokens[0]))
         last = decoder.prefill(tokens[:, :-1], [tokens.size(1) - 1] * 2, cache)
     if logits is not None:
-        parts = [torch.empty_like(logits) for _ in range(run.topology.tensor_size)]
-        torch.distributed.all_gather(parts, logits, group=parallel_state.get_tensor_model_parallel_group())
+        parts = [torch.empty_like(logits) for _ in range(run.topology.tensor.size)]
+        torch.distributed.all_gather(parts, logits, group=run.topology.tensor.group)
         full = torch.cat(parts, dim=2)[..., : run.vocab_size]
         expected = full[:, :-1].log_softmax(dim=2).gather(2, tokens[:, 1:, None]).squeeze(2)
         assert (log_probs - expected).abs().max() < ORACLE_LOGITS
@@ -58,16 +71,17 @@ def _compare_with_training(run: Run) -> None:
 
 
 def _continuation(overrides: list[str], ranks: int) -> str:
-    from training.generation import continue_text
-    from training.trainer import Trainer
+    from training.callbacks.samples import continue_text
+    from training.starting.build import build
 
-    run = Trainer(make_config(overrides, ranks))._build()
-    try:
+    with contextlib.ExitStack() as built:
+        run = build(make_config(overrides, ranks), [], built)
         _compare_with_training(run)
-        return continue_text(run, "def run(self", 12, temperature=0.0) + "|" + continue_text(run, "", 6, temperature=1.0, top_p=0.9)
-    finally:
-        run.loader.close()
-        run.model.close()
+        return (
+            continue_text(run, "def run(self", 12, temperature=0.0)
+            + "|"
+            + continue_text(run, "", 6, temperature=1.0, top_p=0.9)
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,26 +11,41 @@ from typing import Any
 
 import pytest
 
+from checkpoint import kept_tokenizer, manifest, record, start
+from checkpoint.record import Record
+from checkpoint.state_file import read_state
 from configs.changes import Change, on_resume
 from configs.compose import to_yaml
+from configs.keys import get
 from configs.schema import KEYS, Config, ConfigError
-from configs.validate import get
 from data.tokenizer import load_tokenizer, tokenizer_digest, train_tokenizer
-from training import events, kept_tokenizer, manifest, record, start, status
-from training.record import Record
-from training.state_file import read_state
+from training.resilience import events, status
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "resume.md"
 ID, OTHER_ID = "7f3a91c2", "0badcafe"
-PATHS = {"the path it started from": "source", "another path": "elsewhere"}  # folders beside run_dir that a command may name
+# folders beside run_dir that a command may name
+PATHS = {"the path it started from": "source", "another path": "elsewhere"}
 
 
 def save(run_dir: Path, step: int, run: str | None = ID, facts: dict[str, Any] | None = None) -> Path:
     """A checkpoint without tensors, good by names and sizes."""
     folder = manifest.folder_of(run_dir, step)
     folder.mkdir(parents=True)
-    state = {"step": step, "consumed_samples": 8 * step, "vocab_size": 384, "precision": "fp32", "layout": {}, "optimizer_steps": step}
-    content = {**state, "architecture": {}, "loss_scaler": None, **(facts or {}), **({} if run is None else {"run": run})}
+    state = {
+        "step": step,
+        "consumed_samples": 8 * step,
+        "vocab_size": 384,
+        "precision": "fp32",
+        "layout": {},
+        "optimizer_steps": step,
+    }
+    content = {
+        **state,
+        "architecture": {},
+        "loss_scaler": None,
+        **(facts or {}),
+        **({} if run is None else {"run": run}),
+    }
     texts = {manifest.STATE: json.dumps(content), manifest.CONFIG: to_yaml(Config())}
     manifest.write(folder, step, {name: manifest.write_text(folder / name, text) for name, text in texts.items()})
     return folder
@@ -38,7 +53,9 @@ def save(run_dir: Path, step: int, run: str | None = ID, facts: dict[str, Any] |
 
 def take_steps(run_dir: Path, steps: int) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"step": i + 1, "loss": 1.0}) + "\n" for i in range(steps)))
+    (run_dir / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": i + 1, "loss": 1.0}) + "\n" for i in range(steps))
+    )
 
 
 def begun(root: Path, resume: str, steps: int = 3) -> Path:
@@ -121,7 +138,8 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "nothing": nothing,
     "a run without a step": without_a_step,
     **{
-        f"a run by {'a path' if resume == 'path' else resume}, {'a good checkpoint' if good else 'no checkpoint yet'}": by(resume, good)
+        f"a run by {'a path' if resume == 'path' else resume}, "
+        f"{'a good checkpoint' if good else 'no checkpoint yet'}": by(resume, good)
         for resume in ("auto", "never", "path")
         for good in (False, True)
     },
@@ -137,7 +155,11 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
 
 def table() -> list[tuple[str, str, str]]:
     """(what run_dir holds, the command, the outcome) of each cell of the guide's table."""
-    rows = [[cell.strip() for cell in line.strip("| \n").split("|")] for line in GUIDE.read_text().splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("| \n").split("|")]
+        for line in GUIDE.read_text().splitlines()
+        if line.startswith("|")
+    ]
     commands = [cell.strip("`") for cell in rows[0][1:]]
     return [(row[0], command, outcome) for row in rows[2:] for command, outcome in zip(commands, row[1:], strict=True)]
 
@@ -247,11 +269,15 @@ def test_another_value_of_each_key(tmp_path: Path, known: bool) -> None:
         if refused:
             with pytest.raises(ConfigError) as caught:
                 start.changed_settings(after, found)
-            assert str(caught.value).startswith(f"{name} (") and f"checkpoint.accept_changes=[{name}]" in str(caught.value)
+            assert str(caught.value).startswith(f"{name} (") and f"checkpoint.accept_changes=[{name}]" in str(
+                caught.value
+            )
             after.checkpoint.accept_changes = [name]
         changed = next((change for change in start.changed_settings(after, found) if change.key == name), None)
         # A change may mean less than the key can: the steps of a run whose schedule does not look at its end.
-        assert changed is None or (changed.on_resume == meaning and start.in_words([changed], []).startswith(f"{name} "))
+        assert changed is None or (
+            changed.on_resume == meaning and start.in_words([changed], []).startswith(f"{name} ")
+        )
         assert changed is not None or meaning == "free" or on_resume(name, Config(), after) == "free"
         outcomes.add((meaning, changed is None))
     assert {("free", True), ("say", False), ("refuse", False)} <= outcomes if known else outcomes == {("refuse", False)}
@@ -259,7 +285,13 @@ def test_another_value_of_each_key(tmp_path: Path, known: bool) -> None:
 
 def test_data_are_known_by_content(tmp_path: Path) -> None:
     config = Config()
-    source = {"name": "a", "weight": None, "documents": 3, "train": {"tokens": 9, "digest": "x"}, "valid": {"tokens": 1, "digest": "y"}}
+    source = {
+        "name": "a",
+        "weight": None,
+        "documents": 3,
+        "train": {"tokens": 9, "digest": "x"},
+        "valid": {"tokens": 1, "digest": "y"},
+    }
     trained = {**IDENTITY, "sources": [source]}
     folder = save(tmp_path / "run", 3, facts={"data": trained})
     found = start.Start(Record(ID, "auto"), folder, False)
@@ -270,7 +302,10 @@ def test_data_are_known_by_content(tmp_path: Path) -> None:
     train_tokenizer([f"words {i}" for i in range(50)], 330, tmp_path / "run" / "tokenizer" / "tokenizer.model")
     trained["tokenizer"] = tokenizer_digest(tmp_path / "run" / "tokenizer")
     (folder / manifest.STATE).write_text(json.dumps({**read_state(folder), "data": trained}))
-    for identity, key in (({**grown, "tokenizer": trained["tokenizer"]}, "data.corpus"), ({**trained, "tokenizer": "u"}, "data.tokenizer")):
+    for identity, key in (
+        ({**grown, "tokenizer": trained["tokenizer"]}, "data.corpus"),
+        ({**trained, "tokenizer": "u"}, "data.tokenizer"),
+    ):
         with pytest.raises(ConfigError, match=rf"{key}.*checkpoint.accept_changes=\[{key}\]"):
             start.changed_data(config, found, identity)
         config.checkpoint.accept_changes = [key]
@@ -293,7 +328,8 @@ def test_a_run_goes_on_with_its_own_tokenizer(tmp_path: Path) -> None:
     run_dir, other = tmp_path / "run", trained_tokenizer(tmp_path / "other", "qwerty")
     kept = trained_tokenizer(run_dir / "tokenizer", "abcdef")
     digest = tokenizer_digest(kept)
-    for facts in ({"data": {**IDENTITY, "tokenizer": digest}}, {}):  # named by the checkpoint, or beside one of an earlier version
+    # named by the checkpoint, or beside one of an earlier version
+    for facts in ({"data": {**IDENTITY, "tokenizer": digest}}, {}):
         folder = save(tmp_path / "run", 3 + len(facts), facts=facts)
         found, config = start.Start(Record(ID, "auto"), folder, False), Config()
         assert start.data_config(config, found).tokenizer == str(kept)
@@ -307,7 +343,10 @@ def test_a_run_goes_on_with_its_own_tokenizer(tmp_path: Path) -> None:
 
 def test_an_exchanged_tokenizer_stays_for_older_checkpoints(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    old, new = (load_tokenizer(trained_tokenizer(tmp_path / name, words)) for name, words in (("old", "abcdef"), ("new", "qwerty")))
+    old, new = (
+        load_tokenizer(trained_tokenizer(tmp_path / name, words))
+        for name, words in (("old", "abcdef"), ("new", "qwerty"))
+    )
     folders = []
     for step, tokenizer in ((3, old), (4, new)):
         kept_tokenizer.keep(run_dir, tokenizer)
@@ -349,7 +388,12 @@ def test_a_keeper_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monkey
     while (later := record.read(tmp_path)) == first and time.monotonic() < deadline:
         time.sleep(0.01)
     keeper.close()
-    assert first is not None and later is not None and first.saved == later.saved == 5 and later.heartbeat > first.heartbeat
+    assert (
+        first is not None
+        and later is not None
+        and first.saved == later.saved == 5
+        and later.heartbeat > first.heartbeat
+    )
     assert record.is_alive(later) and not list(tmp_path.glob("*.tmp"))
 
 
@@ -379,7 +423,13 @@ def test_a_checkpoint_whose_tokenizer_is_gone_is_not_given_another(tmp_path: Pat
 
 
 def test_accepting_one_key_of_the_data_hides_no_other(tmp_path: Path) -> None:
-    source = {"name": "a", "weight": None, "documents": 3, "train": {"tokens": 9, "digest": "x"}, "valid": {"tokens": 1, "digest": "y"}}
+    source = {
+        "name": "a",
+        "weight": None,
+        "documents": 3,
+        "train": {"tokens": 9, "digest": "x"},
+        "valid": {"tokens": 1, "digest": "y"},
+    }
     trained = {**IDENTITY, "sources": [{**source, "text": "t1"}]}
     split = {**source, "train": {"tokens": 8, "digest": "z"}, "valid": {"tokens": 2, "digest": "w"}}
     now = {**IDENTITY, "split": {"rule": "hash", "fraction": 0.1}, "sources": [{**split, "text": "t1"}]}
@@ -407,7 +457,9 @@ def test_a_run_that_begins_again_says_what_is_otherwise(tmp_path: Path) -> None:
     config.training.seed, config.optimizer.lr = 7, 0.5
     found = start.find(config)
     said = start.in_words(start.changed_settings(config, found), [])
-    assert found.checkpoint is None and not found.is_new and said == "training.seed 1234 -> 7; optimizer.lr 0.001 -> 0.5"
+    assert (
+        found.checkpoint is None and not found.is_new and said == "training.seed 1234 -> 7; optimizer.lr 0.001 -> 0.5"
+    )
 
 
 def test_what_events_and_metrics_tell_of_a_folder(tmp_path: Path) -> None:
@@ -430,7 +482,11 @@ def test_a_lost_record_comes_back_from_the_events(tmp_path: Path) -> None:
     way = {"run": ID, "resume": str(tmp_path / "source"), "weights": None, "checkpoint": str(origin)}
     events.record(tmp_path / "run", "run_started", "", step=5, **way)
     found = start.find(asking(tmp_path, resume=str(tmp_path / "elsewhere" / ".." / "source")), manifest.problem_with)
-    assert (found.record.id, found.record.resume, found.record.checkpoint) == (ID, str(tmp_path / "source"), str(origin))
+    assert (found.record.id, found.record.resume, found.record.checkpoint) == (
+        ID,
+        str(tmp_path / "source"),
+        str(origin),
+    )
 
 
 def test_the_same_architecture_may_be_spelled_out(tmp_path: Path) -> None:
@@ -441,7 +497,9 @@ def test_the_same_architecture_may_be_spelled_out(tmp_path: Path) -> None:
 
 
 def test_tokenizers_are_exchanged_there_and_back(tmp_path: Path) -> None:
-    both = [load_tokenizer(trained_tokenizer(tmp_path / name, words)) for name, words in (("a", "abcdef"), ("b", "qwerty"))]
+    both = [
+        load_tokenizer(trained_tokenizer(tmp_path / name, words)) for name, words in (("a", "abcdef"), ("b", "qwerty"))
+    ]
     for tokenizer in (*both, *both):
         kept_tokenizer.keep(tmp_path / "run", tokenizer)
         assert tokenizer_digest(tmp_path / "run" / "tokenizer") == tokenizer.digest
@@ -449,7 +507,9 @@ def test_tokenizers_are_exchanged_there_and_back(tmp_path: Path) -> None:
     assert kept == sorted(["tokenizer", *(f"tokenizer-{tokenizer.digest[:8]}" for tokenizer in both)])
 
 
-@pytest.mark.parametrize("content", ["[]", '{"id": 3, "resume": "auto"}', '{"id": "a", "resume": "auto", "heartbeat": null}', '{"id": "a"'])
+@pytest.mark.parametrize(
+    "content", ["[]", '{"id": 3, "resume": "auto"}', '{"id": "a", "resume": "auto", "heartbeat": null}', '{"id": "a"']
+)
 def test_a_record_of_another_shape_is_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / record.RECORD).write_text(content)
     with pytest.raises(ConfigError, match="run.json cannot be read"):
@@ -458,5 +518,7 @@ def test_a_record_of_another_shape_is_one_line(tmp_path: Path, content: str) -> 
 
 def test_values_are_shown_as_they_are_typed(tmp_path: Path) -> None:
     found = start.Start(Record(ID, "auto"), save(tmp_path / "run", 3), False)
-    with pytest.raises(ConfigError, match=r"data.corpus \(my books/a b.txt\) was stdlib when .* Try data.corpus=stdlib, or "):
+    with pytest.raises(
+        ConfigError, match=r"data.corpus \(my books/a b.txt\) was stdlib when .* Try data.corpus=stdlib, or "
+    ):
         start.changed_settings(changed_to("data.corpus", "my books/a b.txt"), found)

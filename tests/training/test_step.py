@@ -9,16 +9,22 @@ import pytest
 import torch
 
 from configs.schema import Config
-from optim.build import members
 from optim.state import restore_scaler, scaler_state
+from parallel.megatron.optimizer import members
+from simulator.flops import forward_flops_per_token, training_flops_per_token
 from tests import distributed
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import largest_difference, make_config, train_on_ranks
-from training.flops import forward_flops_per_token, training_flops_per_token
 
 VOCAB_SIZE = 256  # a whole number of padded blocks, so that storage has no rows beyond it
 SAMPLES = 8
-SMALL = ["model.hidden_size=32", "model.num_layers=2", "model.sequence_length=16", "data.vocab_size=300", "model.vocab_size=null"]
+SMALL = [
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.sequence_length=16",
+    "data.vocab_size=300",
+    "model.vocab_size=null",
+]
 
 
 def small(model: str, *overrides: str, micro: int = SAMPLES) -> Config:
@@ -37,7 +43,9 @@ def batches_of(config: Config, step: int) -> list[dict[str, torch.Tensor]]:
     }
     if config.model.family == "bert":
         batch["types"] = torch.randint(0, 2, shape, generator=generator)
-        batch["padding_mask"] = torch.arange(shape[1]).expand(shape) < torch.randint(8, shape[1] + 1, (SAMPLES, 1), generator=generator)
+        batch["padding_mask"] = torch.arange(shape[1]).expand(shape) < torch.randint(
+            8, shape[1] + 1, (SAMPLES, 1), generator=generator
+        )
         batch["sentence_label"] = torch.randint(0, 2, (SAMPLES,), generator=generator)
     micro = config.training.micro_batch_size
     return [{name: value[i : i + micro] for name, value in batch.items()} for i in range(0, SAMPLES, micro)]
@@ -45,16 +53,19 @@ def batches_of(config: Config, step: int) -> list[dict[str, torch.Tensor]]:
 
 def build(config: Config) -> Any:
     from parallel import topology
-    from training.step import Model
+    from training.engine import Engine
 
-    return Model(config, topology.initialize(config), VOCAB_SIZE)
+    return Engine(config, topology.initialize(config), VOCAB_SIZE)
 
 
 def take_steps(config: Config, steps: int) -> list[dict[str, Any]]:
+    from training.step import train_step
+
     model = build(config)
-    results = [model.train_step(batches_of(config, step), step) for step in range(1, steps + 1)]
+    results = [train_step(model, batches_of(config, step), step) for step in range(1, steps + 1)]
     return [
-        {"step": i + 1, "loss": r.loss, "grad_norm": r.grad_norm, **r.extra, "tokens": r.tokens_per_expert} for i, r in enumerate(results)
+        {"step": i + 1, "loss": r.loss, "grad_norm": r.grad_norm, **r.extra, "tokens": r.tokens_per_expert}
+        for i, r in enumerate(results)
     ]
 
 
@@ -75,6 +86,8 @@ def test_accumulated_micro_batches_are_one_big_batch(model: str) -> None:
 
 
 def measure_loss(config: Config) -> dict[str, float]:
+    from training.step import evaluate, train_step
+
     model = build(config)
     batches = batches_of(config, 1)
     chunk, total, tokens = model.bare_chunks[0], 0.0, 0.0
@@ -84,9 +97,14 @@ def measure_loss(config: Config) -> dict[str, float]:
             per_token = output[0] if isinstance(output, tuple) else output
             total += float((per_token.double() * batch["loss_mask"]).sum())
             tokens += float(batch["loss_mask"].sum())
-    evaluated = model.evaluate(iter([batches]))[0]
-    reported = model.train_step(batches, 1).loss
-    return {"direct": total / tokens, "reported": reported, "evaluated": evaluated, "after": model.evaluate(iter([batches]))[0]}
+    evaluated = evaluate(model, iter([batches]))[0]
+    reported = train_step(model, batches, 1).loss
+    return {
+        "direct": total / tokens,
+        "reported": reported,
+        "evaluated": evaluated,
+        "after": evaluate(model, iter([batches]))[0],
+    }
 
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "bert_moe_tiny"])
@@ -99,8 +117,10 @@ def test_loss_is_the_mean_over_predicted_tokens_before_the_update(model: str) ->
 
 def applied_gradient_norm(config: Config) -> tuple[float, float]:
     """Norm as reported, and of the gradient that reached AdamW, from its first moment."""
+    from training.step import train_step
+
     model = build(config)
-    reported = model.train_step(batches_of(config, 1), 1).grad_norm
+    reported = train_step(model, batches_of(config, 1), 1).grad_norm
     squares = 0.0
     for member in members(model.optimizer):
         for state in member.optimizer.state.values():
@@ -120,11 +140,13 @@ def test_clipping(optimizer: str) -> None:
 
 
 def overflow_and_recover(config: Config) -> dict[str, Any]:
+    from training.step import train_step
+
     model = build(config)
     weights = [parameter.detach().clone() for parameter in model.bare_chunks[0].parameters()]
     scales, results, kept = [], [], []
     for step in range(1, 40):
-        results.append(model.train_step(batches_of(config, step), step))
+        results.append(train_step(model, batches_of(config, step), step))
         scales.append((scaler_state(model.optimizer) or {})["scale"])
         kept.append(all(torch.equal(*pair) for pair in zip(weights, model.bare_chunks[0].parameters(), strict=True)))
         if results[-1].updated:
@@ -145,7 +167,9 @@ def overflow_and_recover(config: Config) -> dict[str, Any]:
 
 
 def test_fp16_skips_overflows_and_recovers() -> None:
-    result = on_one_rank(overflow_and_recover, small("gpt_tiny", "training.precision=fp16", f"training.initial_loss_scale={2.0**28}"))
+    result = on_one_rank(
+        overflow_and_recover, small("gpt_tiny", "training.precision=fp16", f"training.initial_loss_scale={2.0**28}")
+    )
     assert len(result["updated"]) > 2 and result["updated"] == [False] * (len(result["updated"]) - 1) + [True]
     assert result["kept"] == [not updated for updated in result["updated"]]
     assert result["scales"][-1] < 2.0**28 and result["scales"] == sorted(result["scales"], reverse=True)
@@ -154,7 +178,13 @@ def test_fp16_skips_overflows_and_recovers() -> None:
 
 
 def test_fp16_resumes_bit_for_bit(data: list[str], tmp_path: Any) -> None:
-    common = ["experiment=gpt_tiny", *data, "training.precision=fp16", f"training.initial_loss_scale={2.0**22}", "optimizer.decay_steps=10"]
+    common = [
+        "experiment=gpt_tiny",
+        *data,
+        "training.precision=fp16",
+        f"training.initial_loss_scale={2.0**22}",
+        "optimizer.decay_steps=10",
+    ]
     whole = train_on_ranks([*common, "training.steps=10", "checkpoint=off", f"run_dir={tmp_path / 'whole'}"])
     updates = [line["updated"] for line in whole]
     assert not updates[0] and updates[-1]
@@ -186,7 +216,9 @@ def test_router_statistics() -> None:
         assert line["tokens"].shape == (config.model.num_layers, config.moe.num_experts)
         assert line["tokens"].sum(dim=1).tolist() == [tokens] * config.model.num_layers
         # Free of their coefficients: 1 for perfect balance, and log(4)^2 for a router that does not know yet.
-        assert line["aux_loss"] == pytest.approx(1.0, abs=0.05) and line["z_loss"] == pytest.approx(math.log(4) ** 2, abs=0.1)
+        assert line["aux_loss"] == pytest.approx(1.0, abs=0.05) and line["z_loss"] == pytest.approx(
+            math.log(4) ** 2, abs=0.1
+        )
 
 
 def is_deterministic(config: Config) -> tuple[bool, list[dict[str, Any]]]:
@@ -198,7 +230,10 @@ def is_deterministic(config: Config) -> tuple[bool, list[dict[str, Any]]]:
 
 def test_deterministic_mode(data: list[str], tmp_path: Any) -> None:
     overrides = ["experiment=gpt_moe_tiny", *data, "training.steps=2", "checkpoint=off", f"run_dir={tmp_path}"]
-    runs = [on_one_rank(is_deterministic, make_config([*overrides, f"training.deterministic={on}"])) for on in ("true", "true", "false")]
+    runs = [
+        on_one_rank(is_deterministic, make_config([*overrides, f"training.deterministic={on}"]))
+        for on in ("true", "true", "false")
+    ]
     assert [on for on, _ in runs] == [True, True, False]
     losses = [[(line["loss"], line["grad_norm"]) for line in lines] for _, lines in runs]
     assert losses[0] == losses[1]
@@ -206,7 +241,8 @@ def test_deterministic_mode(data: list[str], tmp_path: Any) -> None:
 
 
 def count_flops(config: Config) -> tuple[float, float, float]:
-    """Operations per token: of attention's kernel and of all matrix products forward, and of the latter in forward and backward."""
+    """Operations per token: of attention's kernel and of all matrix products forward, and of the latter in forward and
+    backward."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
     model = build(config)
@@ -231,13 +267,16 @@ def count_flops(config: Config) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "gpt_moe_tiny", "bert_moe_tiny"])
 def test_flops_formula_against_torch_counter(model: str) -> None:
-    more = ["model.num_query_groups=2"] if "gpt" in model else ["model.sentence_head=none"]  # a head on one token a sample is not counted
+    # a head on one token a sample is not counted
+    more = ["model.num_query_groups=2"] if "gpt" in model else ["model.sentence_head=none"]
     config = small(model, *more)
     attended, products, trained = on_one_rank(count_flops, config)
-    # torch counts attention's whole square, also where half of it is masked; so does the formula for BERT. For GPT it takes
-    # half: of s tokens, one attends to (s + 1) / 2 on average, which convention rounds to s / 2.
+    # torch counts attention's whole square, also where half of it is masked; so does the formula for BERT. For GPT it
+    # takes half: of s tokens, one attends to (s + 1) / 2 on average, which convention rounds to s / 2.
     full = config.model.num_layers * 4 * config.model.hidden_size * config.model.sequence_length
     assert attended == full
-    assert forward_flops_per_token(config, VOCAB_SIZE) == products + (attended / 2 if config.model.family == "gpt" else attended)
+    assert forward_flops_per_token(config, VOCAB_SIZE) == products + (
+        attended / 2 if config.model.family == "gpt" else attended
+    )
     assert training_flops_per_token(config, VOCAB_SIZE) == 3 * forward_flops_per_token(config, VOCAB_SIZE)
     assert trained == pytest.approx(3 * products)

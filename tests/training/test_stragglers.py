@@ -11,8 +11,8 @@ import pytest
 from configs.schema import Config
 from tests import distributed
 from tests.training.helpers import make_config
-from training import events
 from training.callbacks.stragglers import WINDOW, find_slow
+from training.resilience import events
 from training.run import Callback, Metrics, Run
 
 
@@ -33,10 +33,11 @@ def test_find_slow(seconds: list[float], stages: list[int], slow: list[int]) -> 
 
 
 def train_slowly(config: Config, slow_rank: int) -> None:
-    """Train while `slow_rank` pauses in every step, for twice what the others need: so it is slow on a busy machine too."""
+    """Train while `slow_rank` pauses in every step, for twice what the others need: so it is slow on a busy machine
+    too."""
     import torch.distributed as dist
 
-    from training.step import Model
+    from training import step
     from training.trainer import Trainer
 
     own_seconds = [0.01] * dist.get_world_size()
@@ -46,26 +47,31 @@ def train_slowly(config: Config, slow_rank: int) -> None:
             assert run.result is not None
             if run.progress.step == 1:
                 return  # it holds the start
-            own_seconds[:] = run.result.along["own_seconds"].tolist()
+            own_seconds[:] = run.result.sums["own_seconds"].tolist()
 
     trainer = Trainer(config)
     trainer.callbacks.append(Watch())
-    run = Model._run
+    passes = step._run
 
-    def slowed(self: Model, *arguments: Any, **keywords: Any) -> Any:
+    def slowed(*arguments: Any, **keywords: Any) -> Any:
         if dist.get_rank() == slow_rank:
             time.sleep(2 * max(seconds for rank, seconds in enumerate(own_seconds) if rank != slow_rank))
-        return run(self, *arguments, **keywords)
+        return passes(*arguments, **keywords)
 
-    Model._run = slowed  # type: ignore[method-assign]
+    step._run = slowed
     try:
         trainer.fit()
     finally:
-        Model._run = run  # type: ignore[method-assign]
+        step._run = passes
 
 
 def test_slow_rank_is_named(data: list[str], tmp_path: Path) -> None:
-    sizes = [f"training.steps={WINDOW}", "training.micro_batch_size=2", "checkpoint=off", "training.straggler_factor=1.5"]
+    sizes = [
+        f"training.steps={WINDOW}",
+        "training.micro_batch_size=2",
+        "checkpoint=off",
+        "training.straggler_factor=1.5",
+    ]
     config = make_config(["experiment=gpt_tiny", *data, *sizes, f"run_dir={tmp_path}"], 2)
     distributed.run(train_slowly, 2, config, 1, timeout=120)
     (event,) = [event for event in events.read(tmp_path) if event["kind"] == "straggler"]

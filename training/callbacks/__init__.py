@@ -1,0 +1,55 @@
+"""What happens beside the steps of a run: one concern a file. The list below is the order of the calls."""
+
+from __future__ import annotations
+
+from configs.derived import is_moe, plans_moe
+from configs.schema import Config
+from training.callbacks.checkpoints import Checkpoints
+from training.callbacks.early_stop import EarlyStop
+from training.callbacks.evaluation import Evaluation
+from training.callbacks.gradient_parts import GradientParts
+from training.callbacks.guard import Guard
+from training.callbacks.logging.environment import Environment
+from training.callbacks.logging.metrics_file import MetricsFile
+from training.callbacks.logging.progress_line import ProgressLine
+from training.callbacks.logging.step_numbers import StepNumbers
+from training.callbacks.logging.step_times import StepTimes
+from training.callbacks.logging.tensorboard import TensorBoard
+from training.callbacks.logging.weights_and_biases import WeightsAndBiases
+from training.callbacks.loss_scale import LossScale
+from training.callbacks.memory_tiers import MemoryTiers
+from training.callbacks.moe.expert_planning import ExpertPlanning
+from training.callbacks.moe.moe_layers import MoELayers
+from training.callbacks.profile import Profile
+from training.callbacks.samples import Samples
+from training.callbacks.stragglers import Stragglers
+from training.resilience.signals import StopSignals
+from training.run import Callback
+
+
+def default_callbacks(config: Config, guard: Guard | None = None, signals: StopSignals | None = None) -> list[Callback]:
+    """All callbacks of a run, in the order of their calls. guard, signals: see Trainer."""
+    metrics_file = MetricsFile()
+    checkpoints = Checkpoints(metrics_file.flush, metrics_file.sync)
+    planning = ExpertPlanning() if plans_moe(config) else None
+    return [
+        StepNumbers(),
+        *([planning] if planning else []),
+        *([MoELayers(planning)] if is_moe(config) else []),  # these add to the metrics that the next ones write
+        Environment(),
+        Evaluation(),
+        StepTimes(),
+        GradientParts(),
+        MemoryTiers(),
+        metrics_file,
+        LossScale(),  # a step without an update is on record
+        ProgressLine(),
+        TensorBoard(),
+        WeightsAndBiases(),
+        Stragglers(),
+        checkpoints,  # a checkpoint's step is already on record
+        Samples(),
+        EarlyStop(checkpoints.save_now, signals),
+        *([guard] if guard else []),
+        Profile(),  # last: a step's trace holds its callbacks
+    ]

@@ -1,4 +1,5 @@
-"""Ends a run between two steps, with everything saved, on a signal or when its time is up: all ranks at the same step."""
+"""Ends a run between two steps, with everything saved, on a signal or when its time is up: all ranks at the same
+step."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from training import attempts, events, record, status
+from checkpoint import record
+from training.resilience import attempts, events, status
+from training.resilience.signals import ASKING, StopSignals
 from training.run import Callback, Metrics, Run
-from training.signals import ASKING, StopSignals
 
 TIME_LIMIT = "training.time_limit_minutes is reached"
 REASONS = [*(f"a {signum.name}" for signum in ASKING), TIME_LIMIT]
@@ -29,20 +31,32 @@ class EarlyStop(Callback):
         # The limit is the launch's: ranks that torchrun started again have no more time than the first ones.
         begin = attempts.begun(now)
         self._end = None if limit is None else time.monotonic() + 60.0 * limit - (now - begin)
-        run.model.along["early_stop"] = lambda: torch.tensor(self._votes(), dtype=torch.float64, device=run.topology.device)
+        run.engine.sums.register(
+            "early_stop", lambda: torch.tensor(self._votes(), dtype=torch.float64, device=run.topology.device)
+        )
         if run.is_main:
             who = {"run": run.facts.get("run"), **record.this_process()}
-            status.write(run.run_dir, "running", run.progress.step, "running", steps=run.config.training.steps, started=begin, **who)
+            status.write(
+                run.run_dir,
+                "running",
+                run.progress.step,
+                "running",
+                steps=run.config.training.steps,
+                started=begin,
+                **who,
+            )
         if self._signals is not None:
             self._signals.install()
 
     def _votes(self) -> list[float]:
         received = self._signals.received if self._signals is not None else []
-        return [float(signum in received) for signum in ASKING] + [float(self._end is not None and time.monotonic() >= self._end)]
+        return [float(signum in received) for signum in ASKING] + [
+            float(self._end is not None and time.monotonic() >= self._end)
+        ]
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         assert run.result is not None
-        votes = run.result.along["early_stop"].tolist()
+        votes = run.result.sums["early_stop"].tolist()
         reasons = [reason for reason, count in zip(REASONS, votes) if count > 0]
         run.stop_reason = " and ".join(reasons) or None
 
@@ -51,11 +65,14 @@ class EarlyStop(Callback):
         may_save = settings.interval > 0 or settings.at_end
         if may_save:
             self._save_now(run)
-            text = f"stopped early after step {step} of {run.config.training.steps}: {run.stop_reason}. Start it again to go on"
+            text = (
+                f"stopped early after step {step} of {run.config.training.steps}: {run.stop_reason}. Start it again "
+                "to go on"
+            )
         else:
             text = (
-                f"stopped early after step {step} of {run.config.training.steps}: {run.stop_reason}. NOTHING WAS SAVED: "
-                "checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
+                f"stopped early after step {step} of {run.config.training.steps}: {run.stop_reason}. NOTHING WAS "
+                "SAVED: checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
             )
         attempts.note_stop()
         if run.is_main:

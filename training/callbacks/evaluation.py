@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from data.build import entropy, label_counts
-from training.console import stamp
+from training import step
+from training.callbacks.logging.console import stamp
 from training.run import Callback, Metrics, Run
 from training.step import Batch
 
@@ -27,13 +27,15 @@ class Evaluation(Callback):
         metrics.update({f"validation_{name}": value for name, value in extra.items()})
         seen = f"{stamp()} step {metrics['step']}/{run.config.training.steps} | {run.tokens_seen:,} tokens"
         apart = (
-            f"{abs(entropy - loss):.4f} {'below' if loss <= entropy else 'above'} the unigram entropy of the same tokens ({entropy:.4f})"
+            f"{abs(entropy - loss):.4f} {'below' if loss <= entropy else 'above'} the unigram entropy of the same "
+            f"tokens ({entropy:.4f})"
         )
         run.say(f"{seen} | validation loss {loss:.4f} nats, {apart}")
 
 
 def evaluate(run: Run) -> tuple[float, dict[str, float], float]:
-    """Mean loss over `training.eval_batches` global batches of the validation split, extra losses, unigram entropy in nats."""
+    """Mean loss over `training.eval_batches` global batches of the validation split, extra losses, unigram entropy in
+    nats."""
     counts = torch.zeros(run.vocab_size, dtype=torch.int64)
     loader = run.make_validation_loader()
 
@@ -44,10 +46,10 @@ def evaluate(run: Run) -> tuple[float, dict[str, float], float]:
             yield batches
 
     try:
-        loss, extra = run.model.evaluate(steps())
+        loss, extra = step.evaluate(run.engine, steps())
     finally:
         loader.close()
     counts = counts.to(run.topology.device)
-    if run.topology.data_size > 1:
-        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+    if run.topology.data.size > 1:
+        dist.all_reduce(counts, group=run.topology.data.group)
     return loss, extra, entropy(counts)

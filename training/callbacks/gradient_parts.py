@@ -10,7 +10,7 @@ class GradientParts(Callback):
     """Adds `grad_norm_by_part`, before clipping; the squares of the parts add up to that of `grad_norm`."""
 
     def on_start(self, run: Run) -> None:
-        self._norms = GradNorms(run.model.optimizer, run.model.bare_chunks)
+        self._norms = GradNorms(run.engine.optimizer, run.engine.bare_chunks)
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         # A step whose gradients overflowed (fp16) is skipped before its norm is known.

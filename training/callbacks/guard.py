@@ -1,4 +1,5 @@
-"""Ends the job soon and with the culprit's name when a rank dies, hangs or raises; see parallel/watchdog.py."""
+"""Ends the job soon and with the culprit's name when a rank dies, hangs or raises; see
+parallel/liveness/watchdog.py."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ import threading
 import time
 from pathlib import Path
 
+from checkpoint.saver import SaveError
 from configs import last_words
 from configs.exit_status import STOPPED_EARLY, WRONG_CONFIG
 from configs.files import WriteError
+from configs.ranks import launched
 from configs.schema import Config, ConfigError
-from parallel import collective_log
+from parallel.liveness import collective_log
+from parallel.liveness.watchdog import Verdict, Watchdog
 from parallel.topology import Topology
-from parallel.watchdog import Verdict, Watchdog
-from training import events, status
-from training.health import UnhealthyRun
+from training.resilience import events, status
+from training.resilience.health import UnhealthyRun
+from training.resilience.signals import stopped_by
 from training.run import Callback, Metrics, Run
-from training.saver import SaveError
-from training.signals import stopped_by
 
 FAILED = 1  # exit status
 GRACE = 5.0  # seconds that a rank has to close its files once the job is lost
@@ -31,12 +33,13 @@ LAUNCHER_ASKS = 3.0  # seconds in which a verdict comes on the rank for whose lo
 
 
 class Guard(Callback):
-    """Watches the other ranks from when they have met to the end. Only for a process that is the run's own: it may be ended hard."""
+    """Watches the other ranks from when they have met to the end. Only for a process that is the run's own: it may be
+    ended hard."""
 
     def __init__(self, config: Config):
         self._run_dir = Path(config.run_dir)
         self._timeout = config.parallel.timeout_seconds
-        self._rank = int(os.environ.get("RANK", "0"))
+        self._rank = launched().rank
         self._step = 0
         self._watchdog: Watchdog | None = None
         self.last_words: str | None = None
@@ -95,7 +98,8 @@ class Guard(Callback):
             self.last_words = None
 
     def asked_to_end(self, signum: signal.Signals) -> bool:
-        """A signal came before the first step: all ranks end. Whether this one is to end of it. In a thread of its own."""
+        """A signal came before the first step: all ranks end. Whether this one is to end of it. In a thread of its
+        own."""
         reason = f"was stopped by {signum.name}"
         if self._watchdog is None:
             if self._claimed:
@@ -139,11 +143,18 @@ class Guard(Callback):
             self._end_now()
 
     def _record(self, verdict: Verdict, words: str) -> None:
-        fields = {"step": verdict.step, "lost_rank": verdict.rank, "host": verdict.host, "collective": verdict.collective}
+        fields = {
+            "step": verdict.step,
+            "lost_rank": verdict.rank,
+            "host": verdict.host,
+            "collective": verdict.collective,
+        }
         kind, state = ("stopped_early", "stopped_early") if verdict.stop else ("rank_lost", "failed")
         with contextlib.suppress(OSError):  # a full disk may be why; the words are said all the same
             events.record(self._run_dir, kind, words, **fields)
-            status.write(self._run_dir, state, verdict.step, words, exit_status=STOPPED_EARLY if verdict.stop else self._status)
+            status.write(
+                self._run_dir, state, verdict.step, words, exit_status=STOPPED_EARLY if verdict.stop else self._status
+            )
 
     def _end_hard(self) -> None:
         time.sleep(GRACE)

@@ -1,10 +1,11 @@
-"""fp16: says which steps changed nothing because their gradients overflowed, and ends a run in which none does any more."""
+"""fp16: says which steps changed nothing because their gradients overflowed, and ends a run in which none does any
+more."""
 
 from __future__ import annotations
 
 from optim import state as optimizer_state
-from training import events
-from training.health import UnhealthyRun
+from training.resilience import events
+from training.resilience.health import UnhealthyRun
 from training.run import Callback, Metrics, Run
 
 MOST_IN_A_ROW = 50  # such steps: 2**50 below the scale of the first of them, nothing will fit either
@@ -15,26 +16,37 @@ class LossScale(Callback):
     """A few such steps in a row are the search for a scale that fits, and no fault."""
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
-        health = run.health
-        if metrics["updated"] or health is None:
+        if metrics["updated"]:
             return
+        health = run.health
         step, in_a_row = run.progress.step, health.without_update_in_a_row
-        scale, lowest = optimizer_state.loss_scale(run.model.optimizer)
+        scale, lowest = optimizer_state.loss_scale(run.engine.optimizer)
         text = (
             f"step {step} made no update: its fp16 gradients overflowed. The loss scale is now {scale:g}; "
             f"{health.without_update} of {step} steps made none"
         )
         run.say(text)
         if run.is_main:
-            events.record(run.run_dir, "no_update", text, step=step, loss_scale=scale, in_all=health.without_update, in_a_row=in_a_row)
+            events.record(
+                run.run_dir,
+                "no_update",
+                text,
+                step=step,
+                loss_scale=scale,
+                in_all=health.without_update,
+                in_a_row=in_a_row,
+            )
         left = run.config.training.steps - step
-        why = hopeless(scale, lowest, in_a_row, left, optimizer_state.steps_taken(run.model.optimizer))
+        why = hopeless(scale, lowest, in_a_row, left, optimizer_state.steps_taken(run.engine.optimizer))
         if why is not None:
-            raise UnhealthyRun(f"after step {step}: {why}, as fp16 gradients overflowed; the loss scale fell to {scale:g}. {ADVICE}")
+            raise UnhealthyRun(
+                f"after step {step}: {why}, as fp16 gradients overflowed; the loss scale fell to {scale:g}. {ADVICE}"
+            )
 
 
 def hopeless(scale: float, lowest: float, in_a_row: int, steps_left: int, updates: int) -> str | None:
-    """Why a run shall end whose last `in_a_row` steps made no update and lowered the loss scale to `scale`; None if it may go on."""
+    """Why a run shall end whose last `in_a_row` steps made no update and lowered the loss scale to `scale`; None if it
+    may go on."""
     if steps_left == 0 and updates == 0:
         return "no step made an update"
     if scale <= lowest or in_a_row >= MOST_IN_A_ROW:

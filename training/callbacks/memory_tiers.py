@@ -9,15 +9,16 @@ from pathlib import Path
 import psutil
 import torch
 
-from training.metrics import peak_memory_bytes
+from training.report.metrics import peak_memory_bytes
 from training.run import Callback, Metrics, Run
 
 DISK_EVERY_SECONDS = 30.0  # a run's folder is walked no more often
 
 
 class MemoryTiers(Callback):
-    """Adds `memory`, in bytes: `device` (in use after the step) and `device_peak`, `host` (resident), each the largest over ranks;
-    `disk`, the run's folder. On a CPU the device is the host. `device_peak_by_rank` is there when a rank's peak has grown.
+    """Adds `memory`, in bytes: `device` (in use after the step) and `device_peak`, `host` (resident), each the largest
+    over ranks; `disk`, the run's folder. On a CPU the device is the host. `device_peak_by_rank` is there when a rank's
+    peak has grown.
     """
 
     def __init__(self) -> None:
@@ -37,12 +38,16 @@ class MemoryTiers(Callback):
                 sums[topology.rank, column].fill_(value)
             return sums
 
-        run.model.along["memory"] = measure
+        run.engine.sums.register("memory", measure)
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         assert run.result is not None
-        device, peak, host = run.result.along["memory"].t().tolist()
-        tiers: dict[str, int | list[int]] = {"device": int(max(device)), "device_peak": int(max(peak)), "host": int(max(host))}
+        device, peak, host = run.result.sums["memory"].t().tolist()
+        tiers: dict[str, int | list[int]] = {
+            "device": int(max(device)),
+            "device_peak": int(max(peak)),
+            "host": int(max(host)),
+        }
         if run.is_main and time.monotonic() >= self._next_walk:
             self._disk, self._next_walk = folder_bytes(run.run_dir), time.monotonic() + DISK_EVERY_SECONDS
         tiers["disk"] = self._disk

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.transformer.attention import Attention
-from megatron.core.utils import get_model_config
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from checkpoint.saver import Saver
 from optim import update
 from parallel import trace
+from parallel.megatron.ddp import functions_of_a_step
+from training import step
 from training.run import Callback, Metrics, Run
-from training.saver import Saver
 
 FOLDER = "traces"
 
@@ -29,8 +29,9 @@ def trace_path(run_dir: Path, step: int, rank: int) -> Path:
 class Profile(Callback):
     """Writes a file for each step of `training.profile.steps` on each rank of `training.profile.ranks`.
 
-    A trace reaches from the end of the callbacks of the step before to the end of this step's: data, forward, backward, update,
-    evaluation, checkpoint. The last callback of the list, therefore. Other steps, and other ranks, run as if it were not there.
+    A trace reaches from the end of the callbacks of the step before to the end of this step's: data, forward, backward,
+    update, evaluation, checkpoint. The last callback of the list, therefore. Other steps, and other ranks, run as if it
+    were not there.
     """
 
     def __init__(self) -> None:
@@ -103,21 +104,15 @@ class Profile(Callback):
 
 
 def _attention(run: Run) -> list[torch.nn.Module]:
-    return [module for chunk in run.model.bare_chunks for module in chunk.modules() if isinstance(module, Attention)]
+    return [module for chunk in run.engine.bare_chunks for module in chunk.modules() if isinstance(module, Attention)]
 
 
 def _foreign(run: Run) -> list[tuple[Any, str, str]]:
     """What else a step does, here and in Megatron-core, and its names."""
-    groups = [group for chunk in run.model.chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     return [
         (run.loader, "next_step", "data"),
-        (run.model, "evaluate", "evaluation"),
-        (schedules, "forward_step", "forward"),
-        (schedules, "backward_step", "backward"),
-        (p2p_communication.P2PCommunicator, "_communicate", "pipeline exchange"),
-        *((group, name, "gradient reduction") for group in groups for name in ("start_grad_sync", "finish_grad_sync")),
-        *((group, name, "parameter gather") for group in groups for name in ("start_param_sync", "finish_param_sync")),
-        (get_model_config(run.model.chunks[0]), "finalize_model_grads_func", "gradient reduction"),
+        (step, "evaluate", "evaluation"),
+        *functions_of_a_step(run.engine.chunks),
         (update, "prepare", "gradient norm"),
         (update, "apply", "optimizer"),
         (Saver, "start", "checkpoint"),

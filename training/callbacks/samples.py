@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from training.generation import continue_text
+from inference.decoder import Decoder
+from inference.generation import Sampling, generate
 from training.run import Callback, Run
 
 
@@ -16,5 +17,28 @@ class Samples(Callback):
             return
         for prompt in settings.prompts:
             greedy = continue_text(run, prompt, settings.num_tokens, temperature=0.0)
-            sampled = continue_text(run, prompt, settings.num_tokens, temperature=settings.temperature, top_p=settings.top_p)
-            run.say(f"--- prompt\n{prompt}\n--- greedy continuation\n{greedy}\n--- sampled continuation\n{sampled}\n---")
+            sampled = continue_text(
+                run, prompt, settings.num_tokens, temperature=settings.temperature, top_p=settings.top_p
+            )
+            run.say(
+                f"--- prompt\n{prompt}\n--- greedy continuation\n{greedy}\n--- sampled continuation\n{sampled}\n---"
+            )
+
+
+def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float, top_p: float = 1.0) -> str:
+    """The text that the model of a run in training adds to `prompt`: `num_tokens` tokens, or as many as learned
+    positions hold.
+
+    Temperature 0 takes the likeliest token each time. A collective call, in any layout; every rank returns the same
+    text.
+    """
+    ids = run.tokenizer.encode_prompt(prompt) or [run.tokenizer.eod]
+    with run.engine.frozen_weights():
+        decoder = Decoder(run.engine.bare_chunks, run.config, run.topology, run.vocab_size)
+        if decoder.max_length is not None:
+            ids = ids[-max(1, decoder.max_length - num_tokens) :]
+            num_tokens = min(num_tokens, decoder.max_length - len(ids))
+        if num_tokens == 0:
+            return ""
+        sampling = Sampling(temperature, top_p=top_p, seed=run.config.training.seed)
+        return run.tokenizer.decode(generate(decoder, [ids], num_tokens, sampling)[0].tokens)

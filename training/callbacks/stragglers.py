@@ -10,8 +10,8 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from parallel import collective_log
-from training import events
+from parallel.liveness import collective_log
+from training.resilience import events
 from training.run import Callback, Metrics, Run
 
 WINDOW = 20  # steps: a rank must be slow in their median, which no single pause moves
@@ -22,9 +22,10 @@ PROBE_SIZE, PROBE_REPEATS = 4096, 4  # of the matrix product that a GPU is timed
 class Stragglers(Callback):
     """Compares, every WINDOW steps, each rank's own seconds a step with the median of its pipeline stage's other ranks.
 
-    On a host a rank's own seconds are those outside of collectives, data and callbacks included. A GPU's waits are not seen from
-    its host: there a matrix product is timed once a window instead, which shows a slow device but not a slow host.
-    The numbers travel with the step's loss. A rank is named when it is slower by `training.straggler_factor` (null: never).
+    On a host a rank's own seconds are those outside of collectives, data and callbacks included. A GPU's waits are not
+    seen from its host: there a matrix product is timed once a window instead, which shows a slow device but not a slow
+    host. The numbers travel with the step's loss. A rank is named when it is slower by `training.straggler_factor`
+    (null: never).
     """
 
     def on_start(self, run: Run) -> None:
@@ -37,12 +38,12 @@ class Stragglers(Callback):
         self._steps = 0
         self._named: set[int] = set()
         places: list[tuple[str, int]] = [("", 0)] * topology.world_size
-        dist.all_gather_object(places, (socket.gethostname(), topology.pipeline_rank))
+        dist.all_gather_object(places, (socket.gethostname(), topology.pipeline.rank))
         self._hosts, self._stages = [host for host, _ in places], [stage for _, stage in places]
         self._slot = torch.zeros(topology.world_size, dtype=torch.float64, device=topology.device)
         self._probe = _Probe(topology.device) if topology.device.type == "cuda" else None
         self._mark = time.monotonic(), self._log.waited
-        run.model.along["own_seconds"] = lambda: self._own_seconds(topology.rank)
+        run.engine.sums.register("own_seconds", lambda: self._own_seconds(topology.rank))
 
     def _own_seconds(self, rank: int) -> torch.Tensor:
         before, waited_before = self._mark
@@ -59,7 +60,7 @@ class Stragglers(Callback):
             return
         assert run.result is not None
         self._steps += 1
-        self._seconds.append(run.result.along["own_seconds"].tolist())
+        self._seconds.append(run.result.sums["own_seconds"].tolist())
         if self._steps == 1:
             self._seconds.clear()  # it holds the start
         if self._steps % WINDOW == 0:
@@ -74,11 +75,19 @@ class Stragglers(Callback):
         slow = find_slow(medians, self._stages, factor)
         for rank, others in slow.items():
             text = (
-                f"rank {rank} on {self._hosts[rank]} is slow: {1000 * medians[rank]:.1f} ms of its own a step, where the others of its "
-                f"stage need {1000 * others:.1f} ms (median of {WINDOW} steps)"
+                f"rank {rank} on {self._hosts[rank]} is slow: {1000 * medians[rank]:.1f} ms of its own a step, where "
+                f"the others of its stage need {1000 * others:.1f} ms (median of {WINDOW} steps)"
             )
             if run.is_main:
-                events.record(run.run_dir, "straggler", text, step=run.progress.step, slow_rank=rank, seconds=medians[rank], others=others)
+                events.record(
+                    run.run_dir,
+                    "straggler",
+                    text,
+                    step=run.progress.step,
+                    slow_rank=rank,
+                    seconds=medians[rank],
+                    others=others,
+                )
             if rank not in self._named:  # a line once, until it has recovered
                 run.say(text)
         self._named = set(slow)

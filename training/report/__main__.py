@@ -1,4 +1,5 @@
-"""`python -m training.report RUN_DIR [--output FILE]`: writes RUN_DIR/report.html, a page that opens without a network."""
+"""`python -m training.report RUN_DIR [--output FILE]`: writes RUN_DIR/report.html, a page that opens without a
+network."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from training.report import page
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m training.report", description="One HTML page that shows a run, without a network.")
+    parser = argparse.ArgumentParser(
+        prog="python -m training.report", description="One HTML page that shows a run, without a network."
+    )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that the run writes to")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the page goes; default RUN_DIR/report.html")
     options = parser.parse_args(arguments)

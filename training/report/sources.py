@@ -1,4 +1,5 @@
-"""What a run left in its folder, read with patience: files may be missing, cut off by a kill, or of a run that is still going."""
+"""What a run left in its folder, read with patience: files may be missing, cut off by a kill, or of a run that is still
+going."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from checkpoint.record import RECORD
 from configs.schema import ConfigError
-from training import events
-from training.environment import ENVIRONMENT
-from training.record import RECORD
-from training.status import STATUS
+from training.report.environment import ENVIRONMENT
+from training.resilience import events
+from training.resilience.status import STATUS
 
 Line = dict[str, Any]
 
@@ -48,7 +49,8 @@ def read(run_dir: Path) -> Source:
         raise NotARun(f"{run_dir} is not a folder. Give the run_dir of a run, such as runs/quickstart.")
     if not any((run_dir / name).exists() for name in ("metrics.jsonl", "config.yaml")):
         raise NotARun(
-            f"{run_dir} holds no run: it has neither metrics.jsonl nor config.yaml. Give the run_dir of a run, such as runs/quickstart."
+            f"{run_dir} holds no run: it has neither metrics.jsonl nor config.yaml. Give the run_dir of a run, such as "
+            "runs/quickstart."
         )
     source = Source(run_dir)
     source.config = _config(source)
@@ -118,7 +120,10 @@ def _memory_plan(source: Source) -> list[Line]:
         plan = json.loads(path.read_text(encoding="utf-8"))
         ranks = plan["memory_per_rank"]
         source.plan_device = plan.get("device")
-        return sorted(({**rank, "rank": int(rank["rank"]), "total": float(rank["total"])} for rank in ranks), key=lambda rank: rank["rank"])
+        return sorted(
+            ({**rank, "rank": int(rank["rank"]), "total": float(rank["total"])} for rank in ranks),
+            key=lambda rank: rank["rank"],
+        )
     except (ValueError, KeyError, TypeError):
         source.notes.append("plan.json cannot be read: memory is shown without the plan.")
         return []

@@ -1,4 +1,5 @@
-"""One step across ranks, from the traces that `training.profile` writes: phases, parts of layers, and messages on their way."""
+"""One step across ranks, from the traces that `training.profile` writes: phases, parts of layers, and messages on their
+way."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ PHASES = (
     "checkpoint",
 )
 PARTS = (
-    ("attention", "attention backward", "dispatch", "dispatch wait", "experts", "experts backward", "experts weight gradients")
-    + ("combine", "shared expert", "shared expert backward")
-)  # fmt: skip
+    *("attention", "attention backward", "dispatch", "dispatch wait", "experts", "experts backward"),
+    *("experts weight gradients", "combine", "shared expert", "shared expert backward"),
+)
 LANES = ("step", "layers", "messages")
 NAMES = (*PHASES, *PARTS, "message")
 
@@ -98,18 +99,29 @@ def _picture(step: int, spans: dict[int, list[tuple[int, int, float, float]]], n
     last = max(span[3] for found in spans.values() for span in found)
     lengths = sorted((end - start for found in spans.values() for _, _, start, end in found), reverse=True)
     shortest = lengths[MAX_SPANS - 1] if len(lengths) > MAX_SPANS else 0.0
-    exchange, evaluation = NAMES.index("pipeline exchange"), NAMES.index("evaluation")  # an evaluation is made of other phases
+    # an evaluation is made of other phases
+    exchange, evaluation = (NAMES.index("pipeline exchange"), NAMES.index("evaluation"))
     rows, summary = [], []
     for row, (rank, found) in enumerate(sorted(spans.items())):
         for lane, name, start, end in found:
             if end - start >= shortest:
                 rows.append([row * len(LANES) + lane, name, round(start - first, 1), round(end - start, 1)])
-        working = merged((start, end) for lane, name, start, end in found if lane == 0 and name not in (exchange, evaluation))
+        working = merged(
+            (start, end) for lane, name, start, end in found if lane == 0 and name not in (exchange, evaluation)
+        )
         waiting = merged((start, end) for lane, name, start, end in found if name == exchange)
         sending = merged((start, end) for lane, _, start, end in found if lane == 2)
-        hidden = _common(sending, merged((start, end) for lane, name, start, end in found if lane == 1 and "wait" not in NAMES[name]))
+        hidden = _common(
+            sending, merged((start, end) for lane, name, start, end in found if lane == 1 and "wait" not in NAMES[name])
+        )
         summary.append(
-            {"rank": rank, "working": _total(working), "waiting": _total(waiting), "messages": _total(sending), "hidden": hidden}
+            {
+                "rank": rank,
+                "working": _total(working),
+                "waiting": _total(waiting),
+                "messages": _total(sending),
+                "hidden": hidden,
+            }
         )
     return {
         "step": step,

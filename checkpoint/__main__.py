@@ -1,0 +1,149 @@
+"""Checkpoints that are whole or not there, and that load into any layout: python -m checkpoint ls|verify|show|convert
+PATH.
+
+A checkpoint is a folder `step_0000100` with a safetensors file per rank that wrote (weights, optimizer state, random
+number states: boxes of global tensors, in which layouts meet), `state.json` (step, model, layout), `config.yaml` and,
+written last, `manifest.json` (every file with its size and checksum). It is written under a temporary name and renamed
+when complete, so a name without `.tmp` was complete once; the manifest tells whether it still is. Nothing in it is ever
+unpickled.
+
+checkpoint/state.py says what is in it, shards.py how tensors get there, saver.py when, manifest.py whether it is good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from checkpoint import manifest, safetensors_header
+from checkpoint.state_file import in_words, read_state
+from configs import command
+
+
+def show_list(path: Path) -> int:
+    """Print step, size, age and state of each checkpoint, with every byte read; 1 if one is not good."""
+    print(f"{'step':>9} {'size':>10} {'age':>8}  state")
+    bad = 0
+    for folder in reversed(manifest.checkpoints_at(path)):
+        problem = manifest.verify(folder)
+        bad += problem is not None
+        files = [file.stat() for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+        age = _age(time.time() - max(file.st_mtime for file in files)) if files else ""
+        step, size = folder.name.removeprefix("step_").lstrip("0"), _size(sum(file.st_size for file in files))
+        print(f"{step:>9} {size:>10} {age:>8}  {problem or 'good'}")
+    for folder, why in manifest.foreign_checkpoints(path.parent if path.name == "checkpoints" else path):
+        print(f"{folder.name.removeprefix('step_').lstrip('0'):>9} {'':>10} {'':>8}  not this run's: {why}")
+    return int(bad > 0)
+
+
+def verify(path: Path) -> int:
+    """Print all that is wrong with each checkpoint, with every byte read; 1 if anything is."""
+    bad = 0
+    for folder in manifest.checkpoints_at(path):
+        found = manifest.problems(folder)
+        bad += bool(found)
+        for problem in found or ["good"]:
+            print(f"{folder}: {problem}")
+    return int(bad > 0)
+
+
+def show(path: Path) -> int:
+    """Print what the newest good checkpoint of a run, or a given one, holds. Raises ConfigError."""
+    folder = manifest.good_checkpoint_at(path)
+    state, files = read_state(folder), manifest.read(folder)
+    print(
+        f"{folder}: step {state['step']}, {state['consumed_samples']} samples, "
+        f"{_size(sum(entry.size for entry in files.values()))}"
+    )
+    print(f"precision {state['precision']}, vocabulary {state['vocab_size']}, written by {in_words(state['layout'])}")
+    for section, values in state["architecture"].items():
+        print(f"{section}: " + ", ".join(f"{key} {value}" for key, value in values.items()))
+    print(f"config: {folder / manifest.CONFIG}")
+    tensors: dict[str, list[safetensors_header.Entry]] = {}
+    for name in files:
+        if name.endswith(safetensors_header.SUFFIX):
+            for entry in safetensors_header.read(folder / name).values():
+                tensors.setdefault(entry.key, []).append(entry)
+    width = max(len(key) for key in tensors)
+    print(f"{'tensor':<{width}}  {'type':<7} {'parts':>5}  shape")
+    for key in sorted(tensors):
+        first = tensors[key][0]
+        print(f"{key:<{width}}  {first.dtype:<7} {len(tensors[key]):>5}  {' x '.join(map(str, first.global_shape))}")
+    return 0
+
+
+def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
+    """Write the weights of the newest good checkpoint of a run, or of a given one, to a new folder. Raises
+    ConfigError."""
+    manifest.checkpoints_at(path)  # a wrong path is told at once
+    import torch  # as the rest: seconds that people who look at checkpoints need not wait for
+
+    from checkpoint import export
+    from models import convert
+    from models.folder import new_folder
+
+    wanted = None if dtype is None else getattr(torch, dtype)
+    if kind == "weights":
+        folder = export.export(path, target, wanted)
+    else:
+        with new_folder(target) as partial:
+            between = partial / "weights"
+            folder = export.export(path, between, wanted)
+            convert.export_into(between, partial)
+            shutil.rmtree(between)
+    print(f"{folder} -> {target}")
+    return 0
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m checkpoint", description="Look at checkpoints of a run.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in {
+        "ls": "step, size, age of each checkpoint, and whether it is good",
+        "verify": "read every byte and say all that is wrong",
+        "show": "model, layout and tensors of a checkpoint",
+        "convert": "take the weights out, for checkpoint.weights=FOLDER or for Hugging Face",
+    }.items():
+        subcommand = commands.add_parser(name, help=text, description=text)
+        subcommand.add_argument(
+            "path", type=Path, help="a run folder (its newest good checkpoint) or one of its checkpoints/step_XXXXXXX"
+        )
+        if name == "convert":
+            subcommand.add_argument("target", type=Path, help="a new folder")
+            subcommand.add_argument("--to", choices=["weights", "huggingface"], default="weights")
+            subcommand.add_argument(
+                "--dtype",
+                choices=["float32", "bfloat16", "float16"],
+                help="of the weights; default: as the model has them",
+            )
+    options = parser.parse_args(arguments)
+
+    def body() -> int:
+        if options.command == "convert":
+            return convert_to(options.path, options.target, options.to, options.dtype)
+        return {"ls": show_list, "verify": verify, "show": show}[options.command](options.path)
+
+    return command.run(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,355 @@
+"""Which checkpoints a run has, and whether they are whole. Reads files only: imports in no time, before torch.
+
+A checkpoint folder is good if its manifest, which was written last, names every file with its size and checksum, and
+all of them are so. The checksum is XXH3 (128 bits): 10 GB/s on one core, where CRC-32 and SHA-256 make 0.5 to 2, so
+that it can be checked at every save and every start. It finds damage, not forgery; for that, nothing that is loaded can
+be code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import yaml
+
+from checkpoint import record, safetensors_header
+from configs.files import writing
+from configs.schema import ConfigError
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+STATE = "state.json"
+CONFIG = "config.yaml"
+TEMPORARY = ".tmp"  # being written, or being deleted
+REPLACED = ".replaced"  # a checkpoint whose step was saved anew: goes when the new one is in its place
+CHUNK_BYTES = 8 * 1024**2
+MAX_THREADS = 8
+Check = Callable[[Path], str | None]
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What the manifest says of one file."""
+
+    size: int
+    xxh3: str  # of its bytes, 32 hexadecimal digits
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run_dir / "checkpoints" / f"step_{step:07d}"
+
+
+def sum_of(path: Path) -> FileSum:
+    """Size and checksum of a file as it is on disk now. Raises OSError."""
+    digest, size, buffer = xxhash.xxh3_128(), 0, bytearray(CHUNK_BYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(view[:count])
+            size += count
+    return FileSum(size, digest.hexdigest())
+
+
+def write(folder: Path, step: int, files: dict[str, FileSum]) -> None:
+    """Write the manifest of a folder whose files are all on disk. Raises OSError."""
+    content = {"format": FORMAT, "step": step, "files": {name: vars(files[name]) for name in sorted(files)}}
+    write_text(folder / MANIFEST, json.dumps({**content, "xxh3": _self_sum(content)}, indent=1))
+
+
+def write_text(path: Path, text: str) -> FileSum:
+    """Write a small file through to the disk. Raises OSError."""
+    with writing(path), open(path, "wb") as stream:
+        stream.write(text.encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+    return sum_of(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in a folder survive a power cut. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(folder: Path) -> dict[str, FileSum]:
+    """The files that a folder's manifest names. Raises ValueError, in words, where there is no whole manifest."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        if content["format"] != FORMAT:
+            raise _Refused(f"its format ({content['format']}) is not the one this version reads ({FORMAT})")
+        own_sum = content.pop("xxh3")
+        if own_sum != _self_sum(content):
+            raise _Refused(f"its {MANIFEST} does not have the checksum that stands in it")
+        number = folder.name.removeprefix("step_")
+        if number.isdigit() and folder.name != number and int(number) != content["step"]:
+            raise _Refused(f"its {MANIFEST} is that of step {content['step']}")
+        files = {name: FileSum(**entry) for name, entry in content["files"].items()}
+    except FileNotFoundError:
+        raise _Refused(f"it has no {MANIFEST}") from None
+    except _Refused:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _Refused(f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+    missing = {STATE, CONFIG} - files.keys()
+    if missing or any(Path(name).name != name for name in files):
+        raise _Refused(
+            f"its {MANIFEST} " + (f"does not name {min(missing)}" if missing else "names files of other folders")
+        )
+    return files
+
+
+class _Refused(ValueError):
+    """Why a manifest is none, in words."""
+
+
+def _self_sum(content: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def problem_with(folder: Path) -> str | None:
+    """Why the folder is no complete checkpoint, by names and sizes alone, in one line; None if it is one."""
+    return next(iter(_problems(folder, content=False)), None)
+
+
+def verify(folder: Path) -> str | None:
+    """Why the folder is no good checkpoint, with every byte read, in one line; None if it is one."""
+    return next(iter(problems(folder)), None)
+
+
+def problems(folder: Path) -> list[str]:
+    """All that is wrong with a checkpoint folder, with every byte read."""
+    return _problems(folder, content=True)
+
+
+def _problems(folder: Path, content: bool) -> list[str]:
+    if not folder.is_dir():
+        return ["no such folder"]
+    try:
+        files = read(folder)
+    except ValueError as error:
+        return [str(error)]
+    found = [problem for name, entry in files.items() if (problem := _size_problem(folder / name, entry))]
+    if content and not found:
+        found = wrong_files(folder, files, list(files)) or unreadable(folder, files)
+    return found
+
+
+def _size_problem(path: Path, entry: FileSum) -> str | None:
+    try:
+        size = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        return f"its file {path.name} cannot be read ({error.strerror})"
+    if size is None:
+        return f"its file {path.name} is missing"
+    return None if size == entry.size else f"its file {path.name} has {size} bytes, not {entry.size}"
+
+
+def wrong_files(folder: Path, files: dict[str, FileSum], names: Sequence[str]) -> list[str]:
+    """A line for each of the named files whose bytes are not those that the manifest sums up. Reads several at a
+    time."""
+
+    def check(name: str) -> str | None:
+        try:
+            return (
+                None
+                if sum_of(folder / name) == files[name]
+                else f"its file {name} was changed: its checksum is another one"
+            )
+        except OSError as error:
+            return f"its file {name} cannot be read ({error.strerror})"
+
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        return [problem for problem in pool.map(check, names) if problem]
+
+
+def unreadable(folder: Path, files: Iterable[str]) -> list[str]:
+    """A line for each file that is as the manifest says but not what it should be, and for tensors that are not
+    complete."""
+    found: list[str] = []
+    entries: list[safetensors_header.Entry] = []
+    for name in files:
+        try:
+            if name == STATE:
+                if not isinstance(json.loads((folder / name).read_bytes()), dict):
+                    raise ValueError("no JSON object")
+            elif name == CONFIG:
+                if not isinstance(yaml.safe_load((folder / name).read_bytes()), dict):
+                    raise ValueError("no mapping")
+            elif name.endswith(safetensors_header.SUFFIX):
+                entries += safetensors_header.read(folder / name).values()
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            found.append(f"its file {name} is none of a checkpoint: {' '.join(str(error).split())}")
+    lacking = None if found else safetensors_header.incomplete(entries)
+    return [*found, *([lacking] if lacking else [])]
+
+
+def all_checkpoints(run_dir: Path) -> list[Path]:
+    """All checkpoint folders below a run folder, newest first, good or not, whichever run wrote them."""
+    folders = [path for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
+    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def run_of(folder: Path) -> str | None:
+    """The id of the run that wrote a checkpoint; None where it does not say: of an earlier version, or damaged."""
+    try:
+        found = json.loads((folder / STATE).read_bytes()).get("run")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def foreign_checkpoints(run_dir: Path) -> list[tuple[Path, str]]:
+    """The checkpoints in a run folder that another run wrote, newest first, each with why. Raises ConfigError for a
+    broken run.json."""
+    held = record.read(run_dir)
+    found = [(folder, run_of(folder)) for folder in all_checkpoints(run_dir)]
+    if held is None:
+        named = {run: folder for folder, run in found if run is not None}
+        return [] if len(named) < 2 else [(folder, f"it is of run {run}") for run, folder in named.items()]
+    # A damaged one does not say whose it is, and is passed over for its damage.
+    unnamed = [folder for folder, run in found if run is None and not held.adopted and problem_with(folder) is None]
+    return [
+        (folder, f"it is of run {run}" if run else "it is of an earlier version")
+        for folder, run in found
+        if run not in (None, held.id) or folder in unnamed
+    ]
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a folder's run, newest first, good or not; none that another run wrote. Raises ConfigError
+    where it cannot be told which run that is."""
+    foreign = foreign_checkpoints(run_dir)
+    if foreign and record.read(run_dir) is None:
+        several = " and ".join(f"{folder.name} ({why})" for folder, why in foreign)
+        raise ConfigError(
+            f"{run_dir} holds checkpoints of several runs, and no {record.RECORD} says which is its own: {several}."
+        )
+    others = [folder for folder, _ in foreign]
+    return [folder for folder in all_checkpoints(run_dir) if folder not in others]
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoints that a path stands for, newest first, good or not: all of a run, or one. Raises ConfigError where
+    there are none."""
+    found = list_checkpoints(path.parent if path.name == "checkpoints" else path)
+    if not found and path.is_dir() and ((path / MANIFEST).exists() or path.name.startswith("step_")):
+        found = [path]
+    if not found:
+        foreign = foreign_checkpoints(path)
+        if foreign:
+            raise ConfigError(f"{path} holds no checkpoint of its own run: {foreign[0][0].name}: {foreign[0][1]}.")
+        raise ConfigError(f"{path} holds no checkpoint. Give a run folder or one of its checkpoints/step_XXXXXXX.")
+    return found
+
+
+def kind_of_model(path: Path) -> str:
+    """What a trained model's folder is: huggingface, checkpoint (also a run) or weights. Raises ConfigError for what is
+    none."""
+    if (path / "config.json").exists():
+        return "huggingface"
+    if any((path / name).exists() for name in (MANIFEST, STATE, "checkpoints")):
+        return "checkpoint"
+    if (path / "config.yaml").is_file():
+        return "weights"
+    raise ConfigError(
+        f"--checkpoint ({path}) is no model: it must be a run folder, one of its checkpoints/step_XXXXXXX, a folder of "
+        "`python -m checkpoint.export` or `python -m models.convert`, or a Hugging Face folder with config.json."
+    )
+
+
+def good_checkpoint_at(path: Path) -> Path:
+    """The newest checkpoint of a run, or the given one, with every byte checked; says on standard error what it passed
+    over.
+
+    Raises ConfigError where there is none.
+    """
+    good, passed_over = newest_good(checkpoints_at(path), verify)
+    if good is None:
+        raise ConfigError(f"{path} holds no good checkpoint: {'; '.join(passed_over)}.")
+    for line in passed_over:
+        print(line, file=sys.stderr)
+    return good
+
+
+def newest_good(folders: list[Path], check: Check) -> tuple[Path | None, list[str]]:
+    """The first folder that `check` finds nothing wrong with, and a line for each before it.
+
+    Damaged ones are passed over. One that another version of the code wrote is not understood: raises ConfigError.
+    """
+    passed_over: list[str] = []
+    for folder in folders:
+        problem = check(folder)
+        if problem is None:
+            return folder, passed_over
+        if is_of_other_format(folder):
+            raise ConfigError(
+                f"checkpoint {folder} cannot be read: {problem}. Use the version that wrote it, or name another."
+            )
+        passed_over.append(f"passed over {folder}: {problem}")
+    return None, passed_over
+
+
+def is_of_other_format(folder: Path) -> bool:
+    """Whether a whole manifest is there, of a format that this version does not read."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        own_sum = content.pop("xxh3")
+        return bool(content["format"] != FORMAT and own_sum == _self_sum(content))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def put_in_place(temporary: Path, folder: Path) -> None:
+    """Give a complete checkpoint its name. One that is there already stays until then, whatever moment a kill picks.
+    Raises OSError."""
+    replaced = folder.with_name(folder.name + REPLACED)
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    temporary.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def tidy(run_dir: Path) -> None:
+    """Take up where a killed job stopped: delete half-written and half-deleted checkpoints, give a replaced one its
+    name back.
+
+    Only for who holds the run's folder, and while no save is under way. Raises OSError.
+    """
+    for replaced in (run_dir / "checkpoints").glob(f"step_*{REPLACED}"):
+        folder = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(folder)
+    for leftover in (run_dir / "checkpoints").glob(f"step_*{TEMPORARY}"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def prune(newest: Path, keep: int, keep_every: int) -> None:
+    """Delete checkpoints older than `newest`, which was just verified: all but `keep` in all (0 keeps all), and but
+    each `keep_every`-th step (0: none). What is not whole is left for its owner to look at. Raises OSError."""
+    if keep == 0:
+        return
+    siblings = list_checkpoints(newest.parent.parent)
+    older = [folder for folder in siblings[siblings.index(newest) + 1 :] if problem_with(folder) is None]
+    for folder in older[keep - 1 :]:
+        if keep_every == 0 or int(folder.name[5:]) % keep_every != 0:
+            # renamed first: a killed deletion leaves no broken checkpoint
+            doomed = folder.with_name(folder.name + TEMPORARY)
+            folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,201 @@
+"""How a run starts: alone in its folder, and from the newest checkpoint that all ranks together found good;
+checkpoint/start.py decides."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from checkpoint import manifest, start
+from checkpoint import state as checkpoint_state
+from checkpoint.record import Keeper, Record
+from checkpoint.start import Start
+from configs import files
+from configs.changes import Change
+from configs.schema import Config, ConfigError
+from data.identity import Difference, Identity
+
+LOCK = "job.lock"
+GRACE = 3.0  # seconds that a job which was just killed has to let go of its folder
+
+
+class Claim:
+    """Rank 0's hold on a run's folder: a lock on a file that names the holder. The kernel lets go of it when the
+    process dies."""
+
+    def __init__(self, run_dir: Path):
+        """Wait at most GRACE seconds for the lock. Raises ConfigError where another job holds it, or the folder cannot
+        be written."""
+        self._run_dir = run_dir
+        self._keeper: Keeper | None = None
+        path = run_dir / LOCK
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a+")
+            deadline = time.monotonic() + GRACE
+            # A record lock: over NFS it holds between hosts, and unlike flock's it is not inherited by a child that
+            # outlives us.
+            while not self._locked():
+                if time.monotonic() > deadline:
+                    holder = path.read_text()
+                    self._file.close()
+                    raise ConfigError(
+                        f"run_dir ({run_dir}) is in use by another job: {_holder(holder)}. Two jobs would write over "
+                        "each other's checkpoints. Stop that one, or give this one another name or run_dir."
+                    )
+                time.sleep(0.1)
+            self._file.truncate(0)
+            self._file.write(
+                json.dumps(
+                    {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+                )
+            )
+            self._file.flush()
+            manifest.tidy(run_dir)
+            files.tidy(run_dir)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir ({run_dir}) cannot be written: {error.strerror}. Make room or give a folder that can be "
+                "written."
+            ) from error
+
+    def _locked(self) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            print(f"run_dir has no locks ({error.strerror}): nothing keeps a second job out of it", flush=True)
+        return True
+
+    def keep(self, record: Record) -> None:
+        """Write the record of the run that this process works on from now on. Raises OSError."""
+        self._keeper = Keeper(self._run_dir, record)
+
+    def note_saved(self, step: int) -> None:
+        """A checkpoint of this step is announced: a later start must find one. Raises OSError."""
+        if self._keeper is not None:
+            self._keeper.note(saved=step)
+
+    def release(self) -> None:
+        """Let another job have the folder."""
+        if self._keeper is not None:
+            self._keeper.close()
+        self._file.close()
+
+
+def _holder(text: str) -> str:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        content = json.loads(text)
+        return f"process {content['pid']} on {content['host']}, since {content['since']}"
+    return "it does not say which"
+
+
+def claim(run_dir: Path) -> Claim | None:
+    """Keep other jobs out of the folder; on rank 0 the hold on it. A collective call. Raises ConfigError on every
+    rank."""
+    held, problem = None, None
+    if dist.get_rank() == 0:
+        try:
+            held = Claim(run_dir)
+        except ConfigError as error:
+            problem = str(error)
+    checkpoint_state.raise_together(problem)
+    return held
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How this job starts, and what is otherwise than the checkpoint says; the same on every rank."""
+
+    start: Start
+    settings: list[Change]
+    data: list[Difference]
+
+
+def find(config: Config, vocab_size: int, identity: Identity, passed_over: Callable[[Path, str], None]) -> Beginning:
+    """How the command starts, with every byte of its checkpoint read, each by one of the ranks, and everything compared
+    that the checkpoint was trained with. Rank 0 tells `passed_over` the run's folder and a line for each checkpoint
+    that is not good.
+
+    A collective call. Raises ConfigError on every rank.
+    """
+
+    def decide() -> Beginning:
+        found = start.find(config, _check_together)
+        for line in found.passed_over:
+            passed_over(Path(config.run_dir), line)
+        if found.checkpoint is not None:
+            start.check_model(config, vocab_size, found.checkpoint)
+        return Beginning(found, start.changed_settings(config, found), start.changed_data(config, found, identity))
+
+    answer = _with_checks(decide)
+    assert isinstance(answer, Beginning)
+    return answer
+
+
+def newest(run_dir: Path, passed_over: Callable[[Path, str], None]) -> Path | None:
+    """The newest checkpoint of the run in a folder that is good, every byte of it read; None where there is none.
+    `passed_over`: as in `find`. A collective call."""
+
+    def look() -> Path | None:
+        good, lines = manifest.newest_good(manifest.list_checkpoints(run_dir), _check_together)
+        for line in lines:
+            passed_over(run_dir, line)
+        return good
+
+    answer: Path | None = _with_checks(look)
+    return answer
+
+
+def _with_checks(work: Callable[[], Any]) -> Any:
+    """Do `work` on rank 0, which may call `_check_together`, while the other ranks check with it. Raises ConfigError on
+    every rank."""
+    answer, problem = None, None
+    if dist.get_rank() == 0:
+        try:
+            answer = work()
+        except (OSError, ValueError) as error:  # ConfigError, or a file that went away meanwhile
+            problem = str(error)
+        _broadcast(None)  # no more to check
+    else:
+        while (candidate := _broadcast(None)) is not None:
+            _check_share(*candidate)
+    checkpoint_state.raise_together(problem)
+    return _broadcast(answer)
+
+
+def _check_together(folder: Path) -> str | None:
+    """On rank 0, while the other ranks are in `find`: what is wrong with a checkpoint."""
+    problem = manifest.problem_with(folder)
+    if problem is not None or dist.get_world_size() == 1:
+        return problem or manifest.verify(folder)
+    files = manifest.read(folder)
+    _broadcast((folder, files))
+    found = _check_share(folder, files) or manifest.unreadable(folder, files)
+    return found[0] if found else None
+
+
+def _check_share(folder: Path, files: dict[str, manifest.FileSum]) -> list[str]:
+    """What any rank found wrong with the files; each reads some of them."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, manifest.wrong_files(folder, files, sorted(files)[rank::world_size]))
+    return [problem for problems in found for problem in problems]
+
+
+def _broadcast(value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

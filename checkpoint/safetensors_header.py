@@ -1,0 +1,110 @@
+"""The header of a checkpoint's tensor files, without torch: which box of which global tensor lies where.
+
+The files are safetensors (https://huggingface.co/docs/safetensors): 8 bytes of length, a JSON header, then the bytes of
+the tensors. What safetensors lacks, the place of each tensor in a global one, stands in its metadata under `boxes`. So
+every rank writes what it holds without asking the others, any safetensors reader opens the files, and nothing in them
+can be code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUFFIX = ".safetensors"
+MAX_BYTES = 100_000_000  # what safetensors itself accepts
+ITEM_BYTES = {
+    **dict.fromkeys(["F64", "I64", "U64"], 8),
+    **dict.fromkeys(["F32", "I32", "U32"], 4),
+    **dict.fromkeys(["F16", "BF16", "I16", "U16"], 2),
+    **dict.fromkeys(["U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2"], 1),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: `shape` (as stored) is the box of the global tensor `key` that starts at `offset`.
+
+    The global tensor may have more dimensions, in front, in which the box is one wide. The bytes lie at [start, end) of
+    the file's body.
+    """
+
+    key: str
+    dtype: str  # in the words of safetensors
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    start: int
+    end: int
+
+
+def encode(entries: Iterable[Entry]) -> bytes:
+    """The header with its length in front, padded so that the body starts at a multiple of 8 bytes."""
+    content: dict[str, Any] = {}
+    boxes = {}
+    for i, entry in enumerate(entries):
+        name = f"{i:06d}.{entry.key}"
+        content[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.start, entry.end]}
+        boxes[name] = [entry.key, entry.global_shape, entry.offset]
+    text = json.dumps(
+        {"__metadata__": {"format": "pt", "boxes": json.dumps(boxes)}, **content}, separators=(",", ":")
+    ).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read(path: Path) -> dict[str, Entry]:
+    """The entries of a file by the names that they have in it. Raises ValueError where it is no such file, or
+    OSError."""
+    size = path.stat().st_size
+    with open(path, "rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_BYTES + 1
+        if length > min(MAX_BYTES, size - 8):
+            raise ValueError("it does not start with a safetensors header")
+        text = stream.read(length)
+    try:
+        content = json.loads(text)
+        boxes = json.loads(content.pop("__metadata__")["boxes"])
+        entries = {name: _entry(value, *boxes[name]) for name, value in content.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header is not one of a checkpoint ({type(error).__name__}: {error})") from error
+    at = 0
+    for entry in sorted(entries.values(), key=lambda entry: entry.start):
+        if entry.start != at or entry.end != at + math.prod(entry.shape) * ITEM_BYTES[entry.dtype]:
+            raise ValueError(f"the bytes of {entry.key} are not where its header says")
+        at = entry.end
+    if size != 8 + length + at:
+        raise ValueError(f"it has {size} bytes, but by its header {8 + length + at}")
+    return entries
+
+
+def _entry(value: dict[str, Any], key: str, global_shape: list[int], offset: list[int]) -> Entry:
+    shape, (start, end) = tuple(map(int, value["shape"])), map(int, value["data_offsets"])
+    entry = Entry(key, value["dtype"], shape, tuple(map(int, global_shape)), tuple(map(int, offset)), start, end)
+    box = (1,) * (len(entry.global_shape) - len(shape)) + shape
+    inside = len(entry.offset) == len(box) == len(entry.global_shape) and entry.dtype in ITEM_BYTES
+    if not inside or not all(
+        0 <= o and 0 <= n and o + n <= g for o, n, g in zip(entry.offset, box, entry.global_shape)
+    ):
+        raise ValueError(f"{key} does not lie inside its global tensor")
+    return entry
+
+
+def incomplete(entries: Iterable[Entry]) -> str | None:
+    """The first global tensor that the entries of all files do not make up, in words; None if they are complete."""
+    held: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for entry in entries:
+        if shapes.setdefault(entry.key, entry.global_shape) != entry.global_shape:
+            return f"its files disagree on the shape of {entry.key}"
+        held[entry.key] = held.get(entry.key, 0) + math.prod(entry.shape)
+    for key, count in held.items():
+        if count != math.prod(shapes[key]):
+            return f"its files hold {count} of the {math.prod(shapes[key])} elements of {key}"
+    return None

@@ -1,0 +1,188 @@
+"""Tensors on their way to a checkpoint's files and back: a snapshot in host memory, one file per rank, and a reader of
+boxes.
+
+What goes in and out are Megatron's ShardedTensors: views into this rank's tensors, each a box of a global tensor.
+Layouts meet in the global tensors: a reader fills any box from whatever boxes were written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: see parallel/megatron/startup.py)
+
+# isort: split
+import torch
+import xxhash
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from safetensors import SafetensorError, safe_open
+
+from checkpoint import manifest, safetensors_header
+from checkpoint.manifest import CHUNK_BYTES, FileSum, sum_of
+from configs.files import writing
+from configs.schema import ConfigError
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Cancelled(Exception):
+    """The run ended while a file was being written."""
+
+
+class Snapshot:
+    """Host memory that holds a file's body, used again by every save: pinned beside a GPU, so that it fills at full
+    speed."""
+
+    def __init__(self, pinned: bool):
+        self.pinned = pinned
+        self.header = b""
+        self._body = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+        self._parts: list[tuple[str, torch.dtype, int, int]] = []
+
+    def take(self, tensors: Sequence[ShardedTensor]) -> None:
+        """Copy the tensors as they are now. Returns when the copies are done: the originals may change then."""
+        # Wide elements first: each tensor then starts at a multiple of its element size.
+        order = sorted(tensors, key=lambda tensor: -tensor.data.element_size())
+        ends = list(itertools.accumulate((tensor.data.nbytes for tensor in order), initial=0))
+        self._used = ends[-1]
+        if self._body.numel() < self._used:
+            self._body = torch.empty(self._used, dtype=torch.uint8, pin_memory=self.pinned)
+        for tensor, start, end in zip(order, ends, ends[1:]):
+            place = self._body[start:end].view(tensor.data.dtype).view(tensor.data.shape)
+            place.copy_(tensor.data, non_blocking=True)
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
+        self._parts = [(t.key, t.data.dtype, start, end) for t, start, end in zip(order, ends, ends[1:])]
+        self.header = safetensors_header.encode(
+            safetensors_header.Entry(
+                t.key,
+                DTYPES[t.data.dtype],
+                tuple(t.data.shape),
+                tuple(t.global_shape),
+                tuple(t.global_offset),
+                start,
+                end,
+            )
+            for t, start, end in zip(order, ends, ends[1:])
+        )
+
+    def first_not_finite(self) -> str | None:
+        """A tensor that holds NaN or Inf: what was saved could never be gone on with, and would displace what can. None
+        if none does."""
+        for key, dtype, start, end in self._parts:
+            if dtype.is_floating_point and end > start:
+                low, high = self._body[start:end].view(dtype).aminmax()  # NaN if any is
+                if not (math.isfinite(low) and math.isfinite(high)):
+                    return key
+        return None
+
+    def write(self, path: Path, cancelled: threading.Event) -> FileSum:
+        """Write the file through to the disk and read it back. Raises OSError, also where other bytes come back, and
+        Cancelled."""
+        digest = xxhash.xxh3_128()
+        body = memoryview(self._body.numpy())[: self._used]
+        with writing(path), open(path, "wb", buffering=0) as stream:
+            for chunk in itertools.chain(
+                [memoryview(self.header)], (body[i : i + CHUNK_BYTES] for i in range(0, self._used, CHUNK_BYTES))
+            ):
+                if cancelled.is_set():
+                    raise Cancelled
+                digest.update(chunk)
+                while chunk:  # a write to a disk that is almost full may be short
+                    chunk = chunk[stream.write(chunk) :]
+            os.fsync(stream.fileno())
+        expected = FileSum(len(self.header) + self._used, digest.hexdigest())
+        if sum_of(path) != expected:
+            raise OSError(f"{path} reads back other bytes than were written")
+        return expected
+
+
+class Reader:
+    """Fills boxes of global tensors from a checkpoint's files. Raises ConfigError where the checkpoint lacks
+    something."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files: dict[Path, Any] = {}
+        self._boxes: dict[str, list[tuple[Path, str, safetensors_header.Entry]]] = {}
+        try:
+            for path in (folder / name for name in manifest.read(folder) if name.endswith(safetensors_header.SUFFIX)):
+                for name, entry in safetensors_header.read(path).items():
+                    self._boxes.setdefault(entry.key, []).append((path, name, entry))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"checkpoint {folder} cannot be read: {error}") from error
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._boxes
+
+    @torch.no_grad()
+    def fill(self, tensor: ShardedTensor) -> None:
+        """Copy the box that `tensor` stands for into its data, in place, which may be strided and of another dtype.
+
+        Padding that depends on the layout (Megatron's allow_shape_mismatch) is filled with zeros where the file has
+        none.
+        """
+        boxes = self._boxes.get(tensor.key)
+        if boxes is None:
+            raise ConfigError(
+                f"checkpoint {self.folder} has no tensor {tensor.key}: it is of another model or version."
+            )
+        theirs, ours = boxes[0][2].global_shape, tuple(tensor.global_shape)
+        if len(theirs) != len(ours) or (theirs != ours and not tensor.allow_shape_mismatch):
+            raise ConfigError(
+                f"checkpoint {self.folder} has {tensor.key} in shape {list(theirs)}, this model in {list(ours)}."
+            )
+        target = tensor.data
+        target = target[(None,) * (len(ours) - target.dim())]
+        low = tuple(tensor.global_offset)
+        high = tuple(min(o + n, g) for o, n, g in zip(low, target.shape, theirs))
+        wanted = math.prod(max(h - o, 0) for o, h in zip(low, high))
+        if wanted < target.numel():
+            target.zero_()
+        filled = 0
+        for path, name, entry in boxes:
+            shape = (1,) * (len(ours) - len(entry.shape)) + entry.shape
+            start = tuple(max(a, b) for a, b in zip(low, entry.offset))
+            end = tuple(min(h, o + n) for h, o, n in zip(high, entry.offset, shape))
+            if any(a >= b for a, b in zip(start, end)):
+                continue
+            inside = [slice(a - o, b - o) for a, b, o in zip(start, end, entry.offset)]
+            part = self._get(path, name, entry, inside[len(ours) - len(entry.shape) :])
+            target[tuple(slice(a - o, b - o) for a, b, o in zip(start, end, low))].copy_(
+                part.reshape([b - a for a, b in zip(start, end)])
+            )
+            filled += part.numel()
+        if filled != wanted:
+            raise ConfigError(
+                f"checkpoint {self.folder} holds {filled} of {wanted} elements that this rank needs of {tensor.key}."
+            )
+
+    def _get(self, path: Path, name: str, entry: safetensors_header.Entry, inside: list[slice]) -> torch.Tensor:
+        try:
+            if path not in self._files:
+                self._files[path] = safe_open(path, framework="pt")
+            if all(part == slice(0, n) for part, n in zip(inside, entry.shape)):
+                return self._files[path].get_tensor(name)
+            return self._files[path].get_slice(name)[tuple(inside)]
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"checkpoint {self.folder} cannot be read: {path.name}: {error}") from error

@@ -1,0 +1,69 @@
+"""What to do about a problem: the first of its candidate fixes with which the whole configuration is legal.
+
+So what a message suggests works.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from configs.keys import get
+from configs.rules import first_problem
+from configs.rules.problem import WORLD_SIZE, Fix, Problem
+from configs.schema import Config
+from configs.show import show
+
+MAX_FIXES = 40  # tried for one problem, nearest first
+
+
+def advice(config: Config, world_size: int, problem: Problem) -> str:
+    """The first fix on the configuration's side and the first on the launch's side that leave nothing wrong."""
+    sides = [[fix for fix in problem.fixes if (WORLD_SIZE in fix) == launch] for launch in (False, True)]
+    found = [_working(config, world_size, fixes) for fixes in sides]
+    texts = [_show_fix(fix) for fix in found if fix is not None]
+    if not texts and problem.fixes:  # too much else is wrong: propose what settles this one
+        settled = [fix for fix in problem.fixes if _key_after(config, world_size, fix) != problem.key]
+        texts = [_show_fix((settled or problem.fixes)[0])]
+    return f"Try {' or '.join(texts)}." if texts else ""
+
+
+def _apply(config: Config, world_size: int, fix: Fix) -> tuple[Config, int]:
+    changed = copy.deepcopy(config)
+    for key, value in fix.items():
+        if key == WORLD_SIZE:
+            world_size = value
+            continue
+        section, _, name = key.rpartition(".")
+        setattr(get(changed, section) if section else changed, name, value)
+    return changed, world_size
+
+
+def _working(config: Config, world_size: int, fixes: list[Fix], more: int = 1) -> Fix | None:
+    """The first fix that works alone, else the first that works with one fix of what it leaves wrong."""
+    left: list[tuple[Fix, Problem]] = []
+    for fix in fixes[:MAX_FIXES]:
+        problem = first_problem(*_apply(config, world_size, fix))
+        if problem is None:
+            return fix
+        left.append((fix, problem))
+    for fix, problem in left if more else []:
+        rest = _working(
+            *_apply(config, world_size, fix),
+            [f for f in problem.fixes if WORLD_SIZE not in f and not f.keys() & fix],
+            more - 1,
+        )
+        if rest is not None:
+            return fix | rest
+    return None
+
+
+def _key_after(config: Config, world_size: int, fix: Fix) -> str | None:
+    problem = first_problem(*_apply(config, world_size, fix))
+    return problem.key if problem else None
+
+
+def _show_fix(fix: Fix) -> str:
+    keys = " ".join(f"{key}={show(value)}" for key, value in fix.items() if key != WORLD_SIZE)
+    if WORLD_SIZE not in fix:
+        return keys
+    return f"{fix[WORLD_SIZE]} processes (torchrun --nproc-per-node)" + (f" with {keys}" if keys else "")

@@ -1,0 +1,172 @@
+"""Rules of the model and of its MoE layers, whatever the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from configs import derived
+from configs.keys import get
+from configs.rules.problem import Fix, Problem, divisors, must_divide, set_to
+from configs.schema import Config
+from configs.show import show
+
+MIN_SENTENCEPIECE_VOCAB = 300  # 256 bytes, the special pieces and some room to learn
+MIN_BERT_SEQUENCE = 8  # [CLS] a [SEP] b [SEP] with something to mask
+
+# What latent attention takes for granted.
+LATENT_NEEDS: dict[str, Any] = {
+    "model.family": "gpt",
+    "model.position_embedding": "rope",
+    "model.rotary_fraction": 1.0,
+    "model.normalization": "rmsnorm",
+    "model.num_query_groups": None,
+    "model.qk_norm": False,
+    "model.linear_bias": False,
+    "model.qkv_bias": False,
+}
+
+
+def model(config: Config, world_size: int) -> Iterator[Problem]:
+    model = config.model
+    heads = ("model.num_attention_heads", model.num_attention_heads)
+    if model.head_dim is None:
+        yield from must_divide(heads, ("model.hidden_size", model.hidden_size))
+    if model.num_query_groups is not None:
+        yield from must_divide(("model.num_query_groups", model.num_query_groups), heads)
+    if model.position_embedding == "rope" and model.attention == "grouped":
+        rotating = derived.head_dim(config) * model.rotary_fraction
+        if rotating != int(rotating) or int(rotating) % 2:
+            size = derived.head_dim(config)
+            rule = (
+                f"of the {size} channels of a head must be an even number, because rotary positions turn pairs of "
+                "channels"
+            )
+            fixes = [*set_to("model.rotary_fraction", [1.0, 0.5]), {"model.position_embedding": "learned"}]
+            yield Problem("model.rotary_fraction", rule, fixes)
+    if model.attention == "latent":
+        for key, value in LATENT_NEEDS.items():
+            if get(config, key) != value:
+                rule = f"must be {show(value)} with model.attention=latent"
+                yield Problem(key, rule, [{key: value}, {"model.attention": "grouped"}])
+        if model.rotary_head_dim % 2:
+            rule = "must be even, because rotary positions turn pairs of channels"
+            yield Problem(
+                "model.rotary_head_dim", rule, set_to("model.rotary_head_dim", [model.rotary_head_dim + 1, 64])
+            )
+    if model.qk_norm_over == "all_heads" and not (model.qk_norm and model.normalization == "rmsnorm"):
+        rule = "needs model.qk_norm=true and model.normalization=rmsnorm"
+        wanted: Fix = {"model.qk_norm": True, "model.normalization": "rmsnorm"}
+        yield Problem("model.qk_norm_over", rule, [{"model.qk_norm_over": "head"}, wanted])
+    if model.family == "bert" and model.sequence_length < MIN_BERT_SEQUENCE:
+        rule = f"must be at least {MIN_BERT_SEQUENCE} for BERT, whose samples hold [CLS], two sentences and two [SEP]"
+        yield Problem("model.sequence_length", rule, set_to("model.sequence_length", [MIN_BERT_SEQUENCE, 64, 512]))
+    for key, value in (("model.sentence_head", "none"), ("model.norm_position", "pre")):
+        if model.family != "bert" and get(config, key) != value:
+            yield Problem(key, f"must be {value} unless model.family is bert", [{key: value}, {"model.family": "bert"}])
+    trained_here = config.data.tokenizer == "sentencepiece"
+    if trained_here and config.data.vocab_size < MIN_SENTENCEPIECE_VOCAB:
+        rule = f"must be at least {MIN_SENTENCEPIECE_VOCAB} for a sentencepiece tokenizer with byte fallback"
+        yield Problem("data.vocab_size", rule, set_to("data.vocab_size", [MIN_SENTENCEPIECE_VOCAB, 4096]))
+    if trained_here and model.vocab_size is not None and model.vocab_size < config.data.vocab_size:
+        rule = f"must hold the tokenizer's data.vocab_size ({config.data.vocab_size}), or be null to follow it"
+        yield Problem("model.vocab_size", rule, set_to("model.vocab_size", [None, config.data.vocab_size]))
+
+
+def moe(config: Config, world_size: int) -> Iterator[Problem]:
+    moe, experts = config.moe, config.moe.num_experts
+    if experts is None:
+        unset: Fix = {"ffn_hidden_size": None, "shared_expert_ffn_hidden_size": None, "expert_bias": False}
+        unset |= {"capacity_factor": None, "num_groups": None, "group_top_k": None}
+        for name, value in unset.items():
+            if getattr(moe, name) != value:
+                rule = f"must be {show(value)} in a dense model (moe.num_experts is null)"
+                yield Problem(f"moe.{name}", rule, [{f"moe.{name}": value}, {"moe.num_experts": 8}])
+        return
+    if moe.top_k > experts:
+        rule = f"must not exceed moe.num_experts ({experts})"
+        yield Problem("moe.top_k", rule, [*set_to("moe.top_k", range(experts, 0, -1)), {"moe.num_experts": moe.top_k}])
+    if moe.top_k == 1 and moe.router_score == "softmax" and moe.normalize_top_k:
+        rule = (
+            "must be false for top_k=1 with softmax scores: a single weight that is scaled to 1 gives the router no "
+            "gradient"
+        )
+        yield Problem("moe.normalize_top_k", rule, [{"moe.normalize_top_k": False}, {"moe.top_k": 2}])
+    if moe.top_k > 1 and moe.router_score == "sigmoid" and not moe.normalize_top_k:
+        rule = "must be true for sigmoid scores, which Megatron-core always scales to sum 1"
+        yield Problem("moe.normalize_top_k", rule, [{"moe.normalize_top_k": True}, {"moe.router_score": "softmax"}])
+    if moe.expert_bias and moe.router_score != "sigmoid":
+        fixes: list[Fix] = [{"moe.router_score": "sigmoid"}, {"moe.expert_bias": False}]
+        yield Problem("moe.router_score", "must be sigmoid for moe.expert_bias", fixes)
+    if moe.memory_budget is not None and not derived.plans_moe(config):
+        rule = "is for what moe.pipeline_degree=auto or moe.memory_strategy=auto choose; neither is auto"
+        yield Problem("moe.memory_budget", rule, [{"moe.memory_budget": None}, {"moe.memory_strategy": "auto"}])
+    if config.training.deterministic and derived.plans_moe(config):
+        rule = (
+            "must be false where pipeline_degree, memory_strategy or all_to_all of moe is auto, which follows "
+            "measured times"
+        )
+        numbers: Fix = {
+            "moe.pipeline_degree": 1,
+            "moe.memory_strategy": "keep",
+            "moe.all_to_all": "flat",
+            "moe.memory_budget": None,
+        }
+        yield Problem("training.deterministic", rule, [{"training.deterministic": False}, numbers])
+    forward, backward = derived.pipeline_degrees(config)
+    if "offload" in moe.memory_strategy and forward != backward:
+        rule = (
+            f"must equal moe.pipeline_degree ({moe.pipeline_degree}) for moe.memory_strategy={moe.memory_strategy}, "
+            "or be null"
+        )
+        yield Problem(
+            "moe.backward_pipeline_degree",
+            rule,
+            [{"moe.backward_pipeline_degree": None}, {"moe.memory_strategy": "keep"}],
+        )
+    yield from _expert_groups(config)
+    if config.model.linear_bias and moe.shared_expert_ffn_hidden_size is not None:
+        rule = "must be false with moe.shared_expert_ffn_hidden_size: Megatron-core's shared experts have no biases"
+        fixes = [{"model.linear_bias": False}, {"moe.shared_expert_ffn_hidden_size": None}]
+        yield Problem("model.linear_bias", rule, fixes)
+    if config.model.linear_bias and derived.expert_tensor_size(config) > 1:
+        size = derived.expert_tensor_size(config)
+        rule = (
+            f"must be false when experts are split over {size} tensor ranks: Megatron-core would add a split "
+            f"expert's bias {size} times"
+        )
+        fixes = [{"model.linear_bias": False}, {"parallel.expert_tensor": 1, "parallel.expert": 2}]
+        yield Problem("model.linear_bias", rule, fixes)
+
+
+def _expert_groups(config: Config) -> Iterator[Problem]:
+    moe, experts = config.moe, config.moe.num_experts
+    assert experts is not None
+    off: Fix = {"moe.num_groups": None, "moe.group_top_k": None}
+    for key, other in (("num_groups", "group_top_k"), ("group_top_k", "num_groups")):
+        if getattr(moe, key) is None and getattr(moe, other) is not None:
+            rule = f"must be set too for group-limited routing (moe.{other} is {getattr(moe, other)})"
+            values = (
+                [moe.group_top_k, *divisors(experts, 4)] if key == "num_groups" else range(1, (moe.num_groups or 1) + 1)
+            )
+            yield Problem(f"moe.{key}", rule, [*set_to(f"moe.{key}", values), off])
+    if moe.num_groups is None or moe.group_top_k is None:
+        return
+    yield from must_divide(("moe.num_groups", moe.num_groups), ("moe.num_experts", experts), off)
+    if moe.group_top_k > moe.num_groups:
+        rule = f"must not exceed moe.num_groups ({moe.num_groups})"
+        yield Problem("moe.group_top_k", rule, [*set_to("moe.group_top_k", range(moe.num_groups, 0, -1)), off])
+    # A group's score is the sum of its best top_k / group_top_k experts.
+    yield from must_divide(("moe.group_top_k", moe.group_top_k), ("moe.top_k", moe.top_k), off)
+    size = experts // moe.num_groups
+    if moe.top_k > moe.group_top_k * size:
+        rule = (
+            f"must not exceed the {moe.group_top_k * size} experts of moe.group_top_k ({moe.group_top_k}) groups of "
+            f"{size}"
+        )
+        fixes = [
+            *set_to("moe.top_k", range(moe.group_top_k * size, 0, -1)),
+            *set_to("moe.group_top_k", range(1, moe.num_groups + 1)),
+            off,
+        ]
+        yield Problem("moe.top_k", rule, fixes)

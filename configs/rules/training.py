@@ -1,0 +1,62 @@
+"""Rules of the batch and of the optimizer's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from configs import derived
+from configs.rules.problem import Problem, divisors, multiples, set_to
+from configs.schema import Config
+from configs.show import show
+
+
+def batch(config: Config, world_size: int) -> Iterator[Problem]:
+    training, parallel = config.training, config.parallel
+    copies = derived.data_parallel_size(config, world_size)
+    size, micro = training.global_batch_size, training.micro_batch_size
+    if size % (micro * copies):
+        rule = f"must be divisible by training.micro_batch_size ({micro}) times the data-parallel size ({copies})"
+        smaller = [d for d in divisors(size // copies, micro) if d < micro] if size % copies == 0 else []
+        fixes = [
+            *set_to("training.micro_batch_size", smaller),
+            *set_to("training.global_batch_size", multiples(micro * copies, size)),
+        ]
+        if parallel.virtual_pipeline is not None:
+            fixes += set_to("training.global_batch_size", multiples(micro * copies * parallel.pipeline, size))
+        yield Problem("training.global_batch_size", rule, fixes)
+    count = derived.num_micro_batches(config, world_size)
+    if parallel.virtual_pipeline is not None and count % parallel.pipeline:
+        rule = (
+            f"makes {count} micro-batches a step, which must be a multiple of parallel.pipeline ({parallel.pipeline}) "
+            "when parallel.virtual_pipeline is set"
+        )
+        fixes = [
+            *set_to("training.micro_batch_size", divisors(size // copies, micro)),
+            *set_to("training.global_batch_size", multiples(micro * copies * parallel.pipeline, size)),
+            {"parallel.virtual_pipeline": None},
+        ]
+        yield Problem("training.global_batch_size", rule, fixes)
+
+
+def optimizer(config: Config, world_size: int) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        rule = f"must not exceed optimizer.lr ({show(optimizer.lr)})"
+        yield Problem(
+            "optimizer.min_lr", rule, set_to("optimizer.min_lr", [float(f"{optimizer.lr / 10:.6g}"), optimizer.lr, 0.0])
+        )
+    end, warmup = derived.decay_steps(config), optimizer.warmup_steps
+    end_key = "training.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"
+    if warmup >= end:
+        fixes = [*set_to("optimizer.warmup_steps", [end // 10, 0]), {end_key: warmup * 10}]
+        yield Problem("optimizer.warmup_steps", f"must be less than {end_key} ({end})", fixes)
+    tail = optimizer.wsd_decay_steps
+    if optimizer.schedule == "wsd" and not 1 <= tail <= end - warmup:
+        rule = f"must be between 1 and {end_key} ({end}) minus optimizer.warmup_steps ({warmup}) for the wsd schedule"
+        yield Problem(
+            "optimizer.wsd_decay_steps", rule, set_to("optimizer.wsd_decay_steps", [max(1, (end - warmup) // 5)])
+        )
+    if optimizer.schedule != "wsd" and tail:
+        rule = f"must be 0 for the {optimizer.schedule} schedule: only wsd has a final decay of its own"
+        fixes = [{"optimizer.wsd_decay_steps": 0}, {"optimizer.schedule": "wsd"}]
+        yield Problem("optimizer.wsd_decay_steps", rule, fixes)

@@ -1,0 +1,113 @@
+"""Each key by itself: what the schema says of it, and the few keys that take values of several types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from configs.keys import Key, get
+from configs.rules.problem import Problem, set_to
+from configs.schema import KEYS, Config
+from configs.show import nearest
+
+
+def values(config: Config, world_size: int) -> Iterator[Problem]:
+    """What the schema says of each key by itself."""
+    for name, key in KEYS.items():
+        value = get(config, name)
+        if isinstance(value, str) and not key.choices and not value.strip():
+            yield Problem(name, "must not be empty", set_to(name, [get(Config(), name)]))
+        rule = key.broken_rule(value)
+        if rule is not None:
+            yield Problem(name, f"must be {rule}", set_to(name, _legal_values(key, value)))
+    for name in config.checkpoint.accept_changes:
+        yield from _accepted(config, name)
+
+
+def _legal_values(key: Key, value: Any) -> list[Any]:
+    """Values that the schema allows in place of one that it does not, nearest first."""
+    close = nearest(value, key.choices) if key.choices else None
+    edge = [int(key.low)] if key.low is not None and isinstance(value, int) else []
+    tried = [*([close] if close else []), *edge, key.fresh_default(), *(key.choices or (1, 0.5)), None]
+    return [new for new in tried if key.broken_rule(new) is None and (new is not None or key.nullable)]
+
+
+def _accepted(config: Config, name: str) -> Iterator[Problem]:
+    """checkpoint.accept_changes lists what a resume would refuse, and no more."""
+    key = "checkpoint.accept_changes"
+    acceptable = [other for other in KEYS if KEYS[other].acceptable]
+    if name in acceptable:
+        return
+    if name not in KEYS:
+        rule = f"lists {name}, which is no known key"
+    elif KEYS[name].architecture:
+        rule = f"lists {name}, which makes another model"
+    else:
+        rule = f"lists {name}, whose change a resume does not refuse"
+    rest = [other for other in config.checkpoint.accept_changes if other != name]
+    by_last = {other.rpartition(".")[2]: other for other in acceptable}
+    close = (nearest(name, acceptable) or by_last.get(nearest(name, by_last) or "")) if name not in KEYS else None
+    rule += "" if close else f"; it may list {', '.join(acceptable)}"
+    yield Problem(key, rule, set_to(key, [*([[*rest, close]] if close and close not in rest else []), rest]))
+
+
+def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
+    """The few keys that take values of several types."""
+    corpus = config.data.corpus
+    items = corpus if isinstance(corpus, list) else [] if isinstance(corpus, dict) else [corpus]
+    for item in items:
+        path, weight = (item.get("path"), item.get("weight", 1.0)) if isinstance(item, dict) else (item, 1.0)
+        unknown = set(item) - {"path", "weight"} if isinstance(item, dict) else set()
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 < weight < math.inf
+        if not isinstance(path, str) or not path.strip() or not number or unknown:
+            items = []
+    if not items:
+        rule = "must be stdlib, a path, or a list of paths or of {path: a path, weight: a number above 0}"
+        yield Problem("data.corpus", rule, set_to("data.corpus", ["stdlib"]))
+
+    profile, steps = config.training.profile, config.training.steps
+    if any(not 1 <= step <= steps for step in profile.steps):
+        rule = f"must be numbers of steps from 1 to training.steps ({steps})"
+        yield Problem("training.profile.steps", rule, set_to("training.profile.steps", [[min(10, steps)], []]))
+    listed = isinstance(profile.ranks, list) and all(
+        type(rank) is int and 0 <= rank < world_size for rank in profile.ranks
+    )
+    if profile.ranks != "all" and not (listed and profile.ranks):
+        rule = f"must be all, or a list of ranks from 0 to {world_size - 1}"
+        yield Problem("training.profile.ranks", rule, set_to("training.profile.ranks", ["all"]))
+
+    degree = config.moe.pipeline_degree
+    if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+        yield Problem(
+            "moe.pipeline_degree",
+            "must be an integer of at least 1, or auto",
+            set_to("moe.pipeline_degree", ["auto", 1]),
+        )
+
+    if (
+        config.plan not in (False, True, "json")
+        or isinstance(config.plan, (int, float))
+        and not isinstance(config.plan, bool)
+    ):
+        yield Problem("plan", "must be true, false or json", set_to("plan", [True]))
+    if config.plan_world_size is not None and config.plan_world_size < 1:
+        yield Problem("plan_world_size", "must be at least 1, or null", set_to("plan_world_size", [1, None]))
+    if config.plan_world_size is not None and config.plan is False:
+        rule = "is for plan=true: a run takes the processes that are started"
+        yield Problem("plan_world_size", rule, [{"plan": True}, {"plan_world_size": None}])
+
+    layers, num_layers = config.moe.layers, config.model.num_layers
+    if isinstance(layers, list):
+        if len(layers) != num_layers or any(layer not in (0, 1) for layer in layers) or not any(layers):
+            spread = [int(layers[i % len(layers)] in (1, True)) if layers else 1 for i in range(num_layers)]
+            rule = (
+                f"must be a list of one 0 or 1 for each of model.num_layers ({num_layers}), with at least one 1, or "
+                "an integer"
+            )
+            yield Problem(
+                "moe.layers", rule, set_to("moe.layers", [*([spread] if any(spread) and num_layers <= 16 else []), 1])
+            )
+    elif not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+        rule = "must be an integer n of at least 1 (every n-th layer is MoE) or a list of 0 and 1, one per layer"
+        yield Problem("moe.layers", rule, set_to("moe.layers", [1]))

@@ -1,0 +1,157 @@
+"""What `data.corpus` names: files and folders, the standard library, token files, and blends of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.schema import ConfigError
+
+COMPRESSED = (".gz", ".zst")
+FORMATS = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet", ".py": "file", ".md": "file", ".rst": "file"}
+KNOWN = ".txt, .jsonl, .md, .rst, .py (each also .gz or .zst), .parquet, a folder of those, or Megatron .bin/.idx files"
+# Left out of the standard library: other people's packages, and files that exist to be unreadable or were generated.
+STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encoded_modules", "lib-dynload"}
+STDLIB_SKIPPED_FILES = re.compile(r"bad_coding|badsyntax|bad_source|bad_test|_sysconfigdata")
+GENERATED_CODEC = b"generated from"
+
+
+@dataclass(frozen=True)
+class File:
+    path: str
+    name: str  # stable: relative to its source, without the compression's suffix
+    format: str  # text | jsonl | parquet | file | stdlib | topics
+    size: int
+    mtime_ns: int
+
+    @property
+    def compression(self) -> str | None:
+        return next((suffix for suffix in COMPRESSED if self.path.endswith(suffix)), None)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One term of the blend: files that are concatenated, or (`megatron`) the prefix of token files that exist
+    already."""
+
+    name: str
+    weight: float | None  # None: by size
+    given: str  # as data.corpus has it
+    files: tuple[File, ...] = ()
+    megatron: str | None = None
+
+    @property
+    def is_stdlib(self) -> bool:
+        """Whether it is the standard library and nothing else."""
+        return bool(self.files) and all(file.format in ("stdlib", "topics") for file in self.files)
+
+    def identity(self) -> list[Any]:
+        """What decides the content: paths, sizes and times of change."""
+        return [self.megatron, [[file.path, file.name, file.format, file.size, file.mtime_ns] for file in self.files]]
+
+
+def parse_corpus(corpus: Any) -> list[Source]:
+    """Sources of `data.corpus`: "stdlib", a path, a list of those, or a list of {path, weight}.
+
+    A list without weights is one source (its documents mix by size). Raises ConfigError naming data.corpus and the
+    path.
+    """
+    items = list(corpus) if isinstance(corpus, Sequence) and not isinstance(corpus, str) else [corpus]
+    if not items:
+        raise ConfigError("data.corpus=[]: give at least one source, for example data.corpus=stdlib")
+    entries = [_parse_item(item) for item in items]
+    with_weight = [weight is not None for _, weight in entries]
+    if any(with_weight) and not all(with_weight):
+        raise ConfigError(f"data.corpus={corpus}: either every source has a weight or none has (then they mix by size)")
+    sources = [_open_source(path, weight) for path, weight in entries]
+    if any(with_weight):
+        return sources
+    texts = [source for source in sources if source.files]
+    files = tuple(file for source in texts for file in source.files)
+    merged = (
+        [Source("+".join(s.name for s in texts)[:80], None, " + ".join(s.given for s in texts), files)] if files else []
+    )
+    return merged + [source for source in sources if source.megatron]
+
+
+def _parse_item(item: Any) -> tuple[str, float | None]:
+    if isinstance(item, (str, os.PathLike)):
+        return str(item), None
+    if hasattr(item, "keys") and "path" in item and set(item.keys()) <= {"path", "weight"}:
+        weight = item["weight"] if "weight" in item else None
+        if weight is not None and not (isinstance(weight, (int, float)) and 0 < weight < float("inf")):
+            raise ConfigError(
+                f"data.corpus: the weight of {item['path']} is {weight!r}; it must be a number above 0, for example 0.5"
+            )
+        return str(item["path"]), weight
+    raise ConfigError(f"data.corpus: {item!r} is no source; give stdlib, a path, or {{path: ..., weight: 0.5}}")
+
+
+def _open_source(path: str, weight: float | None) -> Source:
+    if path == "stdlib":
+        return Source("stdlib", weight, path, tuple(_stdlib_files()))
+    place = Path(path).expanduser().absolute()
+    prefix = str(place.with_suffix("")) if place.suffix in (".bin", ".idx") else str(place)
+    if not place.is_dir() and os.path.isfile(f"{prefix}.bin") and os.path.isfile(f"{prefix}.idx"):
+        return Source(Path(prefix).name, weight, path, megatron=prefix)
+    if not place.exists():
+        raise ConfigError(f"data.corpus={path}: no such file or folder ({place}); data.corpus=stdlib needs none")
+    if place.is_dir():
+        paths = [Path(root) / name for root, _, names in os.walk(place) for name in names]
+        files = [
+            _file(p, p.relative_to(place).as_posix())
+            for p in sorted(paths)
+            if _format(p) and not p.name.startswith(".")
+        ]
+        if not files:
+            raise ConfigError(f"data.corpus={path}: the folder holds no file that can be read; supported: {KNOWN}")
+        return Source(place.name, weight, path, tuple(files))
+    if place.suffix in (".bin", ".idx"):
+        raise ConfigError(
+            f"data.corpus={path}: token files come in pairs, but {prefix}.bin and {prefix}.idx are not both there"
+        )
+    if not _format(place):
+        raise ConfigError(f"data.corpus={path}: unknown kind of file; supported: {KNOWN}")
+    return Source(place.name, weight, path, (_file(place, place.name),))
+
+
+def _uncompressed_name(name: str) -> str:
+    return next((name.removesuffix(suffix) for suffix in COMPRESSED if name.endswith(suffix)), name)
+
+
+def _format(path: Path) -> str | None:
+    name = _uncompressed_name(path.name)
+    kind = FORMATS.get(Path(name).suffix)
+    return None if kind == "parquet" and name != path.name else kind
+
+
+def _file(path: Path, name: str, kind: str | None = None) -> File:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ConfigError(f"data.corpus: cannot read {path}: {error.strerror}") from error
+    return File(str(path), _uncompressed_name(name), kind or str(_format(path)), stat.st_size, stat.st_mtime_ns)
+
+
+def _stdlib_files() -> Iterator[File]:
+    """The running Python's library sources, about 30 MB (half of it, where the distribution ships no tests), in a fixed
+    order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED_FOLDERS]
+        found += [
+            Path(folder) / name for name in names if name.endswith(".py") and not STDLIB_SKIPPED_FILES.search(name)
+        ]
+    if not found:
+        raise ConfigError(f"data.corpus=stdlib: {root} holds no Python sources; give a path of your own")
+    for path in sorted(found):
+        name = path.relative_to(root).as_posix()
+        if name.startswith("encodings/") and GENERATED_CODEC in path.open("rb").read(300):
+            continue
+        yield _file(path, f"stdlib/{name}", "topics" if name == "pydoc_data/topics.py" else "stdlib")

@@ -1,0 +1,91 @@
+"""The command line: `python -m data.prepare`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+
+from configs import command
+from configs.exit_status import FAILED, INTERRUPTED
+from configs.schema import ConfigError, DataConfig
+from data.prepare.run import prepare
+
+HELP = """\
+Tokenize a corpus ahead of training: python -m data.prepare [key=value ...]
+
+Training with the same data settings finds the result in data.cache_dir and starts at once. It may be run again at any
+time: finished work is skipped, interrupted work is continued, damaged files are made again.
+
+keys (as for train.py):
+  data.corpus=stdlib        the standard library's sources, about 30 MB
+  data.corpus=PATH          .txt .jsonl .md .rst .py (also .gz .zst), .parquet, a folder of those, or Megatron .bin/.idx
+  data.corpus='[A,B]'       several, mixed by size
+  data.corpus='[{path: A, weight: 0.7}, {path: B, weight: 0.3}]'   a blend
+  data.text_key=text        field of .jsonl, column of .parquet
+  data.tokenizer=sentencepiece   trained on the corpus (data.vocab_size=4096 pieces); or a .model file, or a folder of
+                                 Hugging Face's
+  data.cache_dir=cache      where the results go
+  data.validation_fraction=0.02  share of the tokens for validation
+  data.num_workers=null     processes; null: all cores
+  model.family=gpt          gpt, or bert: documents are stored as sentences
+"""
+
+
+def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str]:
+    """DataConfig and model family of `key=value` arguments. Raises ConfigError naming the key."""
+    import difflib
+
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    defaults = OmegaConf.create({"data": OmegaConf.structured(DataConfig), "model": {"family": "gpt"}})
+    known = [f"data.{key}" for key in asdict(DataConfig())] + ["model.family"]
+    for argument in arguments:
+        key, equals, _ = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"{argument}: arguments have the form key=value, for example data.corpus=stdlib")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(f"data.{key}", known, 1)
+            raise ConfigError(
+                f"{key}: no such key" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
+            )
+    try:
+        merged = OmegaConf.merge(defaults, OmegaConf.from_dotlist(arguments))
+        data = OmegaConf.to_object(merged.data)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{' '.join(arguments)}: {str(error).splitlines()[0]}") from error
+    assert isinstance(data, DataConfig)
+    return data, str(merged.model.family)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help", "help"} & set(arguments):
+        print(HELP)
+        return 0
+    return command.run(lambda: _prepare(arguments))
+
+
+def _prepare(arguments: list[str]) -> int:
+    config, family = parse_arguments(arguments)
+    begin = time.monotonic()
+    try:
+        prepared = prepare(config, family, show_progress=True, rebuild_damaged=True)
+    except RuntimeError as error:  # a worker died
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return INTERRUPTED
+    print(f"tokenizer   {prepared.tokenizer_path} ({prepared.vocab_size} tokens)")
+    print(f"documents   {prepared.num_documents:,} ({prepared.num_bytes / 1e6:,.1f} MB of text)")
+    print(f"bad lines   {prepared.num_bad_lines:,}" + "".join(f"\n            {line}" for line in prepared.bad_lines))
+    if prepared.bad_lines_files:
+        print("            all are listed in " + ", ".join(prepared.bad_lines_files))
+    for name, files in (("train", prepared.train), ("validation", prepared.valid)):
+        for file in files:
+            print(f"{name:<11} {file.num_tokens:,} tokens, weight {file.weight:.3f}, {file.prefix}.bin")
+    print(f"seconds     {time.monotonic() - begin:.1f}")
+    return 0

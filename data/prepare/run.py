@@ -1,0 +1,66 @@
+"""Make tokenizer and token files of all sources, or find them done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs.schema import ConfigError, DataConfig
+from data.corpus import parse_corpus
+from data.prepare.megatron import add_megatron
+from data.prepare.prepared import PreparedData
+from data.prepare.tokenized import add_tokenized
+from data.prepare.trained_tokenizer import find_tokenizer
+
+
+def prepare(
+    config: DataConfig,
+    family: str,
+    show_progress: bool = True,
+    rebuild_damaged: bool = False,
+    split_rule: str = "exact",
+) -> PreparedData:
+    """Make tokenizer and token files for `config`, or find them done. family: gpt | bert.
+
+    Any number of processes may call it at once, with the same arguments (only the one that works shows progress).
+    `split_rule`: how validation is chosen (data/split.py); a run goes on with the one that its data have, before
+    `exact` that was `hash`. `rebuild_damaged`: make token files anew whose size is not what was written; else that is
+    an error. Raises ConfigError for what is wrong with the config, a file or the cache, RuntimeError when a worker
+    process dies, TimeoutError when another process does not finish within data.timeout_seconds.
+    """
+    _check(config, family)
+    sources = parse_corpus(config.corpus)
+    cache = Path(config.cache_dir).expanduser().absolute()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir={config.cache_dir}: cannot make this folder ({error.strerror}); give one that can be "
+            "written"
+        ) from error
+    tokenizer = find_tokenizer(config, sources, cache, show_progress)
+    if family == "bert":
+        _ = tokenizer.cls, tokenizer.sep, tokenizer.mask  # an error now rather than in the workers
+    prepared = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
+    split = {"rule": split_rule, "fraction": config.validation_fraction}
+    prepared.identity = {"tokenizer": tokenizer.digest, "split": split, "sources": []}
+    for source in sources:
+        if source.megatron:
+            add_megatron(prepared, source, config, tokenizer, cache)
+        else:
+            add_tokenized(prepared, source, config, family, tokenizer, cache, show_progress, rebuild_damaged)
+    for files in (prepared.train, prepared.valid):
+        total = sum(file.weight for file in files)
+        for file in files:
+            file.weight /= total
+    return prepared
+
+
+def _check(config: DataConfig, family: str) -> None:
+    if family not in ("gpt", "bert"):
+        raise ConfigError(f"model.family={family}: must be gpt or bert")
+    if not 0 <= config.validation_fraction < 1:
+        raise ConfigError(
+            f"data.validation_fraction={config.validation_fraction}: must be at least 0 and below 1, for example 0.02"
+        )
+    if config.num_workers is not None and config.num_workers < 1:
+        raise ConfigError(f"data.num_workers={config.num_workers}: must be at least 1, or null for all cores")

@@ -1,0 +1,139 @@
+"""Token files of a source of text: found done and checked, or made."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from configs.files import writing_into
+from configs.schema import ConfigError, DataConfig
+from data import lock
+from data.corpus import Source
+from data.digest import digest_of, file_digest
+from data.indexed import IndexedTokens
+from data.prepare.parts import tokenize
+from data.prepare.prepared import PreparedData, TokenFile, cache_key, source_identity
+from data.split import hash_suffices
+from data.tokenizer import Tokenizer, tokenizer_file
+
+
+def add_tokenized(
+    prepared: PreparedData,
+    source: Source,
+    config: DataConfig,
+    family: str,
+    tokenizer: Tokenizer,
+    cache: Path,
+    show_progress: bool,
+    rebuild_damaged: bool,
+) -> None:
+    tokenizer_hash = hashlib.sha256(tokenizer_file(tokenizer.path).read_bytes()).hexdigest()
+    named = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
+    key = cache_key(source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction, *named)
+    folder = cache / "tokens" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{family}-{key}"
+    rule = prepared.identity["split"]["rule"]
+    find = functools.partial(_find_done, folder, source, config, cache, rule)
+    done = find(rebuild_damaged)
+    if done is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock.hold(folder / "lock", config.timeout_seconds):
+            done = find(rebuild_damaged)
+            if done is None:
+                with _room_given_back(folder), writing_into(folder):
+                    tokenize(source, config, family, tokenizer, folder, cache, rule, show_progress)
+                done = find(False)
+                assert done is not None
+    folder = Path(done["folder"])
+    for split, name in ((prepared.train, "train"), (prepared.valid, "valid")):
+        num_tokens = done["tokens"][name]
+        if num_tokens:
+            split.append(
+                TokenFile(str(folder / name), num_tokens if source.weight is None else source.weight, num_tokens)
+            )
+    digests = done["digests"]
+    splits = {
+        name: {"tokens": done["tokens"][name], "digest": digest_of(digests[f"{name}.bin"], digests[f"{name}.idx"])}
+        for name in ("train", "valid")
+    }
+    prepared.identity["sources"].append(
+        source_identity(source, done["documents"], splits["train"], splits["valid"], None, done.get("text"))
+    )
+    prepared.num_documents += done["documents"]
+    prepared.num_bytes += done["bytes"]
+    prepared.num_bad_lines += done["bad_lines"]
+    prepared.bad_lines += done["first_bad_lines"]
+    if done["bad_lines"]:
+        prepared.bad_lines_files.append(str(folder / "bad_lines.txt"))
+
+
+def _find_done(
+    folder: Path, source: Source, config: DataConfig, cache: Path, rule: str, rebuild_damaged: bool
+) -> dict[str, Any] | None:
+    """The summary of finished work, with its `folder`; None when there is none. Raises ConfigError when it was damaged.
+
+    The split by hash lies in `folder`, as it did before there was another; one that `exact` makes otherwise in its
+    folder `exact`.
+    """
+    for place in [folder / "exact", folder] if rule == "exact" else [folder]:
+        try:
+            done: dict[str, Any] = json.loads((place / "done.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            continue
+        done["folder"] = str(place)
+        if rule == "exact" and place == folder:
+            tokens = done["tokens"]
+            if not hash_suffices(
+                done["documents"], tokens["train"], tokens["valid"], config.validation_fraction, source.is_stdlib
+            ):
+                continue
+        return _checked(done, place, cache, config.timeout_seconds, rebuild_damaged)
+    return None
+
+
+def _checked(
+    done: dict[str, Any], folder: Path, cache: Path, timeout: float, rebuild_damaged: bool
+) -> dict[str, Any] | None:
+    """The summary, with the files' digests as they are now; None where they were damaged and are to be made again."""
+    written = done.get("digests", {})  # a cache of an earlier version has none
+    done["digests"] = {}
+    for name, size in done["sizes"].items():
+        path = folder / name
+        actual = path.stat().st_size if path.exists() else None
+        if actual == size:
+            done["digests"][name] = file_digest(path, cache, timeout)
+            if done["digests"][name] == written.get(name, done["digests"][name]):
+                continue
+        if rebuild_damaged:
+            return None
+        found = (
+            "is missing" if actual is None else f"has {actual} bytes" if actual != size else f"has {size} other bytes"
+        )
+        raise ConfigError(
+            f"data.cache_dir: {path} {found}, but {size} were written: it was truncated or damaged; delete {folder}, "
+            "or run `python -m data.prepare` with the same data settings to make it again"
+        )
+    if rebuild_damaged:
+        try:
+            for name in ("train", "valid"):
+                IndexedTokens(folder / name)
+        except ConfigError:
+            return None
+    return done
+
+
+@contextlib.contextmanager
+def _room_given_back(folder: Path) -> Iterator[None]:
+    """Where a disk fails, deletes what was half written; finished parts stay, and are gone on from."""
+    try:
+        yield
+    except OSError:
+        for leftover in folder.rglob("*.tmp*"):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        raise

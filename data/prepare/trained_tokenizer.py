@@ -1,0 +1,88 @@
+"""The tokenizer of a config: taken, or trained on a sample of the corpus."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.schema import ConfigError, DataConfig
+from data import lock
+from data.corpus import Document, File, Source, plan_parts, read_span, unpack
+from data.prepare.bad_lines import SHOWN_BAD_LINES, no_documents
+from data.prepare.prepared import cache_key
+from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+TRAINING_SAMPLE_BYTES = 1 << 25  # text read to train a tokenizer
+
+
+def find_tokenizer(config: DataConfig, sources: list[Source], cache: Path, show_progress: bool) -> Tokenizer:
+    if config.tokenizer != "sentencepiece":
+        return load_tokenizer(Path(config.tokenizer).expanduser().absolute())
+    text_sources = [source for source in sources if source.files]
+    if not text_sources:
+        raise ConfigError(
+            "data.tokenizer=sentencepiece: there is no text to train it on, as data.corpus holds only token files; "
+            "give the tokenizer that made them, for example data.tokenizer=path/to/tokenizer.model"
+        )
+    key = cache_key([source.identity() for source in text_sources], config.vocab_size, config.text_key)
+    path = cache / "tokenizers" / f"sentencepiece-{config.vocab_size}-{key}.model"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        with lock.hold(path.with_suffix(".lock"), config.timeout_seconds):
+            if not path.exists():
+                if show_progress:
+                    print(
+                        f"Training a sentencepiece tokenizer of {config.vocab_size} pieces ...",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                begin = time.monotonic()
+                files = [file for source in text_sources for file in source.files]
+                names = "+".join(source.name for source in text_sources)
+                train_tokenizer(_training_texts(files, names, config.text_key, path.parent), config.vocab_size, path)
+                if show_progress:
+                    print(f"Trained it in {time.monotonic() - begin:.1f} s: {path}", file=sys.stderr, flush=True)
+    return load_tokenizer(path)
+
+
+def _training_texts(files: list[File], names: str, text_key: str, scratch: Path) -> Iterator[str]:
+    """Documents from a fixed random choice of the corpus's parts, at most TRAINING_SAMPLE_BYTES. Raises ConfigError
+    without any."""
+    num_bad, bad, any_text = 0, [], False
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="sample-") as folder:
+        plain = [file for file in files if not file.compression]
+        packed = [file for file in files if file.compression]
+        random.Random(0).shuffle(packed)
+        unpacked: dict[str, str] = {}
+        budget = TRAINING_SAMPLE_BYTES
+        for file in packed:
+            if budget <= 0:
+                break
+            unpacked[file.path] = f"{folder}/{len(unpacked)}"
+            unpack(file.path, unpacked[file.path], limit=budget)
+            budget -= os.path.getsize(unpacked[file.path])
+        spans = [
+            span
+            for part in plan_parts([*plain, *(file for file in packed if file.path in unpacked)], unpacked)
+            for span in part
+        ]
+        random.Random(1).shuffle(spans)
+        budget = TRAINING_SAMPLE_BYTES
+        for span in spans:
+            if budget <= 0:
+                break
+            budget -= span.size
+            for item in read_span(span, text_key):
+                if isinstance(item, Document):
+                    any_text = True
+                    yield item.text
+                else:
+                    num_bad += 1
+                    bad += [str(item)] if num_bad <= SHOWN_BAD_LINES else []
+        if not any_text:
+            raise ConfigError(no_documents(names, num_bad, bad))

@@ -1,0 +1,120 @@
+"""Worker processes that unpack and tokenize."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from configs.schema import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class _Lines:
+    """What tqdm writes to: each of its pictures becomes a line of a log."""
+
+    def __init__(self, log: TextIO):
+        self._log = log
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self._log.write(text.strip() + "\n")
+
+    def flush(self) -> None:
+        self._log.flush()
+
+
+def run_jobs(
+    jobs: list[dict[str, Any]],
+    settings: dict[str, Any],
+    num_workers: int,
+    timeout: float,
+    verb: str,
+    ready: int,
+    show_progress: bool,
+) -> None:
+    """Have worker processes do the jobs. `ready`: bytes done before. Raises when a job fails or a worker dies or
+    hangs."""
+    if not jobs:
+        return
+    # One thread per worker: there is a worker per core.
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    pending = list(enumerate(jobs))[::-1]
+    processes: list[subprocess.Popen[bytes]] = []
+    selector = selectors.DefaultSelector()
+    total = ready + sum(job["size"] for job in jobs)
+    look: dict[str, Any] = {"dynamic_ncols": True, "mininterval": 0.5}
+    if not sys.stderr.isatty():  # a log: plain lines, and not many
+        look = {
+            "file": _Lines(sys.stderr),
+            "mininterval": 30.0,
+            "bar_format": "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}",
+        }
+    bar = tqdm(total=total, initial=ready, unit="B", unit_scale=True, desc=verb, disable=not show_progress, **look)
+    try:
+        with bar:
+            for _ in range(min(num_workers, len(jobs))):
+                command = [sys.executable, "-m", "data.worker"]
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+                processes.append(process)
+                assert process.stdout
+                selector.register(process.stdout, selectors.EVENT_READ, process)
+                _send(process, settings)
+                number, job = pending.pop()
+                _send(process, {"job": number, **job})
+            running = len(processes)
+            while running:
+                events = selector.select(timeout)
+                if not events:
+                    raise TimeoutError(
+                        f"{verb}: no worker finished a part within {timeout} s (data.timeout_seconds); raise it"
+                    )
+                for key, _ in events:
+                    process = key.data
+                    line = process.stdout.readline()
+                    if not line:
+                        raise RuntimeError(
+                            f"{verb}: a worker process died with status {process.wait(timeout=10)}; finished parts are "
+                            "kept, so the same command continues (with less memory: data.num_workers=1)"
+                        )
+                    reply = json.loads(line)
+                    if "error" in reply:
+                        if reply.get("config"):
+                            raise ConfigError(reply["error"])
+                        raise OSError(reply["errno"], f"{verb}: {reply['error']}", reply["file"])
+                    bar.update(jobs[reply["job"]]["size"])
+                    if pending:
+                        number, job = pending.pop()
+                        _send(process, {"job": number, **job})
+                    else:
+                        selector.unregister(process.stdout)
+                        process.stdin.close()
+                        running -= 1
+    finally:
+        selector.close()
+        for process in processes:
+            for stream in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    if stream:
+                        stream.close()
+            try:
+                process.wait(timeout=1 if sys.exc_info()[0] is None else 0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=10)
+
+
+def _send(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
+    assert process.stdin
+    with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when its answer is read
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+        process.stdin.flush()

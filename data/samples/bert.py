@@ -1,0 +1,236 @@
+"""Samples of BERT: segments of documents, masked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from configs.schema import ConfigError
+from data.prepare import TokenFile
+from data.samples.shared import (
+    IGNORED,
+    SAMPLE,
+    SAMPLE_ORDER,
+    Blend,
+    Epochs,
+    check_files,
+    of_split,
+    open_tokens,
+    permutation,
+    random_of,
+)
+from data.tokenizer import Tokenizer
+
+
+def segment_documents(
+    sequence_lengths: np.ndarray, document_bounds: np.ndarray, target: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut documents into runs of consecutive sentences of about `target` tokens.
+
+    sequence_lengths [n], document_bounds [d + 1] -> first and last + 1 sentence of each segment, int64 [k]; in a
+    document, a sentence belongs to the segment (its offset in tokens) // target, so segments cover the document and
+    never cross its end.
+    """
+    lengths = np.asarray(sequence_lengths, dtype=np.int64)
+    bounds = np.asarray(document_bounds, dtype=np.int64)
+    if not len(lengths):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    offsets = np.cumsum(lengths) - lengths
+    sizes = np.diff(bounds)
+    document_starts = bounds[:-1][sizes > 0]
+    in_document = offsets - np.repeat(offsets[document_starts], sizes[sizes > 0])
+    changes = np.diff(in_document // target, prepend=-1) != 0
+    changes[document_starts] = True
+    firsts = np.flatnonzero(changes)
+    return firsts, np.append(firsts[1:], len(lengths))
+
+
+class _BertFile:
+    """The segments of one token file, in an order that each epoch shuffles anew."""
+
+    def __init__(self, file: TokenFile, number: int, target: int, least_tokens: int, seed: int, shuffle: bool):
+        self.seed, self.number, self.shuffle = seed, number, shuffle
+        indexed = open_tokens(file)
+        self.tokens = indexed.tokens
+        starts, lengths, bounds, in_split = of_split(file, indexed)
+        self.firsts, self.lasts = segment_documents(lengths, bounds, target)
+        # Where each sentence starts, in tokens; one more entry for the end.
+        self.places = np.concatenate([starts, [len(self.tokens)]])
+        self.documents = np.searchsorted(bounds, self.firsts, side="right") - 1
+        wanted = in_split[self.documents]
+        wanted &= self.places[self.lasts] - self.places[self.firsts] >= least_tokens
+        self.firsts, self.lasts, self.documents = self.firsts[wanted], self.lasts[wanted], self.documents[wanted]
+        self.num_samples = len(self.firsts)
+        if not self.num_samples:
+            raise ConfigError(
+                f"data.corpus: {file.prefix}.bin ({file.split}) has {len(self.tokens)} tokens in {len(lengths)} "
+                f"sentences, but none of {least_tokens} tokens or more, which one BERT sample takes; give more text"
+            )
+        self.epochs = Epochs(lambda epoch: permutation(seed, SAMPLE_ORDER, number, epoch, self.num_samples))
+
+    def segment(self, i: int) -> int:
+        epoch, position = divmod(i, self.num_samples)
+        return int(self.epochs.get(epoch)[position]) if self.shuffle else position
+
+    def sentences(self, segment: int) -> np.ndarray:
+        """Bounds, in tokens of the file, of a segment's sentences: int64 [number of sentences + 1]."""
+        return self.places[self.firsts[segment] : self.lasts[segment] + 1]
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        return self.tokens[begin:end].astype(np.int64)
+
+    def other_document(self, segment: int, draw: float) -> int | None:
+        """A segment of another document, uniformly by `draw` in [0, 1); None when there is one document only."""
+        document = self.documents[segment]
+        begin, end = np.searchsorted(self.documents, [document, document + 1])
+        others = self.num_samples - int(end - begin)
+        if not others:
+            return None
+        chosen = int(draw * others)
+        return chosen if chosen < begin else chosen + int(end - begin)
+
+
+class BertSamples:
+    """Masked-LM samples of consecutive sentences, with whole-word masking (80% mask, 10% random, 10% kept) as in BERT.
+
+    sentence_head none: [CLS] a [SEP]. next_sentence: [CLS] a [SEP] b [SEP], where b follows a (label 0) or comes from
+    another document (label 1). sentence_order (ALBERT): b follows a (label 0), or they are swapped (label 1). Devlin et
+    al. 2018, arXiv:1810.04805; Lan et al. 2019, arXiv:1909.11942.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[TokenFile],
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        seed: int,
+        sentence_head: str = "none",
+        mask_probability: float = 0.15,
+        short_sequence_probability: float = 0.1,
+        shuffle: bool = True,
+    ):
+        check_files(files)
+        for name, value in (
+            ("mask_probability", mask_probability),
+            ("short_sequence_probability", short_sequence_probability),
+        ):
+            if not 0 <= value <= 1 or (name == "mask_probability" and value == 0):
+                raise ConfigError(
+                    f"data.{name}={value}: must be a probability, for example "
+                    f"{0.15 if name == 'mask_probability' else 0.1}"
+                )
+        self.pairs = sentence_head != "none"
+        self.sentence_head, self.seed, self.sequence_length = sentence_head, seed, sequence_length
+        self.room = sequence_length - (3 if self.pairs else 2)  # tokens besides [CLS] and [SEP]
+        least = 2 if self.pairs else 1
+        if self.room < least:
+            needed = sequence_length - self.room + least
+            raise ConfigError(
+                f"model.sequence_length={sequence_length}: BERT with sentence_head={sentence_head} needs at least "
+                f"{needed}"
+            )
+        self.mask_probability, self.short_probability = mask_probability, short_sequence_probability
+        self.cls, self.sep, self.mask, self.pad = tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.pad
+        self.vocab_size = tokenizer.vocab_size
+        self.starts, self.ends = tokenizer.word_starts(), tokenizer.word_ends()
+        self.ordinary = np.setdiff1d(
+            np.arange(self.vocab_size), [*tokenizer.special_ids(), self.cls, self.sep, self.mask, self.pad]
+        )
+        self.files = [_BertFile(file, number, self.room, least, seed, shuffle) for number, file in enumerate(files)]
+        self.blend = Blend([file.weight for file in files])
+
+    def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """tokens (masked), labels, types int64 [b, s]; loss_mask float32 [b, s]; padding_mask bool [b, s], True = real
+        token; with a sentence head also sentence_label int64 [b]."""
+        shape = (len(indices), self.sequence_length)
+        tokens = np.full(shape, self.pad, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        types = np.zeros(shape, dtype=np.int64)
+        loss_mask = np.zeros(shape, dtype=np.float32)
+        padding_mask = np.zeros(shape, dtype=bool)
+        sentence_label = np.zeros(len(indices), dtype=np.int64)
+        for row, i in enumerate(indices):
+            random = np.random.Generator(random_of(self.seed, SAMPLE, i))
+            parts, sentence_label[row] = self._parts(i, random)
+            original = np.concatenate([[self.cls], *(piece for part in parts for piece in (part, [self.sep]))])
+            n = len(original)
+            if int(original.max()) >= self.vocab_size:
+                raise ConfigError(
+                    f"data.tokenizer: token {int(original.max())} does not fit a vocabulary of {self.vocab_size}; "
+                    "give the tokenizer that made the token files in data.corpus"
+                )
+            maskable = np.ones(n, dtype=bool)
+            maskable[[0, len(parts[0]) + 1, n - 1]] = False
+            tokens[row, :n], predicted = self._mask(original, maskable, random)
+            labels[row, :n] = np.where(predicted, original, IGNORED)
+            loss_mask[row, :n] = predicted
+            padding_mask[row, :n] = True
+            types[row, len(parts[0]) + 2 : n] = 1
+        batch: dict[str, np.ndarray] = {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "types": types,
+            "padding_mask": padding_mask,
+        }
+        if self.pairs:
+            batch["sentence_label"] = sentence_label
+        return batch
+
+    def _parts(self, i: int, random: np.random.Generator) -> tuple[list[np.ndarray], int]:
+        """The one or two texts of sample i, cut to fit, and the sentence label."""
+        number, position = self.blend.locate(i)
+        file = self.files[number]
+        segment = file.segment(position)
+        bounds = file.sentences(segment)
+        short, length, split, flip, other, where = random.random(6).tolist()
+        room, least = self.room, 2 if self.pairs else 1
+        if short < self.short_probability:
+            room = least + int(length * (room - least + 1))
+        if not self.pairs:
+            begin = int(bounds[0])
+            return [file.read(begin, min(int(bounds[-1]), begin + room))], 0
+        # Cut between two sentences that the room allows; a single sentence is cut in the middle.
+        begin, end = int(bounds[0]), min(int(bounds[-1]), int(bounds[0]) + room)
+        inner = bounds[(bounds > begin) & (bounds < end)]
+        middle = int(inner[int(split * len(inner))]) if len(inner) else (begin + end) // 2
+        first, second = file.read(begin, middle), file.read(middle, end)
+        if flip < 0.5:
+            return [first, second], 0
+        if self.sentence_head == "sentence_order":
+            return [second, first], 1
+        elsewhere = file.other_document(segment, other)
+        if elsewhere is None:
+            return [first, second], 0
+        bounds = file.sentences(elsewhere)
+        start = int(bounds[int(where * (len(bounds) - 1))])
+        return [first, file.read(start, min(int(bounds[-1]), start + room - len(first)))], 1
+
+    def _mask(
+        self, original: np.ndarray, maskable: np.ndarray, random: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Masked tokens and which positions are to be predicted, both [n]: whole words, mask_probability of the tokens
+        on average."""
+        begins = self.starts[original]
+        begins[1:] |= self.ends[original[:-1]] | ~maskable[:-1]
+        begins |= ~maskable
+        word = np.cumsum(begins) - 1
+        sizes = np.bincount(word, weights=maskable).astype(np.int64)
+        draws = random.random((2, len(original)))
+        words = np.flatnonzero(sizes)
+        words = words[np.argsort(draws[0, : len(words)], kind="stable")]
+        taken = np.cumsum(sizes[words])
+        budget = self.mask_probability * int(maskable.sum())
+        # The word that crosses the budget is taken with the probability that makes the mean exact.
+        num_chosen = int(np.searchsorted(taken, budget, side="right"))
+        if num_chosen < len(words):
+            rest = (budget - (taken[num_chosen - 1] if num_chosen else 0)) / sizes[words[num_chosen]]
+            num_chosen += int(random.random() < rest)
+        chosen = np.zeros(len(sizes), dtype=bool)
+        chosen[words[: max(1, num_chosen)]] = True
+        predicted = chosen[word] & maskable
+        masked = np.where(predicted & (draws[1] < 0.8), self.mask, original)
+        replaced = predicted & (draws[1] >= 0.9)
+        masked[replaced] = self.ordinary[(random.random(int(replaced.sum())) * len(self.ordinary)).astype(np.int64)]
+        return masked, predicted

@@ -1,0 +1,105 @@
+"""Samples of GPT: windows over the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from configs.schema import ConfigError
+from data.indexed import documents
+from data.prepare import TokenFile
+from data.samples.shared import (
+    DOCUMENT_ORDER,
+    SAMPLE_ORDER,
+    Blend,
+    Epochs,
+    check_files,
+    of_split,
+    open_tokens,
+    permutation,
+)
+
+
+class _GPTFile:
+    """The windows of one token file."""
+
+    def __init__(self, file: TokenFile, number: int, sequence_length: int, seed: int, shuffle: bool):
+        self.file = file
+        self.sequence_length = sequence_length
+        self.seed, self.number, self.shuffle = seed, number, shuffle
+        indexed = open_tokens(file)
+        self.tokens = indexed.tokens
+        *index, wanted = of_split(file, indexed)
+        starts, lengths = documents(*index)
+        wanted &= lengths > 0
+        self.starts, self.lengths = starts[wanted], lengths[wanted]
+        total = int(self.lengths.sum())
+        self.num_samples = (total - 1) // sequence_length
+        if self.num_samples < 1:
+            raise ConfigError(
+                f"data.corpus: {file.prefix}.bin ({file.split}) has {total} tokens, but one sample takes "
+                f"model.sequence_length + 1 = {sequence_length + 1}; give more text, raise data.validation_fraction if "
+                f"this is the validation split, or set model.sequence_length={max(1, (total - 1) // 2)}"
+            )
+        self.epochs = Epochs(self._epoch)
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Starts of the documents in this epoch's order, the ends they reach when laid end to end, and the order of the
+        samples."""
+        if not self.shuffle:
+            return self.starts, np.cumsum(self.lengths), None
+        documents = permutation(self.seed, DOCUMENT_ORDER, self.number, epoch, len(self.lengths))
+        samples = permutation(self.seed, SAMPLE_ORDER, self.number, epoch, self.num_samples)
+        return self.starts[documents], np.cumsum(self.lengths[documents]), samples
+
+    def window(self, i: int) -> np.ndarray:
+        """Tokens [sequence_length + 1], int64, of sample i of this file."""
+        epoch, position = divmod(i, self.num_samples)
+        starts, ends, samples = self.epochs.get(epoch)
+        begin = (int(samples[position]) if samples is not None else position) * self.sequence_length
+        end = begin + self.sequence_length + 1
+        first, last = np.searchsorted(ends, [begin, end - 1], side="right")
+        # Documents that the window touches: their ends, cut to the window, and where each one's tokens lie in the file.
+        stops = np.minimum(ends[first : last + 1], end)
+        begins = np.concatenate([[begin], stops[:-1]])
+        origins = starts[first : last + 1] - np.concatenate(
+            [ends[first - 1 : first] if first else np.zeros(1, np.int64), ends[first:last]]
+        )
+        return self.tokens.read(list(zip((origins + begins).tolist(), (origins + stops).tolist()))).astype(np.int64)
+
+
+class GPTSamples:
+    """Windows of sequence_length + 1 tokens over documents laid end to end in an order that each epoch shuffles anew.
+
+    shuffle=False (validation): the files' own order, from the start. Raises ConfigError when there is too little data
+    for one sample, a file is damaged, or (in `batch`) a token does not fit `vocab_size`.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[TokenFile],
+        sequence_length: int,
+        seed: int,
+        shuffle: bool = True,
+        vocab_size: int | None = None,
+    ):
+        check_files(files)
+        self.vocab_size = vocab_size
+        self.files = [_GPTFile(file, number, sequence_length, seed, shuffle) for number, file in enumerate(files)]
+        self.blend = Blend([file.weight for file in files])
+
+    def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """Samples as tokens and labels int64 [b, s], loss_mask float32 [b, s]."""
+        windows = []
+        for i in indices:
+            file, position = self.blend.locate(i)
+            windows.append(self.files[file].window(position))
+        both = np.stack(windows)
+        if self.vocab_size is not None and int(both.max()) >= self.vocab_size:
+            raise ConfigError(
+                f"data.tokenizer: token {int(both.max())} does not fit a vocabulary of {self.vocab_size}; "
+                "give the tokenizer that made the token files in data.corpus"
+            )
+        tokens, labels = np.ascontiguousarray(both[:, :-1]), np.ascontiguousarray(both[:, 1:])
+        return {"tokens": tokens, "labels": labels, "loss_mask": np.ones(tokens.shape, dtype=np.float32)}

@@ -1,0 +1,100 @@
+"""What samples of both families have in common: seeded draws, blends, epochs, and the files of a split."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from configs.schema import ConfigError
+from data.indexed import IndexedTokens
+from data.prepare import TokenFile
+from data.split import split_index
+
+BLEND_PERIOD = 10_000  # samples after which the pattern of a blend repeats; weights are rounded to 1/BLEND_PERIOD
+IGNORED = 0  # label of positions that are not predicted; their loss_mask is 0
+# Purposes of the random streams that are drawn from one seed.
+DOCUMENT_ORDER, SAMPLE_ORDER, SAMPLE = range(3)
+
+
+def random_of(seed: int, purpose: int, *index: int) -> np.random.Philox:
+    return np.random.Philox(np.random.SeedSequence([seed, purpose, *index]))
+
+
+def permutation(seed: int, purpose: int, file: int, epoch: int, n: int) -> np.ndarray:
+    """A permutation of range(n), int64 [n]. From raw bits, so that it is the same under every version of numpy."""
+    return np.argsort(random_of(seed, purpose, file, epoch).random_raw(n), kind="stable")
+
+
+class Blend:
+    """Which file, and which of its samples, sample i of a blend is."""
+
+    def __init__(self, weights: Sequence[float]):
+        shares = np.asarray(weights, dtype=np.float64) / sum(weights) * BLEND_PERIOD
+        if len(weights) > BLEND_PERIOD // 10 or shares.min() < 0.5:
+            least = min(weights) / sum(weights)
+            raise ConfigError(
+                f"data.corpus: {len(weights)} sources, the least with {least:.2g} of the weight; at most "
+                f"{BLEND_PERIOD // 10} sources with at least {0.5 / BLEND_PERIOD} each can be blended; merge the small "
+                "ones into a folder"
+            )
+        self.counts = np.maximum(np.round(shares), 1).astype(np.int64)
+        # The k-th of a file's c samples stands at (k + 1/2) / c of the pattern: as even as can be.
+        file = np.repeat(np.arange(len(weights)), self.counts)
+        rank = np.concatenate([np.arange(count) for count in self.counts])
+        order = np.argsort((rank + 0.5) / self.counts[file], kind="stable")
+        self.file, self.rank = file[order], rank[order]
+
+    def locate(self, i: int) -> tuple[int, int]:
+        period, position = divmod(i, len(self.file))
+        file = int(self.file[position])
+        return file, period * int(self.counts[file]) + int(self.rank[position])
+
+
+class Epochs:
+    """The two epochs of a file that were used last."""
+
+    def __init__(self, build: Any):
+        self._build = build
+        self._kept: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def get(self, epoch: int) -> Any:
+        with self._lock:
+            if epoch not in self._kept:
+                while len(self._kept) > 1:
+                    self._kept.pop(next(iter(self._kept)))
+                self._kept[epoch] = self._build(epoch)
+            return self._kept[epoch]
+
+
+def open_tokens(file: TokenFile) -> IndexedTokens:
+    """Open a token file; the same that was opened before, where a run goes back and reads it again. Raises
+    ConfigError."""
+    indexed = IndexedTokens(file.prefix)
+    file.opened = file.opened or indexed.fingerprints
+    if indexed.fingerprints != file.opened:
+        raise ConfigError(
+            f"data.corpus: {file.prefix}.bin or .idx was exchanged while the run goes. Put it back as it was, and "
+            "start again to go on"
+        )
+    return indexed
+
+
+def of_split(file: TokenFile, indexed: IndexedTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """starts, lengths [n] and document bounds [d + 1] of a token file, and which documents belong to the split [d]."""
+    index = (indexed.sequence_starts, np.asarray(indexed.sequence_lengths), np.asarray(indexed.document_bounds))
+    if file.split == "all":
+        return *index, np.ones(max(len(index[2]) - 1, 0), dtype=bool)
+    starts, lengths, bounds, held_out = split_index(*index, file.validation_fraction, file.split_rule)
+    return starts, lengths, bounds, held_out if file.split == "validation" else ~held_out
+
+
+def check_files(files: Sequence[TokenFile]) -> None:
+    if not files:
+        raise ConfigError(
+            "data.validation_fraction: this split of the corpus has no documents; raise data.validation_fraction, "
+            "or set training.eval_interval=0"
+        )

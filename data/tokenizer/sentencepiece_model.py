@@ -1,0 +1,130 @@
+"""sentencepiece's `.model` files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.schema import ConfigError
+from configs.tokenizer_files import JSON
+from data.tokenizer import unigram
+from data.tokenizer.base import CLS, EOD_NAMES, MASK, PAD, PAD_NAMES, REPLACEMENT, SEP, SPACE, Tokenizer
+from data.tokenizer.settings import first_line, read_settings, token_name
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece `.model` file."""
+
+    def __init__(self, path: str | Path):
+        import sentencepiece
+
+        self.path = str(path)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=self.path)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"data.tokenizer={self.path}: it is no sentencepiece model: {first_line(error)}"
+            ) from error
+        self.vocab_size = self._model.vocab_size()
+        eod = self._model.eos_id()
+        found = eod if eod >= 0 else self._find(EOD_NAMES)
+        if found is None:
+            raise ConfigError(
+                f"data.tokenizer={self.path}: it has no end-of-document token (one of {', '.join(EOD_NAMES)})"
+            )
+        self.eod = found
+        pad = self._model.pad_id()
+        named = pad if pad >= 0 else self._find(PAD_NAMES)
+        self.pad = self.eod if named is None else named
+        settings = read_settings(Path(path).parent)
+        bos = self._find([token_name(settings.get("bos_token"))])
+        self.bos = bos if bos is not None else self._model.bos_id() if self._model.bos_id() >= 0 else None
+        self._before = [self.bos] if settings.get("add_bos_token") and self.bos is not None else []
+        self._after = [self.eod] if settings.get("add_eos_token") else []
+        # sentencepiece would read a literal U+2581 back as a space; its three bytes come back as they were.
+        self._space_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        self._lossless = all(self._model.is_byte(i) for i in self._space_ids)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        if SPACE not in text or not self._lossless:
+            return self._model.encode_as_numpy(text)
+        escaped = np.array(self._space_ids, dtype=np.int32)
+        pieces = [self._model.encode_as_numpy(piece) for piece in text.split(SPACE)]
+        return np.concatenate([pieces[0]] + [part for piece in pieces[1:] for part in (escaped, piece)])
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        if self._lossless and any(SPACE in text for text in texts):
+            return super().encode_batch(texts)
+        return self._model.encode(texts, num_threads=1)
+
+    def _content(self) -> bytes:
+        return Path(self.path).read_bytes()
+
+    def encode_prompt(self, text: str) -> list[int]:
+        # Two splits of a word that are equally likely come out in either order: transformers' is taken, where it is
+        # known.
+        ids = self.encode(text) if self._of_transformers is None else self._of_transformers.encode(text).ids
+        return [*self._before, *ids, *self._after]
+
+    @cached_property
+    def _of_transformers(self) -> Any:
+        import tokenizers
+
+        try:
+            model = tokenizers.Tokenizer.from_str(unigram.tokenizer_json(Path(self.path))[JSON])
+        except unigram.NotConvertible:
+            return None
+        model.encode_special_tokens = True  # "</s>" in a text is four characters
+        return model
+
+    def for_transformers(self, family: str) -> dict[str, str]:
+        has_settings = (Path(self.path).parent / "tokenizer_config.json").is_file()  # then it came from Hugging Face
+        return {} if has_settings else unigram.tokenizer_json(Path(self.path), family)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        model = self._model
+        # a model may have more tokens than its tokenizer
+        known = (i for i in map(int, ids) if 0 <= i < self.vocab_size)
+        kept = [i for i in known if not (model.is_control(i) or model.is_unknown(i))]
+        text = model.decode(kept)
+        if REPLACEMENT not in text or not self._lossless:
+            return str(text)
+        # As Hugging Face's tokenizers write bytes in a row that are no UTF-8 as a whole: a replacement character for
+        # each.
+        replaced: list[int] = []
+        for is_byte, group in itertools.groupby(kept, model.is_byte):
+            run = list(group)
+            if is_byte and not _is_utf8(bytes(int(model.id_to_piece(i)[3:5], 16) for i in run)):
+                run = [model.piece_to_id(f"<0x{byte:02X}>") for byte in REPLACEMENT.encode()] * len(run)
+            replaced += run
+        return str(model.decode(replaced))
+
+    def _find(self, names: Iterable[str]) -> int | None:
+        known = ((self._model.piece_to_id(name), name) for name in names)  # an unknown name gives the id of <unk>
+        return next((i for i, name in known if self._model.id_to_piece(i) == name), None)
+
+    def _surfaces(self) -> list[bytes | None]:
+        model = self._model
+        surfaces: list[bytes | None] = []
+        for i in range(self.vocab_size):
+            piece = model.id_to_piece(i)
+            if model.is_byte(i):
+                surfaces.append(bytes([int(piece[3:5], 16)]))
+            elif model.is_control(i) or model.is_unknown(i) or piece in (CLS, SEP, MASK, PAD):
+                surfaces.append(None)
+            else:
+                surfaces.append(piece.replace(SPACE, " ").encode())
+        return surfaces
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

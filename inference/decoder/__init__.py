@@ -1,0 +1,19 @@
+"""A GPT that continues text: the same weights as the training model, run without autograd and with a key-value cache.
+
+Megatron-core's modules spend more time per call than one token's products take. It reads the weights of the
+model chunks by their logical names and applies them with a handful of torch calls a layer; only experts that a token
+chose are computed. It runs in every layout: tensor ranks sum their parts, expert ranks compute their own experts for
+all tokens, pipeline ranks hand on the hidden state. All ranks of a job hold the same tokens. A capacity factor is not
+applied: nothing is dropped.
+
+Shapes: b rows of text, s tokens of a row, T = b * s tokens, H hidden size, g key/value heads of this rank, r query
+heads for each of them, d channels of a head, L tokens that the cache can hold, V vocabulary, k experts of a token.
+"""
+
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported)
+
+# isort: split
+from inference.decoder.run import Decoder
+from inference.decoder.step import Cache
+
+__all__ = ["Cache", "Decoder"]

@@ -1,0 +1,140 @@
+"""Attention over the cache: grouped and latent, with rotary positions."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from configs import derived
+from configs.schema import Config
+from inference.decoder.linear import Group, Weights, all_heads_norm, gather, norm, row_linear
+from inference.decoder.step import Step
+from models.norm import LATENT_NORM_EPSILON
+
+
+class Attention:
+    """Grouped-query attention. Megatron keeps each group's rows together: its r queries, its key, its value."""
+
+    def __init__(self, layer: int, weights: Weights, config: Config, group: Group) -> None:
+        self.layer = layer
+        self.weight, self.bias = (
+            weights["self_attention.linear_qkv.weight"],
+            weights.get("self_attention.linear_qkv.bias"),
+        )
+        self.d = derived.head_dim(config)
+        self.r = config.model.num_attention_heads // derived.num_query_groups(config)
+        self.g = self.weight.size(0) // ((self.r + 2) * self.d)
+        self.project = row_linear(weights, "self_attention.linear_proj", group)
+        self.query_norm = self.key_norm = None
+        if config.model.qk_norm:
+            make = norm if config.model.qk_norm_over == "head" else functools.partial(all_heads_norm, group)
+            self.query_norm = make(weights, "self_attention.q_layernorm", config)
+            self.key_norm = make(weights, "self_attention.k_layernorm", config)
+
+    def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        r = self.r
+        qkv = F.linear(hidden, self.weight, self.bias).view(step.rows, step.new, self.g, r + 2, self.d)
+        if self.query_norm is not None and self.key_norm is not None:
+            query_key = torch.cat([self.query_norm(qkv[..., :r, :]), self.key_norm(qkv[..., r : r + 1, :])], dim=-2)
+        else:
+            query_key = qkv[..., : r + 1, :]
+        if step.cos is not None:
+            query_key = _rotate(query_key, step.cos, step.sin)
+        query, key, value = (
+            query_key[..., :r, :],
+            query_key[..., r, :].transpose(1, 2),
+            qkv[..., r + 1, :].transpose(1, 2),
+        )
+        key, value = step.remember(self.layer, key, value)
+        if step.is_prefill:
+            query = query.flatten(2, 3).transpose(1, 2)
+            output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=r > 1)
+            output = output.transpose(1, 2)
+        else:
+            # The r queries of a group read the same keys: to the kernel they are r tokens of one head.
+            output = F.scaled_dot_product_attention(query.squeeze(1), key, value, attn_mask=step.mask)
+        return self.project(output.reshape(len(hidden), -1))
+
+
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The cache holds whole keys and values."""
+
+    def __init__(self, layer: int, weights: Weights, config: Config, group: Group) -> None:
+        of_attention = {name.removeprefix("self_attention."): tensor for name, tensor in weights.items()}
+        model = config.model
+        self.layer, self.group = layer, group
+        self.plain, self.rotary, self.value = derived.head_dim(config), model.rotary_head_dim, model.value_head_dim
+        self.kv_rank = model.kv_lora_rank
+        self.query_down = of_attention.get("linear_q_down_proj.weight")
+        self.query_up = of_attention["linear_q_proj.weight" if self.query_down is None else "linear_q_up_proj.weight"]
+        self.key_value_down, self.key_value_up = (
+            of_attention["linear_kv_down_proj.weight"],
+            of_attention["linear_kv_up_proj.weight"],
+        )
+        if self.query_down is not None:
+            self.query_norm = norm(of_attention, "q_layernorm", config, LATENT_NORM_EPSILON)
+        self.key_value_norm = norm(of_attention, "kv_layernorm", config, LATENT_NORM_EPSILON)
+        self.project = row_linear(of_attention, "linear_proj", group)
+
+    def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        query_input = hidden
+        if self.query_down is not None:
+            query_input = self.query_norm(gather(F.linear(hidden, self.query_down), self.group))
+        shape = (step.rows, step.new)
+        query = F.linear(query_input, self.query_up).view(*shape, -1, self.plain + self.rotary)
+        compressed, rotary_key = gather(F.linear(hidden, self.key_value_down), self.group).split(
+            [self.kv_rank, self.rotary], dim=1
+        )
+        key_value = F.linear(self.key_value_norm(compressed), self.key_value_up).view(
+            *shape, -1, self.plain + self.value
+        )
+        plain_query, rotary_query = query.split([self.plain, self.rotary], dim=-1)
+        plain_key, value = key_value.split([self.plain, self.value], dim=-1)
+        # One head more: the key that all heads share turns like their queries.
+        turned = _deinterleaved(torch.cat([rotary_query, rotary_key.view(*shape, 1, self.rotary)], dim=2))
+        turned = _rotate(turned[..., None, :], step.cos, step.sin).squeeze(3)
+        query = torch.cat([plain_query, turned[:, :, :-1]], dim=-1).transpose(1, 2)
+        key = torch.cat([plain_key, turned[:, :, -1:].expand_as(rotary_query)], dim=-1).transpose(1, 2)
+        key, value = step.remember(self.layer, key, value.transpose(1, 2))
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=step.mask, is_causal=step.is_prefill)
+        return self.project(output.transpose(1, 2).reshape(len(hidden), -1))
+
+
+class Rotary:
+    """Cosines and sines of rotary positions (Su et al. 2021), kept for as many positions as were asked for."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        size = int(derived.head_dim(config) * config.model.rotary_fraction)
+        if config.model.attention == "latent":
+            size = config.model.rotary_head_dim
+        steps = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+        self.frequencies = 1.0 / config.model.rotary_base**steps
+        self.cos = self.sin = torch.empty(0, device=device)
+
+    def at(self, length: int, positions: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 cosines and signed sines `[*positions, 1, 1, d]`; all positions are below `length`."""
+        if len(self.cos) < length:
+            angles = torch.outer(
+                torch.arange(2 * length, dtype=torch.float32, device=self.frequencies.device), self.frequencies
+            )
+            self.cos = torch.cat([angles.cos(), angles.cos()], dim=1)[:, None, None]
+            # The sign of rotate_half([a, b]) = [-b, a], so that the halves need only be swapped.
+            self.sin = torch.cat([-angles.sin(), angles.sin()], dim=1)[:, None, None]
+        return self.cos[positions], self.sin[positions]
+
+
+def _deinterleaved(x: torch.Tensor) -> torch.Tensor:
+    """DeepSeek's pairs of channels are neighbours; here they stand half the channels apart."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+    """Turn the first channels of `x` [..., d]; `cos` and `sin` say how many."""
+    assert cos is not None and sin is not None
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    size = cos.size(-1)
+    if size < x.size(-1):
+        return torch.cat([_rotate(x[..., :size], cos, sin), x[..., size:]], dim=-1)
+    return torch.addcmul(x * cos, x.roll(size // 2, dims=-1), sin)

@@ -1,0 +1,58 @@
+"""What a forward pass carries along: the cache of keys and values, and what all layers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Cache:
+    """Keys `[b, g, L, d]` and values of each layer of this rank, and the number of tokens that each row holds."""
+
+    length: int  # L
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    counts: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all layers share in one forward pass of T = rows * new tokens."""
+
+    rows: int
+    new: int
+    # of each new token: [s, 1, 1, d], or [b, 1, 1, 1, d] for one token a row at different places
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    cache: Cache | None = None
+    start: int | None = None  # where the one new token of every row goes; None: `positions` says it
+    positions: torch.Tensor | None = None  # [b]
+    end: int = 0  # cached tokens that attention reads
+    mask: torch.Tensor | None = None  # bool [b, 1, 1, end], True = read; None: all
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.end == 0
+
+    def remember(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values `[b, g, s, d]` into the cache; those that the new tokens attend to."""
+        cache = self.cache
+        if cache is None:
+            return key, value
+        if self.is_prefill:
+            # Zeros, because a masked slot still enters a product: with weight 0, which leaves NaN what it is.
+            for held, new in ((cache.keys, key), (cache.values, value)):
+                held[layer] = new.new_zeros(*new.shape[:2], cache.length, new.size(3))
+                held[layer][:, :, : self.new] = new
+            return key, value
+        keys, values = cache.keys[layer], cache.values[layer]
+        if self.start is not None:
+            keys.narrow(2, self.start, 1).copy_(key)
+            values.narrow(2, self.start, 1).copy_(value)
+        else:
+            rows = torch.arange(self.rows, device=key.device)
+            keys[rows, :, self.positions] = key.squeeze(2)
+            values[rows, :, self.positions] = value.squeeze(2)
+        return keys.narrow(2, 0, self.end), values.narrow(2, 0, self.end)

@@ -1,0 +1,147 @@
+"""How well a model predicts texts: `python -m inference.evaluate --checkpoint MODEL --files TEXT ... [--stride 128]`.
+
+Prints the tokens' perplexity and the bits per byte of each text file and of all together. A text longer than the
+model's sequence length is read in windows that overlap, so that each token is predicted once, from at least the length
+minus the stride tokens before it. Perplexity compares models with the same tokenizer, bits per byte any models.
+
+`--tasks NAME ... --task-folder FOLDER` runs tasks of the LM evaluation harness (pip install 'mixtrain[eval]') from the
+.yaml files of a folder, whose data are local files; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.schema import ConfigError
+from inference.command import add_model_arguments, run_command
+
+if TYPE_CHECKING:
+    from inference.decoder import Decoder
+    from inference.open_model import OpenModel
+    from inference.scoring import Score
+
+
+def evaluate_text(model: OpenModel, decoder: Decoder, text: str, length: int, stride: int, batch_size: int) -> Score:
+    """The score of a text that follows an end-of-text token, as documents do in training."""
+    from inference.scoring import (  # imports torch, as others below: seconds that --help need not wait for
+        Score,
+        log_likelihoods,
+    )
+
+    tokenizer = model.needed_tokenizer("Give --tokenizer.")
+    tokens = [tokenizer.eod, *tokenizer.encode(text)]
+    nats = -float(log_likelihoods(decoder, tokens, length, stride, batch_size).sum())
+    return Score(nats, len(tokens) - 1, len(text.encode()))
+
+
+def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Decoder) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from inference.scoring import Score
+
+    length = options.length or model.config.model.sequence_length
+    if decoder.max_length is not None and length > decoder.max_length:
+        raise ConfigError(
+            f"--length ({length}) exceeds the model's {decoder.max_length} learned positions. Try {decoder.max_length}."
+        )
+    if length < 2:
+        raise ConfigError(f"--length ({length}) must be at least 2: a token to read and one to predict.")
+    stride = options.stride or max(1, length // 2)
+    if stride >= length:
+        raise ConfigError(
+            f"--stride ({stride}) must be less than the length of a window ({length}). Try --stride {length // 2}."
+        )
+    scores: dict[str, Score] = {}
+    for path in options.files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--files ({path}) cannot be read as UTF-8 text: {error}.") from error
+        if not text:
+            raise ConfigError(f"--files ({path}) holds no text.")
+        scores[str(path)] = evaluate_text(model, decoder, text, length, stride, options.batch)
+    total = sum(scores.values(), Score(0.0, 0, 0))
+    rows = [*scores.items(), *([("all", total)] if len(scores) > 1 else [])]
+    if dist.get_rank() == 0 and not options.json:
+        width = max(len(name) for name, _ in rows)
+        print(f"{'text':<{width}}  {'tokens':>9} {'perplexity':>12} {'bits/byte':>10}")
+        for name, score in rows:
+            print(f"{name:<{width}}  {score.num_tokens:>9} {score.perplexity:>12.4f} {score.bits_per_byte:>10.4f}")
+    return {
+        name: {**vars(score), "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
+        for name, score in rows
+    }
+
+
+def _evaluate_tasks(options: argparse.Namespace, model: OpenModel, decoder: Decoder) -> dict[str, Any]:
+    # Read by the harness's libraries when they are imported: nothing may be fetched.
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    import torch.distributed as dist
+
+    try:
+        from inference.lm_harness import run_tasks
+    except ImportError as error:
+        raise ConfigError(f"--tasks needs the package lm-eval ({error}). Try pip install 'mixtrain[eval]'.") from error
+    results = run_tasks(
+        model, decoder, options.tasks, options.task_folder, options.few_shots, options.limit, options.batch
+    )
+    if dist.get_rank() == 0 and not options.json:
+        for task, metrics in results.items():
+            for name, value in metrics.items():
+                print(f"{task}  {name}: {value:.4f}" if isinstance(value, float) else f"{task}  {name}: {value}")
+    return results
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m inference.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--files", type=Path, nargs="+", default=[], help="text files, each a document")
+    parser.add_argument("--length", type=int, help="tokens of a window; default: the model's sequence length")
+    parser.add_argument("--stride", type=int, help="tokens from one window to the next; default: half a window")
+    parser.add_argument("--tasks", nargs="+", default=[], help="names of tasks of the LM evaluation harness")
+    parser.add_argument("--task-folder", type=Path, help="folder with the tasks' .yaml files")
+    parser.add_argument("--few-shots", type=int, help="examples before each question; default: what the task says")
+    parser.add_argument("--limit", type=int, help="only the first questions of each task")
+    parser.add_argument("--batch", type=int, default=8, help="windows or questions that are computed together (8)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser
+
+
+def _main(options: argparse.Namespace) -> None:
+    if not options.files and not options.tasks:
+        raise ConfigError("there is nothing to evaluate on. Give --files TEXT or --tasks NAME --task-folder FOLDER.")
+    for name in ("length", "stride", "batch", "limit"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} ({value}) must be at least 1.")
+    if options.tasks and (options.task_folder is None or not options.task_folder.is_dir()):
+        raise ConfigError(f"--task-folder ({options.task_folder}) must be a folder with the tasks' .yaml files.")
+    import torch.distributed as dist
+
+    from inference.open_model import open_from
+
+    with open_from(options) as model:
+        decoder = model.decoder()
+        result: dict[str, Any] = {}
+        if options.files:
+            result["files"] = _evaluate_files(options, model, decoder)
+        if options.tasks:
+            result["tasks"] = _evaluate_tasks(options, model, decoder)
+        if dist.get_rank() == 0 and options.json:
+            print(json.dumps(result))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return run_command(_main, _arguments(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What a BERT puts in the place of [MASK]: `python -m inference.fill_mask --checkpoint MODEL --text "a = [MASK](b)"
+[--top-k 5]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from configs.schema import ConfigError
+from data.tokenizer import MASK
+from inference.command import add_model_arguments, run_command
+
+if TYPE_CHECKING:
+    from inference.open_model import OpenModel
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A token for a masked place, and its probability."""
+
+    token: int
+    probability: float
+
+
+def fill_mask(model: OpenModel, tokens: list[int], mask: int, top_k: int) -> list[list[Guess]]:
+    """The `top_k` likeliest tokens for each place of `tokens` that holds the token `mask`. Raises ConfigError."""
+    if model.config.model.family != "bert":
+        raise ConfigError(
+            f"model.family ({model.config.model.family}) does not fill in masked words: it continues text. Try python "
+            "-m inference.generate."
+        )
+    if len(model.chunks) > 1 or model.config.parallel.pipeline > 1:
+        raise ConfigError(
+            f"parallel.pipeline ({model.config.parallel.pipeline}) must be 1 to fill in masked words. Try "
+            "parallel.tensor."
+        )
+    places = [place for place, token in enumerate(tokens) if token == mask]
+    if not places:
+        raise ConfigError("the text has no masked place: write [MASK] where a word is to be filled in.")
+    limit = model.config.model.sequence_length
+    if len(tokens) > limit:
+        raise ConfigError(
+            f"the text has {len(tokens)} tokens with its marks, more than the model's sequence length ({limit})."
+        )
+    wrong = [token for token in tokens if not 0 <= token < model.vocab_size]
+    if wrong:
+        raise ConfigError(f"the text has the token {wrong[0]}: the model's vocabulary ends at {model.vocab_size - 1}.")
+    import torch  # as the next two below, seconds that --help and a wrong argument need not wait for
+
+    from models import bert
+
+    device = next(model.chunks[0].parameters()).device
+    row = torch.tensor([tokens], device=device)
+    batch = {"tokens": row, "types": torch.zeros_like(row), "padding_mask": torch.ones_like(row, dtype=torch.bool)}
+    with torch.inference_mode():
+        scores, _ = bert.logits(model.chunks[0], batch, model.vocab_size)
+    likeliest = scores[0, places].float().softmax(dim=1).topk(min(top_k, model.vocab_size), dim=1)
+    return [
+        [Guess(token, probability) for token, probability in zip(tokens_of, values, strict=True)]
+        for tokens_of, values in zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+    ]
+
+
+def masked_tokens(model: OpenModel, text: str) -> tuple[list[int], int]:
+    """[CLS] text [SEP] with the mask token where the text says [MASK], and that token. Raises ConfigError."""
+    tokenizer = model.needed_tokenizer("Give the text as token ids with --ids and --mask-id.")
+    parts = [tokenizer.encode(part) for part in text.split(MASK)]
+    tokens = parts[0]
+    for part in parts[1:]:
+        tokens = [*tokens, tokenizer.mask, *part]
+    return [tokenizer.cls, *tokens, tokenizer.sep], tokenizer.mask
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m inference.fill_mask", description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--text", action="append", required=True, help="a text with [MASK] in it; may be given several times"
+    )
+    parser.add_argument("--top-k", type=int, default=5, help="guesses for each masked place (5)")
+    parser.add_argument(
+        "--ids", action="store_true", help="texts are token ids with spaces between, special tokens included"
+    )
+    parser.add_argument("--mask-id", type=int, help="the mask token, with --ids")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a text")
+    return parser
+
+
+def _main(options: argparse.Namespace) -> None:
+    if options.top_k < 1:
+        raise ConfigError(f"--top-k ({options.top_k}) must be at least 1.")
+    if options.ids and options.mask_id is None:
+        raise ConfigError("--ids needs --mask-id, the token of a masked place.")
+    import torch.distributed as dist
+
+    from inference.open_model import open_from
+
+    with open_from(options) as model:
+        for text in options.text:
+            if options.ids:
+                try:
+                    tokens, mask = [int(word) for word in text.split()], options.mask_id
+                except ValueError as error:
+                    raise ConfigError(f"a text under --ids must be integers with spaces between: {error}.") from error
+            else:
+                tokens, mask = masked_tokens(model, text)
+            guesses = fill_mask(model, tokens, mask, options.top_k)
+            if dist.get_rank() == 0:
+                _show(model, text, guesses, options)
+
+
+def _show(model: OpenModel, text: str, guesses: list[list[Guess]], options: argparse.Namespace) -> None:
+    def word(token: int) -> str:
+        return str(token) if options.ids else model.needed_tokenizer("").decode([token])
+
+    if options.json:
+        places = [
+            [{"text": word(g.token), "token": g.token, "probability": g.probability} for g in place]
+            for place in guesses
+        ]
+        print(json.dumps({"text": text, "places": places}), flush=True)
+        return
+    print(text)
+    for place, found in enumerate(guesses):
+        print(
+            f"  {place + 1}: " + ", ".join(f"{word(guess.token)!r} {guess.probability:.3f}" for guess in found),
+            flush=True,
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return run_command(_main, _arguments(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Continue texts: `python -m inference.generate --checkpoint MODEL --prompt TEXT [--max-tokens 64] [--temperature 0.8
+--top-p 0.95]`.
+
+MODEL is a run folder (its newest good checkpoint), one of its checkpoints/step_XXXXXXX, a folder of `python -m
+checkpoint.export`, or a Hugging Face folder. Prompts come from --prompt, --prompts-file (one a line) or standard input.
+Temperature 0 takes the likeliest token each time. A prompt's continuation does not depend on the other prompts of its
+batch. Also under torchrun, in any layout: `torchrun --nproc-per-node 2 -m inference.generate ... parallel.tensor=2`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from configs.schema import ConfigError
+from inference.command import add_model_arguments, run_command
+
+if TYPE_CHECKING:
+    from inference.open_model import OpenModel
+
+
+def _number(kind: Callable[[str], float], low: float, high: float = float("inf")) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"{text} must be at least {low}" + (f" and at most {high}" if high < float("inf") else "")
+            )
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m inference.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_arguments(parser)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", help="a text to continue; may be given several times")
+    source.add_argument("--prompts-file", type=Path, help="a text file with one prompt a line")
+    parser.add_argument("--max-tokens", type=_number(int, 1), default=64, help="new tokens of each prompt at most (64)")
+    parser.add_argument(
+        "--temperature", type=_number(float, 0), default=0.0, help="0 (default): the likeliest token each time"
+    )
+    parser.add_argument(
+        "--top-k", type=_number(int, 0), default=0, help="draw from the K likeliest tokens; 0 (default): all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=_number(float, 0, 1),
+        default=1.0,
+        help="draw from the likeliest tokens with this probability (1)",
+    )
+    parser.add_argument("--seed", type=_number(int, 0), default=1234, help="of the draws of each prompt (1234)")
+    parser.add_argument("--batch", type=_number(int, 1), default=8, help="prompts that are continued together (8)")
+    parser.add_argument("--ignore-end", action="store_true", help="go on after an end-of-text token")
+    parser.add_argument(
+        "--ids", action="store_true", help="prompts are token ids with spaces between, and so are the continuations"
+    )
+    parser.add_argument(
+        "--no-cache", action="store_true", help="compute every token from the whole text again (slow; for comparison)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    return parser
+
+
+def _read_prompts(options: argparse.Namespace) -> list[str]:
+    if options.prompt is not None:
+        return list(options.prompt)
+    if options.prompts_file is None:
+        lines = sys.stdin.read().splitlines()
+    else:
+        try:
+            lines = options.prompts_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompts-file ({options.prompts_file}) cannot be read as text: {error}.") from error
+    if not lines:
+        raise ConfigError("there is no prompt. Give --prompt TEXT, --prompts-file FILE, or lines on standard input.")
+    return lines
+
+
+def _same_prompts_everywhere(options: argparse.Namespace) -> list[str]:
+    """Only rank 0 has torchrun's standard input; what it read or what is wrong with it, every rank hears."""
+    import torch.distributed as dist
+
+    answer: list[list[str] | str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = _read_prompts(options)
+        except ConfigError as error:
+            answer[0] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], str):
+        raise ConfigError(answer[0])
+    return answer[0] or []
+
+
+def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int]]:
+    if not as_ids:
+        tokenizer = model.needed_tokenizer("Give prompts as token ids with --ids.")
+        return [tokenizer.encode_prompt(prompt) or [tokenizer.eod] for prompt in prompts]
+    try:
+        return [[int(word) for word in prompt.split()] for prompt in prompts]
+    except ValueError as error:
+        raise ConfigError(f"a prompt under --ids must be integers with spaces between: {error}.") from error
+
+
+def _main(options: argparse.Namespace) -> None:
+    import torch.distributed as dist  # as the next three, seconds that --help and a wrong argument need not wait for
+
+    from inference.generation import Sampling, generate
+    from inference.open_model import open_from
+    from models.huggingface.special_tokens import GENERATION_CONFIG, changes_of_text
+
+    with open_from(options) as model:
+        decoder = model.decoder()
+        prompts = _same_prompts_everywhere(options)
+        ids = _encode(prompts, model, options.ids)
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+        for key, value in changes_of_text(model.source).items() if dist.get_rank() == 0 else ():
+            print(
+                f"note: {GENERATION_CONFIG} asks for {key} ({value}), which is not done here",
+                file=sys.stderr,
+                flush=True,
+            )
+        stop = set() if options.ignore_end else model.end_tokens
+        begin = time.perf_counter()
+        completions = generate(
+            decoder,
+            ids,
+            options.max_tokens,
+            sampling,
+            stop=stop,
+            batch_size=options.batch,
+            use_cache=not options.no_cache,
+        )
+        seconds = time.perf_counter() - begin
+        if dist.get_rank() != 0:
+            return
+        for prompt, prompt_ids, completion in zip(prompts, ids, completions, strict=True):
+            if options.ids:
+                text = " ".join(map(str, completion.tokens))
+            else:
+                # An end token that is no special token is part of the text, as in transformers.
+                text = model.needed_tokenizer("").decode(
+                    [*completion.tokens, *([] if completion.end is None else [completion.end])]
+                )
+            if options.json:
+                line = {"prompt": prompt, "text": text, "prompt_tokens": prompt_ids, "tokens": completion.tokens}
+                print(json.dumps({**line, "stopped": completion.stopped}), flush=True)
+            elif len(prompts) > 1:
+                print(f"--- prompt\n{prompt}\n--- continuation\n{text}", flush=True)
+            else:
+                print(text, flush=True)
+        made = sum(len(completion.tokens) for completion in completions)
+        print(f"{made} tokens in {seconds:.2f} s, {made / seconds:.0f} tokens/s", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return run_command(_main, _arguments(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The memory that this host has for a run on its CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+# What a cgroup's limit, use, and the part of it that the kernel can drop are called: in version 2, and in 1.
+FILES = {
+    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def available() -> int:
+    """Bytes that this process and its children can still take: what the host has free, with swap, and what its cgroups
+    leave."""
+    free = psutil.virtual_memory().available + psutil.swap_memory().free
+    return min([free, *_left_by_cgroups()])
+
+
+def _left_by_cgroups() -> Iterator[int]:
+    """What each limit above this process leaves (https://docs.kernel.org/admin-guide/cgroup-v2.html)."""
+    try:
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return  # not Linux
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version, root = (1, CGROUP_ROOT / "memory") if controllers else (2, CGROUP_ROOT)
+        folder = root / path.lstrip("/")
+        # In a container the path may be the host's, of which only the root is there to be seen.
+        for place in [folder, *folder.parents]:
+            yield from _left(place, *FILES[version])
+            if place == root:
+                break
+
+
+def _left(folder: Path, limit_name: str, use_name: str, reclaimable_name: str) -> Iterator[int]:
+    try:
+        limit, use = (folder / limit_name).read_text().strip(), int((folder / use_name).read_text())
+        entries = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        if limit != "max":
+            yield int(limit) - use + int(entries.get(reclaimable_name, 0))
+    except (OSError, ValueError):
+        return  # no limit here

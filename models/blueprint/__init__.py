@@ -1,0 +1,151 @@
+"""The model's structure, once: every operation of GPT and BERT, dense or mixture of experts, from the configuration
+alone.
+
+Parameters, FLOPs, communication and memory (simulator/) and the initial weights are folds over it; a test compares it
+with the models that are built. Neither torch nor Megatron-core is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from configs import derived
+from configs.schema import Config
+from models.blueprint.attention import attention
+from models.blueprint.ends import embedding, head, padded_vocab_size
+from models.blueprint.feed_forward import experts, feed_forward
+from models.blueprint.operation import INPUT, Block, Operation, Weight, axis_sizes, block, local_shape, walk
+from models.blueprint.pieces import hidden, norm, recomputed, residual_sum, transformer_name
+from parallel.pipeline import layers_of_stage
+
+__all__ = [
+    "Block",
+    "Operation",
+    "Part",
+    "Weight",
+    "axis_sizes",
+    "blocks",
+    "local_shape",
+    "padded_vocab_size",
+    "parts",
+    "walk",
+    "weights",
+    "whole",
+]
+
+# In which Megatron-core's modules are made. Post-norm layers have their norms at other places: models/specs.py.
+LAYER_ORDER = (
+    "input_layernorm",
+    *(
+        f"self_attention.{name}"
+        for name in ("linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj")
+    ),
+    *(
+        f"self_attention.{name}"
+        for name in ("linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm", "k_layernorm")
+    ),
+    "pre_cross_attn_layernorm",
+    "pre_mlp_layernorm",
+    "mlp",
+    "mlp_bda",
+)
+EMBEDDING_ORDER = tuple(
+    f"embedding.{name}" for name in ("word_embeddings", "position_embeddings", "tokentype_embeddings", "layer_norm")
+)
+HEAD_ORDER = ("encoder", "decoder", "lm_head", "embedding.word_embeddings", "output_layer", "pooler", "binary_head")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive layers on one rank: 1 for an MoE layer, 0 for a dense one; with the embedding before and the head
+    after them."""
+
+    layers: tuple[int, ...]
+    is_first: bool
+    is_last: bool
+    first_layer: int = 0
+
+
+def parts(config: Config) -> list[list[Part]]:
+    """The model's parts by stage, then by model chunk of the stage."""
+    pattern, last = derived.moe_layer_pattern(config), config.model.num_layers - 1
+    return [
+        [
+            Part(tuple(pattern[number] for number in chunk), chunk[0] == 0, chunk[-1] == last, chunk[0])
+            for chunk in layers_of_stage(config, stage)
+        ]
+        for stage in range(config.parallel.pipeline)
+    ]
+
+
+def whole(config: Config) -> Part:
+    """The whole model as one part."""
+    return Part(tuple(derived.moe_layer_pattern(config)), True, True)
+
+
+def blocks(config: Config, vocab_size: int, part: Part) -> list[Block]:
+    """The part's operations in the order in which they run; `vocab_size` is the logical one."""
+    transformer = transformer_name(config)
+    result = [block("", embedding(config, vocab_size, part.is_last), EMBEDDING_ORDER)] if part.is_first else []
+    layers = {kind: layer(config, bool(kind)) for kind in set(part.layers)}
+    for number, kind in enumerate(part.layers, part.first_layer):
+        result.append(Block(f"{transformer}.layers.{number}.", layers[kind].operations, layers[kind].weights))
+    if part.is_last:
+        result.append(block("", head(config, vocab_size, part.is_first), HEAD_ORDER))
+    return result
+
+
+def layer(config: Config, is_moe: bool) -> Block:
+    """A transformer layer: attention, then a feed-forward layer, each with a residual sum, and norms before or after
+    them."""
+    build = _pre_norm if config.model.norm_position == "pre" else _post_norm
+    operations = build(config, is_moe)
+    return block(
+        "",
+        [recomputed("layer", (INPUT,), operations)] if config.training.recompute == "full" else operations,
+        LAYER_ORDER,
+    )
+
+
+def _pre_norm(config: Config, is_moe: bool) -> list[Operation]:
+    size = config.model.hidden_size
+    attended = attention(config, "attention.input", "attended")
+    fed = (experts if is_moe else feed_forward)(config, "mlp.input", "fed")
+    return [
+        norm(config, "input_layernorm", INPUT, hidden(config, "attention.input"), size),
+        *attended[:-1],
+        replace(attended[-1], frees=(*attended[-1].frees, "attention.input")),
+        *residual_sum(config, "attended", INPUT, "middle", biased=True, frees=("attended",)),
+        norm(config, "pre_mlp_layernorm", "middle", hidden(config, "mlp.input"), size),
+        *fed,
+        *residual_sum(config, "fed", "middle", "output", biased=not is_moe, frees=("mlp.input", "fed", "middle")),
+    ]
+
+
+def _post_norm(config: Config, is_moe: bool) -> list[Operation]:
+    size = config.model.hidden_size
+    fed = (experts if is_moe else feed_forward)(config, "middle", "fed")
+    return [
+        *attention(config, INPUT, "attended"),
+        *residual_sum(config, "attended", INPUT, "attention.sum", biased=True),
+        norm(
+            config,
+            "pre_cross_attn_layernorm",
+            "attention.sum",
+            hidden(config, "middle"),
+            size,
+            frees=("attended", "attention.sum"),
+        ),
+        *fed,
+        *residual_sum(config, "fed", "middle", "mlp.sum", biased=not is_moe),
+        norm(config, "mlp_bda.norm", "mlp.sum", hidden(config, "output"), size, frees=("fed", "mlp.sum", "middle")),
+    ]
+
+
+def weights(config: Config, vocab_size: int, part: Part) -> Iterator[tuple[str, Weight]]:
+    """Every weight of a part under its full name, in the order of Megatron-core's modules; stacked experts are one
+    weight."""
+    for each in blocks(config, vocab_size, part):
+        for weight in each.weights:
+            yield each.prefix + weight.name, weight

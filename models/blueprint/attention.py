@@ -1,0 +1,201 @@
+"""Self attention: grouped queries (Ainslie et al. 2023), or DeepSeek's latent attention (arXiv:2405.04434, section
+2.1)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from configs import derived
+from configs.schema import Config
+from models.blueprint.operation import OWN_TOKENS, TENSOR, TOKENS, Collective, Operation, Tensor
+from models.blueprint.pieces import column_linear, copy, norm, own_rows, recomputed, row_linear
+
+MODULE = "self_attention"
+
+
+def attention(config: Config, x: str, output: str) -> list[Operation]:
+    """From the normed state `x` to `output`, which still lacks its bias."""
+    return (_latent if config.model.attention == "latent" else _grouped)(config, x, output)
+
+
+def _grouped(config: Config, x: str, output: str) -> list[Operation]:
+    model, head = config.model, derived.head_dim(config)
+    heads, groups = model.num_attention_heads, derived.num_query_groups(config)
+    bias = model.qkv_bias or model.linear_bias
+    sizes = model.hidden_size, (heads + 2 * groups) * head
+    query, key, value = (
+        _heads(name, number * head) for name, number in (("query", heads), ("key", groups), ("value", groups))
+    )
+    operations = [
+        column_linear(config, f"{MODULE}.linear_qkv", x, "qkv", sizes, bias=bias),
+        Operation("split", f"{MODULE}.linear_qkv", ("qkv",), (query, key, value)),
+    ]
+    held = {"qkv"}
+
+    def then(old: Tensor, new: list[Operation]) -> Tensor:
+        """`new` operations take the place of a tensor, which is freed if it isn't a view."""
+        frees = (old.name,) if old.name in held else ()
+        operations.extend(new)
+        operations[-1] = replace(operations[-1], frees=(*operations[-1].frees, *frees))
+        held.difference_update(frees)
+        held.add(operations[-1].output.name)
+        return operations[-1].output
+
+    if 1 < groups // config.parallel.tensor < heads // config.parallel.tensor:
+        # The heads of a group do not lie apart alike.
+        query = then(query, [Operation("reshape", MODULE, (query.name,), (_heads("query.together", query.width),))])
+    if model.qk_norm:
+        query, key = (
+            then(query, _head_norm(config, "q_layernorm", query, heads)),
+            then(key, _head_norm(config, "k_layernorm", key, groups)),
+        )
+    if model.position_embedding == "rope":
+        channels = int(head * model.rotary_fraction)
+        query, key = then(query, [_rotated(query, channels)]), then(key, [_rotated(key, channels)])
+    operations.append(_core(config, query, key, value, heads * head, channels=2 * head))
+    return operations + row_linear(
+        config,
+        f"{MODULE}.linear_proj",
+        "context",
+        output,
+        heads * head,
+        bias=model.linear_bias,
+        frees=("context", *sorted(held)),
+    )
+
+
+def _latent(config: Config, x: str, output: str) -> list[Operation]:
+    """Queries, and keys and values, each through a narrow layer; one rotating key for all heads."""
+    model, head = config.model, derived.head_dim(config)
+    heads, rotating, value_dim = model.num_attention_heads, model.rotary_head_dim, model.value_head_dim
+    rank, query_rank, rows = model.kv_lora_rank, model.q_lora_rank, own_rows(config)
+    operations, held = list[Operation](), list[str]()
+
+    def narrow(module: str, width: int, name: str) -> None:
+        operations.extend(_narrow(config, f"{MODULE}.{module}", x, name, width))
+        held.append(name)
+
+    queries_from = x
+    if query_rank is not None:
+        narrow("linear_q_down_proj", query_rank, "query.low")
+    narrow("linear_kv_down_proj", rank + rotating, "low")
+    low, turning = Tensor("key_value.low", rank, rows), Tensor("rotary_key", rotating, rows)
+    operations.append(Operation("split", f"{MODULE}.linear_kv_down_proj", ("low",), (low, turning)))
+    if config.parallel.sequence:
+        whole = Tensor("rotary_key.whole", rotating)
+        collectives = (
+            Collective("all_gather", TENSOR, whole),
+            Collective("reduce_scatter", TENSOR, whole, is_backward=True),
+        )
+        operations.append(
+            Operation("gather", f"{MODULE}.rotary_key", (turning.name,), (whole,), collectives=collectives)
+        )
+        turning = whole
+        held.append(whole.name)
+    if query_rank is not None:
+        queries_from = "query.low.normed"
+        operations.append(
+            norm(config, f"{MODULE}.q_layernorm", "query.low", Tensor(queries_from, query_rank, rows), query_rank)
+        )
+        held.append(queries_from)
+    operations.append(norm(config, f"{MODULE}.kv_layernorm", low.name, Tensor("key_value.normed", rank, rows), rank))
+    held.append("key_value.normed")
+    up = "linear_q_proj" if query_rank is None else "linear_q_up_proj"
+    sizes = query_rank or model.hidden_size, heads * (head + rotating)
+    operations.append(column_linear(config, f"{MODULE}.{up}", queries_from, "queries", sizes))
+    sizes = rank, heads * (head + value_dim)
+    operations.append(column_linear(config, f"{MODULE}.linear_kv_up_proj", "key_value.normed", "keys_values", sizes))
+    plain_query, turned_query = _heads("query.plain", heads * head), _heads("query.turned", heads * rotating)
+    plain_key, value_part = _heads("key.plain", heads * head), _heads("value.part", heads * value_dim)
+    query, key, value = (
+        _heads(name, heads * size)
+        for name, size in (("query", head + rotating), ("key", head + rotating), ("value", value_dim))
+    )
+    query_turn, key_turn = _rotated(turned_query, rotating), _rotated(turning, rotating)
+    done = ("queries", "keys_values", query_turn.output.name, key_turn.output.name)
+    operations += [
+        Operation("split", f"{MODULE}.{up}", ("queries",), (plain_query, turned_query)),
+        Operation("split", f"{MODULE}.linear_kv_up_proj", ("keys_values",), (plain_key, value_part)),
+        query_turn,
+        key_turn,
+        Operation("concatenate", MODULE, outputs=(query,), passes=(plain_query.name, query_turn.output.name)),
+        Operation("concatenate", MODULE, (key_turn.output.name,), (key,), passes=(plain_key.name,)),
+        copy(MODULE, value_part.name, value, frees=done),
+        _core(config, query, key, value, heads * value_dim, channels=head + rotating + value_dim),
+    ]
+    frees = ("context", query.name, key.name, value.name, *held)
+    return operations + row_linear(config, f"{MODULE}.linear_proj", "context", output, heads * value_dim, frees=frees)
+
+
+def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[Operation]:
+    """A narrow layer whose split output every tensor rank needs whole; under sequence parallelism, for its own
+    tokens."""
+    if config.parallel.tensor == 1:
+        return [column_linear(config, name, x, output, (config.model.hidden_size, width))]
+    part, whole = f"{output}.part", Tensor(output, width)
+    # Going back, each rank takes its part of the gradient; that of the rotating key is summed first.
+    shared = Tensor("rotary_key", config.model.rotary_head_dim)
+    gathered: tuple[Collective, ...] = (Collective("all_gather", TENSOR, whole),)
+    if config.parallel.sequence:
+        own, whole = Tensor(output, width, OWN_TOKENS), Tensor(f"{output}.whole", width)
+        return [
+            column_linear(config, name, x, part, (config.model.hidden_size, width)),
+            Operation("gather", name, (part,), (whole,), frees=(part,), collectives=gathered),
+            Operation(
+                "scatter",
+                name,
+                (whole.name,),
+                (own,),
+                frees=(whole.name,),
+                collectives=(Collective("all_gather", TENSOR, whole, is_backward=True),),
+            ),
+        ]
+    if name.endswith("linear_kv_down_proj"):
+        gathered += (Collective("all_reduce", TENSOR, shared, is_backward=True),)
+    return [
+        column_linear(config, name, x, part, (config.model.hidden_size, width)),
+        Operation("gather", name, (part,), (whole,), frees=(part,), collectives=gathered),
+    ]
+
+
+def _core(config: Config, query: Tensor, key: Tensor, value: Tensor, width: int, channels: int) -> Operation:
+    """Scores, softmax and weighted sum; counted with their full square."""
+    names = query.name, key.name, value.name
+    core = Operation(
+        "attention",
+        f"{MODULE}.core_attention",
+        names,
+        (_heads("context", width),),
+        saved=(*names, "context"),
+        flops=2.0 * config.model.num_attention_heads * channels * config.model.sequence_length,
+    )
+    return recomputed(core.name, names, [core]) if config.training.recompute == "selective" else core
+
+
+def _heads(name: str, width: int) -> Tensor:
+    return Tensor(name, width, TOKENS, TENSOR)
+
+
+def _head_norm(config: Config, module: str, x: Tensor, heads: int) -> list[Operation]:
+    name, head = f"{MODULE}.{module}", derived.head_dim(config)
+    output = _heads(f"{x.name}.normed", x.width)
+    if config.model.qk_norm_over == "head":
+        return [norm(config, name, x.name, output, head)]
+    together = _heads(f"{x.name}.flat", x.width)  # the heads lie apart, between those of the others
+    return [
+        Operation("reshape", name, (x.name,), (together,)),
+        norm(
+            config,
+            name,
+            together.name,
+            output,
+            heads * head,
+            channels=heads * head // config.parallel.tensor,
+            frees=(together.name,),
+        ),
+    ]
+
+
+def _rotated(x: Tensor, channels: int) -> Operation:
+    output = Tensor(f"{x.name}.rotated", x.width, x.rows, x.axis)
+    return Operation("rotary", f"{MODULE}.rotary", (x.name,), (output,), channels=channels)

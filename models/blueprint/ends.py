@@ -1,0 +1,167 @@
+"""What stands before the layers and after them: the embedding, and the head with the loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from configs.schema import Config
+from models.blueprint.operation import (
+    FLOAT32,
+    INPUT,
+    SAMPLES,
+    SCALAR,
+    TENSOR,
+    TOKENS,
+    Collective,
+    Operation,
+    Split,
+    Tensor,
+    Weight,
+)
+from models.blueprint.pieces import column_linear, copy, dropout, hidden, norm, scatter, transformer_name
+
+VOCAB_MULTIPLE = 128  # rows per tensor rank: matrix kernels like sizes that are multiples of 128
+NUM_TOKEN_TYPES = 2  # of BERT: first and second sentence
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """Rows that the embedding stores over all tensor ranks."""
+    multiple = VOCAB_MULTIPLE * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+def embedding(config: Config, vocab_size: int, is_last: bool) -> list[Operation]:
+    """Words, positions and token types; `is_last`: the same rank has the head."""
+    model, size = config.model, config.model.hidden_size
+    bert, sequence = model.family == "bert", config.parallel.sequence
+    adds = bert or model.position_embedding == "learned"  # rows of all tokens, so each rank needs them summed
+    state = Tensor("words", size)
+    summed = (Collective("all_reduce", TENSOR, state),) if adds or not sequence else ()
+    weight = (_vocabulary(config, "embedding.word_embeddings", vocab_size, is_first=True, is_last=is_last),)
+    operations = [
+        Operation(
+            "vocabulary_embedding", "embedding.word_embeddings", outputs=(state,), weights=weight, collectives=summed
+        )
+    ]
+
+    def add(module: str, rows: int) -> None:
+        nonlocal state
+        other, both = Tensor(module, size), Tensor(f"{state.name}+{module}", size)
+        table = (Weight(f"embedding.{module}.weight", (rows, size), "matrix"),)
+        operations.append(Operation("embedding", f"embedding.{module}", outputs=(other,), weights=table))
+        operations.append(
+            Operation(
+                "add", "embedding", outputs=(both,), passes=(state.name, other.name), frees=(state.name, other.name)
+            )
+        )
+        state = both
+
+    if bert:
+        add("tokentype_embeddings", NUM_TOKEN_TYPES)
+    if model.position_embedding == "learned":
+        add("position_embeddings", model.sequence_length)
+    if config.training.micro_batch_size > 1:  # [b, s, h] -> [s, b, h]
+        operations.append(copy("embedding", state.name, Tensor("transposed", size), frees=(state.name,)))
+        state = operations[-1].output
+    if sequence:
+        cut = scatter("embedding", state, hidden(config, "own"), frees=(state.name,))
+        # what is added to is summed already
+        operations.append(replace(cut, collectives=cut.collectives[1:]) if adds else cut)
+        state = cut.output
+    if bert:
+        operations.append(
+            norm(config, "embedding.layer_norm", state.name, hidden(config, "normed"), size, frees=(state.name,))
+        )
+        state = operations[-1].output
+    return operations + dropout(config, state.name, hidden(config, "dropped"), frees=(state.name,))
+
+
+def head(config: Config, vocab_size: int, is_first: bool) -> list[Operation]:
+    """The final norm, the logits and the loss; `is_first`: the same rank has the embedding."""
+    model, size = config.model, config.model.hidden_size
+    bert, sentences = model.family == "bert", model.family == "bert" and model.sentence_head != "none"
+    operations, last, done = list[Operation](), INPUT, [INPUT]
+    if model.norm_position == "pre":
+        operations.append(
+            norm(config, f"{transformer_name(config)}.final_layernorm", INPUT, hidden(config, "final"), size)
+        )
+        last = "final"
+        done.append(last)
+    if bert:
+        operations += _pooler(config, last) if sentences else []
+        operations += _language_model_head(config, last)
+        last = "transformed"
+        done.append(last)
+    rows = padded_vocab_size(vocab_size, config.parallel.tensor)
+    weights = [_vocabulary(config, "output_layer", vocab_size, is_first=is_first, is_last=True)]
+    weights += (
+        [Weight("output_layer.bias", (vocab_size,), "bias", (Split(0, TENSOR),), stored_rows=rows)] if bert else []
+    )
+    # Until the loss is there, the hidden state and the logits are held.
+    logits = column_linear(config, "output_layer", last, "logits", (size, vocab_size), weights=tuple(weights))
+    operations.append(replace(logits, outputs=(Tensor("logits", rows, TOKENS, TENSOR),)))
+    wide = "logits"
+    done.append(wide)
+    if config.training.precision != "fp32":
+        wide = "logits.wide"
+        operations.append(Operation("cast", "loss", ("logits",), (Tensor(wide, rows, TOKENS, TENSOR, FLOAT32),)))
+        done.append(wide)
+    loss = Tensor("loss", 1, dtype=FLOAT32)
+    operations.append(Operation("cross_entropy", "loss", (wide,), (loss,), saved=(wide,), frees=tuple(done)))
+    if sentences:
+        total = Tensor("total_loss", 1, SCALAR, dtype=FLOAT32)
+        operations.append(Operation("sum", "loss", ("loss", "pooled"), (total,), frees=("loss",)))
+    return operations
+
+
+def _vocabulary(config: Config, module: str, vocab_size: int, *, is_first: bool, is_last: bool) -> Weight:
+    """The matrix with a row for each token. Tied, it is one weight: the last of several stages has a copy of it."""
+    tied = config.model.tie_embeddings
+    return Weight(
+        "embedding.word_embeddings.weight" if tied else f"{module}.weight",
+        (vocab_size, config.model.hidden_size),
+        "matrix",
+        (Split(0, TENSOR),),
+        stored_rows=padded_vocab_size(vocab_size, config.parallel.tensor),
+        uses=2 if tied and is_first and is_last else 1,
+        is_shared=tied and config.parallel.pipeline > 1,
+        is_copy=tied and module == "output_layer",
+    )
+
+
+def _language_model_head(config: Config, x: str) -> list[Operation]:
+    """BERT's transformation before the logits."""
+    size = config.model.hidden_size
+    weights = Weight("lm_head.dense.weight", (size, size), "matrix"), Weight("lm_head.dense.bias", (size,), "bias")
+    dense, active = hidden(config, "dense"), hidden(config, "active")
+    return [
+        Operation("linear", "lm_head.dense", (x,), (dense,), saved=(x,), weights=weights, flops=2.0 * size * size),
+        Operation("activation", "lm_head", ("dense",), (active,), saved=("dense",)),
+        norm(config, "lm_head.layer_norm", "active", hidden(config, "transformed"), size, frees=("dense", "active")),
+    ]
+
+
+def _pooler(config: Config, x: str) -> list[Operation]:
+    """The head on pairs of sentences, which reads the first token of each sample."""
+    size = config.model.hidden_size
+    weights = [
+        Weight("pooler.dense.weight", (size, size), "matrix"),
+        Weight("pooler.dense.bias", (size,), "bias"),
+        Weight("binary_head.weight", (2, size), "matrix"),
+        Weight("binary_head.bias", (2,), "bias"),
+    ]
+    gathered = (Collective("all_gather", TENSOR, Tensor(x, size)),) if config.parallel.sequence else ()
+    pooled = Tensor("pooled", size, SAMPLES)
+    flops = 2.0 * size * (size + 2) / config.model.sequence_length
+    return [
+        Operation(
+            "pooler",
+            "pooler",
+            (x,),
+            (pooled,),
+            frees=("pooled",),
+            weights=tuple(weights),
+            flops=flops,
+            collectives=gathered,
+        )
+    ]

@@ -1,0 +1,133 @@
+"""Feed-forward layers: dense, or a mixture of experts with its router and shared expert."""
+
+from __future__ import annotations
+
+from configs import derived
+from configs.schema import Config
+from models.blueprint.operation import (
+    EXPERT,
+    EXPERT_TENSOR,
+    FLOAT32,
+    PEER_TOKENS,
+    TENSOR,
+    TOKENS,
+    Collective,
+    Operation,
+    Split,
+    Tensor,
+    Weight,
+)
+from models.blueprint.pieces import column_linear, copy, hidden, own_rows, recomputed, row_linear, scatter
+
+
+def feed_forward(config: Config, x: str, output: str) -> list[Operation]:
+    """A dense layer from the normed state `x`; its `output` still lacks its bias."""
+    layers = _linears(config, "mlp", x, output, derived.ffn_hidden_size(config), config.model.linear_bias)
+    return [recomputed("mlp", (x,), layers)] if config.training.recompute == "selective" else layers
+
+
+def _linears(config: Config, module: str, x: str, output: str, width: int, bias: bool) -> list[Operation]:
+    gated = config.model.activation == "swiglu"
+    columns = width * (2 if gated else 1)
+    preactivation = Tensor(f"{module}.preactivation", columns, TOKENS, TENSOR)
+    active = Tensor(f"{module}.active", width, TOKENS, TENSOR)
+    sizes = config.model.hidden_size, columns
+    operations = [column_linear(config, f"{module}.linear_fc1", x, preactivation.name, sizes, bias=bias, gated=gated)]
+    last = preactivation.name
+    if bias:
+        last = f"{last}.biased"
+        operations.append(
+            copy(module, preactivation.name, Tensor(last, columns, TOKENS, TENSOR), frees=(preactivation.name,))
+        )
+    if gated:
+        gate, up, factor, copied = (
+            Tensor(f"{module}.{name}", width, TOKENS, TENSOR) for name in ("gate", "up", "silu", "up.copied")
+        )
+        operations += [
+            Operation("split", module, (last,), (gate, up)),
+            Operation("activation", module, (gate.name,), (factor,), saved=(gate.name,)),
+            copy(module, up.name, copied),
+            Operation(
+                "multiply",
+                module,
+                (factor.name, copied.name),
+                (active,),
+                saved=(factor.name, copied.name),
+                frees=(factor.name, copied.name, last),
+            ),
+        ]
+    else:
+        operations.append(Operation("activation", module, (last,), (active,), saved=(last,), frees=(last,)))
+    return operations + row_linear(
+        config, f"{module}.linear_fc2", active.name, output, width, bias=bias, frees=(active.name,)
+    )
+
+
+def experts(config: Config, x: str, output: str) -> list[Operation]:
+    """A mixture of experts: every token's `top_k` routed experts, and the shared expert if there is one."""
+    moe, size, split = config.moe, config.model.hidden_size, derived.expert_tensor_size(config)
+    assert moe.num_experts is not None, "a dense model has no experts"
+    router = [Weight("mlp.router.weight", (moe.num_experts, size), "matrix")]
+    router += [Weight("mlp.router.expert_bias", (moe.num_experts,), "router_bias")] if moe.expert_bias else []
+    probs = Tensor("probs", moe.num_experts, own_rows(config), dtype=FLOAT32)
+    operations = [
+        Operation(
+            "router",
+            "mlp.router",
+            (x,),
+            (probs,),
+            saved=(x,),
+            weights=tuple(router),
+            flops=2.0 * moe.num_experts * size,
+        ),
+    ]
+    source, name = x, output if moe.shared_expert_ffn_hidden_size is None else f"{output}.routed"
+    if split > 1:
+        peers = Tensor("peer_tokens", size, PEER_TOKENS)
+        gathering = (
+            Collective("all_gather", EXPERT_TENSOR, peers),
+            Collective("reduce_scatter", EXPERT_TENSOR, peers, is_backward=True),
+        )
+        operations.append(Operation("gather", "mlp.experts", (x,), (peers,), collectives=gathering))
+        routed = Tensor(f"{name}.partial", size, PEER_TOKENS)
+        source = peers.name
+    else:
+        routed = hidden(config, name)
+    width = derived.expert_ffn_hidden_size(config)
+    weights = _expert_weights(config)
+    operations.append(
+        Operation(
+            "experts",
+            "mlp.experts",
+            (source, "probs"),
+            (routed,),
+            saved=(source,),
+            frees=("probs",),
+            weights=weights,
+            flops=2.0 * (3 if config.model.activation == "swiglu" else 2) * size * width * moe.top_k,
+            collectives=(Collective("all_to_all", EXPERT, routed),),
+        )
+    )
+    if split > 1:
+        operations.append(scatter("mlp.experts", routed, hidden(config, name), (source, routed.name), EXPERT_TENSOR))
+    if moe.shared_expert_ffn_hidden_size is None:
+        return operations
+    shared = f"{output}.shared"
+    operations += _linears(config, "mlp.shared_experts", x, shared, moe.shared_expert_ffn_hidden_size, bias=False)
+    both = Operation(
+        "add", "mlp.shared_experts", outputs=(hidden(config, output),), passes=(name, shared), frees=(name, shared)
+    )
+    return [*operations, both]
+
+
+def _expert_weights(config: Config) -> tuple[Weight, ...]:
+    count, size, width = config.moe.num_experts or 0, config.model.hidden_size, derived.expert_ffn_hidden_size(config)
+    gated = config.model.activation == "swiglu"
+    columns = width * (2 if gated else 1)
+    of_rank, rows, inputs = Split(0, EXPERT), Split(1, EXPERT_TENSOR), Split(2, EXPERT_TENSOR)
+    bias = config.model.linear_bias
+    weights = [Weight("mlp.experts.linear_fc1.weight", (count, columns, size), "matrix", (of_rank, rows), gated)]
+    weights += [Weight("mlp.experts.linear_fc1.bias", (count, columns), "bias", (of_rank, rows), gated)] if bias else []
+    weights += [Weight("mlp.experts.linear_fc2.weight", (count, size, width), "output_matrix", (of_rank, inputs))]
+    weights += [Weight("mlp.experts.linear_fc2.bias", (count, size), "bias", (of_rank,))] if bias else []
+    return tuple(weights)

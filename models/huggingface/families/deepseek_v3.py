@@ -1,0 +1,228 @@
+"""DeepSeek-V3 (arXiv:2412.19437): `DeepseekV3ForCausalLM`, with plain rotary positions and without multi-token
+prediction."""
+
+from __future__ import annotations
+
+import re
+from itertools import takewhile
+
+from configs import derived
+from configs.schema import Config
+from models.huggingface.families import llama
+from models.huggingface.families.keys import (
+    COUNT,
+    INDEX,
+    POSITIVE_REAL,
+    HfConfig,
+    Keys,
+    carried,
+    irrelevant,
+    must,
+    only,
+    or_null,
+)
+from models.huggingface.families.llama import (
+    COMMON_KEYS,
+    COMMON_RULES,
+    DENSE_RULES,
+    EXPERT_RULES,
+    MOE_KEYS,
+    TIED,
+    read_common,
+    read_experts,
+    write_common,
+)
+from models.huggingface.families.rules import GATE_UP, Family, Overrides, Rule
+
+OURS, THEIRS = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
+
+
+def _has_query_rank(config: Config) -> bool:
+    return config.model.q_lora_rank is not None
+
+
+def _has_no_query_rank(config: Config) -> bool:
+    return config.model.q_lora_rank is None
+
+
+ATTENTION_RULES = (
+    Rule(f"{OURS}linear_q_proj.weight", (f"{THEIRS}q_proj.weight",), "latent_queries hidden", when=_has_no_query_rank),
+    Rule(f"{OURS}linear_q_down_proj.weight", (f"{THEIRS}q_a_proj.weight",), "query_rank hidden", when=_has_query_rank),
+    Rule(f"{OURS}q_layernorm.weight", (f"{THEIRS}q_a_layernorm.weight",), "query_rank", when=_has_query_rank),
+    Rule(
+        f"{OURS}linear_q_up_proj.weight",
+        (f"{THEIRS}q_b_proj.weight",),
+        "latent_queries query_rank",
+        when=_has_query_rank,
+    ),
+    Rule(f"{OURS}linear_kv_down_proj.weight", (f"{THEIRS}kv_a_proj_with_mqa.weight",), "key_rank_rotary hidden"),
+    Rule(f"{OURS}kv_layernorm.weight", (f"{THEIRS}kv_a_layernorm.weight",), "key_rank"),
+    Rule(f"{OURS}linear_kv_up_proj.weight", (f"{THEIRS}kv_b_proj.weight",), "latent_keys_values key_rank"),
+    Rule(f"{OURS}linear_proj.weight", (f"{THEIRS}o_proj.weight",), "hidden latent_values"),
+)
+ROUTER_AND_SHARED_RULES = (
+    Rule(
+        "decoder.layers.{l}.mlp.router.expert_bias",
+        ("model.layers.{l}.mlp.gate.e_score_correction_bias",),
+        "experts",
+        only="moe",
+    ),
+    Rule(
+        "decoder.layers.{l}.mlp.shared_experts.linear_fc1.weight",
+        ("model.layers.{l}.mlp.shared_experts.gate_proj.weight", "model.layers.{l}.mlp.shared_experts.up_proj.weight"),
+        "shared_ffn hidden",
+        GATE_UP,
+        only="moe",
+    ),
+    Rule(
+        "decoder.layers.{l}.mlp.shared_experts.linear_fc2.weight",
+        ("model.layers.{l}.mlp.shared_experts.down_proj.weight",),
+        "hidden shared_ffn",
+        only="moe",
+    ),
+)
+
+
+KEYS: Keys = {
+    **COMMON_KEYS,
+    **MOE_KEYS,
+    "num_key_value_heads": carried(or_null(COUNT), 128),
+    "max_position_embeddings": carried(COUNT, 4096),
+    "attention_dropout": llama.KEYS["attention_dropout"],
+    "q_lora_rank": carried(or_null(COUNT)),
+    "kv_lora_rank": carried(COUNT),
+    "qk_nope_head_dim": carried(COUNT),
+    "qk_rope_head_dim": carried(COUNT),
+    "v_head_dim": carried(COUNT),
+    "head_dim": carried(COUNT, None),  # the channels that rotate
+    "qk_head_dim": carried(COUNT, None),
+    "num_experts": carried(COUNT, also=("n_routed_experts", "num_local_experts")),
+    "moe_intermediate_size": carried(COUNT),
+    "n_shared_experts": carried(COUNT, 1),
+    "first_k_dense_replace": carried(INDEX, 3),
+    "routed_scaling_factor": carried(POSITIVE_REAL, 2.5),
+    "n_group": carried(COUNT, 8),
+    "topk_group": carried(COUNT, 4),
+    "norm_topk_prob": only(True),
+    "scoring_func": only("sigmoid"),
+    "topk_method": only("noaux_tc"),
+    "moe_layer_freq": only(1),
+    "rope_interleave": only(True),
+    "num_nextn_predict_layers": carried(INDEX, 0, also=("num_mtp_layers",)),
+    "pretraining_tp": irrelevant(or_null(COUNT)),
+    # Of the code and the losses that the first folder came with.
+    **dict.fromkeys(("auto_map", "ep_size", "aux_loss_alpha", "seq_aux"), irrelevant()),
+}
+
+
+def _read(keys: HfConfig) -> Overrides:
+    heads, plain, rotary = keys["num_attention_heads"], keys["qk_nope_head_dim"], keys["qk_rope_head_dim"]
+    groups = heads if keys["num_key_value_heads"] is None else keys["num_key_value_heads"]
+    must(
+        groups == heads,
+        "num_key_value_heads",
+        groups,
+        f"be num_attention_heads ({heads}): all heads share one latent key",
+    )
+    must(keys["head_dim"] in (None, rotary), "head_dim", keys["head_dim"], f"be qk_rope_head_dim ({rotary})")
+    must(rotary % 2 == 0, "qk_rope_head_dim", rotary, "be even, because rotary positions turn pairs of channels")
+    must(
+        keys["qk_head_dim"] in (None, plain + rotary),
+        "qk_head_dim",
+        keys["qk_head_dim"],
+        f"be qk_nope_head_dim + qk_rope_head_dim ({plain + rotary})",
+    )
+    experts, top_k = read_experts(keys)
+    num_groups, group_top_k = keys["n_group"], keys["topk_group"]
+    must(
+        experts % num_groups == 0 and experts >= 2 * num_groups,
+        "n_group",
+        num_groups,
+        f"divide {experts} experts into groups of 2 or more",
+    )
+    must(group_top_k <= num_groups, "topk_group", group_top_k, f"not exceed n_group ({num_groups})")
+    limited = group_top_k < num_groups
+    if limited:
+        # Both take the sum of a group's two best scores, but Megatron-core means top_k // group_top_k by two.
+        must(
+            top_k == 2 * group_top_k,
+            "topk_group",
+            group_top_k,
+            f"be half of num_experts_per_tok ({top_k}): more is not supported",
+        )
+    num_layers, num_dense = keys["num_hidden_layers"], keys["first_k_dense_replace"]
+    must(num_dense < num_layers, "first_k_dense_replace", num_dense, f"be less than num_hidden_layers ({num_layers})")
+    overrides = read_common({**keys, "head_dim": rotary, "attention_dropout": keys["attention_dropout"] or 0.0})
+    overrides["model"] |= {
+        "attention": "latent",
+        "num_query_groups": None,
+        "head_dim": plain,
+        "q_lora_rank": keys["q_lora_rank"],
+        "kv_lora_rank": keys["kv_lora_rank"],
+        "rotary_head_dim": rotary,
+        "value_head_dim": keys["v_head_dim"],
+    }
+    overrides["moe"] = {
+        "num_experts": experts,
+        "top_k": top_k,
+        "ffn_hidden_size": keys["moe_intermediate_size"],
+        "shared_expert_ffn_hidden_size": keys["n_shared_experts"] * keys["moe_intermediate_size"],
+        "layers": [int(layer >= num_dense) for layer in range(num_layers)],
+        "router_score": "sigmoid",
+        "expert_bias": True,
+        "routed_scaling_factor": keys["routed_scaling_factor"],
+        "num_groups": num_groups if limited else None,
+        "group_top_k": group_top_k if limited else None,
+    }
+    return overrides
+
+
+def _write(config: Config) -> HfConfig:
+    model, moe = config.model, config.moe
+    width = derived.expert_ffn_hidden_size(config)
+    hf = {
+        **write_common(config, "deepseek_v3", "DeepseekV3ForCausalLM"),
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_nope_head_dim": derived.head_dim(config),
+        "qk_rope_head_dim": model.rotary_head_dim,
+        "v_head_dim": model.value_head_dim,
+        "first_k_dense_replace": sum(
+            1 for _ in takewhile(lambda is_moe: not is_moe, derived.moe_layer_pattern(config))
+        ),
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": width,
+        "n_shared_experts": (moe.shared_expert_ffn_hidden_size or 0) // width,
+        "routed_scaling_factor": 1.0 if moe.routed_scaling_factor is None else moe.routed_scaling_factor,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": moe.num_groups or 1,
+        "topk_group": moe.group_top_k or 1,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 0,
+        "num_mtp_layers": 0,
+    }
+    del hf["head_dim"]  # there it means the channels that rotate
+    return hf
+
+
+def _carries_nothing(name: str, config: Config, keys: HfConfig) -> bool:
+    # Layers behind the last one predict further tokens in training; without them the model is the same.
+    layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+    extra = range(config.model.num_layers, config.model.num_layers + keys["num_nextn_predict_layers"])
+    return (layer is not None and int(layer[1]) in extra) or llama.carries_nothing(name, config, keys)
+
+
+FAMILY = Family(
+    "deepseek_v3",
+    KEYS,
+    _read,
+    _write,
+    (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES, *EXPERT_RULES, *ROUTER_AND_SHARED_RULES),
+    "model.",
+    TIED,
+    is_moe=True,
+    carries_nothing=_carries_nothing,
+)

@@ -1,0 +1,151 @@
+"""GPT-2 (Radford et al. 2019): `GPT2LMHeadModel`."""
+
+from __future__ import annotations
+
+import re
+
+from configs import derived
+from configs.schema import Config
+from models.huggingface.families.keys import (
+    ANYTHING,
+    COUNT,
+    EVERY_FAMILY,
+    FLAG,
+    LAYERS,
+    NUMBER,
+    POSITIVE_REAL,
+    PROBABILITY,
+    SPREAD,
+    TEXT,
+    HfConfig,
+    Key,
+    Keys,
+    carried,
+    irrelevant,
+    must,
+    only,
+    or_null,
+)
+from models.huggingface.families.rules import (
+    GELU_NAMES,
+    GELUS,
+    QKV_IN_ONE_TRANSPOSED,
+    TRANSPOSED,
+    Family,
+    Overrides,
+    Rule,
+    is_untied,
+    weight_and_bias,
+)
+
+RULES = (
+    Rule("embedding.word_embeddings.weight", ("transformer.wte.weight",), "vocab hidden"),
+    Rule("embedding.position_embeddings.weight", ("transformer.wpe.weight",), "positions hidden"),
+    *weight_and_bias("decoder.layers.{l}.input_layernorm", "transformer.h.{l}.ln_1", "hidden"),
+    *weight_and_bias(
+        "decoder.layers.{l}.self_attention.linear_qkv",
+        "transformer.h.{l}.attn.c_attn",
+        "hidden qkv",
+        QKV_IN_ONE_TRANSPOSED,
+    ),
+    *weight_and_bias(
+        "decoder.layers.{l}.self_attention.linear_proj", "transformer.h.{l}.attn.c_proj", "queries hidden", TRANSPOSED
+    ),
+    *weight_and_bias("decoder.layers.{l}.pre_mlp_layernorm", "transformer.h.{l}.ln_2", "hidden"),
+    *weight_and_bias("decoder.layers.{l}.mlp.linear_fc1", "transformer.h.{l}.mlp.c_fc", "hidden ffn", TRANSPOSED),
+    *weight_and_bias("decoder.layers.{l}.mlp.linear_fc2", "transformer.h.{l}.mlp.c_proj", "ffn hidden", TRANSPOSED),
+    *weight_and_bias("decoder.final_layernorm", "transformer.ln_f", "hidden"),
+    Rule("output_layer.weight", ("lm_head.weight",), "vocab hidden", when=is_untied),
+)
+KEYS: Keys = {
+    **EVERY_FAMILY,
+    "n_layer": carried(LAYERS, also=("num_hidden_layers",)),
+    "n_embd": carried(COUNT, also=("hidden_size",)),
+    "n_head": carried(COUNT, also=("num_attention_heads",)),
+    "n_positions": carried(COUNT, also=("max_position_embeddings",)),
+    "n_ctx": carried(COUNT, None),  # old files say n_positions a second time
+    "n_inner": carried(or_null(COUNT), None),
+    "tie_word_embeddings": carried(FLAG, True),
+    "layer_norm_epsilon": carried(POSITIVE_REAL, 1e-5),
+    "activation_function": Key(ANYTHING, "gelu_new", only=tuple(GELUS)),
+    "resid_pdrop": carried(PROBABILITY, 0.1),
+    "embd_pdrop": carried(PROBABILITY, 0.1),
+    "attn_pdrop": carried(PROBABILITY, 0.1),
+    "initializer_range": carried(SPREAD, 0.02),
+    "scale_attn_weights": only(True),
+    "scale_attn_by_inverse_layer_idx": only(False),
+    "reorder_and_upcast_attn": irrelevant(FLAG),  # the same sums in another order
+    "is_causal": only(True),
+    "is_decoder": irrelevant(FLAG),
+    "n_special": only(0),
+    "predict_special_tokens": irrelevant(FLAG),
+    # Of a head for classification.
+    "summary_type": irrelevant(TEXT),
+    "summary_use_proj": irrelevant(FLAG),
+    "summary_activation": irrelevant(or_null(TEXT)),
+    "summary_proj_to_labels": irrelevant(FLAG),
+    "summary_first_dropout": irrelevant(NUMBER),
+}
+
+
+def _read(keys: HfConfig) -> Overrides:
+    hidden, heads, positions = keys["n_embd"], keys["n_head"], keys["n_positions"]
+    must(hidden % heads == 0, "n_head", heads, f"divide n_embd ({hidden})")
+    must(keys["n_ctx"] in (None, positions), "n_ctx", keys["n_ctx"], f"be n_positions ({positions})")
+    dropout = keys["resid_pdrop"]
+    must(
+        keys["embd_pdrop"] == dropout,
+        "embd_pdrop",
+        keys["embd_pdrop"],
+        f"be resid_pdrop ({dropout}): Mixtrain has one for both",
+    )
+    return {
+        "model": {
+            "family": "gpt",
+            "num_layers": keys["n_layer"],
+            "hidden_size": hidden,
+            "ffn_hidden_size": keys["n_inner"] or 4 * hidden,
+            "num_attention_heads": heads,
+            "sequence_length": positions,
+            "vocab_size": keys["vocab_size"],
+            "tie_embeddings": keys["tie_word_embeddings"],
+            "position_embedding": "learned",
+            "normalization": "layernorm",
+            "norm_epsilon": keys["layer_norm_epsilon"],
+            "activation": GELUS[keys["activation_function"]],
+            "linear_bias": True,
+            "hidden_dropout": float(dropout),
+            "attention_dropout": float(keys["attn_pdrop"]),
+            "init_std": keys["initializer_range"],
+        },
+        "moe": {"num_experts": None},
+    }
+
+
+def _write(config: Config) -> HfConfig:
+    model = config.model
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": model.num_layers,
+        "n_embd": model.hidden_size,
+        "n_inner": derived.ffn_hidden_size(config),
+        "n_head": model.num_attention_heads,
+        "n_positions": model.sequence_length,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tie_embeddings,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "activation_function": GELU_NAMES.get(model.activation, "gelu_new"),
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+        "initializer_range": model.init_std,
+    }
+
+
+def _carries_nothing(name: str, config: Config, keys: HfConfig) -> bool:
+    return re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)", name) is not None  # causal masks
+
+
+TIED = (("lm_head.weight", "transformer.wte.weight"),)
+FAMILY = Family("gpt2", KEYS, _read, _write, RULES, "transformer.", TIED, carries_nothing=_carries_nothing)

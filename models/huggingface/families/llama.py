@@ -1,0 +1,285 @@
+"""Llama (Touvron et al. 2023): `LlamaForCausalLM`, and what the families that descend from it share."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from configs import derived
+from configs.schema import Config, ConfigError
+from models.huggingface.families.keys import (
+    COUNT,
+    EVERY_FAMILY,
+    FLAG,
+    LAYERS,
+    OBJECT,
+    POSITIVE,
+    POSITIVE_REAL,
+    PROBABILITY,
+    REAL,
+    SPREAD,
+    HfConfig,
+    Keys,
+    carried,
+    check_padding,
+    irrelevant,
+    must,
+    only,
+    or_null,
+    show,
+)
+from models.huggingface.families.rules import GATE_UP, QKV, Family, Overrides, Rule, is_untied
+
+# What every descendant of Llama has.
+COMMON_RULES = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab hidden"),
+    Rule("decoder.layers.{l}.input_layernorm.weight", ("model.layers.{l}.input_layernorm.weight",), "hidden"),
+    Rule(
+        "decoder.layers.{l}.pre_mlp_layernorm.weight", ("model.layers.{l}.post_attention_layernorm.weight",), "hidden"
+    ),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "hidden"),
+    Rule("output_layer.weight", ("lm_head.weight",), "vocab hidden", when=is_untied),
+)
+TIED = (("lm_head.weight", "model.embed_tokens.weight"),)
+DENSE_RULES = (
+    Rule(
+        "decoder.layers.{l}.mlp.linear_fc1.weight",
+        ("model.layers.{l}.mlp.gate_proj.weight", "model.layers.{l}.mlp.up_proj.weight"),
+        "ffn hidden",
+        GATE_UP,
+        only="dense",
+    ),
+    Rule(
+        "decoder.layers.{l}.mlp.linear_fc2.weight",
+        ("model.layers.{l}.mlp.down_proj.weight",),
+        "hidden ffn",
+        only="dense",
+    ),
+)
+ATTENTION_RULES = (
+    Rule(
+        "decoder.layers.{l}.self_attention.linear_qkv.weight",
+        tuple(f"model.layers.{{l}}.self_attn.{part}_proj.weight" for part in "qkv"),
+        ("queries hidden", "keys hidden", "keys hidden"),
+        QKV,
+    ),
+    Rule(
+        "decoder.layers.{l}.self_attention.linear_proj.weight",
+        ("model.layers.{l}.self_attn.o_proj.weight",),
+        "hidden queries",
+    ),
+)
+
+
+def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """The router and the experts, under the names that a family gives them."""
+    theirs = f"model.layers.{{l}}.{block}."
+    return (
+        Rule("decoder.layers.{l}.mlp.router.weight", (f"{theirs}gate.weight",), "experts hidden", only="moe"),
+        Rule(
+            "decoder.layers.{l}.mlp.experts.{e}.linear_fc1.weight",
+            (f"{theirs}experts.{{e}}.{gate}.weight", f"{theirs}experts.{{e}}.{up}.weight"),
+            "expert_ffn hidden",
+            GATE_UP,
+            only="moe",
+        ),
+        Rule(
+            "decoder.layers.{l}.mlp.experts.{e}.linear_fc2.weight",
+            (f"{theirs}experts.{{e}}.{down}.weight",),
+            "hidden expert_ffn",
+            only="moe",
+        ),
+    )
+
+
+EXPERT_RULES = expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+def qk_norm_rules(query: str, key: str) -> tuple[Rule, ...]:
+    """Norms of queries and keys, with these lengths."""
+    ours, theirs = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
+    return (
+        Rule(f"{ours}q_layernorm.weight", (f"{theirs}q_norm.weight",), query),
+        Rule(f"{ours}k_layernorm.weight", (f"{theirs}k_norm.weight",), key),
+    )
+
+
+COMMON_KEYS: Keys = {
+    **EVERY_FAMILY,
+    "num_hidden_layers": carried(LAYERS),
+    "hidden_size": carried(COUNT),
+    "intermediate_size": carried(COUNT),
+    "num_attention_heads": carried(COUNT),
+    "num_key_value_heads": carried(or_null(COUNT), None),
+    "max_position_embeddings": carried(COUNT),
+    "tie_word_embeddings": carried(FLAG, False),
+    # transformers 4 has rope_theta and rope_scaling, 5 has both in rope_parameters
+    "rope_theta": carried(POSITIVE, None),
+    "rope_scaling": carried(or_null(OBJECT), None),
+    "rope_parameters": carried(or_null(OBJECT), None),
+    "rms_norm_eps": carried(POSITIVE_REAL, 1e-6),
+    "attention_dropout": carried(PROBABILITY, 0.0),
+    "initializer_range": carried(SPREAD, 0.02),
+    "hidden_act": only("silu", "swish"),  # two names of one function
+    "attention_bias": only(False),
+    "sliding_window": only(None),
+    "is_causal": only(True),
+    "is_decoder": irrelevant(FLAG),
+}
+MOE_KEYS: Keys = {
+    "num_experts_per_tok": carried(COUNT, 8),
+    "output_router_logits": irrelevant(FLAG),
+    "router_aux_loss_coef": irrelevant(REAL),
+}
+
+
+def rotary_base(keys: HfConfig, default: float) -> float:
+    """The base of plain rotary positions. Raises ConfigError for other positions, or where two places disagree."""
+    given = {name: _plain_rotary(name, keys[name]) for name in ("rope_parameters", "rope_scaling") if keys[name]}
+    stated = {f"{name}.rope_theta": theta for name, theta in given.items()}
+    if len(set(stated.values())) > 1:
+        both = " and ".join(f"{name} ({show(keys[name])})" for name in given)
+        raise ConfigError(f"config.json {both} mean the same and must agree: leave one of them out.")
+    stated["rope_theta"] = keys["rope_theta"]
+    (name, base), *others = [(name, theta) for name, theta in stated.items() if theta is not None] or [
+        ("rope_theta", default)
+    ]
+    for other, theta in others:
+        if theta != base:
+            raise ConfigError(
+                f"config.json {name} ({show(base)}) and {other} ({show(theta)}) mean the same and must agree."
+            )
+    return float(base)
+
+
+def _plain_rotary(name: str, parameters: dict[str, Any]) -> float | None:
+    for key, value in parameters.items():
+        if key in ("rope_type", "type"):
+            must(value == "default", f"{name}.{key}", value, "be default: other rotary positions are not supported")
+        elif key == "rope_theta":
+            must(POSITIVE.fits(value), f"{name}.{key}", value, f"be {POSITIVE.says}")
+        else:
+            raise ConfigError(
+                f"config.json {name}.{key} ({show(value)}) is not supported: plain rotary positions have rope_theta "
+                "alone."
+            )
+    return parameters.get("rope_theta")
+
+
+def head_dim(keys: HfConfig) -> int:
+    """Channels of a head, which may be stated or follow. Raises ConfigError for an odd number: rotary positions turn
+    pairs."""
+    hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
+    if keys.get("head_dim") is not None:
+        must(
+            keys["head_dim"] % 2 == 0,
+            "head_dim",
+            keys["head_dim"],
+            "be even, because rotary positions turn pairs of channels",
+        )
+        return int(keys["head_dim"])
+    size = hidden // heads
+    must(
+        size > 0 and size % 2 == 0,
+        "num_attention_heads",
+        heads,
+        f"divide hidden_size ({hidden}) into even parts, or head_dim be stated",
+    )
+    return int(size)
+
+
+def read_common(keys: HfConfig, theta: float = 10000.0) -> Overrides:
+    """What every descendant of Llama carries; `theta` is the family's default. Raises ConfigError."""
+    heads, groups = keys["num_attention_heads"], keys["num_key_value_heads"] or keys["num_attention_heads"]
+    must(heads % groups == 0, "num_key_value_heads", groups, f"divide num_attention_heads ({heads})")
+    check_padding(keys)
+    return {
+        "model": {
+            "family": "gpt",
+            "num_layers": keys["num_hidden_layers"],
+            "hidden_size": keys["hidden_size"],
+            "ffn_hidden_size": keys["intermediate_size"],
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "head_dim": head_dim(keys),
+            "sequence_length": keys["max_position_embeddings"],
+            "vocab_size": keys["vocab_size"],
+            "tie_embeddings": keys["tie_word_embeddings"],
+            "position_embedding": "rope",
+            "rotary_base": rotary_base(keys, theta),
+            "normalization": "rmsnorm",
+            "norm_epsilon": keys["rms_norm_eps"],
+            "activation": "swiglu",
+            "attention_dropout": float(keys["attention_dropout"]),
+            "init_std": keys["initializer_range"],
+        },
+        "moe": {"num_experts": None},
+    }
+
+
+def read_experts(keys: HfConfig) -> tuple[int, int]:
+    """Numbers of experts, and of a token's experts. Raises ConfigError."""
+    experts, top_k = keys["num_experts"], keys["num_experts_per_tok"]
+    must(top_k <= experts, "num_experts_per_tok", top_k, f"not exceed the number of experts ({experts})")
+    return experts, top_k
+
+
+def write_common(config: Config, model_type: str, architecture_name: str) -> HfConfig:
+    model = config.model
+    return {
+        "architectures": [architecture_name],
+        "model_type": model_type,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": derived.ffn_hidden_size(config),
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": derived.num_query_groups(config),
+        "head_dim": derived.head_dim(config),
+        "max_position_embeddings": model.sequence_length,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tie_embeddings,
+        "rope_theta": model.rotary_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
+        "rms_norm_eps": model.norm_epsilon,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": model.attention_dropout,
+        "initializer_range": model.init_std,
+    }
+
+
+KEYS: Keys = {
+    **COMMON_KEYS,
+    "head_dim": carried(or_null(COUNT), None),
+    "max_position_embeddings": carried(COUNT, 2048),
+    "attention_dropout": carried(or_null(PROBABILITY), 0.0),
+    "mlp_bias": only(False),
+    "pretraining_tp": irrelevant(or_null(COUNT)),  # splits matrix products, which leaves them what they are
+}
+
+
+def _read(keys: HfConfig) -> Overrides:
+    hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
+    must(hidden % heads == 0, "num_attention_heads", heads, f"divide hidden_size ({hidden})")
+    return read_common({**keys, "attention_dropout": keys["attention_dropout"] or 0.0})
+
+
+def _write(config: Config) -> HfConfig:
+    return {**write_common(config, "llama", "LlamaForCausalLM"), "mlp_bias": False}
+
+
+def carries_nothing(name: str, config: Config, hf: HfConfig) -> bool:
+    """Old files keep the rotary frequencies of each layer."""
+    return re.fullmatch(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name) is not None
+
+
+FAMILY = Family(
+    "llama",
+    KEYS,
+    _read,
+    _write,
+    (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES),
+    "model.",
+    TIED,
+    carries_nothing=carries_nothing,
+)

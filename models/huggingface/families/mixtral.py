@@ -1,0 +1,58 @@
+"""Mixtral (Jiang et al. 2024): `MixtralForCausalLM`."""
+
+from __future__ import annotations
+
+from configs import derived
+from configs.schema import Config
+from models.huggingface.families.keys import COUNT, POSITIVE_REAL, REAL, HfConfig, Keys, carried, irrelevant, or_null
+from models.huggingface.families.llama import (
+    ATTENTION_RULES,
+    COMMON_KEYS,
+    COMMON_RULES,
+    MOE_KEYS,
+    TIED,
+    carries_nothing,
+    expert_rules,
+    read_common,
+    read_experts,
+    write_common,
+)
+from models.huggingface.families.rules import Family, Overrides
+
+RULES = (*COMMON_RULES, *ATTENTION_RULES, *expert_rules("block_sparse_moe", "w1", "w3", "w2"))
+KEYS: Keys = {
+    **COMMON_KEYS,
+    **MOE_KEYS,
+    "num_key_value_heads": carried(or_null(COUNT), 8),
+    "head_dim": carried(or_null(COUNT), None),
+    "max_position_embeddings": carried(COUNT, 4096 * 32),
+    "rms_norm_eps": carried(POSITIVE_REAL, 1e-5),
+    "num_experts": carried(COUNT, also=("num_local_experts",)),
+    "num_experts_per_tok": carried(COUNT, 2),
+    "router_jitter_noise": irrelevant(REAL),  # of training
+}
+
+
+def _read(keys: HfConfig) -> Overrides:
+    overrides = read_common(keys, theta=1e6)
+    experts, top_k = read_experts(keys)
+    overrides["moe"] = {
+        "num_experts": experts,
+        "top_k": top_k,
+        "ffn_hidden_size": keys["intermediate_size"],
+        "normalize_top_k": True,
+    }
+    return overrides
+
+
+def _write(config: Config) -> HfConfig:
+    return {
+        **write_common(config, "mixtral", "MixtralForCausalLM"),
+        "intermediate_size": derived.expert_ffn_hidden_size(config),
+        "num_local_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.top_k,
+        "sliding_window": None,
+    }
+
+
+FAMILY = Family("mixtral", KEYS, _read, _write, RULES, "model.", TIED, is_moe=True, carries_nothing=carries_nothing)

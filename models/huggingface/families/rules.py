@@ -1,0 +1,169 @@
+"""What a Hugging Face family is to us: its config.json's keys, and which of its tensors are which of ours, in what
+layout and shape.
+
+One table of keys and one of rules per family; import and export read the same tables in the two directions. Needs no
+transformers package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from configs import derived
+from configs.schema import Config
+from models.huggingface.families.keys import HfConfig, Keys
+
+Overrides = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """n query heads, g key/value heads, d channels each."""
+
+    n: int
+    g: int
+    d: int
+
+
+def _join_qkv(parts: list[torch.Tensor], heads: Heads) -> torch.Tensor:
+    # Megatron keeps the rows of a group together: its queries, its key, its value.
+    sizes = [heads.n // heads.g * heads.d, heads.d, heads.d]
+    grouped = [part.reshape(heads.g, size, *part.shape[1:]) for part, size in zip(parts, sizes)]
+    return torch.cat(grouped, dim=1).reshape(-1, *parts[0].shape[1:])
+
+
+def _split_qkv(full: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
+    sizes = [heads.n // heads.g * heads.d, heads.d, heads.d]
+    grouped = full.reshape(heads.g, sum(sizes), *full.shape[1:]).split(sizes, dim=1)
+    return [part.reshape(-1, *full.shape[1:]) for part in grouped]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one logical tensor comes from Hugging Face's tensors, and back."""
+
+    to_ours: Callable[[list[torch.Tensor], Heads], torch.Tensor]
+    to_theirs: Callable[[torch.Tensor, Heads], list[torch.Tensor]]
+
+
+SAME = Layout(lambda parts, _: parts[0], lambda full, _: [full])
+TRANSPOSED = Layout(lambda parts, _: parts[0].t(), lambda full, _: [full.t()])  # GPT-2's Conv1D keeps [inputs, outputs]
+QKV = Layout(_join_qkv, _split_qkv)
+QKV_IN_ONE = Layout(
+    lambda parts, heads: _join_qkv(list(parts[0].chunk(3)), heads),
+    lambda full, heads: [torch.cat(_split_qkv(full, heads))],
+)
+QKV_IN_ONE_TRANSPOSED = Layout(
+    lambda parts, heads: _join_qkv(list(parts[0].t().chunk(3)), heads),
+    lambda full, heads: [torch.cat(_split_qkv(full, heads)).t()],
+)
+GATE_UP = Layout(lambda parts, _: torch.cat(parts), lambda full, _: list(full.chunk(2)))
+
+
+def sizes(config: Config) -> dict[str, int]:
+    """The lengths that rules call by name."""
+    model, moe, heads = config.model, config.moe, config.model.num_attention_heads
+    head, rotary, value = derived.head_dim(config), model.rotary_head_dim, model.value_head_dim
+    return {
+        "vocab": model.vocab_size or 0,
+        "positions": model.sequence_length,
+        "hidden": model.hidden_size,
+        "ffn": derived.ffn_hidden_size(config),
+        "head": head,
+        "queries": heads * head,
+        "keys": derived.num_query_groups(config) * head,
+        "qkv": (heads + 2 * derived.num_query_groups(config)) * head,
+        "two": 2,  # sentences, and the answers to which comes first
+        "experts": moe.num_experts or 0,
+        "expert_ffn": derived.expert_ffn_hidden_size(config),
+        "shared_ffn": moe.shared_expert_ffn_hidden_size or 0,
+        "query_rank": model.q_lora_rank or 0,
+        "key_rank": model.kv_lora_rank,
+        "key_rank_rotary": model.kv_lora_rank + rotary,
+        "latent_queries": heads * (head + rotary),
+        "latent_keys_values": heads * (head + value),
+        "latent_values": heads * value,
+    }
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`ours` is the same weight as `theirs` in `layout`. {l} stands for every layer, {e} for every expert.
+
+    `shape` is that of each of theirs, in names of `sizes`: one for all, or one for each. `only` limits a rule with {l}
+    to "dense" or "moe" layers; `when` to models that have such weights at all. `unread` is written for other readers'
+    sake, and never read.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    shape: str | tuple[str, ...]
+    layout: Layout = SAME
+    only: str = "all"
+    when: Callable[[Config], bool] = lambda config: True
+    unread: bool = False
+
+    def shapes(self, lengths: dict[str, int]) -> list[tuple[int, ...]]:
+        """The shape of each of theirs, with the lengths of `sizes`."""
+        named = (self.shape,) * len(self.theirs) if isinstance(self.shape, str) else self.shape
+        return [tuple(lengths[name] for name in shape.split()) for shape in named]
+
+
+def weight_and_bias(
+    ours: str, theirs: str, shape: str, layout: Layout = SAME, when: Callable[[Config], bool] = lambda config: True
+) -> list[Rule]:
+    """`shape` is the weight's. The bias has the length of what comes out: its first, or its last in a transposed
+    layout."""
+    transposed = {TRANSPOSED: SAME, QKV_IN_ONE_TRANSPOSED: QKV_IN_ONE}
+    out = shape.split()[-1 if layout in transposed else 0]
+    return [
+        Rule(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs.split()), shape, layout, when=when),
+        Rule(
+            f"{ours}.bias",
+            tuple(f"{name}.bias" for name in theirs.split()),
+            out,
+            transposed.get(layout, layout),
+            when=when,
+        ),
+    ]
+
+
+def _nothing(name: str, config: Config, hf: HfConfig) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`: its config's keys and their meaning in both directions, its rules, and what its files may hold
+    besides or call otherwise."""
+
+    model_type: str
+    keys: Keys
+    read: Callable[[HfConfig], Overrides]  # of all the keys
+    write: Callable[[Config], HfConfig]
+    rules: tuple[Rule, ...]
+    base_prefix: str  # files of the bare model lack it
+    # with tied embeddings, the first may stand in a file too if it is equal to the second
+    tied: tuple[tuple[str, str], ...]
+    is_moe: bool = False
+    # names of tensors that are no part of the model
+    carries_nothing: Callable[[str, Config, HfConfig], bool] = _nothing
+    other_names: tuple[tuple[str, str], ...] = ()  # (now, in old files)
+
+
+def is_tied(config: Config) -> bool:
+    """Whether the output layer has the weights of the embedding."""
+    return config.model.tie_embeddings
+
+
+def is_untied(config: Config) -> bool:
+    """Whether the output layer has weights of its own."""
+    return not config.model.tie_embeddings
+
+
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+GELU_NAMES = {"gelu": "gelu", "gelu_tanh": "gelu_new"}

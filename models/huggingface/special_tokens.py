@@ -1,0 +1,100 @@
+"""Which tokens begin, end and fill up a text: what a Hugging Face folder says of it, and what a folder of logical
+weights keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.schema import ConfigError
+from models.folder import read_json, read_token_ids, show_json
+
+SpecialTokens = dict[str, int | list[int] | None]
+BOS, EOS, PAD = KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+GENERATION_CONFIG = "generation_config.json"
+# What config.json means where it does not name them: the values of transformers' config classes.
+DEFAULTS: dict[str, SpecialTokens] = {
+    "gpt2": {BOS: 50256, EOS: 50256},
+    "llama": {BOS: 1, EOS: 2},
+    "mixtral": {BOS: 1, EOS: 2},
+    "qwen3_moe": {},
+    "olmoe": {EOS: 50279, PAD: 1},
+    "deepseek_v3": {BOS: 0, EOS: 1},
+    "bert": {PAD: 0},
+}
+# Keys of generation_config.json that change what greedy decoding writes, and the values that do not.
+CHANGES_TEXT: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "num_beams": (1,),
+    "guidance_scale": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    **dict.fromkeys(
+        ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "stop_strings", "dola_layers"),
+        ([],),
+    ),
+    **dict.fromkeys(
+        ("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "force_words_ids"), ()
+    ),
+}
+
+
+def of_config(hf: dict[str, Any], vocab_size: int) -> SpecialTokens:
+    """What a config.json says, with its family's defaults. An id outside the vocabulary is no token and is left out.
+    Raises ConfigError for what is no id."""
+    return _checked({**DEFAULTS.get(hf["model_type"], {}), **hf}, vocab_size, "config.json")
+
+
+def kept_in(folder: Path, vocab_size: int) -> SpecialTokens | None:
+    """What the config.yaml of a folder of logical weights says; None where it is silent, as those of earlier versions.
+    Raises ConfigError."""
+    section = yaml.safe_load((folder / "config.yaml").read_text()).get("special_tokens")
+    if section is not None and not isinstance(section, dict):
+        raise ConfigError(f"{folder / 'config.yaml'} special_tokens ({show_json(section)}) must say {', '.join(KEYS)}.")
+    return None if section is None else _checked(section, vocab_size, str(folder / "config.yaml"))
+
+
+def end_tokens(folder: Path, special: SpecialTokens | None) -> set[int] | None:
+    """The tokens that end a text, as transformers takes them: those of generation_config.json where there is one, else
+    those of config.json (`special`). None where nothing is known. Raises ConfigError."""
+    if (folder / GENERATION_CONFIG).exists():
+        return read_token_ids(folder / GENERATION_CONFIG, EOS)
+    if special is None:
+        return None
+    ends = special[EOS]
+    return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
+
+
+def generation_config(special: SpecialTokens) -> dict[str, Any]:
+    """The content of a generation_config.json."""
+    return {key: value for key, value in special.items() if value is not None}
+
+
+def changes_of_text(folder: Path) -> dict[str, Any]:
+    """What a folder's generation_config.json asks for that changes which text greedy decoding writes, by key. Raises
+    ConfigError."""
+    path = folder / GENERATION_CONFIG
+    settings = read_json(path) if path.exists() else {}
+    return {
+        key: settings[key]
+        for key, same in CHANGES_TEXT.items()
+        if settings.get(key) is not None and settings[key] not in same
+    }
+
+
+def _checked(values: dict[str, Any], vocab_size: int, where: str) -> SpecialTokens:
+    result: SpecialTokens = {}
+    for key in KEYS:
+        value = values.get(key)
+        ids = value if isinstance(value, list) and key == EOS else [] if value is None else [value]
+        if not all(type(token) is int for token in ids):
+            form = "a token's id, a list of them, or null" if key == EOS else "a token's id or null"
+            raise ConfigError(f"{where} {key} ({show_json(value)}) must be {form}.")
+        tokens = [token for token in ids if 0 <= token < vocab_size]
+        result[key] = None if not tokens else tokens if isinstance(value, list) else tokens[0]
+    return result

@@ -1,0 +1,220 @@
+"""Hugging Face's model families <-> our config and logical weights. What a family is, its file in families/ says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from configs import derived
+from configs.architecture import architecture
+from configs.keys import get
+from configs.rules import first_problem
+from configs.schema import Config, ConfigError
+from configs.show import show
+from models.folder import Reader, config_from, read_json, show_json
+from models.huggingface.families import bert, deepseek_v3, gpt2, llama, mixtral, olmoe, qwen3_moe
+from models.huggingface.families.keys import HfConfig, read_keys
+from models.huggingface.families.rules import Family, Heads, Overrides, Rule, sizes
+
+Get = Callable[[str], torch.Tensor]
+FAMILIES = {
+    module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mixtral, qwen3_moe, olmoe, deepseek_v3, bert)
+}
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """An open Hugging Face folder, in which every key and every tensor has been checked."""
+
+    family: Family
+    config: Config
+    dtype: torch.dtype  # of most weights
+    _reader: Reader
+    _sources: dict[str, tuple[Rule, list[str]]]  # logical name -> its rule, and the tensors' names in this folder
+
+    def names(self) -> Iterator[str]:
+        """The logical names of all weights."""
+        return iter(self._sources)
+
+    def get(self, name: str) -> torch.Tensor:
+        """The logical weight called `name`, on the host."""
+        rule, found = self._sources[name]
+        return rule.layout.to_ours([self._reader.get(theirs) for theirs in found], _heads(self.config))
+
+
+def open_folder(path: Path) -> HfFolder:
+    """Check a Hugging Face folder and open it; only tied weights that stand there twice are read for that. Raises
+    ConfigError."""
+    if not (path / "config.json").exists():
+        raise ConfigError(f"folder {path} must hold a config.json, as Hugging Face's save_pretrained writes it.")
+    family, keys, overrides = _read(read_json(path / "config.json"))
+    config = config_from(overrides)
+    config.data.tokenizer = "given"  # what the rules say of one trained here is not asked
+    problem = first_problem(config, world_size=1)
+    if problem is not None:
+        value = show(get(config, problem.key))
+        raise ConfigError(
+            f"{path / 'config.json'} is of a model that is not supported: {problem.key} ({value}) {problem.rule}."
+        )
+    reader = Reader(path)
+    sources, found = _match(family, config, keys, reader)
+    dtype = reader.main_dtype(found)
+    kind = str(dtype).removeprefix("torch.")
+    if keys["dtype"] not in (None, kind):
+        raise ConfigError(
+            f"config.json dtype ({keys['dtype']}) is not that of the weights ({kind}): correct it, or remove it."
+        )
+    return HfFolder(family, config, dtype, reader, sources)
+
+
+def read_config(hf: HfConfig) -> tuple[Family, Overrides]:
+    """The family of a config.json and our overrides for it. Raises ConfigError for what is not supported."""
+    family, _, overrides = _read(hf)
+    return family, overrides
+
+
+def _read(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(
+            f"config.json model_type ({model_type}) is not supported: it must be one of {', '.join(FAMILIES)}."
+        )
+    family = FAMILIES[model_type]
+    if hf.get("quantization_config") is not None:
+        settings = show_json(hf["quantization_config"])
+        raise ConfigError(
+            f"config.json quantization_config ({settings}) is not supported: weights must be fp32, bf16 or fp16."
+        )
+    keys = read_keys(hf, model_type, family.keys)
+    overrides = family.read(keys)
+    moe = overrides.get("moe", {})
+    if moe.get("top_k") == 1 and moe.get("normalize_top_k", True):
+        raise ConfigError(
+            "config.json num_experts_per_tok (1) is not supported with weights that sum to 1: it must be at least 2."
+        )
+    if overrides["model"]["position_embedding"] == "rope":
+        overrides["model"]["max_positions"] = overrides["model"]["sequence_length"]
+    return family, keys, overrides
+
+
+def write_config(config: Config) -> tuple[Family, HfConfig]:
+    """The family that can hold this model, and its config.json. Raises ConfigError if none can, with what differs from
+    the nearest."""
+    vocab_size = config.model.vocab_size
+    if vocab_size is None:
+        raise ConfigError("model.vocab_size (null) must be set to export a model.")
+    ours = architecture(config, vocab_size)
+    # no weight depends on a length; what the model could take before it still can
+    if config.model.position_embedding == "rope":
+        config = copy.deepcopy(config)
+        config.model.sequence_length = max(config.model.sequence_length, config.model.max_positions or 0)
+        ours["model"]["sequence_length"] = config.model.sequence_length
+    if ours["model"].get("sentence_head") == "sentence_order":
+        ours["model"]["sentence_head"] = "next_sentence"  # the same weights, trained with other labels
+    nearest: list[str] | None = None
+    refused: list[str] = []
+    for family in FAMILIES.values():
+        if family.is_moe != (config.moe.num_experts is not None):
+            continue
+        hf = family.write(config)
+        try:
+            theirs = architecture(config_from(_read(hf)[2]), vocab_size)
+        except ConfigError as error:  # what the family calls so would be another model
+            refused.append(str(error).removesuffix("."))
+            continue
+        wrong = [
+            f"{section}.{key} ({value}; {family.model_type} has {theirs[section].get(key)})"
+            for section in ours
+            for key, value in ours[section].items()
+            if theirs[section].get(key) != value
+        ]
+        if not wrong:
+            return family, hf
+        if nearest is None or len(wrong) < len(nearest):
+            nearest = wrong
+    raise ConfigError(
+        f"no Hugging Face family of {', '.join(FAMILIES)} has this model: {', '.join(nearest or refused)}."
+    )
+
+
+def expand_rules(family: Family, config: Config) -> Iterator[Rule]:
+    """The family's rules with every layer and expert of this model filled in."""
+    pattern = derived.moe_layer_pattern(config)
+    for rule in family.rules:
+        if not rule.when(config):
+            continue
+        layers = range(config.model.num_layers) if "{l}" in rule.ours else [0]
+        for layer in layers:
+            if rule.only != "all" and (rule.only == "moe") != bool(pattern[layer]):
+                continue
+            for expert in range(config.moe.num_experts or 0) if "{e}" in rule.ours else [0]:
+                fill = {"l": layer, "e": expert}
+                theirs = tuple(name.format(**fill) for name in rule.theirs)
+                yield replace(rule, ours=rule.ours.format(**fill), theirs=theirs)
+
+
+def _match(
+    family: Family, config: Config, keys: HfConfig, reader: Reader
+) -> tuple[dict[str, tuple[Rule, list[str]]], set[str]]:
+    """Which of a folder's tensors make each logical weight, and all that do. Raises ConfigError, by the tensor's name,
+    for one that is missing, twice, left over, or of a shape that config.json does not call for."""
+    names, lengths = reader.names(), sizes(config)
+    sources: dict[str, tuple[Rule, list[str]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    twins: list[tuple[str, str]] = []
+    for rule in expand_rules(family, config):
+        found = [_find(family, name, names) for name in rule.theirs]
+        for name, there, shape in zip(rule.theirs, found, rule.shapes(lengths), strict=True):
+            if there is not None:
+                shapes[there] = shape
+            elif not rule.unread:
+                raise ConfigError(f"the Hugging Face folder has no tensor {name}, which config.json calls for.")
+        if not rule.unread:
+            sources[rule.ours] = (rule, [name for name in found if name is not None])
+    for twin, original in family.tied if config.model.tie_embeddings else ():
+        one, other = _find(family, twin, names), _find(family, original, names)
+        if one is not None and other is not None:
+            shapes[one] = shapes[other]
+            twins.append((one, other))
+    left = sorted(name for name in names - shapes.keys() if not family.carries_nothing(name, config, keys))
+    if left:
+        raise ConfigError(
+            f"{len(left)} tensors of the Hugging Face folder have no place in a {family.model_type} model as "
+            f"config.json describes it, the first: {left[0]}."
+        )
+    for name, shape in shapes.items():
+        if reader.shape(name) != shape:
+            raise ConfigError(
+                f"tensor {name} has shape {list(reader.shape(name))}, but config.json calls for {list(shape)}."
+            )
+    for one, other in twins:
+        if not torch.equal(reader.get(one), reader.get(other)):
+            raise ConfigError(
+                f"config.json tie_word_embeddings (true) says that tensors {one} and {other} are one, but they differ."
+            )
+    return sources, set(shapes)
+
+
+def export_weights(family: Family, config: Config, get: Get) -> Iterator[tuple[str, torch.Tensor]]:
+    """Stream (Hugging Face name, tensor) from logical tensors, read by `get`."""
+    heads = _heads(config)
+    for rule in expand_rules(family, config):
+        yield from zip(rule.theirs, rule.layout.to_theirs(get(rule.ours), heads), strict=True)
+
+
+def _heads(config: Config) -> Heads:
+    return Heads(config.model.num_attention_heads, derived.num_query_groups(config), derived.head_dim(config))
+
+
+def _find(family: Family, name: str, names: set[str]) -> str | None:
+    """What a tensor is called in this folder, if it is there. Raises ConfigError where it is there under two names."""
+    candidates = [name] + [name.replace(now, before) for now, before in family.other_names if name.endswith(now)]
+    candidates += [candidate.removeprefix(family.base_prefix) for candidate in candidates]
+    found = [candidate for candidate in dict.fromkeys(candidates) if candidate in names]
+    if len(found) > 1:
+        raise ConfigError(f"the Hugging Face folder has tensor {name} twice: as {found[0]} and as {found[1]}.")
+    return found[0] if found else None

@@ -1,0 +1,125 @@
+"""What makes a bare model parallel, in order: the one place to look. The model files do not know which layout they run
+in.
+
+Megatron-core's layers take their share of the work from their settings while they are built: `layer_settings`, the
+first half. What is built is then marked and wrapped: `parallelize`, the second half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported: see parallel/megatron/startup.py)
+
+# isort: split
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.layers import (
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config, unwrap_model
+
+from configs import derived
+from configs.schema import Config
+from models.weights import logical_tensors
+from parallel.topology import Topology
+
+
+def layer_settings(config: Config) -> dict[str, Any]:
+    """The part of Megatron's TransformerConfig that says how a model is spread over the ranks, and what it computes
+    again."""
+    layout = config.parallel
+    return {
+        # 1. Tensor and sequence parallelism: each layer holds its slice of the weights, norms and dropout their part of
+        # the tokens.
+        "tensor_model_parallel_size": layout.tensor,
+        "sequence_parallel": layout.sequence,
+        # 2. Context parallelism: attention exchanges keys and values.
+        "context_parallel_size": layout.context,
+        # 3. Expert parallelism folds over the same ranks. Where the tensor size of experts is None, Megatron-core falls
+        # back to the other one, in the groups and in the config alike.
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": derived.expert_tensor_size(config),
+        # 4. Pipeline parallelism: a chunk holds its layers alone. The interleaved schedule sends activations and
+        # gradients to the same rank when there are two pipeline ranks. In one batch they are told apart by order alone,
+        # and get swapped; overlapped, each direction has its own group.
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+        "overlap_p2p_comm": layout.virtual_pipeline is not None,
+        "batch_p2p_comm": layout.virtual_pipeline is None,
+        # 5. Recomputation: what a layer does not keep for its backward pass.
+        **_recompute(config.training.recompute),
+    }
+
+
+def parallelize(config: Config, topology: Topology, chunks: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
+    """Make this rank's bare chunks, as models/build.py builds them, ready for training."""
+    settings = get_model_config(chunks[0])
+    # 6. Which weights are slices: the gradients' norm counts what all tensor ranks hold once.
+    mark_tensor_parallel(chunks)
+    # 7. Precision: the inputs and outputs of a half-precision model are cast at its borders.
+    if config.training.precision != "fp32":
+        chunks = [Float16Module(settings, chunk) for chunk in chunks]
+    # 8. Data parallelism: gradient buffers, their reduction, and the gather of a sharded optimizer's weights.
+    data = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=derived.overlap_param_gather(config),
+        use_distributed_optimizer=config.optimizer.distributed,
+    )
+    return [
+        DistributedDataParallel(settings, data, chunk, disable_bucketing=i > 0, pg_collection=topology.groups)
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+def _recompute(kind: str) -> dict[str, Any]:
+    # selective: attention scores and the wide activations of dense feed-forward layers, which hold most of a layer's
+    # memory (Korthikanti et al. 2022, section 4). What an MoE layer keeps is moe.memory_strategy's business.
+    settings: dict[str, dict[str, Any]] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
+    return settings[kind]
+
+
+def mark_tensor_parallel(chunks: Sequence[torch.nn.Module]) -> None:
+    """Mark each weight as split over the tensor ranks or copied: the gradients' norm counts a split one on each, a copy
+    on rank 0.
+
+    Megatron-core marks weights while it initializes them, which is turned off here.
+    """
+    for item in logical_tensors(list(chunks)):
+        if item.dim is not None and not hasattr(item.local, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(
+                item.local, is_parallel=True, dim=item.dim, stride=2 if item.gated else 1
+            )
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+
+
+def bare(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Undo the wrapping of `parallelize`: the chunks inside."""
+    return list(unwrap_model(list(chunks)))
+
+
+@contextmanager
+def frozen_weights(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Context for reading weights between steps: gathers that are still due are finished first, dropout is off."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.disable_forward_pre_hook(param_sync=True)
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.enable_forward_pre_hook()
+            chunk.train()

@@ -1,0 +1,360 @@
+"""One expert's rows on the host, in blocks that stay near the core: by torch's operations, or by the compiled kernels.
+
+Shapes: n rows of a block, H hidden size, F width of this rank's part of an expert, G = 2 F for SwiGLU ([gate | up])
+else F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from memory.pool import WORKSPACE
+from moe import kernels
+from moe.experts.sizes import BLOCK_ROWS, SPARE_ROWS, STEP_ROWS
+from moe.experts.weights import WeightGrads, Weights, WeightWork
+
+
+class Block(NamedTuple):
+    """Consecutive pairs of one expert."""
+
+    expert: int
+    start: int
+    end: int
+
+
+def cut(counts: list[int]) -> Iterator[Block]:
+    """Consecutive blocks of about equal size, at most BLOCK_ROWS assignments each."""
+    start = 0
+    for expert, count in enumerate(counts):
+        num_blocks = -(-count // BLOCK_ROWS)
+        for i in range(num_blocks):
+            yield Block(expert, start + count * i // num_blocks, start + count * (i + 1) // num_blocks)
+        start += count
+
+
+def padded(count: int, dtype: torch.dtype) -> int:
+    """Rows to compute for a block of `count`: in half precision a little more, so that few different sizes occur.
+
+    For each new size oneDNN compiles a kernel: 1.7 to 2.3 ms against 0.2 to 0.5 ms for the product itself (512 x 512
+    bf16), and counts change with every step, so that a layer would do little else. There are 64 sizes up to 1024 rows.
+    """
+    return -(-count // STEP_ROWS) * STEP_ROWS if dtype in (torch.bfloat16, torch.float16) else count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activation functions, written into memory that is there already
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def hidden_factor(activation: str) -> int:
+    """G / F: 2 where the first matrix makes a gate and a value, else 1."""
+    return 2 if activation == "swiglu" else 1
+
+
+def _approximate(activation: str) -> str:
+    return "tanh" if activation == "gelu_tanh" else "none"
+
+
+def activate(activation: str, preactivation: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`out` [n, F] = the activation of `preactivation` [n, G]."""
+    if kernels.has(out):
+        kernels.activate(activation, preactivation, out)
+        return out
+    if activation == "swiglu":
+        gate, up = preactivation.chunk(2, dim=1)
+        return torch.ops.aten.silu.out(gate, out=out).mul_(up)
+    return torch.ops.aten.gelu.out(preactivation, approximate=_approximate(activation), out=out)
+
+
+def activate_backward(
+    activation: str,
+    preactivation: torch.Tensor,
+    grad: torch.Tensor,
+    probs: torch.Tensor,
+    out: torch.Tensor,
+    activated: torch.Tensor,
+) -> torch.Tensor:
+    """Undo `activate` and the assignment's weight after it.
+
+    `grad` [n, F] is the gradient after the weight; it is overwritten. Fills `out` [n, G] with the gradient of
+    `preactivation` and `activated` [n, F] with the activation times the weight. Returns the weights' gradient [n], in
+    fp32 or wider.
+    """
+    if kernels.has(out):
+        return kernels.activate_backward(activation, preactivation, grad, probs, out, activated)
+    column = probs.to(grad.dtype).unsqueeze(1)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    if activation == "swiglu":
+        gate, up = preactivation.chunk(2, dim=1)
+        gate_grad, up_grad = out.chunk(2, dim=1)
+        torch.ops.aten.silu.out(gate, out=up_grad)
+        torch.mul(up_grad, up, out=activated)
+        probs_grad = torch.mul(grad, activated, out=gate_grad).sum(dim=1, dtype=wide)
+        grad.mul_(column)
+        up_grad.mul_(grad)
+        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=gate_grad)
+    else:
+        torch.ops.aten.gelu.out(preactivation, approximate=_approximate(activation), out=activated)
+        probs_grad = torch.mul(grad, activated, out=out).sum(dim=1, dtype=wide)
+        torch.ops.aten.gelu_backward.grad_input(
+            grad.mul_(column), preactivation, approximate=_approximate(activation), grad_input=out
+        )
+    activated.mul_(column)
+    return probs_grad
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The blocks of one call
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def are_tiled(device: str, dtype: torch.dtype, hidden_size: int, width: int) -> bool:
+    """Whether the compiled kernels compute the blocks of such experts by tiles."""
+    return device == "cpu" and kernels.has_tiles(torch.empty(0, dtype=dtype), hidden_size, width)
+
+
+def of(weights: Weights, source: torch.Tensor, counts: list[int]) -> Blocks:
+    """The blocks of assignments sorted by expert, `counts` of each, that read rows of `source` [.., H]; a context that
+    holds their memory."""
+    same = weights.fc1.dtype is source.dtype and weights.fc1.is_contiguous() and weights.fc2.is_contiguous()
+    kind = CompiledBlocks if same and kernels.has_blocks(source, source.size(1), weights.fc2.size(2)) else TorchBlocks
+    return kind(weights, source, counts)
+
+
+class Blocks:
+    """The three passes over the blocks, and what they have in common."""
+
+    def __init__(self, weights: Weights, source: torch.Tensor, counts: list[int]) -> None:
+        self.weights, self.source = weights, source
+        self._blocks = list(cut(counts))
+        self.longest = max((padded(block.end - block.start, source.dtype) for block in self._blocks), default=0)
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> Blocks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        WORKSPACE.give(*self._scratch.values())
+        self._scratch.clear()
+
+    def forward(self, rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
+        """Write `output`, and `preactivation` if given; `rows` are those of `source` that the assignments read."""
+        raise NotImplementedError
+
+    def input_grads(
+        self,
+        work: WeightWork,
+        preactivation: torch.Tensor | None,
+        probs_grad: torch.Tensor,
+        input_grad: torch.Tensor,
+        grads: WeightGrads | None,
+    ) -> None:
+        """Write `probs_grad` and `input_grad`; `preactivation` is what `forward` wrote, None computes it again.
+
+        Without `grads` `work` is written too; with them the weight gradients are added now, and `work` has room for one
+        block.
+        """
+        raise NotImplementedError
+
+    def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
+        """Add to the weight gradients."""
+        raise NotImplementedError
+
+    def rows_of_work(self, later: bool) -> int:
+        """Rows that `work` must have; `later`: the weight gradients are not computed at once."""
+        return sum(block.end - block.start for block in self._blocks) + SPARE_ROWS if later else self.longest
+
+    def _room(self, name: str, columns: int) -> torch.Tensor:
+        """Scratch memory [longest block, columns]."""
+        if name not in self._scratch:
+            self._scratch[name] = WORKSPACE.take((self.longest, columns), self.source)
+        return self._scratch[name]
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _bias_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if bias is None else bias[expert]
+
+
+class TorchBlocks(Blocks):
+    """By torch's operations: on any host and in any precision."""
+
+    def __init__(self, weights: Weights, source: torch.Tensor, counts: list[int]) -> None:
+        super().__init__(weights, source, counts)
+        self._fc1, self._fc2 = weights.fc1.unbind(0), weights.fc2.unbind(0)
+
+    def _gather(self, name: str, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """These rows of `source`, then zeros."""
+        scratch, length = self._room(name, source.size(1)), padded(len(rows), source.dtype)
+        torch.index_select(source, 0, rows, out=scratch[: len(rows)])
+        if length > len(rows):
+            scratch[len(rows) : length].zero_()
+        return scratch[:length]
+
+    def _preactivation(self, x: torch.Tensor, expert: int, out: torch.Tensor) -> torch.Tensor:
+        return _linear(x, self._fc1[expert], _bias_of(self.weights.fc1_bias, expert), out[: len(x)])
+
+    def forward(self, rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
+        for expert, start, end in self._blocks:
+            # What a block writes beyond its end, the next one overwrites.
+            x = self._gather("x", self.source, rows[start:end])
+            h = self._preactivation(
+                x,
+                expert,
+                self._room("preactivation", self.weights.fc1.size(1))
+                if preactivation is None
+                else preactivation[start:],
+            )
+            activated = activate(
+                self.weights.activation, h, self._room("activated", self.weights.fc2.size(2))[: len(x)]
+            )
+            _linear(
+                activated, self._fc2[expert], _bias_of(self.weights.fc2_bias, expert), output[start : start + len(x)]
+            )
+
+    def input_grads(
+        self,
+        work: WeightWork,
+        preactivation: torch.Tensor | None,
+        probs_grad: torch.Tensor,
+        input_grad: torch.Tensor,
+        grads: WeightGrads | None,
+    ) -> None:
+        for expert, start, end in self._blocks:
+            count, length = end - start, padded(end - start, self.source.dtype)
+            first = start if grads is None else 0
+            dh, a = work.preactivation_grad[first : first + length], work.activated[first : first + length]
+            if length > count:  # the products with zero rows must be zero, not NaN
+                dh[count:].zero_()
+                a[count:].zero_()
+            if preactivation is None or grads is not None:
+                x = self._gather("x", self.source, work.inputs.chunk.assignments.rows[start:end])
+            h = (
+                self._preactivation(x, expert, self._room("preactivation", dh.size(1)))[:count]
+                if preactivation is None
+                else preactivation[start:end]
+            )
+            dy = self._gather("dy", work.inputs.sums_grad_RH, work.inputs.sums_rows_n[start:end])
+            grad = torch.mm(dy, self._fc2[expert], out=self._room("grad", a.size(1))[:length])
+            probs = work.inputs.probs_n[start:end]
+            probs_grad[start:end] = activate_backward(
+                self.weights.activation, h, grad[:count], probs, dh[:count], a[:count]
+            )
+            if self.weights.fc2_bias is not None:
+                # The weight also multiplies the bias.
+                probs_grad[start:end] += torch.mv(dy[:count], self.weights.fc2_bias[expert])
+            torch.mm(dh, self._fc1[expert], out=input_grad[start : start + length])
+            if grads is not None:
+                grads.add(expert, dh, x, dy, a)
+                grads.add_biases(expert, dh[:count], dy[:count], probs)
+
+    def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
+        for expert, start, end in self._blocks:
+            x = self._gather("x", self.source, work.inputs.chunk.assignments.rows[start:end])
+            dy = self._gather("dy", work.inputs.sums_grad_RH, work.inputs.sums_rows_n[start:end])
+            # Beyond the block's end stand rows of the next one; they meet zeros.
+            dh, a = work.preactivation_grad[start : start + len(x)], work.activated[start : start + len(x)]
+            grads.add(expert, dh, x, dy, a)
+            grads.add_biases(expert, dh[: end - start], dy[: end - start], work.inputs.probs_n[start:end])
+
+
+class CompiledBlocks(Blocks):
+    """By the compiled kernels, all blocks in one call."""
+
+    def __init__(self, weights: Weights, source: torch.Tensor, counts: list[int]) -> None:
+        super().__init__(weights, source, counts)
+        self._tiled = kernels.has_tiles(source, source.size(1), weights.fc2.size(2))
+        self._tile = STEP_ROWS if self._tiled else 1
+        self._matrices = weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, weights.activation
+
+    def rows_of_work(self, later: bool) -> int:
+        """See Blocks: tiles that are multiplied at once stay in the kernels' memory, but for what biases need."""
+        return super().rows_of_work(later) if later or not self._tiled or self.weights.fc1_bias is not None else 0
+
+    def _memory(self, columns: int, num_bytes: Callable[..., int], *variant: bool) -> torch.Tensor:
+        """Scratch memory [longest block, columns], or as many bytes as computation by tiles needs."""
+        size, width, outer = self.source.size(1), self.weights.fc2.size(2), self.weights.fc1.size(1)
+        if not self._tiled:
+            return self._room("memory", columns)
+        self._scratch["memory"] = WORKSPACE.take(
+            (num_bytes(self.longest, size, width, outer, *variant),), self.source, torch.uint8
+        )
+        return self._scratch["memory"]
+
+    def forward(self, rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
+        columns = (
+            self.source.size(1) + self.weights.fc2.size(2) + (self.weights.fc1.size(1) if preactivation is None else 0)
+        )
+        memory = self._memory(columns, kernels.forward_bytes)
+        kernels.forward_blocks(
+            _numbers(self._blocks), self._tile, self.source, rows, *self._matrices, preactivation, output, memory
+        )
+
+    def input_grads(
+        self,
+        work: WeightWork,
+        preactivation: torch.Tensor | None,
+        probs_grad: torch.Tensor,
+        input_grad: torch.Tensor,
+        grads: WeightGrads | None,
+    ) -> None:
+        again, now = preactivation is None, grads is not None
+        columns = (
+            self.source.size(1) * (2 if again or now else 1)
+            + self.weights.fc2.size(2)
+            + (self.weights.fc1.size(1) if again else 0)
+        )
+        memory = self._memory(columns, kernels.backward_bytes, again, now)
+        inputs = (
+            self.source,
+            work.inputs.chunk.assignments.rows,
+            work.inputs.sums_grad_RH,
+            work.inputs.sums_rows_n,
+            work.inputs.probs_n,
+            *self._matrices,
+            preactivation,
+        )
+        kept = (work.preactivation_grad, work.activated) if len(work.preactivation_grad) else (None, None)
+        outputs = *kept, probs_grad, input_grad, *((None, None) if grads is None else (grads.fc1, grads.fc2)), memory
+        if grads is None or grads.fc1_bias is None:
+            kernels.backward_blocks(_numbers(self._blocks, grads), self._tile, *inputs, *outputs)
+            return
+        for block in self._blocks:
+            kernels.backward_blocks(_numbers([block], grads), self._tile, *inputs, *outputs)
+            self._add_biases(block, work, work.preactivation_grad, grads)
+
+    def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
+        inputs = (
+            self.source,
+            work.inputs.chunk.assignments.rows,
+            work.inputs.sums_grad_RH,
+            work.inputs.sums_rows_n,
+            work.preactivation_grad,
+            work.activated,
+        )
+        memory = self._memory(2 * self.source.size(1), kernels.weights_bytes)
+        kernels.weights_blocks(_numbers(self._blocks, grads), self._tile, *inputs, grads.fc1, grads.fc2, memory)
+        for block in self._blocks if grads.fc1_bias is not None else ():
+            self._add_biases(block, work, work.preactivation_grad[block.start :], grads)
+
+    @staticmethod
+    def _add_biases(block: Block, work: WeightWork, preactivation_grad: torch.Tensor, grads: WeightGrads) -> None:
+        expert, start, end = block
+        output_grad = work.inputs.sums_grad_RH.index_select(0, work.inputs.sums_rows_n[start:end])
+        grads.add_biases(expert, preactivation_grad[: end - start], output_grad, work.inputs.probs_n[start:end])
+
+
+def _numbers(of_blocks: list[Block], grads: WeightGrads | None = None) -> list[int]:
+    """The blocks as the kernels take them; with `grads`, for contributions that are made now."""
+    return [number for block in of_blocks for number in (*block, 0 if grads is None else int(grads.mark(block.expert)))]

@@ -1,0 +1,149 @@
+"""This rank's routed experts as a module: stacked parameters, and their entries in Megatron-core's checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from moe.experts.blocks import hidden_factor
+from moe.experts.weights import Weights
+
+
+class StackedLinear(torch.nn.Module):
+    """The weights [E, out, in] (and biases [E, out]) of one linear layer of each expert."""
+
+    def __init__(self, shape: tuple[int, int, int], with_bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(shape[:2], dtype=dtype)) if with_bias else None
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The parameters. A call, because Megatron's DDP finishes gathering a module's parameters before its
+        forward."""
+        return self.weight, self.bias
+
+
+class StackedExperts(MegatronModule):
+    """This rank's routed experts. Holds the parameters; the layer's schedule computes with them.
+
+    Raises ValueError for an expert that cannot be split over the expert tensor ranks.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, activation: str, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        self.num_local_experts, self.activation = num_local_experts, activation
+        self.ep_group, self.data_group = pg_collection.ep, pg_collection.expt_dp
+        self.tensor_group = pg_collection.expt_tp
+        parts = self.tensor_group.size()
+        width = config.moe_ffn_hidden_size
+        if width % parts:
+            raise ValueError(
+                f"moe_ffn_hidden_size ({width}) must be divisible by the expert tensor parallel size ({parts})"
+            )
+        if config.add_bias_linear and parts > 1:
+            raise ValueError(
+                f"experts with biases cannot be split over {parts} expert tensor ranks. Use expert tensor parallel "
+                "size 1."
+            )
+        width //= parts
+        outer, size = hidden_factor(activation) * width, config.hidden_size
+        with_bias, dtype = config.add_bias_linear, config.params_dtype
+        self.linear_fc1 = StackedLinear((num_local_experts, outer, size), with_bias, dtype)
+        self.linear_fc2 = StackedLinear((num_local_experts, size, width), with_bias, dtype)
+        if config.perform_initialization:
+            for weight in self.linear_fc1.weight.detach():
+                config.init_method(weight)
+            for weight in self.linear_fc2.weight.detach():
+                config.output_layer_init_method(weight)
+        for name, parameter in self.named_parameters():
+            # Megatron reduces the gradient of such a parameter over the expert data parallel ranks ...
+            parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            # ... and counts it in the gradient norm on every tensor rank: even unsplit, each holds other experts.
+            dim = 2 if name == "linear_fc2.weight" else 1
+            stride = hidden_factor(activation) if name.startswith("linear_fc1") else 1
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=stride)
+
+    def forward(self) -> Weights:
+        """The parameters as moe/experts/compute.py takes them."""
+        (fc1, fc1_bias), (fc2, fc2_bias) = self.linear_fc1(), self.linear_fc2()
+        return Weights(fc1, fc2, fc1_bias, fc2_bias, self.activation)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """One entry per parameter; its global tensor has all experts in its first dimension (after the sharded
+        ones)."""
+        gated = hidden_factor(self.activation) == 2
+        axes = {"linear_fc1.weight": 1, "linear_fc2.weight": 2, "linear_fc1.bias": 1, "linear_fc2.bias": None}
+        result = {}
+        for name, parameter in self.named_parameters():
+            make = _sharded_halves if gated and name.startswith("linear_fc1") else _sharded
+            result[f"{prefix}{name}"] = make(
+                # The name that Megatron's SequentialMLP gives to the same tensor.
+                f"{prefix}experts.{name}",
+                parameter,
+                sharded_offsets,
+                (self.ep_group.rank(), self.ep_group.size()),
+                axes[name],
+                (self.tensor_group.rank(), self.tensor_group.size()),
+                (0, 0, self.data_group.rank()),
+            )
+        return result
+
+
+def _offsets(
+    prepended: tuple[Any, ...], expert_part: tuple[int, int], axis: int | None, tensor_part: tuple[int, int]
+) -> list[Any]:
+    first = len(prepended)
+    split = [(first + axis, *tensor_part)] if axis is not None and tensor_part[1] > 1 else []
+    return [*prepended, (first, *expert_part), *split]
+
+
+def _sharded(
+    key: str,
+    tensor: torch.Tensor,
+    prepended: tuple[Any, ...],
+    expert_part: tuple[int, int],
+    axis: int | None,
+    tensor_part: tuple[int, int],
+    replica_id: tuple[int, ...],
+) -> ShardedTensor:
+    offsets = _offsets(prepended, expert_part, axis, tensor_part)
+    return ShardedTensor.from_rank_offsets(
+        key, tensor, *offsets, replica_id=replica_id, prepend_axis_num=len(prepended)
+    )
+
+
+def _sharded_halves(
+    key: str,
+    tensor: torch.Tensor,
+    prepended: tuple[Any, ...],
+    expert_part: tuple[int, int],
+    axis: int | None,
+    tensor_part: tuple[int, int],
+    replica_id: tuple[int, ...],
+) -> ShardedTensor | ShardedTensorFactory:
+    # A tensor rank holds a part of the gate and a part of the up projection, which lie apart in the global tensor.
+    rank, size = tensor_part
+    if size == 1:
+        return _sharded(key, tensor, prepended, expert_part, axis, tensor_part, replica_id)
+
+    def build(
+        key: str, tensor: torch.Tensor, replica_id: tuple[int, ...], flattened_range: slice | None
+    ) -> list[ShardedTensor]:
+        assert flattened_range is None
+        return [
+            _sharded(key, half, prepended, expert_part, axis, (rank + size * i, 2 * size), replica_id)
+            for i, half in enumerate(tensor.chunk(2, dim=1))
+        ]
+
+    return ShardedTensorFactory(key, tensor, build, lambda halves: torch.cat(halves, dim=1), replica_id)

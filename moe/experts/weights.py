@@ -1,0 +1,123 @@
+"""What a layer's experts compute with: their stacked weights, the assignments that they get, and their gradients.
+
+Shapes: N rows of a buffer, n assignments of a row and an expert, R rows of weighted sums, H hidden size, F width of
+this rank's part of an expert, G = 2 F for SwiGLU ([gate | up]) else F, E experts of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from memory.pool import WORKSPACE
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One layer's stacked expert weights on this rank, and the activation between them (swiglu, gelu or gelu_tanh)."""
+
+    fc1: torch.Tensor  # [E, G, H]
+    fc2: torch.Tensor  # [E, H, F]
+    fc1_bias: torch.Tensor | None  # [E, G]
+    fc2_bias: torch.Tensor | None  # [E, H]
+    activation: str
+
+
+@dataclass(frozen=True)
+class Assignments:
+    """Assignments of a row and an expert, sorted by expert."""
+
+    rows: torch.Tensor  # [n] int64: which row of the source an assignment reads
+    counts: torch.Tensor  # [E] int64 assignments per expert, on the device
+    host_counts: list[int] | None  # the same on the host; None on a GPU, where the grouped product needs no host
+
+
+@dataclass(frozen=True)
+class ChunkInputs:
+    """What the experts of a chunk read."""
+
+    weights: Weights
+    source_NH: torch.Tensor
+    assignments: Assignments
+
+
+@dataclass(frozen=True)
+class GradInputs:
+    """What their backward pass reads, but for the preactivations."""
+
+    chunk: ChunkInputs
+    sums_grad_RH: torch.Tensor  # gradient of the weighted sums
+    sums_rows_n: torch.Tensor  # which of its rows belongs to each assignment
+    probs_n: torch.Tensor
+
+
+@dataclass
+class WeightWork:
+    """What is left to do for one chunk once its input gradients are out: see `ExpertCompute.weight_grads`."""
+
+    inputs: GradInputs
+    preactivation_grad: torch.Tensor  # [at least n, G]
+    activated: torch.Tensor  # [at least n, F] times the assignment's probability
+
+    def free(self) -> None:
+        """Hand back the memory; `weight_grads` does so itself."""
+        WORKSPACE.give(self.preactivation_grad, self.activated)
+
+
+class WeightGrads:
+    """Gradients of one layer's weights; the first contribution to an expert is written, later ones are added."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.fc1 = WORKSPACE.lend(weights.fc1.shape, weights.fc1)
+        self.fc2 = WORKSPACE.lend(weights.fc2.shape, weights.fc2)
+        self.fc1_bias = None if weights.fc1_bias is None else torch.zeros_like(weights.fc1_bias)
+        self.fc2_bias = None if weights.fc2_bias is None else torch.zeros_like(weights.fc2_bias)
+        self._written = [False] * len(self.fc1)
+        self._views = (self.fc1.unbind(0), self.fc2.unbind(0))
+
+    def add(
+        self,
+        expert: int,
+        preactivation_grad: torch.Tensor,
+        x: torch.Tensor,
+        output_grad: torch.Tensor,
+        activated: torch.Tensor,
+    ) -> None:
+        """Add `preactivation_grad^T x` and `output_grad^T activated` to an expert's gradients."""
+        written, gradients = self.mark(expert), (views[expert] for views in self._views)
+        for gradient, left, right in zip(gradients, (preactivation_grad, output_grad), (x, activated), strict=True):
+            if written:
+                torch.addmm(gradient, left.t(), right, out=gradient)
+            else:
+                torch.mm(left.t(), right, out=gradient)
+
+    def add_biases(
+        self, expert: int, preactivation_grad: torch.Tensor, output_grad: torch.Tensor, probs: torch.Tensor
+    ) -> None:
+        """The same for the biases, where there are any."""
+        if self.fc1_bias is not None and self.fc2_bias is not None:
+            self.fc1_bias[expert] += preactivation_grad.sum(dim=0)
+            self.fc2_bias[expert] += torch.mv(output_grad.t(), probs.to(output_grad.dtype))
+
+    def mark(self, expert: int) -> bool:
+        """Note a contribution to an expert's gradients that is made now; whether it is to be added to what is there."""
+        written, self._written[expert] = self._written[expert], True
+        return written
+
+    def add_all(self, fc1: torch.Tensor, fc2: torch.Tensor) -> None:
+        """Add gradients of all experts."""
+        if self._written[0]:
+            self.fc1 += fc1
+            self.fc2 += fc2
+        else:
+            self.fc1, self.fc2 = fc1, fc2
+        self._written = [True] * len(self._written)
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """All gradients (fc1, fc2 and their biases); those of experts without rows are zero."""
+        for expert, written in enumerate(self._written):
+            if not written:
+                self.fc1[expert].zero_()
+                self.fc2[expert].zero_()
+        return self.fc1, self.fc2, self.fc1_bias, self.fc2_bias

@@ -1,0 +1,37 @@
+"""The compiled kernels for experts on the host. What is here is all that others use; `has`... say whether they take a
+tensor.
+
+They are built once with the machine's C++ compiler, kept in the user's cache, and called by address. Where there is no
+compiler, or the source does not compile, torch's operations do the same work in more passes over memory.
+"""
+
+from moe.kernels.elementwise import activate, activate_backward, add_up, takes_top_k, top_k
+from moe.kernels.ops import (
+    backward_blocks,
+    backward_bytes,
+    forward_blocks,
+    forward_bytes,
+    gate,
+    weights_blocks,
+    weights_bytes,
+)
+from moe.kernels.shared_object import ALIGNMENT, has, has_blocks, has_tiles
+
+__all__ = [
+    "ALIGNMENT",
+    "activate",
+    "activate_backward",
+    "add_up",
+    "backward_blocks",
+    "backward_bytes",
+    "forward_blocks",
+    "forward_bytes",
+    "gate",
+    "has",
+    "has_blocks",
+    "has_tiles",
+    "takes_top_k",
+    "top_k",
+    "weights_blocks",
+    "weights_bytes",
+]

@@ -1,0 +1,10 @@
+"""Compile the kernels ahead of the first training: `python -m moe.kernels`."""
+
+from moe.kernels.build import cache_folder
+from moe.kernels.shared_object import can_multiply_tiles, loaded
+
+if loaded() is not None:
+    print(
+        "kernels: compiled for this CPU, in "
+        f"{cache_folder()}{', bfloat16 products too' if can_multiply_tiles() else ''}"
+    )

@@ -1,0 +1,74 @@
+"""Compile `kernels.cpp` and the headers beside it to one shared library, and keep it in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+# No -ffast-math: NaN and infinities must come through, and additions keep their order. OpenMP's functions are those
+# that torch has loaded.
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp", "-w")
+COMPILE_SECONDS = 120.0
+
+
+def cache_folder() -> Path:
+    """Where the compiled kernels are kept; safe to delete."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixtrain"
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def fingerprint(compiler_version: str, source: Path | None = None, flags: Sequence[str] = FLAGS) -> str:
+    """A name for what a library is made of: the text of every source file, the compiler, the processor and the
+    flags."""
+    source = source or SOURCE
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    parts = [f"{path.name}\n{path.read_text(encoding='utf-8')}" for path in sources]
+    return hashlib.sha256("\n".join((*parts, compiler_version, _processor(), *flags)).encode()).hexdigest()[:16]
+
+
+def build(folder: Path) -> Path:
+    """The compiled library in `folder`, made if it is not there.
+
+    Raises OSError or subprocess.SubprocessError if it can't be.
+    """
+    return compile_library(SOURCE, folder, FLAGS)
+
+
+def compile_library(source: Path, folder: Path, flags: Sequence[str], links: Sequence[str] = ()) -> Path:
+    """`build` for any C++ file and the headers beside it; `links` are arguments of the linker. Raises as `build`
+    does."""
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler (c++, g++ or clang++) on the PATH")
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True
+    ).stdout
+    library = folder / f"{source.stem}-{fingerprint(version, source, (*flags, *links))}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            half, whole = Path(scratch, "half.o"), Path(scratch, "whole.so")
+            for command in (
+                [*flags, "-c", str(source), "-o", str(half)],
+                ["-shared", str(half), *links, "-o", str(whole)],
+            ):
+                subprocess.run(
+                    [compiler, *command], capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True
+                )
+            whole.replace(library)  # ranks that build at the same time make the same file
+    return library

@@ -1,0 +1,212 @@
+"""The block functions of the compiled library, as operations of torch's, so that its FLOP counter sees them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import library as operations
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from memory.pool import WORKSPACE
+from moe.kernels.shared_object import ACTIVATIONS, ALIGNMENT, SUFFIXES, call, gemm
+
+BLOCK_NUMBERS = 4  # that say what a block is
+
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+# `blocks`: of each block the expert, its first assignment, the last one's next, and whether its gradients are added to
+# what is there; `tile`: rows are computed in multiples of it.
+_LIBRARY = operations.Library("mixtrain", "DEF")
+_MATRICES = "Tensor fc1, Tensor? fc1_bias, Tensor fc2, Tensor? fc2_bias, str activation"
+
+
+def _operation(arguments: str) -> Callable[[_Function], _Function]:
+    """Make a function an operation of torch's with these arguments, which it calls by position."""
+
+    def define(function: _Function) -> _Function:
+        name = function.__name__.lstrip("_")
+        _LIBRARY.define(f"{name}({arguments}) -> ()")
+        _LIBRARY.impl(name, function, "CPU")
+        return function
+
+    return define
+
+
+def _call_for(
+    blocks: list[int],
+    name: str,
+    source: torch.Tensor,
+    *arguments: torch.Tensor | int | None,
+    kind: tuple[int, ...] = (),
+) -> None:
+    array = (ctypes.c_int64 * len(blocks))(*blocks)
+    which = *kind, ctypes.addressof(array), len(blocks) // BLOCK_NUMBERS, gemm()
+    call(f"{name}_{SUFFIXES[source.dtype]}", *which, source, *arguments)
+
+
+@_operation(
+    f"int[] blocks, int tile, Tensor source, Tensor rows, {_MATRICES}, Tensor(a!)? hidden, Tensor(b!) output, "
+    "Tensor(c!) scratch"
+)
+def _forward_blocks(
+    blocks: list[int],
+    tile: int,
+    source: torch.Tensor,
+    rows: torch.Tensor,
+    fc1: torch.Tensor,
+    fc1_bias: torch.Tensor | None,
+    fc2: torch.Tensor,
+    fc2_bias: torch.Tensor | None,
+    activation: str,
+    *outputs: torch.Tensor | None,
+) -> None:
+    sizes = source.size(1), fc2.size(2)
+    matrices = fc1, fc1_bias, fc2, fc2_bias
+    _call_for(blocks, "forward_blocks", source, rows, *sizes, *matrices, *outputs, kind=(ACTIVATIONS[activation],))
+
+
+@_operation(
+    "int[] blocks, int tile, Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, Tensor pair_weights, "
+    f"{_MATRICES}, Tensor? hidden, Tensor(a!)? hidden_grad, Tensor(b!)? activated, Tensor(c!) weight_grad, Tensor(d!) "
+    "input_grad, Tensor(e!)? fc1_grad, Tensor(f!)? fc2_grad, Tensor(g!) scratch"
+)
+def _backward_blocks(
+    blocks: list[int],
+    tile: int,
+    source: torch.Tensor,
+    rows: torch.Tensor,
+    output_grad: torch.Tensor,
+    output_rows: torch.Tensor,
+    pair_weights: torch.Tensor,
+    fc1: torch.Tensor,
+    fc1_bias: torch.Tensor | None,
+    fc2: torch.Tensor,
+    fc2_bias: torch.Tensor | None,
+    activation: str,
+    *tensors: torch.Tensor | None,
+) -> None:
+    inputs = source, rows, output_grad, output_rows, pair_weights.float(), source.size(1), fc2.size(2)
+    _call_for(
+        blocks, "backward_blocks", *inputs, fc1, fc1_bias, fc2, fc2_bias, *tensors, kind=(ACTIVATIONS[activation],)
+    )
+
+
+@_operation(
+    "int[] blocks, int tile, Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, Tensor hidden_grad, "
+    "Tensor activated, Tensor(a!) fc1_grad, Tensor(b!) fc2_grad, Tensor(c!) scratch"
+)
+def _weights_blocks(
+    blocks: list[int],
+    tile: int,
+    source: torch.Tensor,
+    rows: torch.Tensor,
+    output_grad: torch.Tensor,
+    output_rows: torch.Tensor,
+    hidden_grad: torch.Tensor,
+    activated: torch.Tensor,
+    *outputs: torch.Tensor,
+) -> None:
+    sizes = source.size(1), activated.size(1), hidden_grad.size(1)
+    _call_for(
+        blocks, "weights_blocks", source, rows, output_grad, output_rows, hidden_grad, activated, *sizes, *outputs
+    )
+
+
+@_operation("Tensor x, Tensor weight, Tensor(a!) logits, Tensor(b!) scratch")
+def _gate(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor, scratch: torch.Tensor) -> None:
+    call("gate", x, *x.shape, weight, logits.size(1), logits, scratch)
+
+
+forward_blocks = torch.ops.mixtrain.forward_blocks
+backward_blocks = torch.ops.mixtrain.backward_blocks
+weights_blocks = torch.ops.mixtrain.weights_blocks
+
+
+def gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Products [T, E] in fp32 of tokens [T, H] and a router's weight [E, H], both in bf16; where `has_tiles` is
+    true."""
+    num_experts = len(weight)
+    logits = torch.empty(len(x), num_experts)
+    scratch = WORKSPACE.take((call("gate_scratch_bytes", *x.shape, num_experts),), x, torch.uint8)
+    torch.ops.mixtrain.gate(x, F.pad(weight, (0, 0, 0, -num_experts % ALIGNMENT)), logits, scratch)
+    WORKSPACE.give(scratch)
+    return logits
+
+
+def _computed(blocks: Sequence[int], tile: int) -> int:
+    """Rows, each block's a multiple of `tile`."""
+    return sum(
+        -(-(end - start) // tile) * tile
+        for start, end in zip(blocks[1::BLOCK_NUMBERS], blocks[2::BLOCK_NUMBERS], strict=True)
+    )
+
+
+@register_flop_formula(torch.ops.mixtrain.gate)
+def _gate_flops(x: Sequence[int], weight: Sequence[int], logits: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x) * logits[1]
+
+
+@register_flop_formula(forward_blocks)
+def _forward_flops(
+    blocks: Sequence[int],
+    tile: int,
+    source: Sequence[int],
+    rows: Sequence[int],
+    fc1: Sequence[int],
+    fc1_bias: object,
+    fc2: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> int:
+    return 2 * _computed(blocks, tile) * (math.prod(fc1[1:]) + math.prod(fc2[1:]))
+
+
+@register_flop_formula(backward_blocks)
+def _backward_flops(*shapes: Any, out_shape: object = None) -> int:
+    blocks, tile, _, _, _, _, _, fc1, _, fc2, _, _, hidden, _, _, _, _, fc1_grad, *_ = shapes
+    again, weights = int(hidden is None), int(fc1_grad is not None)
+    return (
+        2 * _computed(blocks, tile) * (math.prod(fc1[1:]) * (1 + again + weights) + math.prod(fc2[1:]) * (1 + weights))
+    )
+
+
+@register_flop_formula(weights_blocks)
+def _weights_flops(
+    blocks: Sequence[int],
+    tile: int,
+    source: Sequence[int],
+    rows: Sequence[int],
+    output_grad: Sequence[int],
+    output_rows: Sequence[int],
+    hidden_grad: Sequence[int],
+    activated: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> int:
+    return 2 * _computed(blocks, tile) * source[1] * (hidden_grad[1] + activated[1])
+
+
+# Scratch memory of computation by tiles.
+
+
+def forward_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
+    """Scratch memory of `forward_blocks` for blocks of up to `longest` rows."""
+    return call("scratch_bytes", 0, longest, hidden_size, width, hidden_columns, 0, 0)
+
+
+def backward_bytes(
+    longest: int, hidden_size: int, width: int, hidden_columns: int, recompute: bool, weights: bool
+) -> int:
+    """That of `backward_blocks`; `recompute`: it gets no hidden activation; `weights`: it computes the weights'
+    gradients too."""
+    return call("scratch_bytes", 1, longest, hidden_size, width, hidden_columns, int(recompute), int(weights))
+
+
+def weights_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
+    """That of `weights_blocks`."""
+    return call("weights_scratch_bytes", longest, hidden_size, width, hidden_columns)

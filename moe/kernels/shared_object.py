@@ -1,0 +1,83 @@
+"""The compiled library: loaded once, asked what it can do here, called with addresses and integers."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from moe.kernels.build import build, cache_folder
+
+ACTIVATIONS = {"swiglu": 0, "gelu": 1, "gelu_tanh": 2}
+SUFFIXES = {torch.float32: "float", torch.bfloat16: "bf16"}
+ALIGNMENT = 32  # the block functions take sizes that are multiples of it
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@functools.cache
+def loaded() -> ctypes.CDLL | None:
+    """The library; None, with a line in the log, where it can't be compiled or loaded."""
+    try:
+        return ctypes.CDLL(str(build(cache_folder())))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody knows the home folder
+        reason = getattr(error, "stderr", None) or error
+        first_line = str(reason).strip().splitlines()[0]
+        _LOGGER.warning("no compiled kernels for experts on the host, torch's operations are used: %s", first_line)
+        return None
+
+
+def has(tensor: torch.Tensor) -> bool:
+    """Whether the elementwise functions take tensors like this one."""
+    return tensor.device.type == "cpu" and tensor.dtype in SUFFIXES and tensor.is_contiguous() and loaded() is not None
+
+
+@functools.cache
+def can_multiply_tiles() -> bool:
+    """Whether this processor multiplies bfloat16, and the system lets this process use it."""
+    library = loaded()
+    return library is not None and bool(library.mixtrain_has_tiles())
+
+
+@functools.cache
+def gemm() -> int:
+    """The address of the product that torch uses for fp32; 0 if it hides it."""
+    try:
+        function = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).sgemm_
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def has_tiles(tensor: torch.Tensor, hidden_size: int, width: int) -> bool:
+    """Whether the block functions compute by tiles for tensors like this one, with experts of this size."""
+    fits = tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16 and tensor.is_contiguous()
+    return fits and hidden_size % ALIGNMENT == 0 and width % ALIGNMENT == 0 and can_multiply_tiles()
+
+
+def has_blocks(tensor: torch.Tensor, hidden_size: int, width: int) -> bool:
+    """Whether the block functions take tensors like this one, with experts of this size."""
+    if tensor.dtype is torch.float32:
+        return has(tensor) and gemm() != 0
+    return has_tiles(tensor, hidden_size, width)
+
+
+def call(name: str, *arguments: torch.Tensor | int | None) -> int:
+    """Call a function with addresses and 64 bit integers; its last argument is the number of threads."""
+    numbers = [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0 for argument in arguments]
+    return int(_function(name, len(numbers) + 1)(*numbers, torch.get_num_threads()))
+
+
+@functools.cache
+def _function(name: str, num_arguments: int) -> Callable[..., int]:
+    library = loaded()
+    assert library is not None
+    function: Any = getattr(library, f"mixtrain_{name}")
+    function.argtypes, function.restype = [ctypes.c_int64] * num_arguments, ctypes.c_int64
+    return cast(Callable[..., int], function)

@@ -1,0 +1,91 @@
+"""What the planner is given, from the configuration alone: so a run and its plan ask for the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from configs import derived
+from configs.schema import Config
+from moe.planning.costs import DEGREES, Limits
+from moe.planning.load import Shape
+from moe.planning.trial import TrialPolicy
+from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, Plan
+from parallel.pipeline import layers_of_stage, most_in_flight
+
+
+def initial_plan(config: Config) -> Plan:
+    """The plan that the MoE layers are built with: what the config fixes; what is left to the planner begins as one
+    chunk that is kept."""
+    degree, backward_degree = derived.pipeline_degrees(config)
+    strategy = "keep" if config.moe.memory_strategy == "auto" else config.moe.memory_strategy
+    return Plan(degree or 1, backward_degree or 1, strategy, config.moe.weight_lag)
+
+
+def layer_shape(config: Config, device: str) -> Shape:
+    """What one call of an MoE layer gets on one rank; `device` is "cpu" or "cuda"."""
+    width = derived.expert_ffn_hidden_size(config) // derived.expert_tensor_size(config)
+    return Shape(
+        tokens=derived.tokens_per_call(config),
+        num_experts=config.moe.num_experts or 0,
+        num_ranks=config.parallel.expert,
+        top_k=config.moe.top_k,
+        hidden_size=config.model.hidden_size,
+        width=width,
+        gated=config.model.activation == "swiglu",
+        element_size=derived.element_size(config),
+        whole=device == "cuda",
+        tiled=device == "cpu" and _are_tiled(config, width),
+    )
+
+
+def _are_tiled(config: Config, width: int) -> bool:
+    """Whether the compiled kernels compute the host's experts by tiles; torch is imported to ask them."""
+    from moe.experts import blocks
+    from parallel.dtypes import DTYPES
+
+    return blocks.are_tiled("cpu", DTYPES[config.training.precision], config.model.hidden_size, width)
+
+
+def even_load(config: Config, device: str) -> LayerLoad:
+    """A call where every expert gets as many tokens, less what its capacity drops."""
+    load = layer_shape(config, device).even()
+    if config.moe.capacity_factor is not None and config.moe.capacity_factor < 1:
+        share = config.moe.capacity_factor
+        of_expert = int(load.expert_assignments * share)
+        load = replace(load, assignments=int(load.assignments * share), expert_assignments=of_expert)
+    return load
+
+
+def moe_layers(config: Config, stage: int) -> list[int]:
+    """How many MoE layers each of a stage's model chunks has."""
+    pattern = derived.moe_layer_pattern(config)
+    return [sum(pattern[number] for number in chunk) for chunk in layers_of_stage(config, stage)]
+
+
+def live_calls(config: Config, world_size: int, stage: int) -> int:
+    """Calls of MoE layers (layers times micro-batches in flight) that hold something between their passes at once on a
+    stage's ranks."""
+    if config.training.recompute == "full":
+        return 1  # a layer's forward pass runs again just before its backward pass
+    return max(1, most_in_flight(config, world_size, stage, moe_layers(config, stage)))
+
+
+def limits(config: Config, device: str, world_size: int, stage: int) -> Limits:
+    """What the planner of a pipeline stage may choose, where the config leaves it something."""
+    moe = config.moe
+    degree, backward_degree = derived.pipeline_degrees(config)
+    # On a host there is no faster memory to bring things back to.
+    automatic = tuple(name for name, strategy in STRATEGIES.items() if device != "cpu" or not strategy.offloads)
+    return Limits(
+        degrees=DEGREES if degree is None else (degree,),
+        backward_degrees=DEGREES if backward_degree is None else (backward_degree,),
+        strategies=automatic if moe.memory_strategy == "auto" else (moe.memory_strategy,),
+        memory_budget=None if moe.memory_budget is None else int(moe.memory_budget * 2**20),
+        live_calls=live_calls(config, world_size, stage),
+    )
+
+
+def trial_policy(config: Config) -> TrialPolicy:
+    """How plans are tried in the first steps. What is tried is judged by the clock, so a deterministic run tries
+    nothing."""
+    return TrialPolicy(most_plans=1) if config.training.deterministic else TrialPolicy()

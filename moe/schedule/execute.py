@@ -1,0 +1,49 @@
+"""Runs a call of the routed experts as one operation of autograd: an explicit forward and an explicit backward pass.
+
+Shapes: T tokens of this rank, H hidden size, P assignments of its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe.experts.weights import WeightGrads, Weights
+from moe.schedule.on_one_rank import LocalCall
+from moe.schedule.over_ranks import SpreadCall
+from moe.schedule.pass_timer import PassTimer
+
+
+def run(
+    call: LocalCall | SpreadCall, timer: PassTimer, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights
+) -> torch.Tensor:
+    """The output [T, H] of a call, differentiable once in x, probs and weights; the backward pass is timed."""
+    tensors = (x_TH, probs_P, weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
+    return _Schedule.apply(call, timer, weights.activation, *tensors)
+
+
+class _Schedule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: LocalCall | SpreadCall, timer: PassTimer, activation: str, *tensors: Any
+    ) -> torch.Tensor:
+        x_TH, probs_P, fc1, fc2, fc1_bias, fc2_bias = tensors
+        ctx.call, ctx.timer, ctx.activation = call, timer, activation
+        ctx.save_for_backward(*tensors)
+        return call.forward(x_TH, probs_P, Weights(fc1, fc2, fc1_bias, fc2_bias, activation))
+
+    @staticmethod
+    def backward(ctx: Any, output_grad_TH: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x_TH, probs_P, fc1, fc2, fc1_bias, fc2_bias = ctx.saved_tensors
+        weights = Weights(fc1, fc2, fc1_bias, fc2_bias, ctx.activation)
+        call, ctx.call = ctx.call, None
+        if call is None:  # its buffers are in use again
+            raise RuntimeError(
+                "an MoE layer's output can be differentiated once; it was asked for a second time (retain_graph)."
+            )
+        grads = WeightGrads(weights) if any(ctx.needs_input_grad[5:]) else None
+        with ctx.timer.measure("backward", x_TH.device):
+            x_grad_TH, probs_grad_P = call.backward(x_TH, probs_P, weights, output_grad_TH.contiguous(), grads)
+        parameter_grads = (None,) * 4 if grads is None else grads.finish()
+        return None, None, None, x_grad_TH, probs_grad_P.to(probs_P.dtype), *parameter_grads

@@ -1,0 +1,373 @@
+"""A call whose experts are spread over several ranks: goes through its programs (program.py) with tensors.
+
+What is not kept for the backward pass lives in a few buffers of the size of a chunk, used in turn.
+
+Shapes: T tokens of this rank, H hidden size, P assignments of this rank's tokens, Q assignments that this rank
+computes, U rows (one for each token and rank that it goes to) that this rank sends, R rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memory.pool import WORKSPACE
+from moe import route
+from moe.alltoall.flat import AllToAll, Handle, SplitSizes, start
+from moe.experts.compute import ExpertCompute
+from moe.experts.weights import WeightGrads, Weights, WeightWork
+from moe.route import Choice, Chunk, DispatchOrder
+from moe.schedule import program, restore
+from moe.schedule.chunk_compute import ChunkCompute, ChunkedResult
+from moe.schedule.chunk_plan import MAX_IN_FLIGHT, Plan, Strategy
+from moe.schedule.pass_sizes import PassSizes
+from parallel.trace import named, span
+
+INTERPRETER = "schedule/over_ranks.py"
+SharedExpert = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The assignments that came to this rank, sorted into both passes' chunks, and what is restored of their
+    activations."""
+
+    probs_Q: torch.Tensor
+    rows_Q: torch.Tensor  # of each its row in a buffer of all forward chunks
+    chunks: list[Chunk]
+    backward_chunks: list[Chunk]
+    preactivations: restore.Preactivations
+
+
+class SpreadCall:
+    """What a call's forward pass leaves to its backward pass."""
+
+    def __init__(
+        self,
+        choice: Choice,
+        order: DispatchOrder,
+        sizes: tuple[PassSizes, PassSizes],
+        plan: Plan,
+        strategy: Strategy,
+        exchange: AllToAll,
+        experts: ExpertCompute,
+        shared_expert: SharedExpert | None,
+    ) -> None:
+        self.choice, self.order, self.plan, self.strategy = choice, order, plan, strategy
+        self.exchange, self.experts = exchange, experts
+        self.forward_sizes, self.backward_sizes = sizes
+        self.row_tokens_U = order.row_tokens(sum(self.forward_sizes.sends.total_rows()))
+        self.shared = None if shared_expert is None else _SharedGraph(shared_expert)
+        self.rows: restore.Rows | None = None  # from the forward pass on
+        self.arrived: Arrived | None = None  # from the forward pass on
+
+    def forward(self, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """The weighted sums [T, H], and the shared expert's output added to them."""
+        return _Forward(self, x_TH, probs_P, weights).run()
+
+    def backward(
+        self,
+        x_TH: torch.Tensor,
+        probs_P: torch.Tensor,
+        weights: Weights,
+        output_grad_TH: torch.Tensor,
+        grads: WeightGrads | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of `x_TH` and `probs_P`; those of the weights are added to `grads`."""
+        return _Backward(self, x_TH, weights, output_grad_TH, grads).run()
+
+
+class _SharedGraph:
+    """The shared expert with a graph of its own, so that the backward pass can run it where it waits."""
+
+    def __init__(self, function: SharedExpert) -> None:
+        self._function = function
+        self._input: torch.Tensor | None = None
+        self._edge: Any = None
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            self._input = x_TH.detach().requires_grad_()
+            output = self._function(self._input)
+        self._edge = torch.autograd.graph.get_gradient_edge(output)
+        return output.detach()
+
+    def backward(self, output_grad_TH: torch.Tensor) -> torch.Tensor | None:
+        assert self._input is not None
+        torch.autograd.backward(self._edge, output_grad_TH)
+        gradient, self._input, self._edge = self._input.grad, None, None
+        return gradient
+
+
+class _Pass(ABC):
+    """The state of one pass: what is on its way, and what the next operations of a chunk need."""
+
+    def __init__(self, call: SpreadCall, sizes: PassSizes, tensors: dict[str, torch.Tensor]) -> None:
+        self.call, self.sizes = call, sizes
+        self.tensors = tensors  # what is dispatched [T, H], by its name in the program
+        self.expected: dict[tuple[str, int], tuple[Handle, torch.Tensor]] = {}
+        self.received: dict[str, torch.Tensor] = {}  # of the chunk that is computed
+        self.sums_RH: torch.Tensor | None = None  # of the chunk that was computed
+        # Exchanges, and the send buffers to hand back after them.
+        self.in_flight: list[tuple[Handle, torch.Tensor | None]] = []
+        self.message: Handle | None = None  # what travels of all assignments
+        self.combines: dict[int, Handle] = {}
+        self.shared_TH: torch.Tensor | None = None
+        self.result = ChunkedResult(tensors["rows"])
+
+    def finish(self) -> torch.Tensor:
+        """Wait for what is still being sent; the result, with what the shared expert adds."""
+        while self.in_flight:
+            self._finish_oldest()
+        result_TH = self.result.tensor()
+        return result_TH if self.shared_TH is None else result_TH.add_(self.shared_TH)
+
+    @abstractmethod
+    def buffer(self, chunk: int) -> torch.Tensor:
+        """Where a chunk is received."""
+
+    # -- what both passes do -----------------------------------------------------------------------------------------
+
+    def expect(self, operation: program.Expect) -> None:
+        buffer = self.buffer(operation.chunk)
+        handle = self.call.exchange.expect(buffer, self.sizes.dispatches[operation.chunk])
+        self.expected[operation.tensor, operation.chunk] = handle, buffer
+
+    @named("dispatch")
+    def dispatch(self, operation: program.Dispatch) -> None:
+        """Gather a chunk's rows and send them; this rank's own go straight into the receive buffer."""
+        chunk, tensor_TH, row_tokens_U = operation.chunk, self.tensors[operation.tensor], self.call.row_tokens_U
+        handle, receive = self.expected[operation.tensor, chunk]
+        sends, me = self.sizes.sends, self.call.exchange.rank
+        slices = sends.slices(sends.rows, chunk)
+        before = sum(self.sizes.receives.chunk_rows(chunk)[:me])
+        torch.index_select(
+            tensor_TH, 0, row_tokens_U[slices[me]], out=receive[before : before + sends.chunk_rows(chunk)[me]]
+        )
+        away = route.cut_list(row_tokens_U, [part for rank, part in enumerate(slices) if rank != me])
+        rows = WORKSPACE.take((len(away), tensor_TH.size(1)), tensor_TH)
+        torch.index_select(tensor_TH, 0, away, out=rows)
+        handle.send(rows, own=False)
+        self.follow(handle, rows)
+
+    @named("dispatch wait")
+    def wait_dispatch(self, operation: program.WaitDispatch) -> None:
+        handle, buffer = self.expected.pop((operation.tensor, operation.chunk))
+        handle.wait()
+        self.received[operation.tensor] = buffer  # it is the chunk's from now on
+
+    @named("combine")
+    def combine(self, operation: program.Combine) -> None:
+        chunk, like, sums_RH = operation.chunk, self.tensors["rows"], self.sums_RH
+        assert sums_RH is not None
+        self.sums_RH = None  # a buffer is free when nothing refers to it
+        room = WORKSPACE.take((sum(self.sizes.sends.chunk_rows(chunk)), like.size(1)), like)
+        handle = self.call.exchange.expect(room, self.sizes.combines[chunk])
+        handle.send(sums_RH)
+        self.combines[chunk] = self.follow(handle)
+
+    @named("combine")
+    def sum_combine(self, operation: program.SumCombine) -> None:
+        chunk, sends = operation.chunk, self.sizes.sends
+        first, end = route.boundaries(self.call.choice.num_tokens, self.sizes.degree)[chunk : chunk + 2]
+        tokens = route.cut_list(self.call.row_tokens_U, sends.slices(sends.rows, chunk))
+        sums = route.combine_sum(tokens, first, end - first)
+        rows = self.combines.pop(chunk).wait()
+        self.result.put(route.add_up(rows, sums, out=self.result.room(first, end - first)))
+        WORKSPACE.give(rows)
+
+    # -- exchanges that are on their way -----------------------------------------------------------------------------
+
+    def send_message(self, message: torch.Tensor, sizes: SplitSizes) -> None:
+        """Start an exchange of all assignments."""
+        received = message.new_empty(sum(sizes.receive), *message.shape[1:])
+        self.message = self.follow(start(self.call.exchange, message, received, sizes))
+
+    def take_message(self) -> torch.Tensor:
+        """Wait for it."""
+        assert self.message is not None
+        return self.message.wait()
+
+    def follow(self, handle: Handle, rows: torch.Tensor | None = None) -> Handle:
+        """Remember an exchange whose rows are on their way; older ones are over by now, or are waited for."""
+        self.in_flight.append((handle, rows))
+        while len(self.in_flight) > MAX_IN_FLIGHT:
+            self._finish_oldest()
+        return handle
+
+    def _finish_oldest(self) -> None:
+        handle, rows = self.in_flight.pop(0)
+        handle.finish()
+        WORKSPACE.give(rows)
+
+
+class _Forward(_Pass):
+    def __init__(self, call: SpreadCall, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> None:
+        super().__init__(call, call.forward_sizes, {"rows": x_TH})
+        self.x_TH, self.probs_P, self.weights = x_TH, probs_P, weights
+        self.rows = call.rows = restore.ROWS[call.strategy.rows](self.sizes.received_rows, x_TH)
+        self.compute: ChunkCompute | None = None  # once the assignments are there
+
+    def run(self) -> torch.Tensor:
+        program.perform(program.forward(self.sizes.degree, self.call.strategy), FORWARD, self, INTERPRETER)
+        return self.finish()
+
+    def buffer(self, chunk: int) -> torch.Tensor:
+        return self.rows.out(chunk)
+
+    @named("dispatch")
+    def send_assignments(self, operation: program.SendAssignments) -> None:
+        order = self.call.order
+        probs_P = self.probs_P.index_select(0, order.assignments)
+        probs_P = probs_P.to(torch.promote_types(probs_P.dtype, torch.float32))
+        bits = torch.int64 if probs_P.dtype is torch.float64 else torch.int32
+        self.send_message(torch.stack([order.packed_ids.to(bits), probs_P.view(bits)], dim=1), self.sizes.assignments)
+
+    def shared_expert(self, operation: program.SharedExpert) -> None:
+        with span("shared expert"):
+            self.shared_TH = None if self.call.shared is None else self.call.shared.forward(self.x_TH)
+
+    def take_assignments(self, operation: program.TakeAssignments) -> None:
+        self._sort_assignments(self.take_message())
+
+    @named("dispatch")
+    def _sort_assignments(self, message: torch.Tensor) -> None:
+        call, num_slots = self.call, len(self.weights.fc1)
+        ids_Q = message[:, 0].long()
+        probs_Q = message[:, 1].contiguous().view(torch.promote_types(self.probs_P.dtype, torch.float32))
+        slots_Q = ids_Q % num_slots
+        rows_Q = route.received_rows(ids_Q, self.sizes.receives, num_slots)
+        chunks = backward_chunks = self.sizes.chunks(rows_Q, slots_Q, num_slots)
+        if call.backward_sizes is not call.forward_sizes:
+            backward_rows_Q = route.received_rows(ids_Q, call.backward_sizes.receives, num_slots)
+            backward_chunks = call.backward_sizes.chunks(backward_rows_Q, slots_Q, num_slots)
+        restored = restore.PREACTIVATIONS[call.strategy.preactivations]
+        preactivations = restored(chunks, backward_chunks, self.weights.fc1.size(1), self.x_TH)
+        call.arrived = Arrived(probs_Q, rows_Q, chunks, backward_chunks, preactivations)
+        self.compute = ChunkCompute(call.experts, self.weights, probs_Q, self.x_TH.dtype)
+
+    def experts(self, operation: program.Experts) -> None:
+        arrived, compute = self.call.arrived, self.compute
+        assert arrived is not None and compute is not None
+        chunk, preactivation = arrived.chunks[operation.chunk], arrived.preactivations.out(operation.chunk)
+        self.sums_RH = compute.sums(self.received["rows"], chunk.rows, chunk, preactivation)
+
+    def offload(self, operation: program.Offload) -> None:
+        assert self.call.arrived is not None
+        self.call.arrived.preactivations.offload(operation.chunk)
+        self.rows.offload(operation.chunk, self.received["rows"])
+
+    def release(self, operation: program.Release) -> None:
+        assert self.call.arrived is not None
+        self.call.arrived.preactivations.written(operation.chunk)
+        self.rows.written(operation.chunk, self.received.pop("rows"))
+
+
+class _Backward(_Pass):
+    def __init__(
+        self,
+        call: SpreadCall,
+        x_TH: torch.Tensor,
+        weights: Weights,
+        output_grad_TH: torch.Tensor,
+        grads: WeightGrads | None,
+    ) -> None:
+        assert call.arrived is not None and call.rows is not None
+        super().__init__(call, call.backward_sizes, {"rows": x_TH, "grads": output_grad_TH})
+        self.arrived, self.rows, self.grads = call.arrived, call.rows, grads
+        self.compute = ChunkCompute(call.experts, weights, self.arrived.probs_Q, x_TH.dtype)
+        self.probs_grad_Q = torch.empty_like(self.arrived.probs_Q)
+        self.probs_grad_P: torch.Tensor | None = None
+        self.preactivation: torch.Tensor | None = None  # of the chunk that is computed
+        # What is left to do for the weight gradients of each chunk, and the buffers that it reads, to be handed back
+        # after it.
+        self.works: dict[int, tuple[WeightWork | None, torch.Tensor, torch.Tensor | None]] = {}
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        operations = program.backward(self.sizes.degree, self.call.strategy, self.call.plan.weight_lag)
+        program.perform(operations, BACKWARD, self, INTERPRETER)
+        x_grad_TH = self.finish()
+        self.arrived.preactivations.free()
+        self.rows.free()
+        assert self.probs_grad_P is not None
+        return x_grad_TH, self.probs_grad_P
+
+    def buffer(self, chunk: int) -> torch.Tensor:
+        like = self.tensors["rows"]
+        return WORKSPACE.take((self.sizes.received_rows[chunk], like.size(1)), like)
+
+    def fetch(self, operation: program.Fetch) -> None:
+        self.arrived.preactivations.fetch(operation.chunk)
+        self.rows.fetch(operation.chunk)
+
+    def shared_expert_grad(self, operation: program.SharedExpertGrad) -> None:
+        with span("shared expert backward"):
+            self.shared_TH = None if self.call.shared is None else self.call.shared.backward(self.tensors["grads"])
+
+    def input_grads(self, operation: program.InputGrads) -> None:
+        i, received = operation.chunk, self.received
+        chunk, self.received = self.arrived.backward_chunks[i], {}
+        if "rows" in received:
+            source_NH, rows_n = received["rows"], chunk.rows
+        else:
+            source_NH, rows_n = self.rows.get(i, chunk, self.arrived.rows_Q)
+        self.preactivation = self.arrived.preactivations.get(i, chunk)
+        self.sums_RH, work = self.compute.input_grads(
+            source_NH, rows_n, chunk, self.preactivation, received["grads"], self.probs_grad_Q, None
+        )
+        self.works[i] = work, received["grads"], None if self.rows.has_all else source_NH
+
+    def release(self, operation: program.Release) -> None:
+        preactivation, self.preactivation = self.preactivation, None
+        self.arrived.preactivations.done(preactivation)
+
+    @named("experts weight gradients")
+    def expert_weight_grads(self, operation: program.ExpertWeightGrads) -> None:
+        work, *buffers = self.works.pop(operation.chunk)
+        if work is not None and self.grads is not None:
+            self.call.experts.weight_grads(work, self.grads)
+        elif work is not None:
+            work.free()
+        WORKSPACE.give(*buffers)
+
+    def send_probs_grad(self, operation: program.SendProbsGrad) -> None:
+        self.send_message(self.probs_grad_Q, self.sizes.assignments_back)
+
+    def take_probs_grad(self, operation: program.TakeProbsGrad) -> None:
+        home_P = self.take_message()
+        self.probs_grad_P = torch.empty_like(home_P)
+        self.probs_grad_P[self.call.order.assignments] = home_P
+
+
+# What each operation does to the state of a pass.
+FORWARD: program.Lines = {
+    program.SendAssignments: _Forward.send_assignments,
+    program.Expect: _Forward.expect,
+    program.Dispatch: _Forward.dispatch,
+    program.SharedExpert: _Forward.shared_expert,
+    program.TakeAssignments: _Forward.take_assignments,
+    program.WaitDispatch: _Forward.wait_dispatch,
+    program.Experts: _Forward.experts,
+    program.Combine: _Forward.combine,
+    program.Offload: _Forward.offload,
+    program.Release: _Forward.release,
+    program.SumCombine: _Forward.sum_combine,
+}
+BACKWARD: program.Lines = {
+    program.Expect: _Backward.expect,
+    program.Dispatch: _Backward.dispatch,
+    program.SharedExpertGrad: _Backward.shared_expert_grad,
+    program.WaitDispatch: _Backward.wait_dispatch,
+    program.Fetch: _Backward.fetch,
+    program.InputGrads: _Backward.input_grads,
+    program.Combine: _Backward.combine,
+    program.Release: _Backward.release,
+    program.SendProbsGrad: _Backward.send_probs_grad,
+    program.ExpertWeightGrads: _Backward.expert_weight_grads,
+    program.SumCombine: _Backward.sum_combine,
+    program.TakeProbsGrad: _Backward.take_probs_grad,
+}

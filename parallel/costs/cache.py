@@ -1,0 +1,85 @@
+"""Measured costs that are kept on disk, by what they depend on: read or made by the group's first rank, and given to
+all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel.costs.files import cache_path, read_cache, write_cache
+
+logger = logging.getLogger(__name__)
+
+
+def hardware_key(device: torch.device) -> dict[str, Any]:
+    """What the speed of computation on this machine depends on."""
+    key: dict[str, Any] = {"device": device.type, "processor": _processor_name(), "cores": os.cpu_count()}
+    key |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    if device.type == "cuda":
+        key["gpu"] = torch.cuda.get_device_name(device)
+    return key
+
+
+def layout_key(group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """What the speed of communication depends on, as far as the process knows."""
+    if group is None:
+        return {"group_size": 1}
+    return {"group_size": group.size(), "world_size": dist.get_world_size(), "backend": str(dist.get_backend(group))}
+
+
+def _processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def cached(
+    folder: str | os.PathLike[str] | None,
+    key: dict[str, Any],
+    make: Callable[[], dict[str, Any]],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    still_true: Callable[[dict[str, Any]], bool] | None = None,
+) -> dict[str, Any]:
+    """The values (JSON) of `key`: from a file of `folder`, or made and written there; None: always made, never written.
+
+    All ranks of `group` call it and get what its first rank read or made. `still_true(values)` may measure whether
+    cached values hold; it must answer alike on all ranks. A file that is damaged or of another version is made again,
+    with a line in the log.
+    """
+    is_first = group is None or group.rank() == 0
+    path = None if folder is None else cache_path(folder, key)
+    values = read_cache(path, key) if path is not None and is_first else None
+    values = _from_first(values, device, group)
+    if values is not None and still_true is not None and not still_true(values):
+        if is_first:
+            logger.warning("measured costs in %s no longer hold here; measuring again", path)
+        values = None
+    if values is None:
+        values = _from_first(make(), device, group)
+        assert values is not None
+        if path is not None and is_first:
+            write_cache(path, key, values)
+    return values
+
+
+def _from_first(
+    values: dict[str, Any] | None, device: torch.device, group: dist.ProcessGroup | None
+) -> dict[str, Any] | None:
+    # Through JSON on every way, so that a value is the same whether it was read, received or just made.
+    message = [json.dumps(values)]
+    if group is not None and group.size() > 1:
+        dist.broadcast_object_list(message, group=group, group_src=0, device=device)
+    return json.loads(message[0])

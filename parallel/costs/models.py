@@ -1,0 +1,104 @@
+"""Models of what things cost: seconds against a size.
+
+A model is a straight line (startup plus time per byte, as in PipeMoE, Shi et al., INFOCOM 2023) or, where small sizes
+are slower than a line says, a piecewise linear curve. torch is not imported here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds against a size: `alpha` + `beta` * size, and nothing for size 0 (nothing is started then)."""
+
+    alpha: float
+    beta: float
+    r2: float = 1.0  # of the fit, on plain times
+
+    def __call__(self, size: float) -> float:
+        return self.alpha + self.beta * size if size > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds against a size, never falling: linear between the points, level before the first, on with the last slope.
+
+    So it keeps the knee below which smaller work is no faster. With one point it is level everywhere.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, size: float) -> float:
+        sizes, seconds = self.sizes, self.seconds
+        if size <= sizes[0] or len(sizes) == 1:
+            return seconds[0]
+        i = min(bisect_left(sizes, size), len(sizes) - 1)
+        slope = (seconds[i] - seconds[i - 1]) / (sizes[i] - sizes[i - 1])
+        return seconds[i - 1] + slope * (size - sizes[i - 1])
+
+
+NOTHING = Line(0.0, 0.0)
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+    """Least squares with weights 1 / seconds^2 (every size counts alike), neither part negative. Raises ValueError
+    without sizes."""
+    if not sizes or len(sizes) != len(seconds):
+        raise ValueError(
+            f"a line is fitted to as many times as sizes, at least one; got {len(sizes)} sizes, {len(seconds)} times"
+        )
+    weights = [1.0 / max(t, 1e-12) ** 2 for t in seconds]
+    total = sum(weights)
+    mean_size = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
+    mean_time = sum(w * t for w, t in zip(weights, seconds, strict=True)) / total
+    spread = sum(w * (n - mean_size) ** 2 for w, n in zip(weights, sizes, strict=True))
+    together = sum(w * (n - mean_size) * (t - mean_time) for w, n, t in zip(weights, sizes, seconds, strict=True))
+    beta = together / spread if spread > 0 else 0.0
+    alpha = mean_time - beta * mean_size
+    if beta <= 0:  # the best with no slope
+        alpha, beta = mean_time, 0.0
+    elif alpha < 0:  # the best through the origin
+        products = sum(w * n * t for w, n, t in zip(weights, sizes, seconds, strict=True))
+        alpha, beta = 0.0, products / sum(w * n * n for w, n in zip(weights, sizes, strict=True))
+    plain_mean = statistics.fmean(seconds)
+    variance = sum((t - plain_mean) ** 2 for t in seconds)
+    errors = sum((alpha + beta * n - t) ** 2 for n, t in zip(sizes, seconds, strict=True))
+    return Line(alpha, beta, 1.0 - errors / variance if variance > 0 else 1.0)
+
+
+def fit_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
+    """A curve near measured points (positive sizes in rising order) on which time never falls with size, nor time per
+    item rises.
+
+    So a whole never costs more than its parts: what seems to be gained by computing in parts is a disturbance (or a
+    cache that the parts of a layer do not find warm either), and must not look like a reason to cut. Neighbours that
+    contradict this share their mean time per item. Raises ValueError for other sizes.
+    """
+    if (
+        not sizes
+        or len(sizes) != len(seconds)
+        or sizes[0] <= 0
+        or any(b <= a for a, b in zip(sizes, sizes[1:], strict=False))
+    ):
+        raise ValueError(
+            f"a curve needs as many times as sizes, at least one, the sizes rising; got {list(sizes)}, {len(seconds)} "
+            "times"
+        )
+    pools: list[tuple[float, int]] = []  # (time per item, points that share it), falling
+    for size, time_of_size in zip(sizes, seconds, strict=True):
+        rate, count = time_of_size / size, 1
+        while pools and rate > pools[-1][0]:
+            other, points = pools.pop()
+            rate, count = (rate * count + other * points) / (count + points), count + points
+        pools.append((rate, count))
+    rates = [rate for rate, count in pools for _ in range(count)]
+    return Curve(
+        tuple(map(float, sizes)), tuple(accumulate((rate * size for rate, size in zip(rates, sizes, strict=True)), max))
+    )

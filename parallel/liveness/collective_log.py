@@ -1,0 +1,148 @@
+"""The last collective that this process started, and how long it has waited for collectives: noted as they are called.
+
+torch keeps this for NCCL alone, and gives it out only after a failure. So each method of a process group that starts a
+collective is wrapped, and the wait for one; it costs about a microsecond a call. Installed once per process, and never
+removed.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+# As torch 2.11 to 2.13 call them; a name that a version does not have is passed over.
+_STARTERS = (
+    *(
+        "allreduce",
+        "allreduce_coalesced",
+        "reduce",
+        "broadcast",
+        "barrier",
+        "gather",
+        "scatter",
+        "send",
+        "recv",
+        "recv_anysource",
+    ),
+    *(
+        "allgather",
+        "_allgather_base",
+        "all_gather_single",
+        "all_gather_single_coalesced",
+        "allgather_into_tensor_coalesced",
+    ),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
+)
+
+
+_RECORD = struct.Struct("<4q")  # step, collectives started, place in _STARTERS, ranks in the group
+BOX_BYTES = _RECORD.size
+
+
+class CollectiveLog:
+    """What is known of this process's collectives. `waiting_since` is None unless the host waits for one just now.
+
+    `box` is memory shared with other processes, BOX_BYTES long: who reads it knows the last collective of a process
+    that was killed.
+    """
+
+    def __init__(self) -> None:
+        self.name = "none"
+        self.group_size = 0
+        self.count = 0
+        self.waited = 0.0  # seconds, in all; on CUDA the device waits, not the host, so it stays near 0
+        self.waiting_since: float | None = None  # time.monotonic()
+        self.error: BaseException | None = None  # the last one that a collective raised
+        self.step = 0  # finished ones
+        self.place = 0  # of the last collective in _STARTERS
+        self.box: Any = None
+
+    def note_step(self, step: int) -> None:
+        """So many steps are done."""
+        self.step = step
+        self.write_box()
+
+    def write_box(self) -> None:
+        if self.box is not None:
+            _RECORD.pack_into(self.box, 0, self.step, self.count, self.place, self.group_size)
+
+    @property
+    def last(self) -> str:
+        """The last collective started, in words."""
+        return _in_words(self.name, self.group_size)
+
+
+def read_box(box: Any) -> tuple[int, str]:
+    """Finished steps and last collective of the process that owns the box."""
+    step, count, place, group_size = _RECORD.unpack_from(box)
+    return step, _in_words(_STARTERS[place].strip("_"), group_size) if count else "none"
+
+
+def _in_words(name: str, group_size: int) -> str:
+    return name if group_size == 0 else f"{name} of {group_size} ranks"
+
+
+log = CollectiveLog()
+_installed = False
+
+
+def install() -> CollectiveLog:
+    """Begin to take notes; the log of this process. May be called more than once."""
+    global _installed
+    if not _installed:
+        _installed = True
+        for place, name in enumerate(_STARTERS):
+            starter = getattr(dist.ProcessGroup, name, None)
+            if starter is not None:
+                setattr(dist.ProcessGroup, name, _noting_start(place, starter))
+        dist.Work.wait = _noting_wait(dist.Work.wait)  # type: ignore[method-assign]
+    return log
+
+
+def raised(error: BaseException | None) -> bool:
+    """Whether an error came out of a collective, itself or as the cause or context of another."""
+    while error is not None:
+        if error is log.error or isinstance(error, dist.DistError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _noting_start(place: int, starter: Callable[..., Any]) -> Callable[..., Any]:
+    name = _STARTERS[place].strip("_")
+
+    @functools.wraps(starter)
+    def start(group: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+        log.name, log.place, log.group_size = name, place, group.size()
+        log.count += 1
+        log.write_box()
+        try:
+            return starter(group, *arguments, **keywords)
+        except BaseException as error:
+            log.error = error
+            raise
+
+    return start
+
+
+def _noting_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wait)
+    def noted(work: dist.Work, *arguments: Any, **keywords: Any) -> Any:
+        begin = time.monotonic()
+        log.waiting_since = begin
+        try:
+            return wait(work, *arguments, **keywords)
+        except BaseException as error:
+            log.error = error
+            raise
+        finally:
+            log.waiting_since = None
+            log.waited += time.monotonic() - begin
+
+    return noted

@@ -1,0 +1,136 @@
+"""The insides of Megatron-core 0.16.1's optimizers, in one place: members of the chain, slices of the sharded one, the
+loss scaler.
+
+Each function says what breaks without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from parallel.megatron import require_version
+
+require_version()
+
+
+def members(optimizer: MegatronOptimizer) -> list[Any]:
+    """The single optimizers inside Megatron's chain (dense parameters, expert parameters)."""
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def is_sharded(member: Any) -> bool:
+    """Whether a member steps slices of one flat buffer (the distributed optimizer) instead of whole parameters."""
+    return isinstance(member, DistributedOptimizer)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What this rank's optimizer holds of a parameter: the flat range [start, end), its master weights, who steps it,
+    and its state."""
+
+    start: int
+    end: int
+    main: torch.Tensor
+    member: Any
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.member.optimizer.state.get(self.main, {})
+
+
+def find_owned(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Parameter]) -> list[Owned | None]:
+    """For each parameter what this rank's optimizer holds of it; None where another data parallel rank holds it all.
+
+    Without it the state has no names: Megatron's own checkpoint of a sharded optimizer is cut by ranks, and fits no
+    other layout.
+    """
+    plain: dict[int, Any] = {}  # id of a main parameter -> the member that steps all of it
+    sharded = []
+    for member in members(optimizer):
+        if is_sharded(member):
+            sharded.append(member)
+        elif member.optimizer is not None:
+            plain.update({id(main): member for group in member.optimizer.param_groups for main in group["params"]})
+    result: list[Owned | None] = []
+    for parameter in parameters:
+        main = getattr(parameter, "main_param", None)
+        main = parameter if main is None else main
+        found = Owned(0, parameter.numel(), main, plain[id(main)]) if id(main) in plain else None
+        for member in sharded:
+            if parameter in member.model_param_group_index_map:
+                group, order = member.model_param_group_index_map[parameter]
+                span = member._get_model_param_range_map(parameter)["param"]
+                found = Owned(span.start, span.end, member.optimizer.param_groups[group]["params"][order], member)
+        result.append(found)
+    return result
+
+
+def measure_norm_with(optimizer: MegatronOptimizer, measure: Callable[[], float]) -> None:
+    """Have the gradient norm, which is asked for once a step before clipping, come from `measure`.
+
+    Without it norms by part of the model cost a second pass over all gradients and a second reduction.
+    """
+    optimizer.get_grad_norm = measure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The fp16 loss scaler
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def scaler_of(optimizer: MegatronOptimizer) -> Any:
+    """The fp16 loss scaler, or None in other precisions."""
+    return next(
+        (scaler for member in members(optimizer) if (scaler := getattr(member, "grad_scaler", None)) is not None), None
+    )
+
+
+def share_scaler(optimizer: MegatronOptimizer) -> None:
+    """Let all members unscale by the scale that the loss is multiplied with.
+
+    Megatron gives each a scaler of its own: once gradients of the experts alone have overflowed, they would be divided
+    by half of that scale for ever.
+    """
+    scaler = scaler_of(optimizer)
+    for member in members(optimizer):
+        if getattr(member, "grad_scaler", None) is not None:
+            member.grad_scaler = scaler
+
+
+@contextlib.contextmanager
+def scale_held(scaler: Any) -> Iterator[None]:
+    """Inside the block the scaler's `update` does nothing. Without it a shared scaler counts each member of a step as a
+    step."""
+    scaler.update = lambda found: None
+    try:
+        yield
+    finally:
+        del scaler.update
+
+
+def scaler_numbers(scaler: Any) -> dict[str, float]:
+    """The scaler's state. Megatron's own state_dict holds tensors of the device, which a checkpoint's JSON cannot."""
+    return {
+        "scale": float(scaler._scale),
+        "growth_tracker": float(scaler._growth_tracker),
+        "hysteresis_tracker": float(scaler._hysteresis_tracker),
+    }
+
+
+def set_scaler_numbers(scaler: Any, numbers: dict[str, float]) -> None:
+    """Undo `scaler_numbers`."""
+    scaler._scale = torch.full_like(scaler._scale, numbers["scale"])
+    scaler._growth_tracker = int(numbers["growth_tracker"])
+    scaler._hysteresis_tracker = int(numbers["hysteresis_tracker"])
+
+
+def scale_and_least(scaler: Any) -> tuple[float, float]:
+    """The loss scale as it is now and the lowest that it may fall to."""
+    return float(scaler._scale), float(scaler.min_scale)

@@ -1,0 +1,50 @@
+"""The pipeline's schedule of micro-batches in Megatron-core's order (1F1B, interleaved or not), from the configuration
+alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from configs import derived
+from configs.schema import Config
+
+
+def layers_of_stage(config: Config, stage: int) -> list[range]:
+    """The layers, from 0, of each of a stage's model chunks."""
+    stages, chunks = config.parallel.pipeline, config.parallel.virtual_pipeline or 1
+    size = config.model.num_layers // (stages * chunks)
+    return [range(part * size, (part + 1) * size) for part in range(stage, stages * chunks, stages)]
+
+
+def passes(config: Config, num_micro_batches: int, stage: int) -> Iterator[tuple[bool, int]]:
+    """(whether it is a forward pass, model chunk) of each pass of a stage in one step."""
+    stages, chunks = config.parallel.pipeline, config.parallel.virtual_pipeline or 1
+    total = num_micro_batches * chunks
+    if stages == 1:
+        warmup = 0
+    elif chunks == 1:
+        warmup = stages - stage - 1
+    else:
+        warmup = 2 * (stages - stage - 1) + (chunks - 1) * stages
+    warmup = min(warmup, total)
+
+    def chunk(number: int) -> int:
+        return number // stages % chunks if chunks > 1 else 0
+
+    for number in range(warmup):
+        yield True, chunk(number)
+    for number in range(warmup, total):
+        yield True, chunk(number)
+        yield False, chunks - 1 - chunk(number - warmup)
+    for number in range(total - warmup, total):
+        yield False, chunks - 1 - chunk(number)
+
+
+def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequence[int]) -> int:
+    """The most that a stage holds between its passes at once, where a micro-batch's forward pass of a model chunk
+    leaves `of_chunk`."""
+    held = most = 0
+    for is_forward, chunk in passes(config, derived.num_micro_batches(config, world_size), stage):
+        held += of_chunk[chunk] if is_forward else -of_chunk[chunk]
+        most = max(most, held)
+    return most

@@ -1,0 +1,30 @@
+"""This rank's random number states: torch's own, and those of Megatron's tracker, from which dropout draws."""
+
+from __future__ import annotations
+
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported: see parallel/megatron/startup.py)
+
+# isort: split
+import torch
+from megatron.core import tensor_parallel
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """This rank's random number states, on the host."""
+    states = {"host": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["device"] = torch.cuda.get_rng_state()
+    for name, tracked in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+        states[f"tracker.{name}"] = tracked.cpu()
+    return states
+
+
+def restore_random_states(states: dict[str, torch.Tensor]) -> None:
+    """Undo `random_states`."""
+    torch.set_rng_state(states["host"])
+    if "device" in states:
+        torch.cuda.set_rng_state(states["device"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.set_states(
+        {name.removeprefix("tracker."): value for name, value in states.items() if name.startswith("tracker.")}
+    )

@@ -1,0 +1,286 @@
+"""What one micro-batch's pass through a part of the model keeps and takes: the blueprint's operations on a memory tape.
+
+Shapes in the comments: T tokens of a micro-batch (of one sample s of them), of which a rank has T / tensor under
+sequence parallelism outside of the linear layers; H hidden size. On a CPU, attention and RMSNorm are those that torch
+has there; a GPU's kernels keep less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from configs import derived
+from configs.schema import Config
+from models import blueprint
+from models.blueprint.operation import INPUT, Operation, Weight, unknown
+from moe.planning import footprint
+from moe.planning.inputs import even_load, initial_plan
+from moe.schedule.chunk_plan import STRATEGIES, Plan
+from simulator.flops import has_fused_attention
+from simulator.memory_tape import Profile, Tape, Tensor, recomputed
+from simulator.sizes import FP32, INT64, Sizes
+
+ROPE_WORK = 2.75  # times a tensor's bytes: the turned halves and their sums in the backward pass
+# of a token: logits, probabilities, maps; chosen experts with their scores
+ROUTER_EXPERT_BYTES, ROUTER_ASSIGNMENT_BYTES = (17, 12)
+LABEL_BYTES = 13  # of a token: label, mask, target
+PLAIN = (
+    "activation",
+    "add",
+    "cast",
+    "concatenate",
+    "copy",
+    "gather",
+    "linear",
+    "multiply",
+    "reshape",
+    "row_linear",
+    "scatter",
+    "sum",
+)
+# whose gradients count
+MATRICES = {"matrix": True, "output_matrix": True, "norm": False, "bias": False, "router_bias": False}
+
+Held = dict[str, Tensor]  # tensors by their names in the blueprint
+Rule = Callable[[Tape, Operation, Held], Sequence[Tensor]]
+
+
+class Activations:
+    """The memory of a blueprint's operations on one rank: one rule for each kind, in `_rules`; the operations of
+    `PLAIN` have one."""
+
+    def __init__(self, config: Config, vocab_size: int, device: str, plan: Plan | None = None) -> None:
+        self.config, self.vocab_size, self.on_gpu = config, vocab_size, device == "cuda"
+        self.fused_attention = has_fused_attention(config, device)
+        self.sizes = Sizes(config)
+        self.load = even_load(config, device) if derived.is_moe(config) else None
+        self.plan = plan or initial_plan(config)
+        self._rules: dict[str, Rule] = {
+            **dict.fromkeys(PLAIN, self._plain),
+            "attention": self._attention,
+            "column_linear": self._column_linear,
+            "cross_entropy": self._cross_entropy,
+            "dropout": self._dropout,
+            "embedding": self._embedding,
+            "experts": self._experts,
+            "norm": self._norm,
+            "pooler": self._pooler,
+            "recomputed": self._recomputed,
+            "rotary": self._rotary,
+            "router": self._router,
+            "split": self._split,
+            "vocabulary_embedding": self._vocabulary_embedding,
+        }
+
+    def profile(self, part: blueprint.Part) -> Profile:
+        """What a micro-batch takes in one part of the model, with the state that comes in and, at the end, its
+        gradient.
+
+        Raises ValueError for an operation, a kind of weight or an axis that it does not know.
+        """
+        tape, state = Tape(), None
+        if not part.is_first:
+            received = tape.new(self.sizes.own_tokens * self.config.model.hidden_size * self.sizes.element)
+            state = tape.hold(received)  # the schedule holds what it received
+        for block in blueprint.blocks(self.config, self.vocab_size, part):
+            held = {} if state is None else {INPUT: state}
+            output = self._run(tape, block.operations, held)
+            if state is not None and block.prefix:  # the head lets go of it itself
+                tape.drop(state)
+            state = output
+        assert state is not None, "a part has layers"
+        forward, kept = tape.peak, tape.now
+        if self.on_gpu and not part.is_last:
+            kept -= state.bytes  # what was sent on is let go
+            tape.drop(state)
+        tape.peak = 0
+        tape.backward(state)
+        return Profile(forward, kept, tape.peak)
+
+    def _run(self, tape: Tape, operations: Sequence[Operation], held: Held) -> Tensor:
+        """Apply operations to the tensors that are there; the last one's output."""
+        for operation in operations:
+            if operation.kind not in self._rules:
+                unknown("memory", f"kind of operation of {operation.name}", operation.kind)
+            outputs = self._rules[operation.kind](tape, operation, held)
+            held.update(zip((tensor.name for tensor in operation.outputs), outputs, strict=True))
+            tape.drop(*(held[name] for name in operation.frees))
+        return held[operations[-1].outputs[-1].name]
+
+    def _apply(
+        self,
+        tape: Tape,
+        operation: Operation,
+        held: Held,
+        *,
+        extra: int = 0,
+        during: int = 0,
+        work: int | None = None,
+        weight: int = 0,
+        weight_waits: bool = False,
+    ) -> list[Tensor]:
+        """One operation on the tape; what it keeps, and where gradients go, the blueprint says."""
+        name = operation.output.name
+        output = tape.apply(
+            self.sizes.bytes(operation.output),
+            [held[each] for each in operation.inputs],
+            passes=[held[each] for each in operation.passes],
+            keeps=[held[each] for each in operation.saved if each != name],
+            keeps_output=name in operation.saved,
+            extra=extra,
+            during=during,
+            work=work,
+            weight=weight,
+            weight_waits=weight_waits,
+        )
+        return [output]
+
+    def _weight_bytes(self, weights: Sequence[Weight]) -> int:
+        """Of the gradients of the matrices among them, on one rank."""
+        numbers = 0
+        for weight in weights:
+            if weight.kind not in MATRICES:
+                unknown("memory", f"kind of weight of {weight.name}", weight.kind)
+            if MATRICES[weight.kind]:
+                numbers += math.prod(blueprint.local_shape(weight, self.sizes.ranks))
+        return numbers * self.sizes.element
+
+    # -- rules ---------------------------------------------------------------------------------------------------------
+
+    def _plain(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        return self._apply(tape, operation, held, weight=self._weight_bytes(operation.weights))
+
+    def _split(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        (name,) = operation.inputs
+        return tape.split(held[name], *(self.sizes.bytes(tensor) for tensor in operation.outputs))
+
+    def _recomputed(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        def body(inner: Tape, *tensors: Tensor) -> Tensor:
+            return self._run(inner, operation.body, dict(zip(operation.inputs, tensors, strict=True)))
+
+        return [recomputed(tape, body, *(held[name] for name in operation.inputs))]
+
+    def _vocabulary_embedding(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        weight = self._weight_bytes(operation.weights)
+        # Tied to the output layer: the sum of both gradients is a third one.
+        work = max(each.uses for each in operation.weights) * weight
+        return self._apply(tape, operation, held, extra=self.sizes.tokens * INT64, weight=weight, work=work)
+
+    def _embedding(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        return self._apply(
+            tape, operation, held, extra=self.sizes.tokens * INT64, weight=self._weight_bytes(operation.weights)
+        )
+
+    def _column_linear(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        sizes, matrix = self.sizes, operation.weights[0]
+        output, weight = sizes.bytes(operation.output), self._weight_bytes(operation.weights)
+        work = (
+            (sizes.tokens + sizes.own_tokens) * matrix.shape[1] * sizes.element + weight
+            if self.config.parallel.sequence
+            else None
+        )
+        during = output if len(operation.weights) > 1 else 0  # the bias is added to a copy
+        return self._apply(tape, operation, held, during=during, work=work, weight=weight, weight_waits=matrix.uses > 1)
+
+    def _norm(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        numbers = self.sizes.numbers(operation.output)
+        rows, wide = numbers // operation.channels, numbers * FP32
+        if self.on_gpu or self.config.model.normalization == "layernorm":
+            return self._apply(tape, operation, held, extra=2 * rows * FP32)
+        # torch's RMSNorm on a CPU is put together: the input in fp32 and the normalized one are kept.
+        output = self.sizes.bytes(operation.output)
+        if self.sizes.element == FP32:
+            return self._apply(tape, operation, held, extra=wide + rows * FP32, work=3 * wide)
+        (name,) = operation.inputs
+        return [tape.apply(output, [held[name]], extra=2 * wide + rows * FP32, during=wide, work=4 * wide - output)]
+
+    def _dropout(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        size = self.sizes.bytes(operation.output)
+        return self._apply(tape, operation, held, extra=size // self.sizes.element if self.on_gpu else size)
+
+    def _rotary(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        size = self.sizes.bytes(operation.output)
+        tables = 2 * self.sizes.length * operation.channels * self.sizes.element
+        return self._apply(tape, operation, held, extra=tables, during=2 * size, work=int(ROPE_WORK * size))
+
+    def _pooler(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        gathered = sum(self.sizes.bytes(collective.whole) for collective in operation.collectives)
+        return self._apply(tape, operation, held, during=gathered)
+
+    def _cross_entropy(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        wide = held[operation.inputs[0]]
+        extra = self.sizes.tokens * LABEL_BYTES
+        return [tape.apply(self.sizes.bytes(operation.output), keeps=[wide], extra=extra, in_place=wide)]
+
+    def _attention(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        if self.fused_attention:
+            sums = self.sizes.tokens * self.config.model.num_attention_heads // self.config.parallel.tensor * FP32
+            return self._apply(tape, operation, held, extra=sums)
+        query, key, value = (held[name] for name in operation.inputs)
+        return [self._unfused_attention(tape, query, key, value)]
+
+    def _unfused_attention(self, tape: Tape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The scores are made, one by one, in fp32."""
+        config, element = self.config, self.sizes.element
+        heads = config.model.num_attention_heads // config.parallel.tensor
+        scores_size = self.sizes.samples * heads * self.sizes.length**2 * FP32
+        held: list[Tensor] = []
+
+        def wide(tensor: Tensor) -> Tensor:
+            if element < FP32:
+                held.append(tape.apply(tensor.bytes * FP32 // element, [tensor]))
+                return held[-1]
+            return tensor
+
+        def replace(x: Tensor) -> Tensor:
+            """A changed copy, whose gradient is the other's."""
+            output = tape.apply(x.bytes, passes=[x])
+            tape.drop(x)
+            return output
+
+        # keys and values are repeated for each query head
+        if derived.num_query_groups(config) < config.model.num_attention_heads:
+            held += [tape.apply(query.bytes, [key]), tape.apply(query.bytes, [value])]
+            key, value = held
+        query, key, value = wide(query), wide(key), wide(value)
+        scaled = [tape.apply(query.bytes, [query]), tape.apply(key.bytes, [key])]
+        scores = tape.apply(scores_size, scaled, keeps=scaled)
+        tape.drop(*scaled)
+        scores = replace(scores)  # the mask is added
+        probs = tape.apply(scores_size, [scores], keeps_output=True)
+        tape.drop(scores)
+        left = tape.hold(probs)
+        if config.model.attention_dropout > 0:
+            tape.drop(left)
+            left = tape.apply(scores_size, [probs], extra=scores_size)
+        copy = scores_size // 2 if element < FP32 else 0
+        context = tape.apply(value.bytes, [left, value], keeps=[left, value], during=copy)
+        tape.drop(probs, left, *held)
+        if element < FP32:
+            narrow = tape.apply(context.bytes * element // FP32, [context])
+            tape.drop(context)
+            context = narrow
+        return replace(context)
+
+    def _router(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        moe = self.config.moe
+        of_token = ROUTER_EXPERT_BYTES * (moe.num_experts or 0) + ROUTER_ASSIGNMENT_BYTES * moe.top_k
+        return self._apply(
+            tape, operation, held, extra=self.sizes.own_tokens * of_token, weight=self._weight_bytes(operation.weights)
+        )
+
+    def _experts(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        """The routed experts, as moe/planning/footprint.py counts them."""
+        load, plan = self.load, self.plan
+        assert load is not None, "an even load"
+        strategy, weight = STRATEGIES[plan.memory_strategy], self._weight_bytes(operation.weights)
+        if self.config.parallel.expert > 1:
+            extra = footprint.kept_bytes(load, strategy)
+            during = footprint.forward_bytes(load, strategy, plan.degree)
+            same = plan.degree == plan.backward_degree
+            work = footprint.backward_bytes(load, strategy, plan.backward_degree, plan.weight_lag, same)
+        else:
+            extra, during, work = footprint.local_bytes(load, plan)
+        during = max(0, during - self.sizes.bytes(operation.output))
+        return self._apply(tape, operation, held, extra=extra, during=during, work=work + weight, weight=weight)

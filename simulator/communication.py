@@ -1,0 +1,100 @@
+"""What each pipeline stage's ranks send in an optimizer step, by kind, in bytes of one rank.
+
+Ring algorithms: of n ranks, an all-reduce of x bytes has each send 2 (n - 1) / n x, a gather or a scatter-reduction
+half of that. An exchange between expert parallel ranks sends the rows that travel, with every expert equally busy.
+"""
+
+from __future__ import annotations
+
+from configs import derived
+from configs.schema import Config
+from models import blueprint
+from models.blueprint.operation import EXPERT, EXPERT_TENSOR, TENSOR, unknown, walk
+from moe.planning.inputs import even_load, initial_plan
+from moe.planning.timing import ASSIGNMENT_BYTES, ASSIGNMENT_GRADIENT_BYTES
+from moe.schedule.chunk_plan import STRATEGIES
+from simulator.memory import buffers
+from simulator.sizes import FP32, Sizes
+
+KINDS = ("gradient_reduction", "parameter_gather", "tensor_parallel", "pipeline", "expert_all_to_all", "tied_embedding")
+RINGS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times that a rank sends its part of what goes round
+KIND_OF_AXIS = {TENSOR: "tensor_parallel", EXPERT_TENSOR: "tensor_parallel", EXPERT: "expert_all_to_all"}
+
+
+def bytes_per_step(config: Config, vocab_size: int, world_size: int, device: str) -> list[dict[str, int]]:
+    """By stage: bytes that each of its ranks sends in a step, by kind. Raises ValueError for a collective or axis that
+    it does not know."""
+    return [_stage(config, vocab_size, world_size, device, stage) for stage in range(config.parallel.pipeline)]
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _stage(config: Config, vocab_size: int, world_size: int, device: str, stage: int) -> dict[str, int]:
+    sizes, parallel = Sizes(config), config.parallel
+    micro_batches = derived.num_micro_batches(config, world_size)
+    copies = {
+        "dense": derived.data_parallel_size(config, world_size),
+        "expert": derived.expert_data_parallel_size(config, world_size),
+    }
+    numbers = {
+        kind: sum(b.size for b in of_kind) for kind, of_kind in buffers(config, vocab_size, world_size, stage).items()
+    }
+    once = sum(size * _share(copies[kind]) for kind, size in numbers.items())
+    state = sizes.own_tokens * config.model.hidden_size * sizes.element
+    parts = blueprint.parts(config)[stage]
+    sent = sum((not part.is_last) + (not part.is_first) for part in parts) * state
+    exchanged = dict.fromkeys(KIND_OF_AXIS.values(), 0.0)
+    for part in parts:
+        for kind, number in of_operations(config, vocab_size, part, device).items():
+            exchanged[kind] += number
+    ends = (
+        parallel.pipeline > 1 and config.model.tie_embeddings and any(part.is_first or part.is_last for part in parts)
+    )
+    rows = blueprint.padded_vocab_size(vocab_size, parallel.tensor) // parallel.tensor
+    tied = 2 * _share(2) * rows * config.model.hidden_size * FP32 if ends else 0
+    return {
+        "gradient_reduction": int(once * FP32 * (1 if config.optimizer.distributed else 2)),
+        "parameter_gather": int(once * sizes.element) if config.optimizer.distributed else 0,
+        "tensor_parallel": int(micro_batches * exchanged["tensor_parallel"]),
+        "pipeline": micro_batches * sent,
+        "expert_all_to_all": int(micro_batches * exchanged["expert_all_to_all"]),
+        "tied_embedding": int(tied),
+    }
+
+
+def of_operations(config: Config, vocab_size: int, part: blueprint.Part, device: str) -> dict[str, float]:
+    """What the collectives of a part's operations send for one micro-batch, by kind."""
+    sizes, result = Sizes(config), dict.fromkeys(KIND_OF_AXIS.values(), 0.0)
+    for block in blueprint.blocks(config, vocab_size, part):
+        for operation, forwards in walk(block.operations):
+            for collective in operation.collectives:
+                if collective.axis not in KIND_OF_AXIS:
+                    unknown("communication", f"axis of {operation.name}", collective.axis)
+                if collective.kind == "all_to_all":
+                    number = _exchange(config, device, forwards)
+                elif collective.kind in RINGS:
+                    passes = 1 if collective.is_backward else forwards
+                    number = (
+                        passes
+                        * RINGS[collective.kind]
+                        * _share(sizes.ranks[collective.axis])
+                        * sizes.bytes(collective.whole)
+                    )
+                else:
+                    unknown("communication", f"collective of {operation.name}", collective.kind)
+                result[KIND_OF_AXIS[collective.axis]] += number
+    return result
+
+
+def _exchange(config: Config, device: str, forwards: int) -> float:
+    """Of one MoE layer, both passes."""
+    if config.parallel.expert == 1:
+        return 0.0
+    load, strategy = even_load(config, device), STRATEGIES[initial_plan(config).memory_strategy]
+    rows = load.away_rows * load.hidden_size * load.element_size
+    assignments = load.assignments * load.away_rows / max(load.rows, 1)
+    forward = 2 * rows + assignments * ASSIGNMENT_BYTES
+    backward = (3 if strategy.rows == "communicate" else 2) * rows + assignments * ASSIGNMENT_GRADIENT_BYTES
+    return forward * forwards + backward

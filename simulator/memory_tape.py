@@ -1,0 +1,171 @@
+"""The memory of a computation with a backward pass, operation by operation, without computing anything.
+
+It does what autograd does: an operation keeps tensors for its backward pass; going back, each operation makes the
+gradients of its inputs, then lets go of its output's gradient and of what it kept. A tensor is its bytes and how many
+hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+class Tensor:
+    """Bytes that are in use until everybody who holds them has let go. A view (of `base`) is a part of another
+    tensor's."""
+
+    __slots__ = ("bytes", "holders", "base")
+
+    def __init__(self, num_bytes: int, base: Tensor | None = None) -> None:
+        self.bytes, self.holders, self.base = num_bytes, 1, base
+
+
+@dataclass
+class _Operation:
+    outputs: Sequence[Tensor]
+    inputs: Sequence[Tensor]  # get gradients of their own
+    passes: Sequence[Tensor]  # get that of the output, the same memory
+    kept: list[Tensor]
+    work: int | None = None
+    weight: int = 0
+    weight_waits: bool = False
+    in_place: Tensor | None = None  # its gradient is written over what was kept
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A forward pass and its backward pass: bytes above what was there before it."""
+
+    forward: int  # most during the forward pass
+    kept: int  # between the passes
+    backward: int  # most during the backward pass, with what was kept
+
+
+@dataclass
+class Tape:
+    """Records operations as they are applied; `backward` undoes them. `now` and `peak` are bytes."""
+
+    keeps: bool = True  # false: there will be no backward pass
+    now: int = 0
+    peak: int = 0
+    _operations: list[_Operation] = field(default_factory=list)
+
+    def new(self, num_bytes: int) -> Tensor:
+        """A tensor that the caller holds."""
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        return Tensor(num_bytes)
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """One more holder."""
+        (tensor.base or tensor).holders += 1
+        return tensor
+
+    def drop(self, *tensors: Tensor) -> None:
+        """One holder less."""
+        for tensor in tensors:
+            root = tensor.base or tensor
+            root.holders -= 1
+            if root.holders == 0:
+                self.now -= root.bytes
+
+    def use(self, num_bytes: int) -> None:
+        """Take memory and give it back at once."""
+        self.peak = max(self.peak, self.now + num_bytes)
+
+    def apply(
+        self,
+        output: int,
+        inputs: Sequence[Tensor] = (),
+        *,
+        passes: Sequence[Tensor] = (),
+        keeps: Sequence[Tensor] = (),
+        extra: int = 0,
+        during: int = 0,
+        work: int | None = None,
+        weight: int = 0,
+        weight_waits: bool = False,
+        keeps_output: bool = False,
+        in_place: Tensor | None = None,
+    ) -> Tensor:
+        """One operation with `output` bytes, which the caller holds.
+
+        `inputs` get gradients of their own in the backward pass, `passes` that of the output itself. `keeps` are held
+        for it, and `extra` bytes of its own beside them; `during` is what the forward pass takes on top and gives back.
+        `work` is the most that the backward pass takes on top of what is there when it starts, where that is more than
+        the results. `weight` are the bytes of its weights' gradients; they wait for the end where another operation has
+        the same weights. The gradient of `in_place` is written over that tensor.
+        """
+        kept = [self.hold(tensor) for tensor in keeps] if self.keeps else []
+        if extra and self.keeps:
+            kept.append(self.new(extra))
+        result = self.new(output)
+        if keeps_output and self.keeps:
+            kept.append(self.hold(result))
+        self.use(during)
+        self._operations.append(_Operation([result], inputs, passes, kept, work, weight, weight_waits, in_place))
+        return result
+
+    def split(self, tensor: Tensor, *parts: int) -> list[Tensor]:
+        """Views of parts of a tensor; nobody needs to drop them. Going back, the parts' gradients are copied into
+        one."""
+        root = tensor.base or tensor
+        views = [Tensor(part, root) for part in parts]
+        self._operations.append(_Operation(views, [tensor], [], []))
+        return views
+
+    def backward(self, output: Tensor) -> None:
+        """Go all the way back from `output`, whose gradient has as many bytes."""
+        gradients: dict[Tensor, Tensor] = {output: self.new(output.bytes)}
+        waiting: list[Tensor] = []
+        while self._operations:
+            operation = self._operations.pop()
+            above = [gradients.pop(each) for each in operation.outputs]
+            below = [(tensor, self.hold(above[0])) for tensor in operation.passes]
+            if operation.in_place is not None:
+                below.append((operation.in_place, self.hold(operation.in_place)))
+            if operation.work is not None:
+                self.use(operation.work)
+                self.drop(*above, *operation.kept)
+            below += [(tensor, self.new(tensor.bytes)) for tensor in operation.inputs]
+            weight = self.new(operation.weight)
+            if operation.work is None:
+                self.drop(*above, *operation.kept)
+            for tensor, part in below:
+                other = gradients.get(tensor)
+                if other is not None:
+                    gradients[tensor] = self.new(part.bytes)
+                    self.drop(other, part)
+                else:
+                    gradients[tensor] = part
+            if operation.weight_waits:
+                waiting.append(weight)
+            else:
+                self.drop(weight)
+        self.drop(*gradients.values(), *waiting)
+
+
+Function = Callable[..., Tensor]
+
+
+def recomputed(tape: Tape, function: Function, *inputs: Tensor) -> Tensor:
+    """`function(tape, *inputs)` under activation checkpointing: its inputs are kept, and its forward pass runs again in
+    the backward."""
+    first = Tape(keeps=False)
+    output = function(first, *(first.new(tensor.bytes) for tensor in inputs))
+    there = sum(tensor.bytes for tensor in inputs)
+    second = profile(function, *inputs)
+    work = max(second.forward, second.backward)
+    return tape.apply(output.bytes, inputs, keeps=inputs, during=max(0, first.peak - there - output.bytes), work=work)
+
+
+def profile(function: Function, *inputs: Tensor) -> Profile:
+    """What `function(tape, *inputs)` takes, beside its inputs and the gradient of its output."""
+    tape = Tape()
+    output = function(tape, *(tape.new(tensor.bytes) for tensor in inputs))
+    there = sum(tensor.bytes for tensor in inputs)
+    forward, kept = tape.peak - there, tape.now - there
+    tape.peak = 0
+    tape.backward(output)
+    return Profile(forward, kept, max(kept, tape.peak - there - output.bytes))

@@ -1,0 +1,76 @@
+"""Who holds what: the parameters of each pipeline stage, and the place of every rank, without process groups.
+
+Ranks are laid out as parallel/topology.py has Megatron-core do it: tensor fastest, then data, pipeline; experts fold
+over the same ranks: expert tensor fastest, then expert, expert data, pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from configs import derived
+from configs.schema import Config
+from models import blueprint
+from models.blueprint.operation import EXPERT, axis_sizes, unknown
+
+# Kinds of weights, and whether gradients train them.
+TRAINED = {"matrix": True, "output_matrix": True, "norm": True, "bias": True, "router_bias": False}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a rank. `local` are the numbers that the rank holds, `total` those of the whole model; 0 for a
+    copy."""
+
+    name: str
+    local: int
+    total: int
+    is_expert: bool = False  # reduced over other ranks than the rest
+    active: int = 0  # of `total`, those that work on a token
+    is_shared: bool = False  # an embedding that two stages hold
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's coordinates."""
+
+    rank: int
+    tensor: int
+    data: int
+    stage: int
+    expert: int
+    expert_data: int
+
+
+def places(config: Config, world_size: int) -> Iterator[Place]:
+    """The place of every rank."""
+    tensor, stages = config.parallel.tensor, config.parallel.pipeline
+    split, experts = derived.expert_tensor_size(config), config.parallel.expert
+    per_stage = world_size // stages
+    for rank in range(world_size):
+        stage, inner = divmod(rank, per_stage)
+        folded = inner // split
+        yield Place(rank, inner % tensor, inner // tensor, stage, folded % experts, folded // experts)
+
+
+def parameters(config: Config, part: blueprint.Part, vocab_size: int) -> list[Parameter]:
+    """A part's parameters in the order of the modules. The vocabulary's padding is held but does not count as the
+    model's.
+
+    Raises ValueError for a kind of weight, or an axis, that it does not know.
+    """
+    sizes, moe, result = axis_sizes(config), config.moe, list[Parameter]()
+    for name, weight in blueprint.weights(config, vocab_size, part):
+        if weight.kind not in TRAINED:
+            unknown("parameters", f"kind of weight of {name}", weight.kind)
+        if not TRAINED[weight.kind]:
+            continue
+        total = 0 if weight.is_copy else math.prod(weight.shape)
+        active = total // (moe.num_experts or 1) * moe.top_k if weight.is_expert else total
+        # Without expert parallelism Megatron-core reduces experts' gradients with all others.
+        is_expert = weight.is_expert and sizes[EXPERT] > 1
+        local = math.prod(blueprint.local_shape(weight, sizes))
+        result.append(Parameter(name, local, total, is_expert, active, weight.is_shared))
+    return result

@@ -1,0 +1,249 @@
+"""What a run will need, before it is launched: `python train.py plan=true`, or `plan=json` for scripts.
+
+Everything follows from the configuration; no rank, device or data is touched. `refuse_what_cannot_fit` holds a run to
+it before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs import derived
+from configs.files import write_text
+from configs.ranks import launched
+from configs.rules import first_problem
+from configs.schema import Config, ConfigError
+from memory import host_memory
+from models.blueprint import padded_vocab_size, parts
+from moe.placement.map import PlacementMap
+from parallel.pipeline import layers_of_stage
+from simulator import communication
+from simulator.flops import (
+    executed_flops_per_token,
+    forward_flops_per_token,
+    forward_operations,
+    training_flops_per_token,
+)
+from simulator.memory import KINDS, RankMemory, rank_memory
+from simulator.parameters import Place, parameters, places
+from simulator.step_time import Prediction, predict_step
+
+if TYPE_CHECKING:
+    import torch
+
+PLAN_FILE = "plan.json"
+GIB = 2**30
+TOLERANCE = 0.1  # of the plan's memory: a device is given up on only where this much less would not fit either
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run's plan on `world_size` ranks of `device` ("cpu" or "cuda"). Memory in bytes, communication in bytes of one
+    rank and step."""
+
+    config: Config
+    world_size: int
+    vocab_size: int
+    device: str
+    total_parameters: int
+    active_parameters: int
+    memory: list[RankMemory]
+    communication: list[dict[str, int]]  # by stage
+    prediction: Prediction | None
+
+    @property
+    def worst(self) -> RankMemory:
+        """The rank that needs most."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one rank in a step."""
+        return derived.num_micro_batches(self.config, self.world_size)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        config, padded = self.config, padded_vocab_size(self.vocab_size, self.config.parallel.tensor)
+        return {
+            "name": config.name,
+            "world_size": self.world_size,
+            "device": self.device,
+            "vocab_size": self.vocab_size,
+            "parameters": {"total": self.total_parameters, "active": self.active_parameters},
+            "flops_per_token": training_flops_per_token(config, self.vocab_size),
+            "flops": {
+                "forward_per_token": forward_flops_per_token(config, self.vocab_size),
+                "training_per_token": training_flops_per_token(config, self.vocab_size),
+                "executed_per_token": executed_flops_per_token(config, padded, self.device),
+                "forward_operations": forward_operations(config, self.vocab_size),
+            },
+            "micro_batches": self.micro_batches,
+            "memory_per_rank": [{**asdict(rank), "total": rank.total} for rank in self.memory],
+            "worst_rank": self.worst.rank,
+            "layout": [
+                {**asdict(place), "layers": _layers(config, place.stage), "experts": _experts(config, place)}
+                for place in places(config, self.world_size)
+            ],
+            "communication_per_step": self.communication,
+            "prediction": None if self.prediction is None else asdict(self.prediction),
+        }
+
+
+def make_plan(config: Config, world_size: int, vocab_size: int, device: str | None = None) -> RunPlan:
+    """The plan of a checked config. `device`: by default where it would train if it were started here."""
+    device = device or device_type(config)
+    padded = padded_vocab_size(vocab_size, config.parallel.tensor)
+    every = [p for of_stage in parts(config) for part in of_stage for p in parameters(config, part, vocab_size)]
+    sent = communication.bytes_per_step(config, vocab_size, world_size, device)
+    reduced = max(stage["gradient_reduction"] + stage["parameter_gather"] for stage in sent)
+    return RunPlan(
+        config,
+        world_size,
+        vocab_size,
+        device,
+        sum(parameter.total for parameter in every),
+        sum(parameter.active for parameter in every),
+        rank_memory(config, vocab_size, world_size, device),
+        sent,
+        predict_step(config, padded, world_size, device, reduced),
+    )
+
+
+def device_type(config: Config) -> str:
+    """`training.device`, or what this machine has."""
+    if config.training.device != "auto":
+        return config.training.device
+    return "cuda" if _has_cuda() else "cpu"
+
+
+def _has_cuda() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False  # without a driver torch, whose import takes seconds, need not be asked
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def write(plan: RunPlan, run_dir: Path) -> None:
+    """Leave the plan beside the run's metrics, for those who compare."""
+    write_text(run_dir / PLAN_FILE, json.dumps(plan.as_dict()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What fits
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) -> None:
+    """Raise ConfigError if a rank needs more than `training.memory_limit_gib`, or clearly more than its GPU has."""
+    limit_gib = plan.config.training.memory_limit_gib
+    if limit_gib is not None:
+        limit, needed = limit_gib * GIB, float(plan.worst.total)
+    elif device is not None and device.type == "cuda":
+        import torch
+
+        limit, needed = float(torch.cuda.get_device_properties(device).total_memory), plan.worst.total * (1 - TOLERANCE)
+    else:
+        return
+    if needed > limit:
+        raise ConfigError(out_of_memory(plan, limit))
+
+
+def refuse_what_the_host_cannot_hold(plan: RunPlan) -> None:
+    """Raise ConfigError if this node's ranks, as their launcher's environment names them, clearly need more than its
+    memory has left.
+
+    For ranks on CPUs; to be asked before any of them takes what it needs.
+    """
+    launch = launched()
+    first = launch.rank - (launch.local_rank or 0)
+    here = plan.memory[first : first + (launch.local_world_size or plan.world_size)]
+    needed, limit = sum(place.total for place in here), host_memory.available()
+    if needed * (1 - TOLERANCE) <= limit:
+        return
+    kinds = ", ".join(
+        f"{kind} {_size(total)}" for kind in KINDS if (total := sum(getattr(place, kind) for place in here))
+    )
+    fix = what_fits(plan, limit / len(here))
+    advice = (
+        f"Try {fix.partition(' (')[0]}"
+        if fix
+        else "Try a smaller model (model.num_layers, model.hidden_size), or more nodes"
+    )
+    ranks = "this rank needs" if len(here) == 1 else f"the {len(here)} ranks of this node need"
+    layers = f"model.num_layers ({plan.config.model.num_layers}) of model.hidden_size ({plan.config.model.hidden_size})"
+    raise ConfigError(
+        f"{layers}: {ranks} {_size(needed)} ({kinds}), but {_size(limit)} of the host's memory are left. {advice}."
+    )
+
+
+def out_of_memory(plan: RunPlan, limit: float) -> str:
+    """One line: what is asked for, what is there, and what would fit."""
+    worst, config = plan.worst, plan.config
+    kinds = ", ".join(f"{kind} {_size(getattr(worst, kind))}" for kind in KINDS if getattr(worst, kind))
+    what = "training.memory_limit_gib" if config.training.memory_limit_gib is not None else "the device's memory"
+    fix = what_fits(plan, limit)
+    advice = f"Try {fix}." if fix else f"No smaller micro-batch nor recomputation fits: {_more_ranks(plan, limit)}."
+    return (
+        f"training.micro_batch_size ({config.training.micro_batch_size}) needs {_size(worst.total)} on rank "
+        f"{worst.rank} ({kinds}), but {what} is {_size(limit)}. {advice}"
+    )
+
+
+def what_fits(plan: RunPlan, limit: float) -> str | None:
+    """Overrides with which every rank stays under `limit` bytes: the largest micro-batch, or recomputation, or both."""
+    config, size = plan.config, plan.config.training.micro_batch_size
+    if max(rank.weights + rank.gradients + rank.optimizer for rank in plan.memory) > limit:
+        return None  # whatever the batch
+    smaller = [
+        number for number in range(size, 0, -1) if size % number == 0 or config.training.global_batch_size % number == 0
+    ]
+    kinds = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}[
+        config.training.recompute
+    ]
+    for recompute in kinds:
+        for number in smaller:
+            changed = copy.deepcopy(config)
+            changed.training.micro_batch_size, changed.training.recompute = number, recompute
+            if (number, recompute) == (size, config.training.recompute) or first_problem(
+                changed, plan.world_size
+            ) is not None:
+                continue
+            most = max(rank.total for rank in rank_memory(changed, plan.vocab_size, plan.world_size, plan.device))
+            if most <= limit:
+                fix = [f"training.micro_batch_size={number}"] if number != size else []
+                fix += [f"training.recompute={recompute}"] if recompute != config.training.recompute else []
+                return f"{' '.join(fix)} ({_size(most)})"
+    return None
+
+
+def _more_ranks(plan: RunPlan, limit: float) -> str:
+    """What else would help: more data parallel ranks share the optimizer's state, those of a layout the model."""
+    for factor in (2, 4, 8, 16, 32, 64):
+        ranks, config = factor * plan.world_size, plan.config
+        if config.optimizer.distributed and first_problem(config, ranks) is None:
+            most = max(rank.total for rank in rank_memory(config, plan.vocab_size, ranks, plan.device))
+            if most <= limit:
+                return f"{ranks} ranks would, with {_size(most)} each"
+    return "give parallel.tensor, pipeline or expert more ranks"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _layers(config: Config, stage: int) -> list[int]:
+    return [number for chunk in layers_of_stage(config, stage) for number in chunk]
+
+
+def _experts(config: Config, place: Place) -> list[int]:
+    if config.moe.num_experts is None:
+        return []
+    return list(PlacementMap(config.moe.num_experts, config.parallel.expert).experts_of(place.expert))

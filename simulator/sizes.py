@@ -1,0 +1,58 @@
+"""Bytes of a blueprint's tensors on one rank."""
+
+from __future__ import annotations
+
+from configs import derived
+from configs.schema import Config
+from models.blueprint.operation import (
+    FLOAT32,
+    MODEL,
+    OWN_TOKENS,
+    PEER_TOKENS,
+    SAMPLES,
+    SCALAR,
+    TOKENS,
+    Tensor,
+    axis_sizes,
+    unknown,
+)
+
+FP32, INT64 = 4, 8
+
+
+class Sizes:
+    """Rows and numbers of a config's tensors on one rank. Raises ValueError for rows, an axis or numbers that it does
+    not know."""
+
+    def __init__(self, config: Config) -> None:
+        parallel = config.parallel
+        self.samples, self.length = config.training.micro_batch_size, config.model.sequence_length
+        self.tokens = self.samples * self.length
+        self.own_tokens = self.tokens // parallel.tensor if parallel.sequence else self.tokens
+        self.element = derived.element_size(config)
+        self.ranks = axis_sizes(config)
+        peers = self.own_tokens * derived.expert_tensor_size(config)
+        self._rows = {
+            TOKENS: self.tokens,
+            OWN_TOKENS: self.own_tokens,
+            PEER_TOKENS: peers,
+            SAMPLES: self.samples,
+            SCALAR: 1,
+        }
+        self._bytes = {MODEL: self.element, FLOAT32: FP32}
+
+    def numbers(self, tensor: Tensor) -> int:
+        """How many this rank has of it."""
+        if tensor.rows not in self._rows:
+            unknown("Sizes", f"rows of {tensor.name}", tensor.rows)
+        if tensor.axis is not None and tensor.axis not in self.ranks:
+            unknown("Sizes", f"axis of {tensor.name}", tensor.axis)
+        return self._rows[tensor.rows] * (
+            tensor.width if tensor.axis is None else tensor.width // self.ranks[tensor.axis]
+        )
+
+    def bytes(self, tensor: Tensor) -> int:
+        """How much memory this rank needs for it."""
+        if tensor.dtype not in self._bytes:
+            unknown("Sizes", f"numbers of {tensor.name}", tensor.dtype)
+        return self.numbers(tensor) * self._bytes[tensor.dtype]

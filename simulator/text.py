@@ -1,0 +1,187 @@
+"""A run's plan in words and tables, as `python train.py plan=true` prints it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from configs import derived
+from configs.ranks import launched
+from configs.schema import Config
+from models.blueprint import padded_vocab_size, parts
+from moe.placement.map import PlacementMap
+from parallel.pipeline import layers_of_stage
+from simulator.communication import KINDS as SENT_KINDS
+from simulator.flops import executed_flops_per_token, forward_flops_per_token, training_flops_per_token
+from simulator.memory import KINDS
+from simulator.parameters import places
+from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit
+
+MOST_GROUPS = 8  # expert groups or data ranks of a stage that are drawn one by one
+
+
+def show(config: Config, world_size: int, vocab_size: int) -> int:
+    """Print the plan that `plan=true` or `plan=json` asks for; the exit status. Raises ConfigError where it does not
+    fit the limit."""
+    plan = make_plan(config, world_size, vocab_size)
+    if launched().rank == 0:
+        print(json.dumps(plan.as_dict()) if config.plan == "json" else text(plan), flush=True)
+    if config.training.memory_limit_gib is not None:
+        refuse_what_cannot_fit(plan)
+    return 0
+
+
+def text(plan: RunPlan) -> str:
+    """Everything, one section after the other."""
+    return "\n\n".join([_model(plan), _layout(plan), _memory(plan), _communication(plan), _time(plan)])
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the unit that suits them."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def count(number: float) -> str:
+    """A number with the letter of its power of a thousand."""
+    for unit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {letter}"
+    return f"{number:.3g} "
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    lines = [
+        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [headings, *rows]
+    ]
+    return "\n".join(lines)
+
+
+def _model(plan: RunPlan) -> str:
+    config, vocab = plan.config, plan.vocab_size
+    executed = executed_flops_per_token(config, padded_vocab_size(vocab, config.parallel.tensor), plan.device)
+    tokens = config.training.global_batch_size * config.model.sequence_length
+    flops = training_flops_per_token(config, vocab)
+    return "\n".join(
+        [
+            f"Plan of {config.name}: {config.model.family}, {plan.world_size} {plan.device} rank(s), "
+            f"{config.training.precision}",
+            f"  parameters         {plan.total_parameters:,} ({count(plan.total_parameters).strip()}), "
+            f"active on a token {plan.active_parameters:,} ({count(plan.active_parameters).strip()})",
+            f"  FLOPs per token    forward {count(forward_flops_per_token(config, vocab))}FLOP, training "
+            f"{count(flops)}FLOP (of MFU); carried out {count(executed)}FLOP (full attention square, recomputation, "
+            "padding)",
+            f"  a step             {config.training.global_batch_size} samples, {tokens:,} tokens, "
+            f"{count(flops * tokens)}FLOP; {derived.num_micro_batches(config, plan.world_size)} micro-batch(es) of "
+            f"{config.training.micro_batch_size} on each rank",
+        ]
+    )
+
+
+def _layout(plan: RunPlan) -> str:
+    config, parallel = plan.config, plan.config.parallel
+    sizes = {
+        "pipeline": parallel.pipeline,
+        "virtual": parallel.virtual_pipeline or 1,
+        "data": derived.data_parallel_size(config, plan.world_size),
+        "tensor": parallel.tensor,
+    }
+    if derived.is_moe(config):
+        copies = derived.expert_data_parallel_size(config, plan.world_size)
+        sizes |= {"expert": parallel.expert, "expert tensor": derived.expert_tensor_size(config), "expert data": copies}
+    lines = ["Layout: " + " x ".join(f"{name} {number}" for name, number in sizes.items())]
+    everyone = list(places(config, plan.world_size))
+    for stage in range(parallel.pipeline):
+        ranks = [place for place in everyone if place.stage == stage]
+        ends = parts(config)[stage]
+        holds = [f"layers {', '.join(_range(chunk) for chunk in layers_of_stage(config, stage))}"]
+        holds = (["embedding"] if ends[0].is_first else []) + holds + (["head, loss"] if ends[-1].is_last else [])
+        lines.append(f"  stage {stage}: ranks {_range(range(ranks[0].rank, ranks[-1].rank + 1))}; {'; '.join(holds)}")
+        groups: dict[int, list[int]] = {}
+        for place in ranks:
+            groups.setdefault(place.data, []).append(place.rank)
+        lines += [
+            f"    data {data}: [{_ranks(of_data)}]{_expert_note(config, everyone, of_data)}"
+            for data, of_data in _few(groups)
+        ]
+        if len(groups) > MOST_GROUPS:
+            lines.append(f"    ... and {len(groups) - MOST_GROUPS} more like these")
+    if parallel.tensor > 1:
+        lines.append("  In brackets: tensor ranks, which hold the parts of the same weights.")
+    return "\n".join(lines)
+
+
+def _few(groups: dict[int, list[int]]) -> list[tuple[int, list[int]]]:
+    return list(groups.items())[:MOST_GROUPS]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return " ".join(str(rank) for rank in ranks) if len(ranks) <= 16 else f"{ranks[0]} ... {ranks[-1]}"
+
+
+def _expert_note(config: Config, everyone: Sequence, ranks: Sequence[int]) -> str:  # type: ignore[type-arg]
+    if config.moe.num_experts is None:
+        return ""
+    experts_of = PlacementMap(config.moe.num_experts, config.parallel.expert).experts_of
+    held = dict.fromkeys(everyone[rank].expert for rank in ranks)
+    return "  experts " + " | ".join(_range(experts_of(number)) for number in held)
+
+
+def _range(numbers: range) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _memory(plan: RunPlan) -> str:
+    rows = []
+    for stage in range(plan.config.parallel.pipeline):
+        worst = max((rank for rank in plan.memory if rank.stage == stage), key=lambda rank: rank.total)
+        mark = "<- most" if worst.stage == plan.worst.stage else ""
+        rows.append(
+            [str(stage), str(worst.rank), *(size(getattr(worst, kind)) for kind in KINDS), size(worst.total), mark]
+        )
+    lines = ["Memory of a rank (the fullest of each stage):", _table(["stage", "rank", *KINDS, "total", ""], rows)]
+    lines.append("  Tensors alone: a GPU's libraries and its allocator's gaps come on top, some GiB.")
+    if derived.is_moe(plan.config):
+        lines.append(
+            "  With every expert equally busy; the busiest rank's experts take as many times more as it has more "
+            "tokens."
+        )
+    return "\n".join(lines)
+
+
+def _communication(plan: RunPlan) -> str:
+    rows = [[str(stage), *(size(sent[kind]) for kind in SENT_KINDS)] for stage, sent in enumerate(plan.communication)]
+    headings = ["stage", *(kind.replace("_", " ") for kind in SENT_KINDS)]
+    return "\n".join(["Sent by a rank in a step:", _table(headings, rows)])
+
+
+def _time(plan: RunPlan) -> str:
+    prediction, config = plan.prediction, plan.config
+    if prediction is None:
+        why = (
+            "the model has no MoE layers, whose costs are measured"
+            if not derived.is_moe(config)
+            else "their costs were not measured"
+        )
+        how = (
+            ""
+            if not derived.is_moe(config)
+            else f" (a run with moe.pipeline_degree=auto measures them into {config.data.cache_dir}/costs)"
+        )
+        return f"Step time: no prediction: {why}{how}."
+    tokens = config.training.global_batch_size * config.model.sequence_length
+    seconds = {
+        "MoE layers": prediction.moe_seconds,
+        "the rest": prediction.other_seconds,
+        "reduction": prediction.reduction_seconds,
+    }
+    pieces = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
+    return (
+        f"Step time: predicted {prediction.step_seconds:.3g} s, {tokens / prediction.step_seconds:,.0f} tokens/s "
+        f"({pieces}, pipeline bubble {prediction.bubble:.0%}); a prediction, from costs measured on "
+        f"{prediction.measured_on}."
+    )

@@ -1,0 +1,183 @@
+"""A CUDA device made of host memory, for a torch without CUDA: real numbers on tensors that say `cuda:0`.
+
+`Device` is the dispatch mode under which the product runs. Each operation is computed on the host tensors inside. Where
+the driver of a GPU would make the host wait, that is counted by kind and place. An operation that mixes host and device
+tensors is an error. What this cannot show: speed, memory, and the numbers of CUDA's own kernels. `data_ptr()` of a
+tensor is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.cuda import streams
+from tests.cuda.observed import OBSERVED, place
+
+DEVICE = streams.DEVICE
+HOST = torch.device("cpu")
+aten = torch.ops.aten
+
+# The size of their result depends on the values, so the host must read a count back.
+SIZED_BY_VALUES = {
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.bincount,
+}
+READ_BY_HOST = {aten._local_scalar_dense: "item", aten.equal: "equal", aten.is_nonzero: "item"}
+INDEXING = {aten.index, aten._unsafe_index, aten.index_put, aten.index_put_}
+
+
+class DeviceTensor(torch.Tensor):
+    """Says `cuda:0`; its numbers are in the tensor `host`."""
+
+    host: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> DeviceTensor:
+        geometry = {
+            "strides": host.stride(),
+            "storage_offset": host.storage_offset(),
+            "dtype": host.dtype,
+            "layout": host.layout,
+        }
+        made = torch.Tensor._make_wrapper_subclass(cls, host.size(), device=DEVICE, requires_grad=False, **geometry)
+        made.host = host
+        return made
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: DeviceTensor) -> None:
+        self.host = value.host
+        torch.Tensor.data.__set__(self, value)
+
+    def tolist(self) -> Any:
+        OBSERVED.wait("tolist")
+        return self.host.tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DeviceTensor({self.host})"
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(operation, args, kwargs or {})
+
+
+class Device(TorchDispatchMode):
+    """While it is entered, whatever is made on or moved to a CUDA device becomes a `DeviceTensor`."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(operation, args, kwargs or {})
+
+
+def host_of(value: Any) -> Any:
+    """The host tensor inside a device tensor; anything else as it is."""
+    return value.host if isinstance(value, DeviceTensor) else value
+
+
+def on_device(value: Any) -> Any:
+    """The same numbers as a device tensor; what is no tensor as it is."""
+    return DeviceTensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, DeviceTensor) else value
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether a host tensor, or what it is a view of, is page-locked."""
+    return hasattr(tensor, "pretended_pin") or (tensor._base is not None and hasattr(tensor._base, "pretended_pin"))
+
+
+def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute one operation as the device would, or as torch does where no device tensor has to do with it."""
+    name = getattr(operation, "overloadpacket", operation)
+    asked = kwargs.get("device")
+    if asked is not None:
+        kwargs = {**kwargs, "device": HOST}
+    if name is aten.copy_:
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        return _copy(args[0], args[1], non_blocking)
+    if name is aten._to_copy and asked is not None:
+        return _move(operation, args[0], torch.device(asked), kwargs)
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    here = any(isinstance(tensor, DeviceTensor) for tensor in tensors)
+    if not here and (asked is None or torch.device(asked).type == "cpu"):
+        return operation(*args, **kwargs)
+    kwargs.pop("pin_memory", None)
+    if here:
+        streams.refuse_on_side_stream(operation)
+        _refuse_mixed(operation, name, tensors)
+        _count_waits(name, args, kwargs)
+    result = operation(*tree_map(host_of, args), **tree_map(host_of, kwargs))
+    if asked is not None and torch.device(asked).type == "cpu":
+        return result
+    result = tree_map(on_device, result)
+    # A collective's result is its work and its own arguments, which have been written in place.
+    return (
+        return_and_correct_aliasing(operation, args, kwargs, result)
+        if here and operation.namespace != "c10d"
+        else result
+    )
+
+
+def _move(operation: Any, source: torch.Tensor, target: torch.device, kwargs: dict[str, Any]) -> torch.Tensor:
+    from_here, to_here = isinstance(source, DeviceTensor), target.type == "cuda"
+    non_blocking = kwargs.get("non_blocking", False)
+    if from_here and not to_here and not non_blocking:
+        OBSERVED.wait("copy to host")
+    if to_here and not from_here and not (non_blocking and is_pinned(source)):
+        OBSERVED.wait("copy to device")
+    kwargs.pop("pin_memory", None)
+    moved = operation(host_of(source), **kwargs)
+    return on_device(moved) if to_here else moved
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+    to_here, from_here = isinstance(target, DeviceTensor), isinstance(source, DeviceTensor)
+    waits = to_here != from_here and not (non_blocking and is_pinned(source if to_here else target))
+    if waits:
+        OBSERVED.wait("copy to device" if to_here else "copy to host")
+    if to_here or from_here:
+        streams.copy(host_of(target), host_of(source), from_here, waits)
+    else:
+        aten.copy_(target, source)
+    return target
+
+
+def _refuse_mixed(operation: Any, name: Any, tensors: list[torch.Tensor]) -> None:
+    # Numbers of the host may stand beside device tensors, and indices too (they are copied).
+    for tensor in tensors:
+        if not isinstance(tensor, DeviceTensor) and tensor.dim() > 0 and name not in INDEXING:
+            raise RuntimeError(
+                f"{operation} got a tensor {tuple(tensor.shape)} of the host beside those of the device, in {place()}"
+            )
+
+
+def _count_waits(name: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    if name in READ_BY_HOST:
+        OBSERVED.wait(READ_BY_HOST[name])
+    elif name in SIZED_BY_VALUES:
+        OBSERVED.wait(str(name).rpartition(".")[2])
+    elif name is aten.repeat_interleave and kwargs.get("output_size") is None:
+        OBSERVED.wait("repeat_interleave")
+    elif name in INDEXING:
+        indices = [index for index in args[1] if isinstance(index, torch.Tensor)]
+        fills = len(args) > 2 and args[2].numel() == 1  # a masked fill
+        if any(index.dtype in (torch.bool, torch.uint8) for index in indices) and not fills:
+            OBSERVED.wait("boolean index")
+        if any(not isinstance(index, DeviceTensor) and index.dim() > 0 for index in indices):
+            OBSERVED.wait("host index")
+
+
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark a tensor of the host as page-locked."""
+    tensor.pretended_pin = True  # type: ignore[attr-defined]
+    return tensor

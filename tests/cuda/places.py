@@ -1,0 +1,53 @@
+"""What the tests of the pretended device know of the product's places: `file:function`, to be kept up when code moves.
+
+The tables list the host's waits for the device. A wait that they do not name turns test_waits red. A change that moves
+a place changes it here; one that adds a wait says why here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+Waits = dict[tuple[str, str], int]  # by kind (see device.py) and place
+
+P2P = "megatron/core/pipeline_parallel/p2p_communication.py:P2PCommunicator._communicate"
+OVERFLOW = "megatron/core/optimizer/optimizer.py:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan"
+
+# Calls that a test leaves out, and what they are: the wait for a chunk's rows, the default stream's wait for what comes
+# back from the host, and the notice to the allocator that a copy still reads a tensor.
+MUTANTS = {
+    "wait": "moe/schedule/over_ranks.py:_Pass.wait_dispatch",
+    "wait_event": "moe/schedule/restore.py:HostStore.get",
+    "record_stream": "moe/schedule/restore.py:HostStore.put",
+}
+
+PER_STEP: Waits = {
+    ("copy to device", "training/step.py:_run"): 1,  # the number of predicted tokens
+    ("tolist", "optim/grad_norms.py:GradNorms._measure"): 1,
+    ("copy to device", "training/step.py:gradients"): 1,  # whether gradients are finite
+    ("copy to host", "training/step.py:gradients"): 1,  # the step's sums
+    ("item", "training/step.py:_losses"): 1,
+}
+# Of an MoE layer and micro-batch, forward and backward pass together.
+FLAT: Waits = {
+    ("tolist", "moe/alltoall/flat.py:FlatAllToAll.count"): 1,
+    ("copy to device", "moe/route.py:received_rows"): 2,
+}
+FLAT_TWO_DEGREES: Waits = {**FLAT, ("copy to device", "moe/route.py:received_rows"): 4}
+HIERARCHICAL: Waits = {
+    ("tolist", "moe/alltoall/hierarchical.py:HierarchicalAllToAll.count"): 1,
+    ("copy to device", "moe/route.py:received_rows"): 4,  # two degrees
+}
+# Full recomputation runs the forward pass of each layer twice.
+FLAT_TWICE: Waits = {key: 2 * count for key, count in FLAT.items()}
+CAPACITY: Waits = {**FLAT, ("nonzero", "moe/route.py:choose"): 1}
+FLAT_FP16: Waits = {
+    **FLAT,
+    # no grouped product: the host counts for each chunk and pass
+    ("tolist", "moe/experts/compute.py:make_assignments"): 2,
+}
+
+
+def waits(per_layer: Waits, layers: int, also: Waits | None = None) -> Counter[tuple[str, str]]:
+    """Of one step with so many passes of MoE layers (layers times micro-batches); `also`: further ones a step."""
+    return Counter({**PER_STEP, **{key: count * layers for key, count in per_layer.items()}, **(also or {})})

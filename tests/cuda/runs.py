@@ -1,0 +1,97 @@
+"""One layout trained for a few steps, on the pretended device or on the CPU: what every rank of a test runs.
+
+All that the pretended device needs to know of the product is here; the places that it names are in places.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+from tests.cuda.observed import OBSERVED, Mutant
+
+STEPS = 2
+VOCAB_SIZE = 500
+COMMON = ("training.global_batch_size=8", "training.micro_batch_size=2", "model.backend=portable", "logging.wandb=off")
+
+
+@dataclass
+class Outcome:
+    """Of one rank: numbers of each step, and what the device saw in the last one."""
+
+    device: str  # of every parameter
+    losses: list[float]
+    grad_norms: list[float]
+    waits: Counter[tuple[str, str]]
+    faults: Counter[str]
+    mutant: Mutant | None
+
+
+def train(
+    device: str, overrides: Sequence[str], ranks_per_node: int | None = None, mutant: Mutant | None = None
+) -> Outcome:
+    """Take STEPS optimizer steps on made-up batches. `ranks_per_node`: this host's ranks pretend to be on several."""
+    import torch.distributed as dist
+
+    os.environ.pop("LOCAL_RANK", None)  # there is one device for all
+    rank = dist.get_rank()
+    with contextlib.ExitStack() as stack:
+        if ranks_per_node is not None:
+            stack.enter_context(mock.patch.object(socket, "gethostname", lambda: f"node{rank // ranks_per_node}"))
+        stack.enter_context(_pretended(mutant) if device == "cuda" else contextlib.nullcontext())
+        return _train(device, overrides)
+
+
+@contextlib.contextmanager
+def _pretended(mutant: Mutant | None) -> Iterator[None]:
+    import torch
+
+    from tests.cuda import exchanges, streams
+    from tests.cuda.device import Device
+
+    OBSERVED.start(mutant)
+    # In the engine's own thread for a device, torch.tensor(..., device="cuda") would look for a real one.
+    with Device(), torch.autograd.set_multithreading_enabled(False):
+        try:
+            yield
+            OBSERVED.fault("exchanges that nobody waited for", exchanges.run_all())
+            OBSERVED.fault("copies on side streams that nobody waited for", streams.run_all())
+        finally:  # whatever an error has left
+            exchanges.forget()
+            streams.forget()
+
+
+def _train(device: str, overrides: Sequence[str]) -> Outcome:
+    import torch.distributed as dist
+
+    from configs.compose import compose
+    from configs.validate import validate
+    from optim.grad_norms import GradNorms
+    from parallel import topology
+    from training.engine import Engine
+    from training.starting.dry_run import made_up_batches
+    from training.step import train_step
+
+    config = compose([f"training.device={device}", *COMMON, *overrides])
+    validate(config, dist.get_world_size())
+    place = topology.initialize(config)
+    model = Engine(config, place, VOCAB_SIZE)
+    (where,) = {str(parameter.device) for chunk in model.bare_chunks for parameter in chunk.parameters()}
+    GradNorms(model.optimizer, model.bare_chunks)  # as the trainer does
+    count = config.training.global_batch_size // (config.training.micro_batch_size * place.data.size)
+    batches = made_up_batches(config, count, VOCAB_SIZE, seed=place.data.rank)
+    if device == "cuda":
+        batches = [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]
+    outcome = Outcome(where, [], [], OBSERVED.waits, OBSERVED.faults, OBSERVED.mutant)
+    for step in range(1, STEPS + 1):
+        OBSERVED.waits.clear()
+        result = train_step(model, batches, step)
+        outcome.losses.append(result.loss)
+        outcome.grad_norms.append(result.grad_norm)
+    model.close()
+    return outcome

@@ -1,0 +1,254 @@
+"""Perplexity, tasks of the LM evaluation harness and masked words, against transformers on the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference import evaluate, fill_mask
+from inference import generate as generation
+from inference.scoring import windows
+from tests import distributed
+from tests.models.test_huggingface import FAMILIES, VOCAB_SIZE
+from tests.tolerances import ORACLE_LOGITS
+
+LENGTH = 24
+WORDS = [*"abcdefghijklmnopqrstuvwxyz0123456789 .,:;=+-*/()[]{}<>\n", "the", "in", "re", "on", "def", "self", "return"]
+
+
+def _save(name: str, folder: Path) -> Any:
+    """A random model of a family with a word-level tokenizer, in a Hugging Face folder."""
+    import tokenizers
+    import transformers
+
+    class_name, values = FAMILIES[name]
+    model_class = getattr(transformers, class_name)
+    key = "n_positions" if "n_positions" in values else "max_position_embeddings"
+    torch.manual_seed(2)
+    model = model_class(model_class.config_class(**{**values, key: LENGTH, "eos_token_id": 0})).eval()
+    model.save_pretrained(folder)
+    special = ["<|endoftext|>", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: i for i, word in enumerate([*special, "[UNK]", *WORDS])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model
+
+
+def command(main: Callable[[list[str]], int], arguments: list[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(arguments)
+    return status, out.getvalue(), err.getvalue()
+
+
+def _log_probs(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].double().log_softmax(dim=1)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "length", "stride"), [(2, 8, 4), (8, 8, 4), (9, 8, 4), (31, 8, 3), (30, 8, 7), (1, 8, 4), (5, 2, 1)]
+)
+def test_windows_predict_each_token_once(num_tokens: int, length: int, stride: int) -> None:
+    counted: list[int] = []
+    for begin, end, first in windows(num_tokens, length, stride):
+        assert 0 <= begin < first < end <= num_tokens and end - begin <= length
+        assert first == 1 or first - begin >= length - stride
+        counted += range(first, end)
+    assert counted == list(range(1, num_tokens))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "deepseek_v3"])
+def test_perplexity_of_files(name: str, tmp_path: Path) -> None:
+    model = _save(name, tmp_path / "hf")
+    texts = {"short": "def f(self): return 1\n", "long": "the return in the red zone; " * 6 + "end"}
+    for key, text in texts.items():
+        (tmp_path / key).write_text(text)
+    stride = 10
+    arguments = [
+        "--checkpoint",
+        str(tmp_path / "hf"),
+        "--device",
+        "cpu",
+        "--stride",
+        str(stride),
+        "--batch",
+        "3",
+        "--json",
+        "--files",
+    ]
+    status, out, err = distributed.run(
+        command, 1, evaluate.main, [*arguments, *(str(tmp_path / key) for key in texts)]
+    )[0]
+    assert status == 0, err
+    scores = json.loads(out)["files"]
+    import tokenizers
+
+    words = tokenizers.Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+    total = 0.0
+    for key, text in texts.items():
+        ids = [0, *words.encode(text, add_special_tokens=False).ids]
+        nats = 0.0
+        for begin, end, first in windows(len(ids), LENGTH, stride):
+            rows = _log_probs(model, ids[begin:end])
+            nats -= sum(float(rows[i - begin - 1, ids[i]]) for i in range(first, end))
+        score = scores[str(tmp_path / key)]
+        assert score["num_tokens"] == len(ids) - 1 and score["num_bytes"] == len(text.encode())
+        assert score["nats"] == pytest.approx(nats, rel=ORACLE_LOGITS)
+        assert score["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=10 * ORACLE_LOGITS)
+        assert score["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(text), rel=ORACLE_LOGITS)
+        total += nats
+    assert scores["all"]["nats"] == pytest.approx(total, rel=ORACLE_LOGITS)
+
+
+CHOICES = [
+    ("def f(", ["self", "the", "a b c"], 0),
+    ("return in ", ["1", "on", "re"], 2),
+    ("a = 1 + ", ["2", "(3)", "x"], 1),
+]
+CHOICE_TASK = """
+task: choices
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+target_delimiter: ""
+metric_list:
+  - metric: acc
+"""
+PERPLEXITY_TASK = """
+task: texts
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{question}}"
+metric_list:
+  - metric: bits_per_byte
+"""
+ANSWER_TASK = """
+task: answers
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_target: "{{expected}}"
+target_delimiter: ""
+generation_kwargs: {until: ["STOP"], max_gen_toks: 6}
+metric_list:
+  - metric: exact_match
+"""
+
+
+def _evaluate_tasks(cache: Path, arguments: list[str]) -> tuple[int, str, str]:
+    os.environ["HF_HOME"] = str(cache)  # read when the harness is imported
+    return command(evaluate.main, arguments)
+
+
+def test_tasks_of_the_harness(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the optional package lm-eval is not installed")
+    import tokenizers
+
+    model = _save("llama", tmp_path / "hf")
+    words = tokenizers.Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+
+    def encode(text: str) -> list[int]:
+        return words.encode(text, add_special_tokens=False).ids
+
+    right, nats, num_bytes, lines = 0, 0.0, 0, []
+    for question, choices, answer in CHOICES:
+        context = encode(question)
+        sums = []
+        for choice in choices:
+            ids = encode(question + choice)
+            rows = _log_probs(model, ids)
+            sums.append(sum(float(rows[i - 1, ids[i]]) for i in range(len(encode(question.rstrip(" "))), len(ids))))
+        right += sums.index(max(sums)) == answer
+        rows = _log_probs(model, [0, *context])
+        nats -= sum(float(rows[i, token]) for i, token in enumerate(context))
+        num_bytes += len(question)
+        tokens = torch.tensor([context])
+        settings = {"do_sample": False, "eos_token_id": 0, "pad_token_id": 0, "max_new_tokens": 6}
+        made = model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)[0, len(context) :].tolist()
+        text = words.decode([token for token in made if token < 5 + len(WORDS)])
+        lines.append({"question": question, "choices": choices, "answer": answer, "expected": text})
+    lines[0]["expected"] = "!"  # a wrong answer
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "tasks").mkdir()
+    for name, task in {"choices": CHOICE_TASK, "texts": PERPLEXITY_TASK, "answers": ANSWER_TASK}.items():
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(task.replace("DATA", str(tmp_path / "data.jsonl")))
+    arguments = [
+        "--checkpoint",
+        str(tmp_path / "hf"),
+        "--device",
+        "cpu",
+        "--json",
+        "--task-folder",
+        str(tmp_path / "tasks"),
+        "--tasks",
+    ]
+    status, out, err = distributed.run(
+        _evaluate_tasks, 1, tmp_path / "cache", [*arguments, "choices", "texts", "answers"]
+    )[0]
+    assert status == 0, err
+    results = json.loads(out.splitlines()[-1])["tasks"]
+    assert results["choices"]["acc,none"] == pytest.approx(right / len(CHOICES))
+    assert results["texts"]["bits_per_byte,none"] == pytest.approx(
+        nats / math.log(2) / num_bytes, rel=10 * ORACLE_LOGITS
+    )
+    assert results["answers"]["exact_match,none"] == pytest.approx(2 / 3)
+    status, out, err = distributed.run(_evaluate_tasks, 1, tmp_path / "cache", [*arguments, "choicess"])[0]
+    assert (status, out) == (2, "") and "--tasks (choicess) is none of the tasks" in err
+
+
+@pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"]])
+def test_masked_words(layout: list[str], tmp_path: Path) -> None:
+    model = _save("bert_masked_lm", tmp_path)
+    source = ["--checkpoint", str(tmp_path), "--device", "cpu", *layout, "--json", "--top-k", "3"]
+    ids = [1, 20, 3, 33, 9, 3, 2]
+    expected = model(torch.tensor([ids])).logits[0, [2, 5]].softmax(dim=1).topk(3)
+    text = " ".join(map(str, ids))
+    status, out, err = distributed.run(
+        command, len(layout) + 1, fill_mask.main, [*source, "--ids", "--mask-id", "3", "--text", text]
+    )[0]
+    assert status == 0, err
+    places = json.loads(out)["places"]
+    assert [[guess["token"] for guess in place] for place in places] == expected.indices.tolist()
+    found = torch.tensor([[guess["probability"] for guess in place] for place in places])
+    assert (found - expected.values).abs().max() < ORACLE_LOGITS
+    if layout:
+        return
+    status, out, err = distributed.run(command, 1, fill_mask.main, [*source, "--text", "a = [MASK] + [MASK]"])[0]
+    assert status == 0 and [len(place) for place in json.loads(out)["places"]] == [3, 3], err
+    wrong = {
+        "no masked place": (fill_mask.main, [*source, "--text", "a = 1"]),
+        f"more than the model's sequence length ({LENGTH})": (
+            fill_mask.main,
+            [*source, "--text", "[MASK]" + "a" * LENGTH],
+        ),
+        "fills in masked words. Try python -m inference.fill_mask": (generation.main, [*source[:4], "--prompt", "a"]),
+        f"vocabulary ends at {VOCAB_SIZE - 1}": (
+            fill_mask.main,
+            [*source, "--ids", "--mask-id", "3", "--text", "3 500"],
+        ),
+    }
+    for message, (main, arguments) in wrong.items():
+        status, out, err = distributed.run(command, 1, main, arguments)[0]
+        assert (status, out) == (2, "") and message in err

@@ -1,0 +1,124 @@
+"""Initial weights: every part that a layout can ask for is a slice of the same draw, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+
+from configs.schema import Config
+from models.initial_weights import BLOCK_ROWS, fill
+from models.weights import LogicalTensor
+
+COLUMN, ROW, WHOLE, EXPERT, NORM = (
+    "decoder.layers.1.self_attention.linear_qkv.weight",
+    "decoder.layers.1.self_attention.linear_proj.weight",
+    "decoder.layers.1.mlp.router.weight",
+    "decoder.layers.1.mlp.experts.3.linear_fc1.weight",
+    "decoder.layers.1.input_layernorm.weight",
+)
+VOCABULARY = "embedding.word_embeddings.weight"
+# name, logical shape, split dimension, gated, rows of a rank's storage when tensor ranks pad it
+CASES: list[tuple[str, tuple[int, ...], int | None, bool, int | None]] = [
+    (COLUMN, (1200, 24), 0, False, None),
+    (COLUMN.replace(".weight", ".bias"), (1200,), 0, False, None),
+    (ROW, (24, 1200), 1, False, None),
+    (ROW, (600, 720), 1, False, None),
+    (WHOLE, (700, 24), None, False, None),
+    (EXPERT, (2 * 600, 24), 0, True, None),
+    (EXPERT, (2 * 24, 24), 0, True, None),  # halves smaller than a block
+    (NORM, (700,), None, False, None),
+    (VOCABULARY, (131, 24), 0, False, 128),  # the second rank's storage is padding but for three rows
+    (VOCABULARY, (1000, 24), 0, False, 256),
+    (VOCABULARY, (513, 24), 0, False, 384),  # a rank whose storage is all padding
+]
+
+
+class _Group:
+    """What a part needs of a process group."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def _tensor(
+    name: str,
+    shape: tuple[int, ...],
+    dim: int | None,
+    gated: bool,
+    rank: int,
+    size: int,
+    rows: int | None,
+    *,
+    dtype: torch.dtype,
+) -> LogicalTensor:
+    local = list(shape)
+    if dim is not None:
+        local[dim] = rows or shape[dim] // size
+    storage = torch.full(local, math.nan, dtype=dtype)
+    return LogicalTensor(name, storage, shape, dim, gated, cast(Any, _Group(rank, size)))
+
+
+def _drawn(*place: Any, seed: int = 1, dtype: torch.dtype = torch.float32) -> LogicalTensor:
+    config = Config()
+    config.training.seed = seed
+    item = _tensor(*place, dtype=dtype)
+    fill(item, config)
+    return item
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "shape", "dim", "gated", "rows"), CASES)
+def test_each_part_is_a_slice_of_the_whole_draw(
+    name: str, shape: tuple[int, ...], dim: int | None, gated: bool, rows: int | None, *, dtype: torch.dtype
+) -> None:
+    whole = _drawn(name, shape, dim, gated, 0, 1, None).local.to(dtype)
+    assert whole.isfinite().all()
+    for size in (1, 2, 3, 4):
+        if rows is not None and rows * size < shape[0]:
+            continue
+        parts = [_drawn(name, shape, dim, gated, rank, size, rows, dtype=dtype) for rank in range(size)]
+        for part in parts:
+            assert torch.equal(part.local, part.cut(whole)), (size, part.group.rank())
+        assert torch.equal(parts[0].join([part.local for part in parts]), whole)
+        if rows is not None:  # padding is zero
+            assert torch.cat([part.local for part in parts])[shape[0] :].count_nonzero() == 0
+
+
+def test_blocks_names_and_seeds_differ() -> None:
+    shape = (3 * BLOCK_ROWS, 16)
+    draws = [_drawn(name, shape, 0, False, 0, 1, None, seed=seed).local for name in (COLUMN, EXPERT) for seed in (1, 2)]
+    parts = [block for draw in draws for block in draw.split(BLOCK_ROWS)]
+    for one, other in itertools.combinations(parts, 2):
+        assert not torch.equal(one, other)
+    # Rows that a model with more of them has too: a block depends on nothing outside of it.
+    longer = _drawn(COLUMN, (4 * BLOCK_ROWS, 16), 0, False, 0, 1, None).local
+    assert torch.equal(longer[: shape[0]], draws[0])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_distribution_is_gpt2s(dim: int) -> None:
+    config, size = Config(), 600
+    expected = config.model.init_std
+    weight = _drawn(COLUMN if dim == 0 else ROW, (size, size), dim, False, 0, 1, None).local
+    if dim == 1:
+        expected /= math.sqrt(2 * config.model.num_layers)
+    assert weight.std().item() == pytest.approx(expected, rel=0.01)
+    assert abs(weight.mean().item()) < 5 * expected / size
+    kept = torch.corrcoef(torch.stack([block.flatten() for block in weight.split(BLOCK_ROWS, dim)[:2]]))[0, 1]
+    assert abs(kept.item()) < 5 / math.sqrt(size * BLOCK_ROWS)
+
+
+def test_norms_begin_at_one_and_biases_at_zero() -> None:
+    assert torch.equal(_drawn(NORM, (40,), None, False, 0, 1, None).local, torch.ones(40))
+    bias = "decoder.layers.0.mlp.linear_fc1.bias"
+    assert torch.equal(_drawn(bias, (40,), 0, True, 1, 2, None).local, torch.zeros(20))

@@ -1,0 +1,102 @@
+"""Folds over the blueprint name what they do not know, and need neither torch nor Megatron-core."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.compose import compose
+from configs.schema import Config
+from models import blueprint
+from models.blueprint.operation import Block, Collective, Operation, Split, Tensor, Weight
+from simulator import communication, flops, parameters
+from simulator.activations import Activations
+
+ROOT = Path(__file__).resolve().parents[2]
+STRANGE = Operation("attend_far", "self_attention.far", ("state",), (Tensor("far", 8),))
+SHEAR = Weight("mlp.shear.weight", (8, 8), "shear")
+SIDEWAYS = Weight("mlp.side.weight", (8, 8), "matrix", (Split(0, "sideways"),))
+LINEAR = Operation("linear", "mlp.new", ("state",), (Tensor("new", 8),))
+
+
+def _parameters(config: Config, part: blueprint.Part) -> Any:
+    return parameters.parameters(config, part, 1000)
+
+
+def _flops(config: Config, part: blueprint.Part) -> Any:
+    return flops.forward_operations(config, 1000)
+
+
+def _communication(config: Config, part: blueprint.Part) -> Any:
+    return communication.of_operations(config, 1000, part, "cpu")
+
+
+def _memory(config: Config, part: blueprint.Part) -> Any:
+    return Activations(config, 1000, "cpu").profile(part)
+
+
+CASES: list[tuple[Callable[[Config, blueprint.Part], Any], Operation, str]] = [
+    (_flops, STRANGE, "flops does not know the kind of operation of self_attention.far 'attend_far'"),
+    (_flops, replace(LINEAR, name="elsewhere"), "flops does not know the operation 'elsewhere'"),
+    (_memory, STRANGE, "memory does not know the kind of operation of self_attention.far 'attend_far'"),
+    (_memory, replace(LINEAR, weights=(SHEAR,)), "memory does not know the kind of weight of mlp.shear.weight 'shear'"),
+    (_memory, replace(LINEAR, weights=(SIDEWAYS,)), "does not know the axis of mlp.side.weight 'sideways'"),
+    (_memory, replace(LINEAR, outputs=(Tensor("new", 8, axis="up"),)), "does not know the axis of new 'up'"),
+    (_memory, replace(LINEAR, outputs=(Tensor("new", 8, rows="pages"),)), "does not know the rows of new 'pages'"),
+    (_parameters, replace(LINEAR, weights=(SHEAR,)), "parameters does not know the kind of weight"),
+    (_parameters, replace(LINEAR, weights=(SIDEWAYS,)), "does not know the axis of mlp.side.weight 'sideways'"),
+    (
+        _communication,
+        replace(LINEAR, collectives=(Collective("shout", "tensor", Tensor("x", 8)),)),
+        "communication does not know the collective of mlp.new 'shout'",
+    ),
+    (
+        _communication,
+        replace(LINEAR, collectives=(Collective("all_gather", "sideways", Tensor("x", 8)),)),
+        "communication does not know the axis of mlp.new 'sideways'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fold", "operation", "message"), CASES, ids=[case[2] for case in CASES])
+def test_folds_name_what_they_do_not_know(
+    monkeypatch: pytest.MonkeyPatch, fold: Callable[[Config, blueprint.Part], Any], operation: Operation, message: str
+) -> None:
+    config = compose(["experiment=gpt_tiny", "training.device=cpu"])
+    part = blueprint.whole(config)
+    fold(config, part)
+    real = blueprint.blocks
+
+    def with_one_more(*arguments: Any) -> list[Block]:
+        first, layer, *others = real(*arguments)
+        more = replace(layer, operations=(operation, *layer.operations), weights=(*layer.weights, *operation.weights))
+        return [first, more, *others]
+
+    monkeypatch.setattr(blueprint, "blocks", with_one_more)
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        fold(config, part)
+
+
+PROGRAM = """
+import json, sys
+from configs.compose import compose
+from simulator import text
+from simulator.run_plan import make_plan
+plan = make_plan(compose(["experiment=deepseek_v3_like"]), 256, 129280, sys.argv[1])
+text.text(plan)
+print(json.dumps([name for name in ("torch", "megatron") if name in sys.modules]))
+"""
+
+
+def test_a_plan_needs_neither_torch_nor_megatron() -> None:
+    command = [sys.executable, "-c", PROGRAM, "cuda"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == []

@@ -1,0 +1,80 @@
+"""`metrics.jsonl`: one JSON object per optimizer step, each step once, floats that read back exactly."""
+
+from __future__ import annotations
+
+import json
+
+from configs.files import FULL, Log, WriteError, write_text
+from training.run import Callback, Metrics, Run
+
+
+class MetricsFile(Callback):
+    """Appends each step's metrics on the main rank; a resumed run first drops the lines of steps that it will take
+    again.
+
+    A run whose steps cannot be put on record ends. Only where its own unfinished checkpoint fills the disk that one
+    gives way first.
+    """
+
+    def __init__(self) -> None:
+        self._log: Log | None = None
+        self._waiting: list[str] = []  # lines that found no room
+
+    def on_start(self, run: Run) -> None:
+        """Raises WriteError."""
+        if not run.is_main:
+            return
+        path = run.run_dir / "metrics.jsonl"
+        text = path.read_text(errors="replace") if path.exists() else ""
+        kept = []
+        for line in text.splitlines():
+            try:
+                step = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):
+                continue  # the end of a line that a kill cut off
+            if step <= run.progress.step:
+                kept.append(line + "\n")
+        if not path.exists() or "".join(kept) != text:
+            write_text(path, "".join(kept))
+        self._log, self._waiting = Log(path), []
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        """Raises WriteError."""
+        if self._log is None:
+            return
+        self._waiting.append(json.dumps(metrics))
+        try:
+            self.flush()
+        except WriteError as error:
+            if error.errno not in FULL or not run.saver.pending:
+                raise
+            run.saver.cancel(f"it gave its room to {self._log.path.name}")
+            if len(self._waiting) == 1:
+                run.say(f"{error} The checkpoint that is being written gives its room back")
+
+    def flush(self) -> None:
+        """Have every step on record. Raises WriteError."""
+        while self._log is not None and self._waiting:
+            self._log.write(self._waiting[0])
+            del self._waiting[0]
+
+    def sync(self) -> None:
+        """Have every step that was written on the disk. Raises WriteError."""
+        log = self._log
+        if log is not None:
+            log.sync()
+
+    def on_rollback(self, run: Run) -> None:
+        self.close()
+        self.on_start(run)
+
+    def on_stop(self, run: Run) -> None:
+        self.flush()
+
+    def on_end(self, run: Run) -> None:
+        self.flush()
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None

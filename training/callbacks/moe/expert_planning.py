@@ -1,0 +1,181 @@
+"""MoE layers that plan themselves: measures costs once, then decides for each layer by what its router did in the last
+step."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.files import Log, WriteError
+from configs.schema import ConfigError
+from moe.alltoall import factory
+from moe.layer import MixtrainMoELayer, layers_of
+from moe.planning import inputs
+from moe.planning.costs import Decision
+from moe.planning.measure import measure_layer
+from moe.planning.planner import Planner
+from moe.planning.trial import Choice, Trial
+from moe.schedule.chunk_plan import LayerLoad, Plan
+from parallel.costs import measure
+from training.run import Callback, Metrics, Run
+
+MEASURE_AFTER = 5  # steps that a decision is measured over
+
+
+@dataclass
+class _Pending:
+    """A decision that is in force and not yet measured."""
+
+    layer: MixtrainMoELayer
+    decision: Decision
+    since: int
+
+
+class ExpertPlanning(Callback):
+    """Sets each MoE layer's plan where the config says auto, and writes `plans.jsonl`: every decision with its
+    prediction, and what was then measured. In the first steps, plans that are predicted to be about as fast are tried.
+    Later pipeline stages write files of their own, `plans_stage1.jsonl` and so on."""
+
+    def __init__(self) -> None:
+        self._log: Log | None = None
+        self._planners: dict[str, Planner] = {}  # by the all-to-all whose costs they know
+        self._in_force: dict[int, tuple[str, Plan]] = {}  # by layer
+        self.decisions: dict[int, Decision] = {}  # by layer: the one in force
+        # by layer: seconds of a call under the decision in force, once known
+        self.measured: dict[int, dict[str, float]] = {}
+        self._pending: dict[int, _Pending] = {}
+
+    def on_start(self, run: Run) -> None:
+        """Raises ConfigError if no plan fits the memory budget."""
+        self._layers = layers_of(run.engine.bare_chunks)
+        if not self._layers:
+            return
+        first = next(iter(self._layers.values()))
+        config = run.config
+        device = run.topology.device.type
+        self._shape, self._policy = inputs.layer_shape(config, device), inputs.trial_policy(config)
+        folder, group = Path(config.data.cache_dir) / "costs", first.ep_group
+        kinds = (
+            factory.kinds(group) if config.moe.all_to_all == "auto" and group.size() > 1 else [config.moe.all_to_all]
+        )
+        limits = inputs.limits(config, device, run.topology.world_size, run.topology.pipeline.rank)
+        measured = {}
+        for kind in kinds:
+            if len(kinds) > 1:
+                first.exchange = factory.shared(group, kind)
+            measured[kind] = measure_layer(first, self._shape, folder)
+            self._planners[kind] = Planner(measured[kind], limits)
+        if run.topology.speaks_for_stage:
+            stage = run.topology.pipeline.rank
+            self._log = Log(run.run_dir / ("plans.jsonl" if stage == 0 else f"plans_stage{stage}.jsonl"))
+        self._write(
+            {"step": run.progress.step, "costs": {kind: of_kind.as_dict() for kind, of_kind in measured.items()}}
+        )
+        even = self._shape.even()
+        close = self._ask(lambda planner: planner.close(even, self._policy.within))
+        self._trial = Trial(close, len(self._layers), self._policy)
+        self._decide(run, dict.fromkeys(self._layers, even))
+        decision = self._pending[min(self._pending)].decision
+        run.say(f"MoE layers begin with {_describe(decision)}")
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        if not self._layers:
+            return
+        step = run.progress.step
+        for number, pending in list(self._pending.items()):
+            steps = step - pending.since
+            if steps >= (MEASURE_AFTER if self._trial.is_over else self._policy.steps) or run.is_last_step:
+                self.measured[number] = pending.layer.timer.take()
+                self._write(
+                    {"step": step, "layer": number, "measured": self.measured[number], **_as_dict(pending.decision)}
+                )
+                del self._pending[number]
+            elif steps == self._policy.steps - 1 and not self._trial.is_over:
+                pending.layer.timer.take()  # buffers were made
+        if not self._trial.is_over and not self._pending:
+            self._learn(run)
+        assert run.result is not None and run.result.tokens_per_expert is not None
+        counts, start = run.result.tokens_per_expert, time.perf_counter()
+        self._decide(run, {number: self._shape.load(counts[number].tolist()) for number in self._layers})
+        metrics["moe_plan_seconds"] = time.perf_counter() - start
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing left to try."""
+        return not self._layers or self._trial.is_over
+
+    def _ask(self, question: Callable[[Planner], list[Decision]]) -> list[Choice]:
+        """The answers of all planners. Raises ConfigError if nothing fits the memory budget."""
+        try:
+            return [(kind, decision) for kind, planner in self._planners.items() for decision in question(planner)]
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def _learn(self, run: Run) -> None:
+        """Tell the trial what its plan took, and at its end the planners what came of it."""
+        group = next(iter(self._layers.values())).ep_group
+        seconds = [self.measured[number][name] for name in ("forward", "backward") for number in self._layers]
+        agreed = measure.max_over_ranks(seconds, run.topology.device, group)
+        self._trial.took(list(zip(agreed[: len(self._layers)], agreed[len(self._layers) :], strict=True)))
+        if self._trial.is_over:
+            for kind, planner in self._planners.items():
+                planner.learn(self._trial.factors(kind))
+
+    def _choose(self, load: LayerLoad) -> Choice:
+        if not self._trial.is_over:
+            return self._trial.choice
+        choices = self._ask(lambda planner: [planner.decide(load)])
+        return min(choices, key=lambda choice: self._planners[choice[0]].expected(choice[1]))
+
+    def _decide(self, run: Run, loads: dict[int, LayerLoad]) -> None:
+        if not self._trial.is_over:
+            kind, decision = self._trial.choice
+            if not all(self._planners[kind].fits(decision.plan, load) for load in loads.values()):
+                self._trial.stop()  # what is tried was chosen for an even load
+        for number, load in loads.items():
+            kind, decision = self._choose(load)
+            if self._in_force.get(number) == (kind, decision.plan):
+                continue
+            layer = self._layers[number]
+            layer.plan = decision.plan
+            if len(self._planners) > 1:
+                layer.exchange = factory.shared(layer.ep_group, kind)
+            self._in_force[number] = kind, decision.plan
+            self.decisions[number] = decision
+            self.measured.pop(number, None)
+            layer.timer.take()
+            self._pending[number] = _Pending(layer, decision, run.progress.step)
+            line = {"step": run.progress.step, "layer": number, "load": load.as_dict(), "all_to_all": kind}
+            self._write({**line, **_as_dict(decision)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(json.dumps(line))
+        except WriteError as error:  # a run does not end for want of what explains its plans
+            print(f"{error} No more plans are on record", file=sys.stderr, flush=True)
+            self.close()
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def _as_dict(decision: Decision) -> dict[str, Any]:
+    return {"plan": asdict(decision.plan), "predicted": asdict(decision.prediction)}
+
+
+def _describe(decision: Decision) -> str:
+    plan, prediction = decision.plan, decision.prediction
+    return (
+        f"{plan.degree} chunk(s) forward, {plan.backward_degree} backward, memory strategy {plan.memory_strategy}; "
+        f"predicted {1000 * prediction.forward:.1f} + {1000 * prediction.backward:.1f} ms and "
+        f"{prediction.memory / 2**20:.1f} MiB of buffers"
+    )

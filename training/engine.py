@@ -1,0 +1,103 @@
+"""What a step is taken with: model chunks, gradient buffers, optimizer and pipeline schedule; built once and closed
+once.
+
+The functions over it are in training/step.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: see parallel/megatron/startup.py)
+
+# isort: split
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.utils import get_model_config
+
+from configs import derived
+from configs.schema import Config
+from models.build import build_model, family_module
+from models.folder import load_logical_folder
+from models.parallelize import frozen_weights, parallelize
+from moe.watch import RouterWatch
+from optim.build import build_optimizer
+from parallel.megatron.ddp import release
+from parallel.topology import Topology
+from training.resilience.rewind import Mark
+from training.sums import StepSums
+
+
+class Engine:
+    """This rank's model chunks with their gradient buffers and optimizer, and Megatron's schedule over them.
+
+    `bare_chunks` are the chunks without their wrappers; `extra_losses` names what is minimised beside the
+    language-model loss.
+    """
+
+    def __init__(self, config: Config, topology: Topology, vocab_size: int):
+        """A collective call. Raises ConfigError."""
+        self.config, self.topology, self.vocab_size = config, topology, vocab_size
+        self.family = family_module(config)
+        self.bare_chunks = build_model(config, topology, vocab_size)
+        self.chunks = parallelize(config, topology, self.bare_chunks)
+        self.optimizer = build_optimizer(config, topology, self.chunks)
+        self.schedule = get_forward_backward_func()
+        _connect(config, self.chunks, self.optimizer)
+        self.sums = StepSums()
+        self.watch = _watch(config, topology, self.bare_chunks)
+        self.extra_losses = ["sentence_loss"] if config.model.sentence_head != "none" else []
+        self._buffers = [buffer for chunk in self.bare_chunks for buffer in chunk.buffers()]
+
+    def load_weights(self, folder: Path) -> None:
+        """Start from a folder of logical weights (`python -m models.convert import` writes one). Raises ConfigError for
+        another model's."""
+        load_logical_folder(self.bare_chunks, folder, self.config, self.vocab_size)
+        self.optimizer.reload_model_params()
+
+    def frozen_weights(self) -> AbstractContextManager[None]:
+        """Context for reading weights between steps: gathers that are still due are finished first, dropout is off."""
+        return frozen_weights(self.chunks)
+
+    def mark(self) -> Mark:
+        """What passes change beside gradients, as it is now, to be put back."""
+        return Mark(self._buffers, self.optimizer)
+
+    def close(self) -> None:
+        """Let go of the model, so that a process may train one after the other."""
+        release(self.chunks)
+        get_moe_layer_wise_logging_tracker().clear()  # it holds a process group
+
+
+def _connect(config: Config, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Tell Megatron's schedule how to scale the loss and when to reduce gradients and gather weights."""
+    settings = get_model_config(chunks[0])
+    settings.grad_scale_func = optimizer.scale_loss
+    settings.finalize_model_grads_func = finalize_model_grads
+    if config.parallel.overlap_grad_reduce:
+        settings.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+        settings.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
+    if derived.overlap_param_gather(config):
+        settings.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions if len(functions) > 1 else functions[0]
+
+
+def _watch(config: Config, topology: Topology, bare_chunks: list[Any]) -> RouterWatch | None:
+    moe = config.moe
+    if moe.num_experts is None:
+        return None
+    get_moe_layer_wise_logging_tracker().clear()  # one for the process: an earlier run in it may have had other layers
+    coefficients = {
+        "aux_loss": moe.aux_loss_coeff,
+        "sequence_aux_loss": moe.sequence_aux_loss_coeff,
+        "z_loss": moe.z_loss_coeff,
+    }
+    losses = [name for name, coefficient in coefficients.items() if coefficient > 0]
+    return RouterWatch(bare_chunks, config.model.num_layers, moe.num_experts, losses, topology.device)

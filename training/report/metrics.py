@@ -1,0 +1,106 @@
+"""The numbers of one step, as they go into `metrics.jsonl`, and what the hardware could have done."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import TYPE_CHECKING, Any
+
+from configs.schema import Config
+
+if TYPE_CHECKING:  # what reads metrics does not wait for it
+    import torch
+
+# Dense bf16/fp16 tensor-core peak of one device in TFLOP/s, from the vendors' data sheets.
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "B200": 2250.0,
+    "L40S": 362.0,
+    "A40": 149.7,
+    "V100": 125.0,
+}
+
+
+def peak_flops(config: Config, device: torch.device) -> float | None:
+    """Peak FLOP/s of one device in the run's precision, or None when unknown (CPUs, fp32, unlisted GPUs)."""
+    if config.logging.peak_tflops is not None:
+        return config.logging.peak_tflops * 1e12
+    if device.type != "cuda" or config.training.precision == "fp32":
+        return None
+    import torch
+
+    name = torch.cuda.get_device_name(device)
+    matches = [known for known in PEAK_TFLOPS if known in name]
+    return PEAK_TFLOPS[max(matches, key=len)] * 1e12 if matches else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most device memory that tensors took so far; on a CPU the most memory that this process took."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def expert_load(tokens_per_expert: torch.Tensor) -> dict[str, Any]:
+    """Statistics of a [num_layers, num_experts] count: over all MoE layers, max/mean by MoE layer, and the counts
+    themselves."""
+    moe_layers = tokens_per_expert[tokens_per_expert.sum(dim=1) > 0]
+    if moe_layers.numel() == 0:
+        return {"mean": 0.0, "min": 0, "max": 0, "max_over_mean": [], "counts": []}
+    ratios = moe_layers.max(dim=1).values / moe_layers.mean(dim=1)
+    return {
+        "mean": float(moe_layers.mean()),
+        "min": int(moe_layers.min()),
+        "max": int(moe_layers.max()),
+        "max_over_mean": ratios.tolist(),
+        "counts": moe_layers.long().tolist(),
+    }
+
+
+def scalars(metrics: dict[str, Any]) -> dict[str, float]:
+    """The plain numbers of a metrics object, nested names joined by a slash. Lists are numbered: those of an object
+    with a list `layer` by layer, others from 0. Texts, and lists of lists, are left out."""
+    result: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, (int, float)):
+            if name != "step":
+                result[name] = value
+        elif isinstance(value, dict):
+            layers = value.get("layer")
+            inner = (
+                {key: dict(zip(map(str, layers), entry)) for key, entry in value.items() if key != "layer"}
+                if layers
+                else value
+            )
+            result.update({f"{name}/{key}": number for key, number in scalars(inner).items()})
+        elif isinstance(value, list):
+            result.update({f"{name}/{i}": number for i, number in enumerate(value) if isinstance(number, (int, float))})
+    return result
+
+
+def texts(metrics: dict[str, Any]) -> dict[str, str]:
+    """What the plans of the MoE layers say in words: their memory strategies and all-to-alls, by layer."""
+    table = metrics.get("moe_layers", {})
+    names = ("memory_strategy", "all_to_all")
+    return {
+        f"moe_layers/{name}/{layer}": text
+        for name in names
+        if name in table
+        for layer, text in zip(table["layer"], table[name])
+    }
+
+
+def expert_counts(metrics: dict[str, Any]) -> dict[str, list[int]]:
+    """Tokens per expert by MoE layer, for loggers that know histograms: a bar per expert."""
+    if "tokens_per_expert" not in metrics:
+        return {}
+    counts = metrics["tokens_per_expert"]["counts"]
+    layers = metrics.get("moe_layers", {}).get("layer", range(len(counts)))
+    return {f"tokens_per_expert/layer_{layer}": row for layer, row in zip(layers, counts)}

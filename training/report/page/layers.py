@@ -1,0 +1,168 @@
+"""Pictures of the MoE layers: their experts' loads, and how their plans came true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from training.report.sources import Line, Source, finite
+
+MAX_WINDOWS = 100  # columns of a picture of all layers
+MAX_CELLS = 130_000  # numbers of the picture of each expert of each layer
+LAYER_PICTURES = (
+    ("max_over_mean", "Busiest expert's tokens by the mean"),
+    ("router_entropy", "Entropy of the router, nats"),
+    ("dropped_share", "Share of assignments dropped, %"),
+    ("aux_loss", "Load-balancing loss"),
+)
+
+
+def _windows(metrics: list[Line], most: int) -> list[list[Line]]:
+    """The steps, cut into at most so many stretches of nearly the same length."""
+    count = min(most, len(metrics))
+    return [metrics[i * len(metrics) // count : (i + 1) * len(metrics) // count] for i in range(count)]
+
+
+def _with_experts(metrics: list[Line]) -> list[Line]:
+    return [
+        line
+        for line in metrics
+        if isinstance(line.get("tokens_per_expert"), dict) and line["tokens_per_expert"].get("counts")
+    ]
+
+
+def _layer_numbers(line: Line) -> list[int]:
+    counts = line["tokens_per_expert"]["counts"]
+    numbers = (line.get("moe_layers") or {}).get("layer")
+    return numbers if isinstance(numbers, list) and len(numbers) == len(counts) else list(range(len(counts)))
+
+
+def layers_of(metrics: list[Line]) -> dict[str, Any] | None:
+    """Pictures of a number of each MoE layer over the steps: the mean of each stretch of steps."""
+    lines = _with_experts(metrics)
+    if not lines:
+        return None
+    windows = _windows(lines, MAX_WINDOWS)
+    numbers = _layer_numbers(lines[-1])
+    pictures = []
+    for key, title in LAYER_PICTURES:
+        columns = []
+        for window in windows:
+            rows = [_of_layers(line, key) for line in window]
+            columns.append([_mean([row[i] for row in rows if i < len(row)]) for i in range(len(numbers))])
+        if key == "dropped_share" and not any(value for column in columns for value in column):
+            continue  # said below
+        if any(value is not None for column in columns for value in column):
+            pictures.append({"key": key, "title": title, "columns": columns})
+    return {
+        "layers": numbers,
+        "windows": [[window[0]["step"], window[-1]["step"]] for window in windows],
+        "pictures": pictures,
+    }
+
+
+def _of_layers(line: Line, key: str) -> list[Any]:
+    load, table = line["tokens_per_expert"], line.get("moe_layers") or {}
+    if key == "max_over_mean":
+        return load.get(key) or []
+    if key == "dropped_share":
+        dropped = table.get("dropped_tokens") or []
+        return [100 * gone / max(gone + sum(counts), 1) for gone, counts in zip(dropped, load["counts"])]
+    return table.get(key) or []
+
+
+def _mean(values: list[Any]) -> float | None:
+    numbers = [number for value in values if (number := finite(value)) is not None]
+    return float(f"{sum(numbers) / len(numbers):.5g}") if numbers else None
+
+
+def experts_of(metrics: list[Line]) -> dict[str, Any] | None:
+    """Each expert's tokens by an even share, in percent: the mean of each stretch of steps,
+    [stretch][layer][expert]."""
+    lines = _with_experts(metrics)
+    if not lines:
+        return None
+    shape = [len(counts) for counts in lines[-1]["tokens_per_expert"]["counts"]]
+    lines = [line for line in lines if [len(counts) for counts in line["tokens_per_expert"]["counts"]] == shape]
+    windows = _windows(lines, max(1, min(MAX_WINDOWS, MAX_CELLS // max(sum(shape), 1))))
+    shares = []
+    for window in windows:
+        sums = [
+            [sum(tokens) for tokens in zip(*layers)]
+            for layers in zip(*(line["tokens_per_expert"]["counts"] for line in window))
+        ]
+        shares.append([[round(100 * tokens * len(layer) / max(sum(layer), 1)) for tokens in layer] for layer in sums])
+    return {
+        "layers": _layer_numbers(lines[-1]),
+        "windows": [[window[0]["step"], window[-1]["step"]] for window in windows],
+        "percent": shares,
+    }
+
+
+def plans_of(
+    source: Source, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
+) -> dict[str, Any]:
+    """How each layer runs now, and what was predicted and measured over the steps, added up over layers."""
+    rows: list[list[Any]] = []
+    tables = [line["moe_layers"] for line in source.metrics if isinstance(line.get("moe_layers"), dict)]
+    if tables and tables[-1].get("degree"):
+        table = tables[-1]
+        made = [line for line in source.plans if "load" in line]
+        for i, layer in enumerate(table.get("layer") or range(len(table["degree"]))):
+            of_layer = [line for line in made if line.get("layer") == layer]
+            seconds = [
+                _entry(table, f"{kind}_{way}_seconds", i)
+                for way in ("forward", "backward")
+                for kind in ("predicted", "measured")
+            ]
+            memory = (of_layer[-1].get("predicted") or {}).get("memory") if of_layer else None
+            words = [table.get(name, [""] * (i + 1))[i] for name in ("memory_strategy", "all_to_all")]
+            numbers = [None if value is None else 1000 * value for value in seconds]
+            rows.append(
+                [
+                    layer,
+                    table["degree"][i],
+                    table["backward_degree"][i],
+                    *words,
+                    *numbers,
+                    finite(memory),
+                    len(of_layer),
+                ]
+            )
+    series = []
+    pairs = [_predicted_and_measured(line) for line in flat]
+    for i, name in enumerate(("predicted", "measured")):
+        if any(pair is not None for pair in pairs):
+            curves[f"moe_{name}_seconds"] = [None if pair is None else pair[i] for pair in pairs]
+            series.append({"key": f"moe_{name}_seconds", "name": name})
+    missing = None
+    if not series:
+        planned = any(row[5] is not None for row in rows)
+        missing = (
+            "No layer's time was measured yet."
+            if planned
+            else "No predictions: the plans are fixed by the configuration."
+        )
+    title = "Calls of MoE layers, forward and backward: mean of the layers whose time is known"
+    chart = {"title": title, "unit": "s", "log": False, "series": series, "missing": missing}
+    return {"rows": rows, "chart": chart, "decisions": sum("load" in line for line in source.plans)}
+
+
+def _entry(table: Line, key: str, i: int) -> float | None:
+    values = table.get(key) or []
+    return finite(values[i]) if i < len(values) else None
+
+
+def _predicted_and_measured(line: dict[str, float | None]) -> tuple[float, float] | None:
+    """Seconds of a call, forward and backward: means over the layers of which both are known."""
+    keys = ("predicted_forward", "predicted_backward", "measured_forward", "measured_backward")
+    layers = [name.rpartition("/")[2] for name in line if name.startswith("moe_layers/predicted_forward_seconds/")]
+    known = []
+    for layer in layers:
+        times = [line.get(f"moe_layers/{key}_seconds/{layer}") for key in keys]
+        if all(time is not None for time in times):
+            known.append([time or 0.0 for time in times])
+    if not known:
+        return None
+    return sum(times[0] + times[1] for times in known) / len(known), sum(times[2] + times[3] for times in known) / len(
+        known
+    )

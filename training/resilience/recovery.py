@@ -1,0 +1,134 @@
+"""What follows a refused step: its batch is passed over, the run goes back to a checkpoint, or it ends, as the config
+says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from checkpoint import manifest, resume
+from checkpoint.saver import SaveError
+from training import progress
+from training.callbacks.checkpoints import Checkpoints
+from training.resilience import diagnosis, events
+from training.resilience.health import MOST_DAMAGES, MOST_IN_A_ROW, Health, Refusal, Skip, UnhealthyRun, kept_state
+from training.run import Run, restore_callbacks
+from training.starting import beginning
+from training.step import Batch, StepResult
+
+
+def handle(run: Run, batches: Sequence[Batch], result: StepResult, refusal: Refusal) -> None:
+    """Find out what was wrong and do what the policy says. A collective call. Raises UnhealthyRun when the run shall
+    stop."""
+    health = run.health
+    (checkpoints,) = (callback for callback in run.callbacks if isinstance(callback, Checkpoints))
+    first, step = run.progress.consumed_samples, run.progress.step + 1
+    end = first + run.config.training.global_batch_size
+    finding = diagnosis.find_first(run.engine, batches, result.own_losses) if refusal.kind == "nonfinite" else None
+    damaged = finding is not None and finding.phase == diagnosis.WEIGHTS
+    text = f"step {step}, samples {first} to {end - 1}: {refusal.text}"
+    if refusal.kind == "nonfinite":
+        text += (
+            f"; first {finding}"
+            if finding is not None
+            else "; a second pass over them found nothing: a passing fault, of hardware?"
+        )
+    if damaged:
+        text += ". That was so before this step: the batch is not at fault"
+    _record(
+        run, refusal.kind, text, step=step, loss=repr(result.loss), lost_rank=None if finding is None else finding.rank
+    )
+    policy = health.policy(refusal, damaged)
+    if policy == "stop":
+        _stop(run, health, text, refusal.kind, damaged, checkpoints)
+    if policy == "rollback":
+        _go_back(run, health, text, checkpoints)
+    if not damaged:
+        skip = Skip(first, end, step, text)
+        health.passed_over(skip)
+        run.skipped.add(skip, write=run.is_main)
+        _record(
+            run,
+            "batch_skipped",
+            f"samples {first} to {end - 1} are passed over from now on",
+            step=step,
+            first=first,
+            end=end,
+        )
+    if policy == "rollback":
+        restore_callbacks(run)
+        for callback in run.callbacks:
+            callback.on_rollback(run)
+
+
+def _record(run: Run, kind: str, text: str, **fields: object) -> None:
+    run.say(text)
+    if run.is_main:
+        events.record(run.run_dir, kind, text, **fields)
+
+
+def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpoints: Checkpoints) -> None:
+    settings, step = run.config.checkpoint, run.progress.step
+    gave_up, marked = health.gave_up, health.start_over()
+    if gave_up and marked:
+        run.skipped.take_back(marked, write=run.is_main)
+        samples = ", ".join(f"{first} to {end - 1}" for first, end in sorted(set(marked)))
+        _record(
+            run,
+            "batches_taken_back",
+            f"samples {samples} are not passed over any more: it was not the data",
+            step=step,
+            samples=marked,
+        )
+    key = "training.nonfinite" if kind == "nonfinite" else "training.spike"
+    saved = "the weights are as the step before left them"
+    if damaged:
+        saved = "the weights are damaged, and were not saved"
+        checkpoints.finish_pending(run)
+    elif settings.interval > 0 or settings.at_end:
+        checkpoints.finish_pending(run)
+        saved = f"the checkpoint of step {step} is good" if step > 0 else "no step was taken"
+        if step > 0 and manifest.problem_with(manifest.folder_of(run.run_dir, step)) is not None:
+            try:
+                checkpoints.save_now(run)
+            except SaveError as error:
+                saved = f"its weights are lost: {str(error).rstrip('.')}"
+    many = advice = ""
+    if gave_up and damaged:
+        many = f"; {MOST_DAMAGES} times the run went back to a checkpoint, and the weights were damaged again"
+    elif gave_up:
+        many = f"; {MOST_IN_A_ROW + 1} refused batches in a row are not the data's fault"
+    elif damaged:
+        advice = f". To go back to the last good checkpoint: {key}=rollback"
+    else:
+        advice = f". To go on without this batch: {key}=skip, or =rollback to go back to a checkpoint first"
+    raise UnhealthyRun(f"{text}{many}. The optimizer was not touched; {saved}{advice}.")
+
+
+def _go_back(run: Run, health: Health, text: str, checkpoints: Checkpoints) -> None:
+    checkpoints.finish_pending(run)
+    folder = resume.newest(run.run_dir, beginning.passed_over)
+    if folder is None:
+        raise UnhealthyRun(
+            f"{text}. There is no checkpoint to go back to. Try training.nonfinite=skip, or a smaller "
+            "checkpoint.interval."
+        )
+    before = run.progress.step
+    run.progress = progress.load(run.engine, folder)
+    run.saver.last_step = None  # a step that is taken again is saved again
+    damage = diagnosis.damage(run.engine)
+    if damage is not None:
+        raise UnhealthyRun(
+            f"{text}. The checkpoint to go back to, {folder}, is damaged in the same way: {damage}. Go on from an "
+            "older one with checkpoint.resume=PATH."
+        )
+    kept, line = kept_state(run.progress.health, run.progress.step, folder)
+    health.go_back(kept)
+    if line is not None:
+        run.say(line)
+    _record(
+        run,
+        "rolled_back",
+        f"went back from step {before} to {folder}",
+        step=run.progress.step,
+        steps_lost=before - run.progress.step,
+    )

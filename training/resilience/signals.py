@@ -1,0 +1,126 @@
+"""Signals that ask a run to end: taken at once, even while the main thread is inside a call that does not return.
+
+Imports nothing heavy: train.py takes the signals in its first line.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from configs import last_words
+from configs.exit_status import STOPPED_EARLY
+from configs.ranks import launched
+from training.resilience import attempts
+
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # Slurm warns with SIGUSR1 or SIGUSR2
+ROOM = 10.0  # seconds for what `on_early` does
+
+
+class StopSignals:
+    """What the signals of ASKING do to this process.
+
+    After `end_at_once` one of them ends it, with a line and the status of an early stop: before the first step there is
+    nothing to save. After `install` they are noted in `received`; a second SIGINT, or SIGTERM after SIGINT, ends the
+    process at once.
+
+    Python runs its handlers only between two instructions of the main thread; but the signal's number also goes into a
+    pipe, which a thread reads. Only the main thread may call these methods.
+
+    on_early: called in a thread before the process ends early, to tell the other ranks and the run's folder; whether it
+    shall end.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self.on_early: Callable[[signal.Signals], bool] | None = None
+        self._notes = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+
+    def end_at_once(self) -> None:
+        """Until `install`, a signal ends the process."""
+        self._notes = False
+        self.received.clear()
+        self._take()
+
+    def install(self) -> None:
+        """From now on signals are noted."""
+        self._notes = True
+        self._take()
+
+    def _take(self) -> None:
+        if self._pipe is None:
+            self._pipe = os.pipe()
+            os.set_blocking(self._pipe[1], False)
+            self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            self._thread = threading.Thread(target=self._read, args=(self._pipe[0],), daemon=True, name="signals")
+            self._thread.start()
+            for signum in ASKING:
+                self._before[signum] = signal.signal(signum, _do_nothing)
+
+    def restore(self, *, ignore: bool) -> None:
+        """Take the handlers away; with `ignore` the process is about to end, and torchrun's SIGTERM must not change its
+        exit status."""
+        if self._pipe is None:
+            return
+        for signum, handler in self._before.items():
+            signal.signal(signum, signal.SIG_IGN if ignore else (signal.SIG_DFL if handler is None else handler))
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._pipe[1])  # the thread reads to the end
+        self._thread.join(timeout=5)
+        self._pipe = None
+
+    def _read(self, descriptor: int) -> None:
+        while numbers := os.read(descriptor, 16):
+            for number in numbers:
+                if number not in ASKING:
+                    continue
+                signum = signal.Signals(number)
+                if not self._notes:
+                    self._end_early(signum)
+                    continue
+                if signum in (signal.SIGINT, signal.SIGTERM) and signal.SIGINT in self.received:
+                    sys.stderr.write(
+                        f"ended at once by a second {signum.name}; nothing was saved after the last checkpoint\n"
+                    )
+                    sys.stderr.flush()
+                    os._exit(128 + signum)
+                if signum not in self.received and not launched().local_rank:
+                    again = "; once more to end at once" if signum == signal.SIGINT else ""
+                    sys.stderr.write(f"{signum.name}: finishing the step, then saving and stopping{again}\n")
+                    sys.stderr.flush()
+                self.received.append(signum)
+        os.close(descriptor)
+
+    def _end_early(self, signum: signal.Signals) -> None:
+        if last_words.said():  # it is about to end for another reason
+            return
+        shall_end = [True]
+        last_words.within(ROOM, lambda: self._say_early(signum, shall_end))
+        if shall_end[0]:
+            os._exit(STOPPED_EARLY)
+
+    def _say_early(self, signum: signal.Signals, shall_end: list[bool]) -> None:
+        if signum != signal.SIGTERM:  # with that torchrun also ends the ranks that another one's failure leaves
+            attempts.note_stop()
+        if self.on_early is not None:
+            shall_end[0] = self.on_early(signum)
+        if shall_end[0]:
+            last_words.say(stopped_by(signum), STOPPED_EARLY)
+
+
+def stopped_by(signum: signal.Signals) -> str:
+    """The line of a process that a signal ends before its first step."""
+    return f"stopped by {signum.name} before the first step, with nothing to save. Start it again to go on"
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+of_this_process = StopSignals()

@@ -1,0 +1,141 @@
+"""A run from its config: data, ranks, folder, engine and the state of its checkpoint, in this order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpoint import kept_tokenizer, manifest, resume, start
+from checkpoint.saver import Saver
+from checkpoint.state_file import in_words
+from configs import files
+from configs.compose import to_yaml
+from configs.ranks import launched
+from configs.schema import Config
+from data.build import build_data
+from data.prepare import PreparedData, prepare
+from data.tokenizer import load_tokenizer
+from data.vocabulary import expected_vocab_size
+from parallel import topology as topology_module
+from simulator import run_plan
+from simulator.flops import training_flops_per_token
+from training import progress
+from training.engine import Engine
+from training.resilience.health import Health, SkippedSamples, kept_state
+from training.run import Callback, Run
+from training.starting import beginning, dry_run
+
+
+def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitStack) -> Run:
+    """Join the job, claim the run's folder, and have everything there that a step needs. A collective call.
+
+    What must be closed goes to `built`, as soon as it is there. Raises ConfigError.
+    """
+    run_dir = Path(config.run_dir)
+    prepared, expected = _prepare(config)
+    tokenizer = load_tokenizer(prepared.tokenizer_path)
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    topology = topology_module.initialize(config)
+    for callback in callbacks:
+        callback.on_join(topology)
+
+    claim = resume.claim(run_dir)  # keeps other jobs out of the run's folder
+    if claim is not None:
+        built.callback(claim.release)
+    begun = resume.find(config, vocab_size, prepared.identity, beginning.passed_over)
+    folder = begun.start.checkpoint
+    for callback in callbacks:
+        callback.on_claim(0 if folder is None else int(folder.name[5:]))
+
+    if (expected.vocab_size, expected.device) != (vocab_size, topology.device.type):
+        expected = run_plan.make_plan(config, topology.world_size, vocab_size, topology.device.type)
+    run_plan.refuse_what_cannot_fit(expected, topology.device)
+    engine = Engine(config, topology, vocab_size)
+    built.callback(engine.close)
+    health, position = Health(config), progress.Progress()
+    if folder is not None:
+        position = progress.load(engine, folder)
+        kept, line = kept_state(position.health, position.step, folder)
+        health.resume(kept)
+        if line is not None and topology.rank == 0:
+            print(line, flush=True)
+    elif config.checkpoint.weights is not None:
+        engine.load_weights(Path(config.checkpoint.weights))
+    skipped = SkippedSamples.load(run_dir, begun.start.origin)
+
+    def data(consumed: int) -> Any:
+        return build_data(
+            config, prepared, rank=topology.data.rank, world_size=topology.data.size, consumed_samples=consumed
+        )
+
+    loader, make_validation_loader = data(position.consumed_samples)
+    saver = Saver(config, topology.device)
+    run = Run(
+        config,
+        topology,
+        engine,
+        vocab_size,
+        tokenizer,
+        loader,
+        make_validation_loader,
+        saver,
+        health,
+        position,
+        skipped,
+        callbacks,
+    )
+    built.callback(lambda: run.loader.close())
+    run.make_loader = lambda consumed: data(consumed)[0]
+    run.claim, run.facts = claim, {"run": begun.start.record.id, "data": prepared.identity}
+    if run.is_main:
+        beginning.say(config, begun, position.step)
+        _describe(run, begun.start, expected)
+    if dry_run.wanted(config, topology.device):
+        dry_run.first_batch(engine, expected)
+    return run
+
+
+def _prepare(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:
+    """The corpus as tokens, and what the run will need, as far as it is known before the ranks meet. Raises
+    ConfigError."""
+    launch = launched()
+    device = topology_module.choose_device(config)  # a wrong device is told before a corpus is prepared
+    early = start.find(config, manifest.problem_with)  # every byte is read once all ranks are there
+    start.check_tokenizer(config, early)
+    data_config = start.data_config(config, early)
+    # Before a corpus is tokenized, and before any rank of this node has taken its memory.
+    vocab_size = expected_vocab_size(dataclasses.replace(config, data=data_config))
+    expected = run_plan.make_plan(config, launch.world_size, vocab_size, device.type)
+    if device.type == "cpu":
+        run_plan.refuse_what_the_host_cannot_hold(expected)
+    show_progress, rule = launch.rank == 0 and config.logging.progress, start.split_rule(early)
+    prepared = prepare(data_config, config.model.family, show_progress, split_rule=rule)
+    if launch.rank == 0 and prepared.num_bad_lines:
+        listed = ", ".join(prepared.bad_lines_files)
+        print(
+            f"data: {prepared.num_bad_lines} bad lines were left out, listed in {listed}; first "
+            f"{prepared.bad_lines[0]}",
+            flush=True,
+        )
+    return prepared, expected
+
+
+def _describe(run: Run, begun: start.Start, expected: run_plan.RunPlan) -> None:
+    """Leave in the run's folder what it is, and say it. Rank 0 calls it."""
+    config = run.config
+    assert run.claim is not None
+    files.write_text(run.run_dir / manifest.CONFIG, to_yaml(config))
+    run_plan.write(expected, run.run_dir)
+    kept_tokenizer.keep(run.run_dir, run.tokenizer)
+    run.claim.keep(begun.record)
+    flops = training_flops_per_token(config, run.vocab_size)
+    print(
+        f"{config.name}: {config.model.family}, {run.topology.device.type}, "
+        f"{in_words({'world_size': run.topology.world_size, **vars(config.parallel)})}; "
+        f"vocabulary {run.vocab_size}; {flops / 1e6:.1f} MFLOP per token; steps {run.progress.step} to "
+        f"{config.training.steps} of {run.tokens_per_step} tokens; writing to {run.run_dir}",
+        flush=True,
+    )

@@ -1,0 +1,78 @@
+"""What can be found wrong with files that a config names, in a second: before torch is imported or a corpus
+prepared."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from checkpoint import manifest, start
+from configs.schema import Config, ConfigError
+from configs.tokenizer_files import core_file
+from data.corpus import parse_corpus
+from data.tokenizer import load_tokenizer, tokenizer_digest
+from parallel.devices import refuse_missing
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for a device, corpus, tokenizer, checkpoint or weights that is missing, a wrong vocabulary, an
+    unusable run_dir."""
+    refuse_missing(config.training.device, "training.device")
+    if config.logging.wandb == "online":
+        _check_wandb()
+    parse_corpus(config.data.corpus)
+    begun = start.find(config, manifest.problem_with)  # the bytes are read once, by all ranks together
+    if begun.checkpoint is not None:
+        start.check_model(config, None, begun.checkpoint)
+        start.changed_settings(config, begun)
+        start.data_config(config, begun)
+        start.check_tokenizer(config, begun)
+    if config.data.tokenizer != "sentencepiece":  # else it is trained here, to a size that the config was checked with
+        _check_vocabulary(config, load_tokenizer(start.data_config(config, begun).tokenizer).vocab_size)
+    if begun.checkpoint is None and config.checkpoint.weights is not None:
+        _check_tokenizer_of(Path(config.checkpoint.weights), config.data.tokenizer)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and not Path(config.run_dir).exists():
+        raise ConfigError(
+            f"run_dir ({config.run_dir}) was deleted or moved while the run was at work in it. Put it back, or start "
+            "anew."
+        )
+    try:
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir ({config.run_dir}) cannot be made: {error.strerror}. Give a folder that can be written."
+        ) from error
+
+
+def _check_wandb() -> None:
+    import wandb  # imports for a second; only where it is used
+
+    wandb.setup(wandb.Settings(silent=True))
+    try:
+        has_key = wandb.login(prompt=False, verify=False)
+    except (wandb.errors.Error, ValueError) as error:  # a key that can be none, or a file of keys that cannot be read
+        raise ConfigError(
+            f"logging.wandb (online) must have an API key: {str(error).rstrip('.')}. Try logging.wandb=offline."
+        ) from error
+    if not has_key:
+        raise ConfigError(
+            "logging.wandb (online) must have an API key, and there is none: set WANDB_API_KEY. Try "
+            "logging.wandb=offline."
+        )
+
+
+def _check_vocabulary(config: Config, tokenizer_size: int) -> None:
+    if config.model.vocab_size is not None and config.model.vocab_size < tokenizer_size:
+        raise ConfigError(
+            f"model.vocab_size ({config.model.vocab_size}) must be at least the vocabulary of data.tokenizer "
+            f"({tokenizer_size}): some tokens would have no embedding. Try model.vocab_size={tokenizer_size}, or null "
+            "to follow the tokenizer."
+        )
+
+
+def _check_tokenizer_of(weights: Path, named: str) -> None:
+    if core_file(weights) is not None and tokenizer_digest(named) != tokenizer_digest(weights):
+        raise ConfigError(
+            f"data.tokenizer ({named}) has other content than the tokenizer in checkpoint.weights ({weights}): the "
+            f"weights would read other tokens. Leave data.tokenizer out, or try data.tokenizer={weights}."
+        )
