@@ -3,8 +3,8 @@
 
 Every preset (configs/experiment and configs/model) in every layout of `LAYOUTS` that it can be split by, whatever
 number of ranks that takes: for the first and the last rank of each pipeline stage the model is built on the meta
-device, in a process group that only pretends to have the other ranks. Compared are names, logical shapes, shards (split
-dimension, halves, the rank's shape) and the parameters' order.
+device, in a process group that only pretends to have the other ranks. Compared are names, the shape of each rank's
+shard (in layout "single": the logical shape) and the parameters' order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported: see parallel/megatron/startup.py)
 
@@ -78,13 +78,7 @@ NO_LAYOUT: dict[str, Any] = {
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
-class Shard(NamedTuple):
-    """What a rank holds of a logical tensor."""
-
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    dim: int | None
-    gated: bool
+Shapes = dict[str, tuple[int, ...]]  # of what a rank holds of each logical tensor
 
 
 def presets() -> list[str]:
@@ -112,25 +106,23 @@ def configured(preset: str, layout: str) -> tuple[Config, int] | None:
     return config, world_size
 
 
-def expected(config: Config, vocab_size: int, part: blueprint.Part, expert_rank: int) -> dict[str, Shard]:
+def expected(config: Config, vocab_size: int, part: blueprint.Part, expert_rank: int) -> Shapes:
     """The shards of a part that the blueprint names."""
-    sizes, result = blueprint.axis_sizes(config), dict[str, Shard]()
+    sizes, result = blueprint.axis_sizes(config), Shapes()
     for name, weight in blueprint.weights(config, vocab_size, part):
-        splits = {split.dim: split.axis for split in weight.splits if split.axis != "expert"}
-        local, dim = blueprint.local_shape(weight, sizes), next(iter(splits), None)
+        local = blueprint.local_shape(weight, sizes)
         if not weight.is_expert:
-            result[name] = Shard(weight.shape, local, dim, weight.gated)
+            result[name] = local
             continue
         head, _, tail = name.partition(".experts.")
         for index in range(local[0]):
-            own = f"{head}.experts.{expert_rank * local[0] + index}.{tail}"
-            result[own] = Shard(weight.shape[1:], local[1:], None if dim is None else dim - 1, weight.gated)
+            result[f"{head}.experts.{expert_rank * local[0] + index}.{tail}"] = local[1:]
     return result
 
 
 def built(
     config: Config, vocab_size: int, rank: int, world_size: int
-) -> tuple[list[list[str]], list[dict[str, Shard]], int, int]:
+) -> tuple[list[list[str]], list[Shapes], int, int]:
     """Of each model chunk of a rank the parameters' names and the shards; the rank's stage, and its place among the
     expert ranks."""
     hook = sys.excepthook  # which torch wraps each time
@@ -140,10 +132,7 @@ def built(
         meta = torch.device("meta")
         with meta:
             chunks = build_model(config, replace(place, device=meta), vocab_size, fill=False)
-        shards = []
-        for chunk in chunks:
-            items = logical_tensors([chunk])
-            shards.append({i.name: Shard(i.shape, tuple(i.local.shape), i.dim, i.gated and i.dim == 0) for i in items})
+        shards = [{item.name: tuple(item.local.shape) for item in logical_tensors([chunk])} for chunk in chunks]
         return (
             [[name for name, _ in chunk.named_parameters()] for chunk in chunks],
             shards,

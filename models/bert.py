@@ -78,14 +78,12 @@ class Bert(LanguageModule):
         megatron: TransformerConfig,
         topology: Topology,
         block: TransformerBlockSubmodules,
-        vocab_size: int,
         padded_vocab_size: int,
         pre_process: bool,
         post_process: bool,
         vp_stage: int | None,
     ) -> None:
         super().__init__(config=megatron, pg_collection=topology.groups)
-        self.logical_vocab_size = vocab_size  # without the rows that pad the storage
         self.context = topology.context
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process = pre_process
@@ -168,14 +166,13 @@ def build_chunk(
     megatron: TransformerConfig,
     topology: Topology,
     block: TransformerBlockSubmodules,
-    vocab_size: int,
     padded_vocab_size: int,
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None,
 ) -> Bert:
     """The part of a BERT that one (virtual) pipeline stage holds, weights not yet filled."""
-    return Bert(config, megatron, topology, block, vocab_size, padded_vocab_size, pre_process, post_process, vp_stage)
+    return Bert(config, megatron, topology, block, padded_vocab_size, pre_process, post_process, vp_stage)
 
 
 def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Output:

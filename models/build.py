@@ -12,7 +12,7 @@ import torch
 
 from configs.schema import Config
 from models import bert, gpt
-from models.blueprint import padded_vocab_size
+from models.blueprint import padded_vocab_size, parts, weights
 from models.initial_weights import initialize_weights
 from models.specs import block_spec, resolve_backend
 from models.transformer_config import transformer_config
@@ -48,12 +48,13 @@ def build_model(config: Config, topology: Topology, vocab_size: int, *, fill: bo
                 megatron,
                 topology,
                 block_spec(config, topology, megatron, backend, vp_stage),
-                vocab_size,
                 padded_vocab_size(vocab_size, topology.tensor.size),
                 pre_process=pipeline.rank == 0 and index == 0,
                 post_process=pipeline.is_last and index == num_chunks - 1,
                 vp_stage=vp_stage,
             )
+            part = parts(config)[pipeline.rank][index]
+            chunk.blueprint_weights = dict(weights(config, vocab_size, part))  # what models/weights.py reads
             chunks.append(chunk.to(device))
     for chunk in chunks:
         for parameter in chunk.parameters():

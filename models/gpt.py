@@ -21,12 +21,11 @@ POSITION_EMBEDDINGS = {"rope": "rope", "learned": "learned_absolute"}
 
 
 class Gpt(GPTModel):
-    """The part of a GPT that one (virtual) pipeline stage holds. `logical_vocab_size` is without the rows that pad the
-    storage."""
+    """The part of a GPT that one (virtual) pipeline stage holds."""
 
-    def __init__(self, logical_vocab_size: int, context: Axis, **settings: Any) -> None:
+    def __init__(self, context: Axis, **settings: Any) -> None:
         super().__init__(**settings)
-        self.logical_vocab_size, self.context = logical_vocab_size, context
+        self.context = context
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Run this stage: see `forward` of this file for shapes."""
@@ -39,7 +38,6 @@ def build_chunk(
     megatron: TransformerConfig,
     topology: Topology,
     block: TransformerBlockSubmodules,
-    vocab_size: int,
     padded_vocab_size: int,
     pre_process: bool,
     post_process: bool,
@@ -47,7 +45,6 @@ def build_chunk(
 ) -> Gpt:
     """A chunk of the model, weights not yet filled."""
     return Gpt(
-        vocab_size,
         topology.context,
         config=megatron,
         transformer_layer_spec=block,

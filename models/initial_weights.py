@@ -2,9 +2,9 @@
 
 A logical tensor is drawn in blocks of 256 rows, each by a generator of its own, seeded by a hash of (seed, name,
 block). So a rank draws only the blocks that its part needs, and every layout has the same bits. Where tensor
-parallelism splits the columns of a matrix, its blocks are 256 columns. The distribution is GPT-2's (Radford et al.
-2019, section 2.3): normal with `model.init_std`, divided by sqrt(2 * num_layers) for the layers that write into the
-residual stream; biases 0, norms 1.
+parallelism splits the columns of a matrix, its blocks are 256 columns. The blueprint's kind of a weight decides its
+distribution, which is GPT-2's (Radford et al. 2019, section 2.3): normal with `model.init_std`, divided by
+sqrt(2 * num_layers) for the layers that write into the residual stream; biases 0, norms 1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from configs.schema import Config
+from models.blueprint.operation import unknown
 from models.weights import LogicalTensor, logical_tensors
 
 BLOCK_ROWS = 256  # a block of a large model is about a million numbers: 10 ms to draw
@@ -29,39 +30,47 @@ def initialize_weights(chunks: Sequence[torch.nn.Module], config: Config) -> Non
 
 
 def fill(item: LogicalTensor, config: Config) -> None:
-    """Give this rank's part of a logical tensor its initial values; what pads the vocabulary becomes 0."""
-    constant = constant_value(item.name)
+    """Give this rank's part of a logical tensor its initial values; what pads the vocabulary becomes 0.
+
+    Raises ValueError for a kind of weight that it does not know.
+    """
+    mean, std = distribution(item, config)
     dim = item.dim or 0
     if sum(length for _, _, length in item.segments()) < item.local.size(dim):
         item.local.zero_()
     for here, start, length in item.segments():
         target = item.local.narrow(dim, here, length)
-        if constant is not None:
-            target.fill_(constant)
+        if std == 0.0:
+            target.fill_(mean)
             continue
-        for first, block in blocks(item.name, item.shape, dim, start, start + length, config):
+        for first, block in blocks(item.name, item.shape, dim, start, start + length, std, config.training.seed):
             low, high = max(first, start), min(first + block.size(dim), start + length)
             target.narrow(dim, low - start, high - low).copy_(block.narrow(dim, low - first, high - low))
 
 
-def constant_value(name: str) -> float | None:
-    """What a weight starts with where it is not drawn."""
-    if name.endswith("norm.weight"):
-        return 1.0
-    return 0.0 if name.endswith("bias") else None
+def distribution(item: LogicalTensor, config: Config) -> tuple[float, float]:
+    """Mean and standard deviation of a weight; the mean is 0 where the deviation is not."""
+    std = config.model.init_std
+    of_kind = {
+        "matrix": (0.0, std),
+        "output_matrix": (0.0, std / math.sqrt(2 * config.model.num_layers)),
+        "norm": (1.0, 0.0),
+        "bias": (0.0, 0.0),
+        "router_bias": (0.0, 0.0),
+    }
+    if item.kind not in of_kind:
+        unknown("initial_weights", f"kind of weight of {item.name}", item.kind)
+    return of_kind[item.kind]
 
 
 def blocks(
-    name: str, shape: Sequence[int], dim: int, start: int, end: int, config: Config
+    name: str, shape: Sequence[int], dim: int, start: int, end: int, std: float, seed: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """The blocks along `dim` that hold some of `start` to `end`: the first index of each, and its numbers, fp32 on the
     host.
 
     The tensor is overwritten by the next block.
     """
-    std = config.model.init_std
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        std /= math.sqrt(2 * config.model.num_layers)
     generator = torch.Generator()
     memory = torch.empty(math.prod(shape) // shape[dim] * min(BLOCK_ROWS, shape[dim]))
     for number in range(start // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
@@ -69,5 +78,5 @@ def blocks(
         sizes = list(shape)
         sizes[dim] = min(BLOCK_ROWS, shape[dim] - first)
         block = memory[: math.prod(sizes)].view(sizes)
-        digest = hashlib.blake2b(f"{config.training.seed} {name} {number}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{seed} {name} {number}".encode(), digest_size=8).digest()
         yield first, block.normal_(0.0, std, generator=generator.manual_seed(int.from_bytes(digest, "little") >> 1))

@@ -5,7 +5,8 @@ parameter), a part of a dimension (tensor parallel), with the vocabulary padded.
 go through this file.
 
 Names are Megatron-core's parameter names with the global layer number and `experts.<global expert>`, the same for every
-backend: `decoder.layers.3.mlp.experts.5.linear_fc1.weight`. A tied output layer has no name of its own.
+backend: `decoder.layers.3.mlp.experts.5.linear_fc1.weight`. A tied output layer has no name of its own. What a name
+stands for (shape, kind, splits) is the blueprint's.
 """
 
 from __future__ import annotations
@@ -21,24 +22,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-# Which dimension tensor parallelism splits, by the end of the name; what is not listed, every tensor rank holds in
-# full.
-SPLIT_DIMENSIONS = {
-    "word_embeddings.weight": 0,
-    "output_layer.weight": 0,
-    "output_layer.bias": 0,
-    "linear_qkv.weight": 0,
-    "linear_qkv.bias": 0,
-    "linear_q_proj.weight": 0,
-    "linear_q_down_proj.weight": 0,
-    "linear_q_up_proj.weight": 0,
-    "linear_kv_down_proj.weight": 0,
-    "linear_kv_up_proj.weight": 0,
-    "linear_proj.weight": 1,
-    "linear_fc1.weight": 0,
-    "linear_fc1.bias": 0,
-    "linear_fc2.weight": 1,
-}
+from models.blueprint.operation import EXPERT
+
+EXPERTS = "mlp.experts."  # begins the names of routed experts' weights in a layer
 # TransformerEngine keeps a norm inside the linear layer that follows it.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -55,6 +41,7 @@ class LogicalTensor:
     # the storage; writing to it changes the model. Has its part of `main_grad` where its parameter has one
     local: torch.Tensor
     shape: tuple[int, ...]  # of the logical tensor
+    kind: str  # as the blueprint calls it: matrix, norm, bias ...
     dim: int | None  # split by tensor parallelism
     gated: bool  # fc1 of SwiGLU: rows are [gate | up], each split by itself
     group: dist.ProcessGroup  # the tensor parallel group that splits it
@@ -141,44 +128,41 @@ def gather_logical(
 
 
 def _chunk_tensors(chunk: torch.nn.Module) -> Iterator[LogicalTensor]:
-    tied = chunk.share_embeddings_and_output_weights
     tensors: dict[str, torch.Tensor] = dict(chunk.named_parameters())
     tensors.update((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias"))
-    for name, tensor in _unstacked(chunk, tensors):
-        if name == "output_layer.weight" and tied:
-            name = "embedding.word_embeddings.weight"
-        ending = ".".join(name.rsplit(".", 2)[-2:])
-        dim = SPLIT_DIMENSIONS.get(ending)
-        in_expert = ".mlp.experts." in name
-        group = chunk.pg_collection.expt_tp if in_expert else chunk.pg_collection.tp
-        shape = list(tensor.shape)
-        if dim is not None:
-            shape[dim] *= group.size()
-        if ending.startswith(("word_embeddings", "output_layer")):
-            shape[0] = chunk.logical_vocab_size
-        gated = "linear_fc1" in ending and chunk.config.gated_linear_unit
-        yield LogicalTensor(name, tensor, tuple(shape), dim, gated, group)
+    for name, of_blueprint, tensor in _unstacked(chunk, tensors):
+        weight = chunk.blueprint_weights.get(of_blueprint)
+        if weight is None:
+            raise ValueError(f"the model has the weight {name!r}, which its blueprint does not know")
+        # A stack's first dimension are its experts, which are tensors of their own here.
+        stacked = int(weight.is_expert)
+        dims = [split.dim - stacked for split in weight.splits if split.axis != EXPERT]
+        group = chunk.pg_collection.expt_tp if weight.is_expert else chunk.pg_collection.tp
+        dim, shape = dims[0] if dims else None, weight.shape[stacked:]
+        yield LogicalTensor(name, tensor, shape, weight.kind, dim, weight.gated, group)
 
 
-def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Logical names, each with its tensor: stacked experts one by one, as views."""
+def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(logical name, name in the blueprint, tensor): stacked experts one by one, as views."""
     for local_name, tensor in tensors.items():
         match = re.fullmatch(r"(decoder|encoder)\.layers\.(\d+)\.(.+)", local_name)
         if match is None:
-            yield local_name, tensor
+            tied = local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights
+            name = "embedding.word_embeddings.weight" if tied else local_name
+            yield name, name, tensor
             continue
         block, index, rest = match.groups()
         layer = getattr(chunk, block).layers[int(index)]
         prefix = f"{block}.layers.{layer.layer_number - 1}."
-        if rest.startswith("mlp.experts."):
+        if rest.startswith(EXPERTS):
             gradients = getattr(tensor, "main_grad", None)
             for i, expert in enumerate(layer.mlp.local_expert_indices):
                 view = tensor.detach()[i]
                 if gradients is not None:
                     view.main_grad = gradients[i]  # type: ignore[attr-defined]
-                yield f"{prefix}mlp.experts.{expert}.{rest.removeprefix('mlp.experts.')}", view
+                yield f"{prefix}{EXPERTS}{expert}.{rest.removeprefix(EXPERTS)}", prefix + rest, view
             continue
         for fused, plain in FUSED_NORMS.items():
             if rest.startswith(fused):
                 rest = plain + rest.removeprefix(fused)
-        yield prefix + rest, tensor
+        yield prefix + rest, prefix + rest, tensor

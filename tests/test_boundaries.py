@@ -38,7 +38,6 @@ REPLACED = {
     "get_grad_norm",
     "prepare_grads",
     "step_with_ready_grads",
-    "logical_vocab_size",
     "grad_scaler",
 }
 # Private names of others than Megatron-core. Each is the only way to what it does.

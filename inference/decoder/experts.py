@@ -16,6 +16,7 @@ class Experts:
     def __init__(self, weights: Weights, config: Config, group: Group, expert_group: Group) -> None:
         self.moe = config.moe
         self.router = weights["mlp.router.weight"].float()
+        self.bias = weights["mlp.router.bias"].float() if "mlp.router.bias" in weights else None
         self.expert_bias = weights.get("mlp.router.expert_bias")
         held = {int(name.split(".")[2]) for name in weights if name.startswith("mlp.experts.")}
         self.experts = {
@@ -40,7 +41,7 @@ class Experts:
 
     def _all_tokens(self, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         flat = chosen.reshape(-1)
-        order = flat.argsort(stable=True)  # pairs of a token and an expert, by expert
+        order = flat.argsort(stable=True)  # assignments, by expert
         counts = torch.bincount(flat, minlength=self.moe.num_experts or 0).tolist()
         rows = hidden[order // chosen.size(1)].split(counts)
         outputs = [
@@ -55,7 +56,7 @@ class Experts:
         """Weights (fp32) and numbers of each token's experts `[T, k]`: Megatron-core's
         topk_routing_with_score_function."""
         moe = self.moe
-        scores = F.linear(hidden.float(), self.router)
+        scores = F.linear(hidden.float(), self.router, self.bias)
         if moe.router_score == "sigmoid":
             scores = scores.sigmoid()
         elif not moe.normalize_top_k:

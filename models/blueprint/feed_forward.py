@@ -68,6 +68,7 @@ def experts(config: Config, x: str, output: str) -> list[Operation]:
     moe, size, split = config.moe, config.model.hidden_size, derived.expert_tensor_size(config)
     assert moe.num_experts is not None, "a dense model has no experts"
     router = [Weight("mlp.router.weight", (moe.num_experts, size), "matrix")]
+    router += [Weight("mlp.router.bias", (moe.num_experts,), "bias")] if config.model.linear_bias else []
     router += [Weight("mlp.router.expert_bias", (moe.num_experts,), "router_bias")] if moe.expert_bias else []
     probs = Tensor("probs", moe.num_experts, own_rows(config), dtype=FLOAT32)
     operations = [

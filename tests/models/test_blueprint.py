@@ -55,6 +55,14 @@ def test_blueprint_is_what_is_built(experiment: str) -> None:
         assert list(blueprint_check.compare(*found)) == []
 
 
+def test_a_mixture_of_experts_with_biases() -> None:
+    """No preset has a router with a bias."""
+    found = blueprint_check.configured("experiment=gpt_moe_tiny", "TP2+SP, EP2")
+    assert found is not None
+    found[0].model.linear_bias = found[0].model.qkv_bias = True
+    assert list(blueprint_check.compare(*found)) == []
+
+
 def test_a_difference_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = blueprint_check.configured("experiment=gpt_moe_tiny", "TP2+SP, EP2")
     assert found is not None and list(blueprint_check.compare(*found)) == []

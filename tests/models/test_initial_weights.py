@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -20,11 +21,17 @@ COLUMN, ROW, WHOLE, EXPERT, NORM = (
     "decoder.layers.1.mlp.experts.3.linear_fc1.weight",
     "decoder.layers.1.input_layernorm.weight",
 )
-VOCABULARY = "embedding.word_embeddings.weight"
+VOCABULARY, BIAS = "embedding.word_embeddings.weight", COLUMN.replace(".weight", ".bias")
+KINDS = {
+    **dict.fromkeys((COLUMN, WHOLE, EXPERT, VOCABULARY), "matrix"),
+    ROW: "output_matrix",
+    NORM: "norm",
+    BIAS: "bias",
+}
 # name, logical shape, split dimension, gated, rows of a rank's storage when tensor ranks pad it
 CASES: list[tuple[str, tuple[int, ...], int | None, bool, int | None]] = [
     (COLUMN, (1200, 24), 0, False, None),
-    (COLUMN.replace(".weight", ".bias"), (1200,), 0, False, None),
+    (BIAS, (1200,), 0, False, None),
     (ROW, (24, 1200), 1, False, None),
     (ROW, (600, 720), 1, False, None),
     (WHOLE, (700, 24), None, False, None),
@@ -65,7 +72,7 @@ def _tensor(
     if dim is not None:
         local[dim] = rows or shape[dim] // size
     storage = torch.full(local, math.nan, dtype=dtype)
-    return LogicalTensor(name, storage, shape, dim, gated, cast(Any, _Group(rank, size)))
+    return LogicalTensor(name, storage, shape, KINDS[name], dim, gated, cast(Any, _Group(rank, size)))
 
 
 def _drawn(*place: Any, seed: int = 1, dtype: torch.dtype = torch.float32) -> LogicalTensor:
@@ -120,5 +127,10 @@ def test_distribution_is_gpt2s(dim: int) -> None:
 
 def test_norms_begin_at_one_and_biases_at_zero() -> None:
     assert torch.equal(_drawn(NORM, (40,), None, False, 0, 1, None).local, torch.ones(40))
-    bias = "decoder.layers.0.mlp.linear_fc1.bias"
-    assert torch.equal(_drawn(bias, (40,), 0, True, 1, 2, None).local, torch.zeros(20))
+    assert torch.equal(_drawn(BIAS, (40,), 0, True, 1, 2, None).local, torch.zeros(20))
+
+
+def test_an_unknown_kind_of_weight_is_named() -> None:
+    item = _tensor(COLUMN, (40, 8), 0, False, 0, 1, None, dtype=torch.float32)
+    with pytest.raises(ValueError, match="initial_weights does not know the kind of weight of .*linear_qkv.* 'sieve'"):
+        fill(replace(item, kind="sieve"), Config())
