@@ -37,7 +37,7 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
             f"folder {folder} must hold a config.yaml of format {FORMAT}, as `python -m models.convert import` writes "
             "it."
         )
-    found = {section: content.get(section) for section in SECTIONS}
+    found, typed = {section: content.get(section) for section in SECTIONS}, OmegaConf.structured(Config)
     for section, values in found.items():
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: {section} must be a section of keys, not {values}.")
@@ -45,7 +45,7 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
             if f"{section}.{key}" not in KEYS:
                 raise ConfigError(f"{path}: {section}.{key} is no key of this version.")
             try:
-                OmegaConf.merge(OmegaConf.structured(Config), {section: {key: value}})
+                typed.merge_with({section: {key: value}})
             except OmegaConfBaseException as error:
                 raise ConfigError(
                     f"{path}: {section}.{key} ({value}) must be {KEYS[f'{section}.{key}'].rule()}."

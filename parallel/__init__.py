@@ -1,4 +1,4 @@
-"""Process groups, collectives and Megatron-core's mends. Imported before Megatron-core, so that its notes can be
+"""Process groups, collectives and Megatron-core's patches. Imported before Megatron-core, so that its notes can be
 silenced."""
 
 import warnings

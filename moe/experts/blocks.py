@@ -1,7 +1,7 @@
 """One expert's rows on the host, in blocks that stay near the core: by torch's operations, or by the compiled kernels.
 
-Shapes: n rows of a block, H hidden size, F width of this rank's part of an expert, G = 2 F for SwiGLU ([gate | up])
-else F.
+Shapes: n assignments of a block, H hidden size, F width of this rank's part of an expert, G = 2 F for SwiGLU
+([gate | up]) else F.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe.experts.weights import WeightGrads, Weights, WeightWork
 
 
 class Block(NamedTuple):
-    """Consecutive pairs of one expert."""
+    """Consecutive assignments of one expert."""
 
     expert: int
     start: int
@@ -202,25 +202,28 @@ class TorchBlocks(Blocks):
             scratch[len(rows) : length].zero_()
         return scratch[:length]
 
-    def _preactivation(self, x: torch.Tensor, expert: int, out: torch.Tensor) -> torch.Tensor:
-        return _linear(x, self._fc1[expert], _bias_of(self.weights.fc1_bias, expert), out[: len(x)])
+    def _preactivation(self, x_nH: torch.Tensor, expert: int, out: torch.Tensor) -> torch.Tensor:
+        return _linear(x_nH, self._fc1[expert], _bias_of(self.weights.fc1_bias, expert), out[: len(x_nH)])
 
     def forward(self, rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
         for expert, start, end in self._blocks:
             # What a block writes beyond its end, the next one overwrites.
-            x = self._gather("x", self.source, rows[start:end])
-            h = self._preactivation(
-                x,
+            x_nH = self._gather("x", self.source, rows[start:end])
+            h_nG = self._preactivation(
+                x_nH,
                 expert,
                 self._room("preactivation", self.weights.fc1.size(1))
                 if preactivation is None
                 else preactivation[start:],
             )
-            activated = activate(
-                self.weights.activation, h, self._room("activated", self.weights.fc2.size(2))[: len(x)]
+            activated_nF = activate(
+                self.weights.activation, h_nG, self._room("activated", self.weights.fc2.size(2))[: len(x_nH)]
             )
             _linear(
-                activated, self._fc2[expert], _bias_of(self.weights.fc2_bias, expert), output[start : start + len(x)]
+                activated_nF,
+                self._fc2[expert],
+                _bias_of(self.weights.fc2_bias, expert),
+                output[start : start + len(x_nH)],
             )
 
     def input_grads(
@@ -234,39 +237,39 @@ class TorchBlocks(Blocks):
         for expert, start, end in self._blocks:
             count, length = end - start, padded(end - start, self.source.dtype)
             first = start if grads is None else 0
-            dh, a = work.preactivation_grad[first : first + length], work.activated[first : first + length]
+            dh_nG, a_nF = work.preactivation_grad[first : first + length], work.activated[first : first + length]
             if length > count:  # the products with zero rows must be zero, not NaN
-                dh[count:].zero_()
-                a[count:].zero_()
+                dh_nG[count:].zero_()
+                a_nF[count:].zero_()
             if preactivation is None or grads is not None:
-                x = self._gather("x", self.source, work.inputs.chunk.assignments.rows[start:end])
-            h = (
-                self._preactivation(x, expert, self._room("preactivation", dh.size(1)))[:count]
+                x_nH = self._gather("x", self.source, work.inputs.chunk.assignments.rows[start:end])
+            h_nG = (
+                self._preactivation(x_nH, expert, self._room("preactivation", dh_nG.size(1)))[:count]
                 if preactivation is None
                 else preactivation[start:end]
             )
-            dy = self._gather("dy", work.inputs.sums_grad_RH, work.inputs.sums_rows_n[start:end])
-            grad = torch.mm(dy, self._fc2[expert], out=self._room("grad", a.size(1))[:length])
+            dy_nH = self._gather("dy", work.inputs.sums_grad_RH, work.inputs.sums_rows_n[start:end])
+            grad_nF = torch.mm(dy_nH, self._fc2[expert], out=self._room("grad", a_nF.size(1))[:length])
             probs = work.inputs.probs_n[start:end]
             probs_grad[start:end] = activate_backward(
-                self.weights.activation, h, grad[:count], probs, dh[:count], a[:count]
+                self.weights.activation, h_nG, grad_nF[:count], probs, dh_nG[:count], a_nF[:count]
             )
             if self.weights.fc2_bias is not None:
                 # The weight also multiplies the bias.
-                probs_grad[start:end] += torch.mv(dy[:count], self.weights.fc2_bias[expert])
-            torch.mm(dh, self._fc1[expert], out=input_grad[start : start + length])
+                probs_grad[start:end] += torch.mv(dy_nH[:count], self.weights.fc2_bias[expert])
+            torch.mm(dh_nG, self._fc1[expert], out=input_grad[start : start + length])
             if grads is not None:
-                grads.add(expert, dh, x, dy, a)
-                grads.add_biases(expert, dh[:count], dy[:count], probs)
+                grads.add(expert, dh_nG, x_nH, dy_nH, a_nF)
+                grads.add_biases(expert, dh_nG[:count], dy_nH[:count], probs)
 
     def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
         for expert, start, end in self._blocks:
-            x = self._gather("x", self.source, work.inputs.chunk.assignments.rows[start:end])
-            dy = self._gather("dy", work.inputs.sums_grad_RH, work.inputs.sums_rows_n[start:end])
+            x_nH = self._gather("x", self.source, work.inputs.chunk.assignments.rows[start:end])
+            dy_nH = self._gather("dy", work.inputs.sums_grad_RH, work.inputs.sums_rows_n[start:end])
             # Beyond the block's end stand rows of the next one; they meet zeros.
-            dh, a = work.preactivation_grad[start : start + len(x)], work.activated[start : start + len(x)]
-            grads.add(expert, dh, x, dy, a)
-            grads.add_biases(expert, dh[: end - start], dy[: end - start], work.inputs.probs_n[start:end])
+            dh_nG, a_nF = work.preactivation_grad[start : start + len(x_nH)], work.activated[start : start + len(x_nH)]
+            grads.add(expert, dh_nG, x_nH, dy_nH, a_nF)
+            grads.add_biases(expert, dh_nG[: end - start], dy_nH[: end - start], work.inputs.probs_n[start:end])
 
 
 class CompiledBlocks(Blocks):
@@ -279,7 +282,7 @@ class CompiledBlocks(Blocks):
         self._matrices = weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, weights.activation
 
     def rows_of_work(self, later: bool) -> int:
-        """See Blocks: tiles that are multiplied at once stay in the kernels' memory, but for what biases need."""
+        """Fewer for tiles: those that are multiplied at once stay in the kernels' memory, but for what biases need."""
         return super().rows_of_work(later) if later or not self._tiled or self.weights.fc1_bias is not None else 0
 
     def _memory(self, columns: int, num_bytes: Callable[..., int], *variant: bool) -> torch.Tensor:

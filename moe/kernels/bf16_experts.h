@@ -144,8 +144,8 @@ void forward_block(const Expert<bf16>& e, bool packed, const bf16* source, const
 
 template <int KIND>
 void backward_block(const Expert<bf16>& e, bool packed, const bf16* source, const int64_t* rows,
-                    const bf16* output_grad, const int64_t* output_rows, const float* pair_weights, int64_t n,
-                    const bf16* hidden, bf16* hidden_grad, bf16* activated, float* weight_grad, bf16* input_grad,
+                    const bf16* output_grad, const int64_t* output_rows, const float* probs, int64_t n,
+                    const bf16* hidden, bf16* hidden_grad, bf16* activated, float* probs_grad, bf16* input_grad,
                     bf16* fc1_grad, bf16* fc2_grad, bool add, char* scratch, int threads) {
     const int64_t size = e.size, width = e.width, outer = e.outer, steps = size / DEPTH, width_steps = width / DEPTH,
                   outer_steps = outer / DEPTH;
@@ -183,7 +183,7 @@ void backward_block(const Expert<bf16>& e, bool packed, const bf16* source, cons
             sweep<1>(
                 dy, now, size, width / PANEL, [=](int64_t group, int) { return fc2 + group * steps * STEP_BYTES; },
                 [=](int64_t group, int64_t row, const float* c) {
-                    const float weight = pair_weights[first + row];
+                    const float weight = probs[first + row];
                     const Row value = load_row(in_tiles(hidden_tiles, outer_steps, row, group)), gradient = load_row(c);
                     const Row up = KIND == SWIGLU
                                        ? load_row(in_tiles(hidden_tiles, outer_steps, row, width_steps + group))
@@ -224,7 +224,7 @@ void backward_block(const Expert<bf16>& e, bool packed, const bf16* source, cons
                 V products = V{};  // the weight also multiplies the bias
                 for (int64_t h = 0; e.fc2_bias != nullptr && h < size; h += LANES)
                     products += load(output_grad + output_rows[first + row] * size + h) * load(e.fc2_bias + h);
-                weight_grad[first + row] = sum(totals[row] + products);
+                probs_grad[first + row] = sum(totals[row] + products);
             }
         }
         if (fc1_grad != nullptr) weight_gradients(factors, fc1_grad, fc2_grad, add);

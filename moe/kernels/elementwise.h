@@ -56,7 +56,7 @@ void activate(const T* hidden, int64_t n, int64_t width, T* out, int threads) {
     }
 }
 
-// The gradient of one piece of a row: what `grad`, the gradient after the pair's weight, makes of the hidden
+// The gradient of one piece of a row: what `grad`, the gradient after the assignment's weight, makes of the hidden
 // activation.
 template <int KIND>
 struct Backward {
@@ -73,7 +73,7 @@ struct Backward {
 
 template <int KIND, class T>
 void activate_backward(const T* hidden, const T* grad, const float* weights, int64_t n, int64_t width, T* hidden_grad,
-                       T* activated, float* weight_grad, int threads) {
+                       T* activated, float* probs_grad, int threads) {
     const int64_t outer = KIND == SWIGLU ? 2 * width : width;
 #pragma omp parallel for num_threads(threads) schedule(static) if (n * width > 16384)
     for (int64_t i = 0; i < n; i++) {
@@ -99,7 +99,7 @@ void activate_backward(const T* hidden, const T* grad, const float* weights, int
             store_part(activated + i * width + f, piece.activated, rest);
             total += piece.product;
         }
-        weight_grad[i] = sum(total);
+        probs_grad[i] = sum(total);
     }
 }
 
@@ -168,13 +168,13 @@ void activate_any(int kind, const T* hidden, int64_t n, int64_t width, T* out, i
 
 template <class T>
 void activate_backward_any(int kind, const T* hidden, const T* grad, const float* weights, int64_t n, int64_t width,
-                           T* hidden_grad, T* activated, float* weight_grad, int threads) {
+                           T* hidden_grad, T* activated, float* probs_grad, int threads) {
     if (kind == SWIGLU)
-        activate_backward<SWIGLU>(hidden, grad, weights, n, width, hidden_grad, activated, weight_grad, threads);
+        activate_backward<SWIGLU>(hidden, grad, weights, n, width, hidden_grad, activated, probs_grad, threads);
     if (kind == GELU)
-        activate_backward<GELU>(hidden, grad, weights, n, width, hidden_grad, activated, weight_grad, threads);
+        activate_backward<GELU>(hidden, grad, weights, n, width, hidden_grad, activated, probs_grad, threads);
     if (kind == GELU_TANH)
-        activate_backward<GELU_TANH>(hidden, grad, weights, n, width, hidden_grad, activated, weight_grad, threads);
+        activate_backward<GELU_TANH>(hidden, grad, weights, n, width, hidden_grad, activated, probs_grad, threads);
 }
 
 }  // namespace

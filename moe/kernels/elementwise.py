@@ -9,28 +9,28 @@ from moe.kernels.shared_object import ACTIVATIONS, SUFFIXES, call, has
 MAX_COLUMNS = 1024  # of a top-k choice
 
 
-def activate(activation: str, hidden: torch.Tensor, out: torch.Tensor) -> None:
-    """`out` [n, F] = the activation of `hidden` [n, G]; G = 2 F for SwiGLU ([gate | up]) else F."""
-    call(f"activate_{SUFFIXES[out.dtype]}", ACTIVATIONS[activation], hidden, *out.shape, out)
+def activate(activation: str, preactivation: torch.Tensor, out: torch.Tensor) -> None:
+    """`out` [n, F] = the activation of `preactivation` [n, G]; G = 2 F for SwiGLU ([gate | up]) else F."""
+    call(f"activate_{SUFFIXES[out.dtype]}", ACTIVATIONS[activation], preactivation, *out.shape, out)
 
 
 def activate_backward(
     activation: str,
-    hidden: torch.Tensor,
+    preactivation: torch.Tensor,
     grad: torch.Tensor,
-    pair_weights: torch.Tensor,
+    probs: torch.Tensor,
     out: torch.Tensor,
     activated: torch.Tensor,
 ) -> torch.Tensor:
     """Undo `activate` and the assignment's weight after it; `grad` [n, F] is the gradient after the weight, and stays
     as it is.
 
-    Fills `out` [n, G] with the gradient of `hidden` and `activated` [n, F] with the activation times the weight.
+    Fills `out` [n, G] with the gradient of `preactivation` and `activated` [n, F] with the activation times the weight.
     Returns the weights' gradient [n] in fp32.
     """
-    weight_grad, name = torch.empty(len(grad)), f"activate_backward_{SUFFIXES[out.dtype]}"
-    call(name, ACTIVATIONS[activation], hidden, grad, pair_weights.float(), *grad.shape, out, activated, weight_grad)
-    return weight_grad
+    probs_grad, name = torch.empty(len(grad)), f"activate_backward_{SUFFIXES[out.dtype]}"
+    call(name, ACTIVATIONS[activation], preactivation, grad, probs.float(), *grad.shape, out, activated, probs_grad)
+    return probs_grad
 
 
 def add_up(

@@ -84,23 +84,23 @@ struct Host {  // what multiplies
     }
 
     void backward_block(int kind, const Expert<float>& e, const float* source, const int64_t* rows,
-                        const float* output_grad, const int64_t* output_rows, const float* pair_weights, int64_t n,
-                        const float* hidden, float* hidden_grad, float* activated, float* weight_grad,
+                        const float* output_grad, const int64_t* output_rows, const float* probs, int64_t n,
+                        const float* hidden, float* hidden_grad, float* activated, float* probs_grad,
                         float* input_grad, float* fc1_grad, float* fc2_grad, bool add, float* scratch) const {
         float *dy = scratch, *grad = dy + n * e.size, *x = grad + n * e.width, *again = x + n * e.size;
         if (hidden == nullptr || fc1_grad != nullptr) gather(source, rows, n, e.size, x);
         if (hidden == nullptr) hidden_of(e, x, n, again);
         gather(output_grad, output_rows, n, e.size, dy);
         multiply(PLAIN, PLAIN, n, e.width, e.size, dy, e.fc2, grad, false);
-        activate_backward_any(kind, hidden == nullptr ? again : hidden, grad, pair_weights, n, e.width, hidden_grad,
-                              activated, weight_grad, threads);
+        activate_backward_any(kind, hidden == nullptr ? again : hidden, grad, probs, n, e.width, hidden_grad,
+                              activated, probs_grad, threads);
         for (int64_t i = 0; e.fc2_bias != nullptr && i < n; i++) {  // the weight also multiplies the bias
             V products = V{};
             int64_t h = 0;
             for (; h + LANES <= e.size; h += LANES) products += load(dy + i * e.size + h) * load(e.fc2_bias + h);
             if (h < e.size)
                 products += load_part(dy + i * e.size + h, e.size - h) * load_part(e.fc2_bias + h, e.size - h);
-            weight_grad[i] += sum(products);
+            probs_grad[i] += sum(products);
         }
         multiply(PLAIN, PLAIN, n, e.size, e.outer, hidden_grad, e.fc1, input_grad, false);
         if (fc1_grad != nullptr)

@@ -54,14 +54,14 @@ void mixtrain_activate_bf16(int64_t kind, const bf16* hidden, int64_t n, int64_t
 
 void mixtrain_activate_backward_float(int64_t kind, const float* hidden, const float* grad, const float* weights,
                                       int64_t n, int64_t width, float* hidden_grad, float* activated,
-                                      float* weight_grad, int64_t threads) {
-    activate_backward_any(kind, hidden, grad, weights, n, width, hidden_grad, activated, weight_grad, threads);
+                                      float* probs_grad, int64_t threads) {
+    activate_backward_any(kind, hidden, grad, weights, n, width, hidden_grad, activated, probs_grad, threads);
 }
 
 void mixtrain_activate_backward_bf16(int64_t kind, const bf16* hidden, const bf16* grad, const float* weights,
-                                     int64_t n, int64_t width, bf16* hidden_grad, bf16* activated, float* weight_grad,
+                                     int64_t n, int64_t width, bf16* hidden_grad, bf16* activated, float* probs_grad,
                                      int64_t threads) {
-    activate_backward_any(kind, hidden, grad, weights, n, width, hidden_grad, activated, weight_grad, threads);
+    activate_backward_any(kind, hidden, grad, weights, n, width, hidden_grad, activated, probs_grad, threads);
 }
 
 // Whether `multiply_float` is there: out [m, n] (+)= left [m, k] right [k, n], which may lie transposed.
@@ -100,18 +100,18 @@ void mixtrain_forward_blocks_float(int64_t kind, const Block* blocks, int64_t nu
 
 void mixtrain_backward_blocks_float(int64_t kind, const Block* blocks, int64_t num_blocks, Gemm gemm,
                                     const float* source, const int64_t* rows, const float* output_grad,
-                                    const int64_t* output_rows, const float* pair_weights, int64_t size, int64_t width,
+                                    const int64_t* output_rows, const float* probs, int64_t size, int64_t width,
                                     const float* fc1, const float* fc1_bias, const float* fc2, const float* fc2_bias,
-                                    const float* hidden, float* hidden_grad, float* activated, float* weight_grad,
+                                    const float* hidden, float* hidden_grad, float* activated, float* probs_grad,
                                     float* input_grad, float* fc1_grad, float* fc2_grad, float* scratch,
                                     int64_t threads) {
     const Host host{gemm, static_cast<int>(threads)};
     for (const Block& block : std::span(blocks, num_blocks)) {
         const Expert<float> expert(block.expert, kind, size, width, fc1, fc1_bias, fc2, fc2_bias);
         const int64_t start = block.start, first = fc1_grad == nullptr ? start : 0;
-        host.backward_block(kind, expert, source, rows + start, output_grad, output_rows + start, pair_weights + start,
+        host.backward_block(kind, expert, source, rows + start, output_grad, output_rows + start, probs + start,
                             block.rows(), at(hidden, start, expert.outer), hidden_grad + first * expert.outer,
-                            activated + first * width, weight_grad + start, input_grad + start * size,
+                            activated + first * width, probs_grad + start, input_grad + start * size,
                             at(fc1_grad, block.expert, expert.outer * size), at(fc2_grad, block.expert, size * width),
                             block.add != 0, scratch);
     }
@@ -175,9 +175,9 @@ void mixtrain_forward_blocks_bf16(int64_t kind, const Block* blocks, int64_t num
 // last one, if at all.
 void mixtrain_backward_blocks_bf16(int64_t kind, const Block* blocks, int64_t num_blocks, Gemm, const bf16* source,
                                    const int64_t* rows, const bf16* output_grad, const int64_t* output_rows,
-                                   const float* pair_weights, int64_t size, int64_t width, const bf16* fc1,
+                                   const float* probs, int64_t size, int64_t width, const bf16* fc1,
                                    const bf16* fc1_bias, const bf16* fc2, const bf16* fc2_bias, const bf16* hidden,
-                                   bf16* hidden_grad, bf16* activated, float* weight_grad, bf16* input_grad,
+                                   bf16* hidden_grad, bf16* activated, float* probs_grad, bf16* input_grad,
                                    bf16* fc1_grad, bf16* fc2_grad, char* scratch, int64_t threads) {
     const auto run = kind == SWIGLU ? backward_block<SWIGLU>
                      : kind == GELU ? backward_block<GELU>
@@ -186,8 +186,8 @@ void mixtrain_backward_blocks_bf16(int64_t kind, const Block* blocks, int64_t nu
         const Expert<bf16> expert(block.expert, kind, size, width, fc1, fc1_bias, fc2, fc2_bias);
         const int64_t start = block.start, first = fc1_grad == nullptr ? start : 0;
         run(expert, same_expert(blocks, block), source, rows + start, output_grad, output_rows + start,
-            pair_weights + start, block.rows(), at(hidden, start, expert.outer), at(hidden_grad, first, expert.outer),
-            at(activated, first, width), weight_grad + start, input_grad + start * size,
+            probs + start, block.rows(), at(hidden, start, expert.outer), at(hidden_grad, first, expert.outer),
+            at(activated, first, width), probs_grad + start, input_grad + start * size,
             at(fc1_grad, block.expert, expert.outer * size), at(fc2_grad, block.expert, size * width), block.add != 0,
             scratch, threads);
     }

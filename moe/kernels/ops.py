@@ -50,7 +50,7 @@ def _call_for(
 
 
 @_operation(
-    f"int[] blocks, int tile, Tensor source, Tensor rows, {_MATRICES}, Tensor(a!)? hidden, Tensor(b!) output, "
+    f"int[] blocks, int tile, Tensor source, Tensor rows, {_MATRICES}, Tensor(a!)? preactivation, Tensor(b!) output, "
     "Tensor(c!) scratch"
 )
 def _forward_blocks(
@@ -71,9 +71,9 @@ def _forward_blocks(
 
 
 @_operation(
-    "int[] blocks, int tile, Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, Tensor pair_weights, "
-    f"{_MATRICES}, Tensor? hidden, Tensor(a!)? hidden_grad, Tensor(b!)? activated, Tensor(c!) weight_grad, Tensor(d!) "
-    "input_grad, Tensor(e!)? fc1_grad, Tensor(f!)? fc2_grad, Tensor(g!) scratch"
+    "int[] blocks, int tile, Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, Tensor probs, "
+    f"{_MATRICES}, Tensor? preactivation, Tensor(a!)? preactivation_grad, Tensor(b!)? activated, "
+    "Tensor(c!) probs_grad, Tensor(d!) input_grad, Tensor(e!)? fc1_grad, Tensor(f!)? fc2_grad, Tensor(g!) scratch"
 )
 def _backward_blocks(
     blocks: list[int],
@@ -82,7 +82,7 @@ def _backward_blocks(
     rows: torch.Tensor,
     output_grad: torch.Tensor,
     output_rows: torch.Tensor,
-    pair_weights: torch.Tensor,
+    probs: torch.Tensor,
     fc1: torch.Tensor,
     fc1_bias: torch.Tensor | None,
     fc2: torch.Tensor,
@@ -90,15 +90,15 @@ def _backward_blocks(
     activation: str,
     *tensors: torch.Tensor | None,
 ) -> None:
-    inputs = source, rows, output_grad, output_rows, pair_weights.float(), source.size(1), fc2.size(2)
+    inputs = source, rows, output_grad, output_rows, probs.float(), source.size(1), fc2.size(2)
     _call_for(
         blocks, "backward_blocks", *inputs, fc1, fc1_bias, fc2, fc2_bias, *tensors, kind=(ACTIVATIONS[activation],)
     )
 
 
 @_operation(
-    "int[] blocks, int tile, Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, Tensor hidden_grad, "
-    "Tensor activated, Tensor(a!) fc1_grad, Tensor(b!) fc2_grad, Tensor(c!) scratch"
+    "int[] blocks, int tile, Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, "
+    "Tensor preactivation_grad, Tensor activated, Tensor(a!) fc1_grad, Tensor(b!) fc2_grad, Tensor(c!) scratch"
 )
 def _weights_blocks(
     blocks: list[int],
@@ -107,13 +107,22 @@ def _weights_blocks(
     rows: torch.Tensor,
     output_grad: torch.Tensor,
     output_rows: torch.Tensor,
-    hidden_grad: torch.Tensor,
+    preactivation_grad: torch.Tensor,
     activated: torch.Tensor,
     *outputs: torch.Tensor,
 ) -> None:
-    sizes = source.size(1), activated.size(1), hidden_grad.size(1)
+    sizes = source.size(1), activated.size(1), preactivation_grad.size(1)
     _call_for(
-        blocks, "weights_blocks", source, rows, output_grad, output_rows, hidden_grad, activated, *sizes, *outputs
+        blocks,
+        "weights_blocks",
+        source,
+        rows,
+        output_grad,
+        output_rows,
+        preactivation_grad,
+        activated,
+        *sizes,
+        *outputs,
     )
 
 
@@ -168,8 +177,8 @@ def _forward_flops(
 
 @register_flop_formula(backward_blocks)
 def _backward_flops(*shapes: Any, out_shape: object = None) -> int:
-    blocks, tile, _, _, _, _, _, fc1, _, fc2, _, _, hidden, _, _, _, _, fc1_grad, *_ = shapes
-    again, weights = int(hidden is None), int(fc1_grad is not None)
+    blocks, tile, _, _, _, _, _, fc1, _, fc2, _, _, preactivation, _, _, _, _, fc1_grad, *_ = shapes
+    again, weights = int(preactivation is None), int(fc1_grad is not None)
     return (
         2 * _computed(blocks, tile) * (math.prod(fc1[1:]) * (1 + again + weights) + math.prod(fc2[1:]) * (1 + weights))
     )
@@ -183,12 +192,12 @@ def _weights_flops(
     rows: Sequence[int],
     output_grad: Sequence[int],
     output_rows: Sequence[int],
-    hidden_grad: Sequence[int],
+    preactivation_grad: Sequence[int],
     activated: Sequence[int],
     *_: Any,
     **__: Any,
 ) -> int:
-    return 2 * _computed(blocks, tile) * source[1] * (hidden_grad[1] + activated[1])
+    return 2 * _computed(blocks, tile) * source[1] * (preactivation_grad[1] + activated[1])
 
 
 # Scratch memory of computation by tiles.
@@ -202,7 +211,7 @@ def forward_bytes(longest: int, hidden_size: int, width: int, hidden_columns: in
 def backward_bytes(
     longest: int, hidden_size: int, width: int, hidden_columns: int, recompute: bool, weights: bool
 ) -> int:
-    """That of `backward_blocks`; `recompute`: it gets no hidden activation; `weights`: it computes the weights'
+    """That of `backward_blocks`; `recompute`: it gets no preactivation; `weights`: it computes the weights'
     gradients too."""
     return call("scratch_bytes", 1, longest, hidden_size, width, hidden_columns, int(recompute), int(weights))
 

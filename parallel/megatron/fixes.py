@@ -15,7 +15,7 @@ from parallel.norms import tensor_norms
 
 
 def apply() -> None:
-    """Apply all mends. Called once, by parallel.megatron.apply_patches."""
+    """Apply all patches. Called once, by parallel.megatron.apply_patches."""
     _define_te_general_gemm()
     _measure_gradients_exactly()
     _accept_subclasses_of_layers()
