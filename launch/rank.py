@@ -22,11 +22,15 @@ def main(mark: str, log_dir: str) -> None:
     last_words.of_exceptions()
     # Slurm signals every process of a job. A rank that cannot answer yet lets it pass: the agent tells it again when it
     # can. So what is pending since the agent blocked it is forgotten here, and the others stay ignored until train.py
-    # takes them.
+    # takes them. But for a SIGTERM of the parent: so torch ends the rank where another has failed, and it asks once.
+    is_to_end = False
+    while (pending := signal.sigtimedwait(HANDED_ON, 0)) is not None:
+        is_to_end |= pending.si_signo == signal.SIGTERM and pending.si_pid == os.getppid()
     for signum in HANDED_ON:
-        signal.signal(signum, signal.SIG_IGN)
+        signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torch asks with it
+    if is_to_end:
+        signal.raise_signal(signal.SIGTERM)
     if log_dir:
         for stream, suffix in ((1, "out"), (2, "err")):
             _link(Path(log_dir) / f"rank_{launched().rank:05}.{suffix}", os.readlink(f"/proc/self/fd/{stream}"))

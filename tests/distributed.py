@@ -36,6 +36,7 @@ MAX_RANKS = 4
 PRETENDED = "pretended"  # a backend: gloo between ranks that have tests/cuda's device
 DEFAULT_TIMEOUT = 90.0  # seconds; below pytest's own limit, which knows nothing of the ranks
 START_TIMEOUT = 90.0  # seconds that a new process has to import Megatron-core; not counted against the call
+MEETING_TIMEOUT = 30.0  # seconds that ranks have to connect, which takes milliseconds; not counted against the call
 TAKE_DOWN_TIMEOUT = 30.0  # seconds that a rank has to leave its process group
 GRACE = 10.0  # seconds that the other ranks have to end once one of them has failed
 DUMP_WAIT = 3.0  # seconds that stuck ranks have to write their stacks
@@ -54,6 +55,10 @@ class RankError(Exception):
 
 class RankHang(Exception):
     """Ranks did not answer in time; the message holds their stacks. The pool is gone, the next call makes a new one."""
+
+
+class RanksDidNotMeet(RankHang):
+    """Ranks did not connect in time: once in thousands of calls gloo loses a connection of a group that it makes."""
 
 
 class RankDied(Exception):
@@ -76,6 +81,14 @@ def run(
             f"fn={fn.__module__}.{fn.__qualname__}: must be a module-level function that another process can import"
         )
     call = (fn.__module__, fn.__qualname__, pickle.dumps(args))
+    try:
+        return _run(call, world_size, timeout, backend)
+    except RanksDidNotMeet as error:  # nothing of the test has run yet
+        print(f"{error}\nstarted once more, with new processes", flush=True)
+        return _run(call, world_size, timeout, backend)
+
+
+def _run(call: tuple[str, str, bytes], world_size: int, timeout: float, backend: str) -> list[Any]:
     pool = _pools.get(backend) or _Pool(backend)
     _pools[backend] = pool
     try:
@@ -191,7 +204,6 @@ class _Pool:
                 self._expect(worker, "ready", START_TIMEOUT)
                 worker.started = True
         self.calls += 1
-        deadline = time.monotonic() + timeout
         for worker in workers:
             worker.tail.clear()
             worker.output_ended.clear()
@@ -201,6 +213,8 @@ class _Pool:
                 )
             except OSError:
                 raise RankDied(_obituary(worker)) from None
+        self._meet(workers)
+        deadline = time.monotonic() + timeout
 
         waiting = {worker.connection: worker for worker in workers}
         results: dict[int, Any] = {}
@@ -251,6 +265,17 @@ class _Pool:
         if first_error is not None:
             raise first_error
         return [results[rank] for rank in range(world_size)]
+
+    def _meet(self, workers: list[_Worker]) -> None:
+        """Wait until all are in their process group."""
+        deadline = time.monotonic() + MEETING_TIMEOUT
+        for worker in workers:
+            if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
+                raise RanksDidNotMeet(
+                    f"rank {worker.rank} of {len(workers)} did not meet the others within {MEETING_TIMEOUT:g} s\n"
+                    f"{_dump_stacks(workers)}"
+                )
+            self._expect(worker, "met", 0.0)
 
     def _release(self, worker: _Worker) -> None:
         try:
@@ -336,6 +361,7 @@ def _worker(fd: int, parent: int, rank: int, backend: str) -> None:
         module, name, args, world_size, port, prefix, timeout = pickle.loads(message)
         try:
             _set_up(rank, world_size, port, prefix, timeout, backend)
+            connection.send_bytes(pickle.dumps(("met", None)))
             answer = pickle.dumps(("result", _resolve(module, name)(*pickle.loads(args))))
         except BaseException as error:
             answer = _pickled_error(error)

@@ -122,6 +122,27 @@ def test_stop_on_purpose_is_no_failure_and_no_reason_to_start_again(launch: Laun
         assert launch.log(rank) == f"rank {rank} of 2, attempt 0\nasked by {int(signal.SIGUSR1)}\n"
 
 
+def _rank(launch: Launch, sender: str) -> int:
+    """The status of a rank that was sent a SIGTERM before it could answer, by its parent or by somebody else."""
+    code = (
+        "import os, signal, subprocess, sys, time\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "rank = subprocess.Popen([sys.executable, '-m', 'launch.rank', 'mark', '', 'name=ends'])\n"
+        f"{sender}\n"
+        "sys.exit(rank.wait(timeout=20) % 256)"
+    )
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=launch.folder, env=env, timeout=60, check=False, capture_output=True
+    ).returncode
+
+
+def test_a_rank_that_torch_asks_to_end_before_it_can_answer_ends(launch: Launch) -> None:
+    """Else torch would wait half a minute for it. What Slurm sends to all processes passes by."""
+    assert _rank(launch, "rank.send_signal(signal.SIGTERM)") == -signal.SIGTERM % 256
+    assert _rank(launch, "subprocess.run(['bash', '-c', f'kill -TERM {rank.pid}'], check=True)") == 0
+
+
 def test_rank_that_dies_is_started_again(launch: Launch) -> None:
     process = launch.start(
         "--ranks-per-node", "2", "--max-restarts", "1", "--log-dir", "logs", "--", "name=killed_at_first"
