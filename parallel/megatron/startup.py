@@ -2,7 +2,7 @@
 
 Its decorators compile functions as they are defined, which imports PyTorch's compiler, though most are never called;
 here each is compiled when it is first called. Its timers and its inference engine import wandb, which Mixtrain's own
-tracker does itself when a run asks for it.
+tracker does itself when a run asks for it, and TensorBoard.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from typing import Any
 import torch
 
 
+NOT_USED = ("wandb", "torch.utils.tensorboard")
+
+
 @contextmanager
 def spared() -> Iterator[None]:
-    """While this lasts, `torch.compile` waits for the first call, and wandb is not to be had unless it is loaded
-    already."""
-    compile_now, wandb_loaded = torch.compile, "wandb" in sys.modules
+    """While this lasts, `torch.compile` waits for the first call, and what is NOT_USED is not to be had unless it is
+    loaded already."""
+    compile_now, hidden = torch.compile, [name for name in NOT_USED if name not in sys.modules]
     torch.compile = compiled_when_called  # type: ignore[assignment]
-    if not wandb_loaded:
-        sys.modules["wandb"] = None  # type: ignore[assignment]  # makes an import fail as if it were not installed
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # makes an import fail as if it were not installed
     try:
         yield
     finally:
         torch.compile = compile_now
-        if not wandb_loaded:
-            del sys.modules["wandb"]
+        for name in hidden:
+            del sys.modules[name]
 
 
 def compiled_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:

@@ -97,7 +97,7 @@ import sys, torch
 real = torch.compile
 import ENTRY
 assert torch.compile is real and "megatron.core" in sys.modules
-print([name for name in ("wandb", "torch._inductor") if name in sys.modules])
+print([name for name in ("wandb", "torch.utils.tensorboard", "torch._inductor") if name in sys.modules])
 import wandb  # can be had by those who ask for it
 print(wandb.__version__)
 """

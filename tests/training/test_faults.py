@@ -24,7 +24,7 @@ from configs.compose import compose
 from configs.exit_status import STOPPED_EARLY
 from configs.validate import usable_world_size
 from tests.tolerances import FP32_LOSS
-from tests.training.helpers import Lines, largest_difference, read_metrics
+from tests.training.helpers import Lines, largest_difference, read_metrics, train_on_ranks
 from training.resilience import events, status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,10 +139,9 @@ def event(run_dir: Path, kind: str) -> dict[str, Any]:
 def undisturbed(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Lines:
     """The run on two ranks that nothing happens to."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    ended = run([*data, *NO_CHECKPOINT], folder, 2)
-    assert ended.code == 0, ended.output
+    lines = train_on_ranks([*COMMON, *data, *NO_CHECKPOINT, f"run_dir={folder}"], 2)
     assert status.read(folder)["state"] == "finished"
-    return read_metrics(folder)
+    return lines
 
 
 @pytest.mark.timeout(150)
