@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-
 NOT_USED = ("wandb", "torch.utils.tensorboard")
 
 
