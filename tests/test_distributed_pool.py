@@ -99,13 +99,13 @@ def test_hang_is_reported_with_stacks_and_ends_the_pool() -> None:
 def test_ranks_that_do_not_meet_are_started_once_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (first, _), (second, _) = distributed.run(_world, 2)[0][:2], distributed.run(_world, 2)[1][:2]
-    monkeypatch.setattr(distributed, "MEETING_TIMEOUT", 2.0)
-    os.kill(second, signal.SIGSTOP)  # as a rank whose connection is lost
+    first = [entry[0] for entry in distributed.run(_world, 2)]
+    monkeypatch.setattr(distributed, "MEETING_TIMEOUT", 4.0)
+    os.kill(first[1], signal.SIGSTOP)  # as a rank whose connection is lost
     assert [entry[1:3] for entry in distributed.run(_world, 2)] == [(0, 2), (1, 2)]
-    assert first not in distributed.pids() and second not in distributed.pids()
+    assert not set(first) & set(distributed.pids())
     out = capsys.readouterr().out
-    assert "rank 0 of 2 did not meet the others within 2 s" in out and "started once more, with new processes" in out
+    assert "rank 0 of 2 did not meet the others within 4 s" in out and "started once more, with new processes" in out
 
 
 def test_dead_rank_is_reported_and_ends_the_pool() -> None:

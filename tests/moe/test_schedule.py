@@ -128,8 +128,8 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, activation: str, bias
 
 def _cases(degrees: list[tuple[int, int]]) -> Iterator[tuple[Case, list[Plan]]]:
     every, few = plans(degrees), [Plan(1, 1), Plan(3, 3, "communicate_recompute", 1), Plan(4, 2), Plan(2, 2, "offload")]
-    yield Case(shared=True), every
-    yield Case(top_k=4, routing="dropped", activation="gelu", bias=True), every
+    yield Case(shared=True), every[::2]
+    yield Case(top_k=4, routing="dropped", activation="gelu", bias=True), every[1::2]
     for routing, top_k in itertools.product(ROUTINGS, TOP_K):
         yield Case(routing=routing, top_k=top_k, shared=top_k == 2), few
     for dtype in ("float32", "bfloat16"):
