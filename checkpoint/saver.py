@@ -69,7 +69,7 @@ class Saver:
         self._save: _Save | None = None
         # Called on rank 0, in the writing thread, before a checkpoint gets its name; what it raises fails the save.
         self.before_name: Callable[[], None] = _nothing
-        self._config = to_yaml(config)  # now, because it takes longer than a snapshot
+        self.config_text = to_yaml(config)  # now, because it takes longer than a snapshot
         # The state of writers is asked for over the CPU, whatever training uses: no step waits for it on the device.
         gloo = dist.get_backend() == "gloo"
         self._group = (
@@ -105,7 +105,13 @@ class Saver:
             self._snapshot.take(checkpoint_state.tensors_to_save(chunks, optimizer))
         text = json.dumps(checkpoint_state.describe(optimizer, state), indent=1)
         self._save = _Save(
-            folder, step, {manifest.CONFIG: self._config, manifest.STATE: text}, self._snapshot, keep, keep_every, begin
+            folder,
+            step,
+            {manifest.CONFIG: self.config_text, manifest.STATE: text},
+            self._snapshot,
+            keep,
+            keep_every,
+            begin,
         )
         self._save.before_name = self.before_name
         self.last_step = step

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from models.blueprint.operation import EXPERT
+from models.blueprint.operation import EXPERT, EXPERT_TENSOR, TENSOR, unknown
 
 EXPERTS = "mlp.experts."  # begins the names of routed experts' weights in a layer
 # TransformerEngine keeps a norm inside the linear layer that follows it.
@@ -135,11 +135,14 @@ def _chunk_tensors(chunk: torch.nn.Module) -> Iterator[LogicalTensor]:
         if weight is None:
             raise ValueError(f"the model has the weight {name!r}, which its blueprint does not know")
         # A stack's first dimension are its experts, which are tensors of their own here.
-        stacked = int(weight.is_expert)
-        dims = [split.dim - stacked for split in weight.splits if split.axis != EXPERT]
+        stacked, dim = int(weight.is_expert), None
+        for split in weight.splits:
+            if split.axis in (TENSOR, EXPERT_TENSOR):
+                dim = split.dim - stacked
+            elif split.axis != EXPERT:
+                unknown("logical_tensors", f"axis of {name}", split.axis)
         group = chunk.pg_collection.expt_tp if weight.is_expert else chunk.pg_collection.tp
-        dim, shape = dims[0] if dims else None, weight.shape[stacked:]
-        yield LogicalTensor(name, tensor, shape, weight.kind, dim, weight.gated, group)
+        yield LogicalTensor(name, tensor, weight.shape[stacked:], weight.kind, dim, weight.gated, group)
 
 
 def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -6,6 +6,7 @@ Shapes: n assignments of a block, H hidden size, F width of this rank's part of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NamedTuple
@@ -125,7 +126,7 @@ def of(weights: Weights, source: torch.Tensor, counts: list[int]) -> Blocks:
     return kind(weights, source, counts)
 
 
-class Blocks:
+class Blocks(ABC):
     """The three passes over the blocks, and what they have in common."""
 
     def __init__(self, weights: Weights, source: torch.Tensor, counts: list[int]) -> None:
@@ -143,10 +144,11 @@ class Blocks:
         WORKSPACE.give(*self._scratch.values())
         self._scratch.clear()
 
+    @abstractmethod
     def forward(self, rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
         """Write `output`, and `preactivation` if given; `rows` are those of `source` that the assignments read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def input_grads(
         self,
         work: WeightWork,
@@ -160,11 +162,10 @@ class Blocks:
         Without `grads` `work` is written too; with them the weight gradients are added now, and `work` has room for one
         block.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
         """Add to the weight gradients."""
-        raise NotImplementedError
 
     def rows_of_work(self, later: bool) -> int:
         """Rows that `work` must have; `later`: the weight gradients are not computed at once."""

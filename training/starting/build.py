@@ -12,7 +12,6 @@ from checkpoint import kept_tokenizer, manifest, resume, start
 from checkpoint.saver import Saver
 from checkpoint.state_file import in_words
 from configs import files
-from configs.compose import to_yaml
 from configs.ranks import launched
 from configs.schema import Config
 from data.build import build_data
@@ -127,7 +126,7 @@ def _describe(run: Run, begun: start.Start, expected: run_plan.RunPlan) -> None:
     """Leave in the run's folder what it is, and say it. Rank 0 calls it."""
     config = run.config
     assert run.claim is not None
-    files.write_text(run.run_dir / manifest.CONFIG, to_yaml(config))
+    files.write_text(run.run_dir / manifest.CONFIG, run.saver.config_text)
     run_plan.write(expected, run.run_dir)
     kept_tokenizer.keep(run.run_dir, run.tokenizer)
     run.claim.keep(begun.record)
