@@ -87,12 +87,11 @@ def measure_steps(rounds: int, overrides: list[str]) -> dict[str, Any]:
         engine, watch = run.engine, run.engine.watch
         routers = [module for chunk in engine.bare_chunks for module in chunk.modules() if isinstance(module, Router)]
         hooks = [(router, router._forward_hooks.copy(), router.watch) for router in routers]
-        norms, sums = engine.optimizer.get_grad_norm, engine.sums
+        sums = engine.sums
         in_callbacks: list[float] = []
 
         def with_all() -> Seconds:
-            engine.watch, engine.optimizer.get_grad_norm = watch, norms
-            engine.sums = sums
+            engine.watch, engine.sums = watch, sums
             for router, hook, watched in hooks:
                 router._forward_hooks.update(hook)
                 router.watch = watched
@@ -105,10 +104,7 @@ def measure_steps(rounds: int, overrides: list[str]) -> dict[str, Any]:
             return _since(start)
 
         def without() -> Seconds:
-            engine.watch = None
-            engine.sums = StepSums()
-            if "get_grad_norm" in vars(engine.optimizer):
-                del engine.optimizer.get_grad_norm
+            engine.watch, engine.sums = None, StepSums()
             for router, _, _ in hooks:
                 router._forward_hooks.clear()
                 router.watch = None

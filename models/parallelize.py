@@ -51,6 +51,8 @@ def layer_settings(config: Config) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
         "overlap_p2p_comm": layout.virtual_pipeline is not None,
         "batch_p2p_comm": layout.virtual_pipeline is None,
+        # Else the host waits for the whole device after each such batch, which old versions of torch needed.
+        "batch_p2p_sync": False,
         # 5. Recomputation: what a layer does not keep for its backward pass.
         **_recompute(config.training.recompute),
     }

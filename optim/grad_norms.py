@@ -1,7 +1,8 @@
-"""The gradient norm by part of the model, from the same sums over the same ranks as the total.
+"""The gradient norm, by part of the model.
 
-Megatron-core's optimizer works out one number before it clips. Here each parameter's square goes into its part's sum;
-the sums of all parts travel in the reduction, and come to the host in the copy, that the total needs anyway.
+Megatron-core's optimizer works out one number before it clips, with a reduction and a wait of its own. Here each
+parameter's square goes into its part's sum, on one of the ranks that hold it; the sums ride in the step's one reduction
+over all ranks (training/sums.py).
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from parallel.megatron.optimizer import find_owned, measure_norm_with, members
+from parallel.megatron.optimizer import Owned, find_owned, is_sharded, members
 from parallel.norms import tensor_norms
+from parallel.topology import Topology
 
 # A part and what its parameters' names hold; the first that matches counts. Everything else is "other".
 PARTS = (
@@ -37,40 +38,41 @@ def part_of(name: str) -> str:
 
 
 class GradNorms:
-    """Takes the place of the optimizer's `get_grad_norm`; `by_part` then holds the last step's norms, the same on every
-    rank.
+    """Squares of this rank's gradients in every step; `by_part` holds the last step's norms, the same on every rank.
 
     All ranks list the same parts, also those that other pipeline stages hold; a part that nobody has is left out.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[torch.nn.Module]):
+    def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[torch.nn.Module], topology: Topology):
         self.by_part: dict[str, float] = {}
-        names = [part for part, _ in PARTS] + ["other"]
-        index = {part: i for i, part in enumerate(names)}
+        self._names = [part for part, _ in PARTS] + ["other"]
+        index = {part: i for i, part in enumerate(self._names)}
         parts = {parameter: index[part_of(name)] for chunk in chunks for name, parameter in chunk.named_parameters()}
         # What is stepped of each parameter: a slice of it, a copy in fp32, or itself.
-        owned = zip(find_owned(optimizer, parts), parts.values(), strict=True)
-        self._parts = {id(piece.main): part for piece, part in owned if piece is not None}
-        self._members, self._names = members(optimizer), names
+        owned = zip(find_owned(optimizer, parts), parts.items(), strict=True)
+        self._parts = {
+            id(piece.main): part
+            for piece, (parameter, part) in owned
+            if piece is not None and _counts(piece, parameter, topology)
+        }
+        self._members = members(optimizer)
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
-        self.optimizer, self._device = optimizer, next(iter(parts)).device
-        measure_norm_with(optimizer, self._measure)
+        self._device = topology.device
 
     @torch.no_grad()
-    def _measure(self) -> float:
-        # Members whose sums go over the same ranks share a reduction: all of them in the sharded optimizer.
-        squares: dict[dist.ProcessGroup, torch.Tensor] = {}
+    def squares(self) -> torch.Tensor:
+        """This rank's part [parts] of the sums over all ranks, fp64 on its device; the gradients must be ready."""
+        sums = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         for member in self._members:
-            group = member.get_grad_stats_parallel_group()
-            if group not in squares:
-                squares[group] = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
-            held = [main for main in member.get_parameters() if _counts(main, member)]
+            held = [main for main in member.get_parameters() if main.grad is not None and id(main) in self._parts]
             if held:
                 norms = tensor_norms([main.grad for main in held])
-                squares[group].index_add_(0, self._index([self._parts[id(main)] for main in held]), norms * norms)
-        for group, sums in squares.items():
-            dist.all_reduce(sums, group=group)
-        by_part = torch.stack(list(squares.values())).sum(dim=0).tolist()
+                sums.index_add_(0, self._index([self._parts[id(main)] for main in held]), norms * norms)
+        return sums
+
+    def take(self, squares: torch.Tensor) -> float:
+        """The norm of the whole model, from the sums over all ranks on the host."""
+        by_part = squares.tolist()
         self.by_part = {name: square**0.5 for name, square in zip(self._names, by_part, strict=True) if square != 0}
         return float(sum(by_part) ** 0.5)
 
@@ -82,9 +84,14 @@ class GradNorms:
         return self._indices[key]
 
 
-def _counts(main: torch.Tensor, member: MegatronOptimizer) -> bool:
-    """Whether this rank's copy of a parameter is the one that counts, by the rules of Megatron's
-    get_main_grads_for_grad_norm."""
-    if main.grad is None or not param_is_not_shared(main):
+def _counts(piece: Owned, parameter: torch.nn.Parameter, topology: Topology) -> bool:
+    """Whether this rank's copy of a gradient is the one that counts: one of those that tensor ranks and, where the
+    optimizer is not sharded, data parallel ranks hold alike (Megatron-core's get_main_grads_for_grad_norm)."""
+    if not param_is_not_shared(piece.main):
         return False
-    return bool(param_is_not_tensor_parallel_duplicate(main, getattr(member, "tp_group", None)))
+    if not is_sharded(piece.member):
+        # Megatron's mark of experts, whose gradients their own data parallel ranks share.
+        alike = topology.data_context if getattr(parameter, "allreduce", True) else topology.expert_data
+        if alike.rank != 0:
+            return False
+    return bool(param_is_not_tensor_parallel_duplicate(piece.main, getattr(piece.member, "tp_group", None)))

@@ -1,8 +1,7 @@
-"""An optimizer step in two halves, so that a step can be refused in between: gradients made ready, then weights
-changed.
+"""An optimizer step in parts, so that a step can be refused in between: gradients made ready, then weights changed.
 
-The halves of Megatron-core 0.16.1's `step` of chained, mixed-precision and fp32 optimizers
-(core/optimizer/optimizer.py), call for call.
+The parts of Megatron-core 0.16.1's `step` of chained, mixed-precision and fp32 optimizers
+(core/optimizer/optimizer.py), without its waits for the device.
 """
 
 from __future__ import annotations
@@ -11,26 +10,20 @@ import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from parallel.megatron.optimizer import members, scale_held, scaler_of
+from parallel.megatron.optimizer import members, ready_gradients, scaler_of
 
 
-@torch.no_grad()
-def prepare(optimizer: MegatronOptimizer) -> float | None:
-    """The gradients' norm over the whole model, before clipping; None where fp16 gradients overflowed their scale,
-    which is then lowered.
+def prepare(optimizer: MegatronOptimizer) -> torch.Tensor | None:
+    """Make this rank's gradients ready. In fp16 whether any overflowed the scale, more than zero, on the device; all
+    ranks add it up and call `settle` with what comes of it."""
+    return ready_gradients(optimizer)
 
-    A collective call. Not finite where any gradient is not.
-    """
+
+def settle(optimizer: MegatronOptimizer, overflowed: bool) -> None:
+    """Lower or raise the fp16 loss scale after a step. All members share it: it counts a step once, not each member."""
     scaler = scaler_of(optimizer)
-    if scaler is None:
-        overflowed = bool(optimizer.prepare_grads())
-    else:
-        with scale_held(scaler):  # all members share it: it counts a step once, not each member
-            overflowed = bool(optimizer.prepare_grads())
+    if scaler is not None:
         scaler.update(overflowed)
-    if overflowed:
-        return None
-    return float(optimizer.get_grad_norm())
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from models.folder import load_logical_folder
 from models.parallelize import frozen_weights, parallelize
 from moe.watch import RouterWatch
 from optim.build import build_optimizer
+from optim.grad_norms import GradNorms
 from parallel.megatron.ddp import release
 from parallel.topology import Topology
 from training.resilience.rewind import Mark
@@ -48,6 +49,7 @@ class Engine:
         self.optimizer = build_optimizer(config, topology, self.chunks)
         self.schedule = get_forward_backward_func()
         _connect(config, self.chunks, self.optimizer)
+        self.norms = GradNorms(self.optimizer, self.bare_chunks, topology)
         self.sums = StepSums()
         self.watch = _watch(config, topology, self.bare_chunks)
         self.extra_losses = ["sentence_loss"] if config.model.sentence_head != "none" else []

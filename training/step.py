@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from configs import derived
+from memory.transfer import to_device
 from moe.watch import RouterReport, in_metrics
 from optim import update
 from optim.build import set_learning_rate
@@ -68,18 +69,28 @@ def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult
     _clear_gradients(engine)
     rate = set_learning_rate(engine.optimizer, engine.config, step)
     losses, count = _run(engine, batches, forward_only=False)
-    grad_norm = update.prepare(engine.optimizer)
-    broken = grad_norm is not None and not math.isfinite(grad_norm)
+    overflow = update.prepare(engine.optimizer)
     own = engine.sums.take()
-    parts = [_once(engine, losses), *own.values()]
-    parts.append(torch.tensor(float(broken), dtype=torch.float64, device=engine.topology.device))
+    parts = [_once(engine, losses), _once_a_job(engine, count), engine.norms.squares(), *own.values()]
+    if overflow is not None:
+        parts.append(overflow)
     if engine.watch is not None:
         parts.append(engine.watch.take())
-    summed, *sums = unpack(_sum_over_ranks(engine, pack(parts)).cpu(), parts)
-    finite = not float(sums[len(own)])
-    loss, extra = _losses(engine, summed, count, len(batches))
+    # All that the host reads of a step: one reduction over the world, and one wait for the device.
+    summed, tokens, squares, *sums = unpack(_sum_over_ranks(engine, pack(parts)).cpu(), parts)
+    grad_norm = engine.norms.take(squares)
+    overflowed = overflow is not None and float(sums[len(own)]) > 0
+    update.settle(engine.optimizer, overflowed)
+    loss, extra = _losses(engine, summed, tokens, len(batches))
     result = StepResult(
-        loss, grad_norm or 0.0, rate, grad_norm is None, finite, losses, extra=extra, sums=dict(zip(own, sums))
+        loss=loss,
+        grad_norm=0.0 if overflowed else grad_norm,
+        learning_rate=rate,
+        overflowed=overflowed,
+        finite=overflowed or math.isfinite(grad_norm),
+        own_losses=losses,
+        extra=extra,
+        sums=dict(zip(own, sums)),
     )
     if engine.watch is not None:
         _report_routers(engine, engine.watch.split(sums[-1]), len(batches), result)
@@ -104,14 +115,17 @@ def run_again(engine: Engine, batches: Sequence[Batch]) -> None:
 
 def evaluate(engine: Engine, steps: Iterator[Sequence[Batch]]) -> tuple[float, dict[str, float]]:
     """Mean loss per predicted token over the given global batches, and means of the extra losses."""
-    total, tokens, batches = _no_losses(engine), 0.0, 0
+    total, batches = _no_losses(engine), 0
+    tokens = torch.zeros((), dtype=torch.float64, device=engine.topology.device)
     with engine.frozen_weights(), torch.no_grad():  # Megatron's schedule would build the graph all the same
         for micro_batches in steps:
             losses, count = _run(engine, micro_batches, forward_only=True)
             total += losses
-            tokens += float(count)
+            tokens += count
             batches += len(micro_batches)
-    return _losses(engine, _sum_over_ranks(engine, _once(engine, total)), torch.tensor(tokens), batches)
+    parts = [_once(engine, total), _once_a_job(engine, tokens)]
+    summed, count = unpack(_sum_over_ranks(engine, pack(parts)).cpu(), parts)
+    return _losses(engine, summed, count, batches)
 
 
 def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
@@ -146,7 +160,7 @@ def _run(engine: Engine, batches: Sequence[Batch], *, forward_only: bool) -> tup
     """Run the schedule. Returns this rank's loss sums [loss, *extra] (zero off the last stage) and the number of
     predicted tokens of the global batch (a tensor on the device, so that no host waits for it)."""
     config, topology = engine.config, engine.topology
-    count = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum().to(topology.device)
+    count = to_device(torch.stack([batch["loss_mask"].sum() for batch in batches]).sum(), topology.device)
     if topology.data.size > 1:
         dist.all_reduce(count, group=topology.data.group)
     scale = len(batches) * topology.data.size / count.clamp(min=1.0)
@@ -213,6 +227,12 @@ def _once(engine: Engine, losses: torch.Tensor) -> torch.Tensor:
     return losses if engine.topology.tensor.rank == 0 else torch.zeros_like(losses)
 
 
+def _once_a_job(engine: Engine, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sum over all ranks of what each of them knows."""
+    value = value.to(torch.float64)
+    return value if engine.topology.rank == 0 else torch.zeros_like(value)
+
+
 def _sum_over_ranks(engine: Engine, flat: torch.Tensor) -> torch.Tensor:
     if engine.topology.world_size > 1:
         dist.all_reduce(flat)
@@ -220,12 +240,12 @@ def _sum_over_ranks(engine: Engine, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _losses(
-    engine: Engine, summed: torch.Tensor, count: torch.Tensor, num_micro_batches: int
+    engine: Engine, summed: torch.Tensor, tokens: torch.Tensor, num_micro_batches: int
 ) -> tuple[float, dict[str, float]]:
     """The loss per predicted token, and the extra losses per micro-batch, of the sums over all ranks."""
     micro_batches = num_micro_batches * engine.topology.data.size
     extra = {name: float(summed[1 + i]) / max(micro_batches, 1) for i, name in enumerate(engine.extra_losses)}
-    return float(summed[0]) / max(float(count), 1.0), extra
+    return float(summed[0]) / max(float(tokens), 1.0), extra
 
 
 def _report_routers(engine: Engine, report: RouterReport, num_micro_batches: int, result: StepResult) -> None:

@@ -6,8 +6,7 @@ Each function says what breaks without it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +71,26 @@ def find_owned(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Param
     return result
 
 
-def measure_norm_with(optimizer: MegatronOptimizer, measure: Callable[[], float]) -> None:
-    """Have the gradient norm, which is asked for once a step before clipping, come from `measure`.
+@torch.no_grad()
+def ready_gradients(optimizer: MegatronOptimizer) -> torch.Tensor | None:
+    """Copy the gradients to where they are stepped, in fp16 unscaled; then whether any of this rank's overflowed, more
+    than zero on its device.
 
-    Without it norms by part of the model cost a second pass over all gradients and a second reduction.
+    Megatron's `prepare_grads` reads that on the host, once for each member, after a reduction of its own.
     """
-    optimizer.get_grad_norm = measure
+    overflows = []
+    for member in members(optimizer):
+        scaler = getattr(member, "grad_scaler", None)
+        if scaler is None:
+            member.prepare_grads()
+            continue
+        member.found_inf.zero_()
+        if not member.is_stub_optimizer:
+            member._copy_model_grads_to_main_grads()
+            grads = member._collect_main_grad_data_for_unscaling()
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, member.found_inf, scaler.inv_scale)
+        overflows.append(member.found_inf)
+    return torch.cat(overflows).sum(dim=0, keepdim=True, dtype=torch.float64) if overflows else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,17 +115,6 @@ def share_scaler(optimizer: MegatronOptimizer) -> None:
     for member in members(optimizer):
         if getattr(member, "grad_scaler", None) is not None:
             member.grad_scaler = scaler
-
-
-@contextlib.contextmanager
-def scale_held(scaler: Any) -> Iterator[None]:
-    """Inside the block the scaler's `update` does nothing. Without it a shared scaler counts each member of a step as a
-    step."""
-    scaler.update = lambda found: None
-    try:
-        yield
-    finally:
-        del scaler.update
 
 
 def scaler_numbers(scaler: Any) -> dict[str, float]:

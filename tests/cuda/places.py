@@ -10,8 +10,6 @@ from collections import Counter
 
 Waits = dict[tuple[str, str], int]  # by kind (see device.py) and place
 
-P2P = "megatron/core/pipeline_parallel/p2p_communication.py:P2PCommunicator._communicate"
-OVERFLOW = "megatron/core/optimizer/optimizer.py:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan"
 
 # Calls that a test leaves out, and what they are: the wait for a chunk's rows, the default stream's wait for what comes
 # back from the host, and the notice to the allocator that a copy still reads a tensor.
@@ -21,13 +19,7 @@ MUTANTS = {
     "record_stream": "moe/schedule/restore.py:HostStore.put",
 }
 
-PER_STEP: Waits = {
-    ("copy to device", "training/step.py:_run"): 1,  # the number of predicted tokens
-    ("tolist", "optim/grad_norms.py:GradNorms._measure"): 1,
-    ("copy to device", "training/step.py:gradients"): 1,  # whether gradients are finite
-    ("copy to host", "training/step.py:gradients"): 1,  # the step's sums
-    ("item", "training/step.py:_losses"): 1,
-}
+PER_STEP: Waits = {("copy to host", "training/step.py:gradients"): 1}  # the step's sums
 # Of an MoE layer and micro-batch, forward and backward pass together.
 FLAT: Waits = {
     ("tolist", "moe/alltoall/flat.py:FlatAllToAll.count"): 1,

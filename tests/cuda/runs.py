@@ -71,7 +71,6 @@ def _train(device: str, overrides: Sequence[str]) -> Outcome:
 
     from configs.compose import compose
     from configs.validate import validate
-    from optim.grad_norms import GradNorms
     from parallel import topology
     from training.engine import Engine
     from training.starting.dry_run import made_up_batches
@@ -82,7 +81,6 @@ def _train(device: str, overrides: Sequence[str]) -> Outcome:
     place = topology.initialize(config)
     model = Engine(config, place, VOCAB_SIZE)
     (where,) = {str(parameter.device) for chunk in model.bare_chunks for parameter in chunk.parameters()}
-    GradNorms(model.optimizer, model.bare_chunks)  # as the trainer does
     count = config.training.global_batch_size // (config.training.micro_batch_size * place.data.size)
     batches = made_up_batches(config, count, VOCAB_SIZE, seed=place.data.rank)
     if device == "cuda":

@@ -24,12 +24,11 @@ def test_tensor_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def measured_and_exact(config: Config) -> tuple[float, dict[str, float], dict[str, float]]:
     """The norm and the norms by part of heavy-tailed gradients, and the exact squares of the embedding and of the
     rest."""
-    from optim.grad_norms import GradNorms
     from parallel import topology
     from training.engine import Engine
 
     model = Engine(config, topology.initialize(config), 16384)
-    norms = GradNorms(model.optimizer, model.bare_chunks)
+    norms = model.norms
     generator = torch.Generator().manual_seed(0)
     (member,) = members(model.optimizer)
     exact: dict[str, float] = {}
@@ -41,7 +40,7 @@ def measured_and_exact(config: Config) -> tuple[float, dict[str, float], dict[st
             exact[part] = exact.get(part, 0.0) + float(
                 getattr(parameter, "main_param", parameter).grad.double().square().sum()
             )
-    return model.optimizer.get_grad_norm(), norms.by_part, exact
+    return norms.take(norms.squares()), norms.by_part, exact
 
 
 def test_norms_of_a_large_embedding() -> None:

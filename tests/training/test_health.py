@@ -332,7 +332,11 @@ def overflow_experts(config: Config) -> list[tuple[float, ...]]:
             experts = [p for name, p in model.bare_chunks[0].named_parameters() if "experts" in name]
             if dist.get_rank() == 0:
                 experts[0].main_grad.view(-1)[0] = INF
-        assert (update.prepare(model.optimizer) is None) == spoilt
+        overflow = update.prepare(model.optimizer)
+        assert overflow is not None
+        dist.all_reduce(overflow)
+        assert (float(overflow) > 0) == spoilt
+        update.settle(model.optimizer, spoilt)
         scales.append(tuple(float(member.grad_scaler._scale) for member in members(model.optimizer)))
     return scales
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from optim.grad_norms import GradNorms
 from training.run import Callback, Metrics, Run
 
 
 class GradientParts(Callback):
     """Adds `grad_norm_by_part`, before clipping; the squares of the parts add up to that of `grad_norm`."""
 
-    def on_start(self, run: Run) -> None:
-        self._norms = GradNorms(run.engine.optimizer, run.engine.bare_chunks)
-
     def after_step(self, run: Run, metrics: Metrics) -> None:
         # A step whose gradients overflowed (fp16) is skipped before its norm is known.
-        metrics["grad_norm_by_part"] = self._norms.by_part if metrics["updated"] else {}
+        metrics["grad_norm_by_part"] = run.engine.norms.by_part if metrics["updated"] else {}
