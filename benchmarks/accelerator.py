@@ -60,11 +60,13 @@ class VirtualAccelerator(ExpertCompute):
     def __init__(self, flops_per_second: float = math.inf) -> None:
         self.clock = Clock(flops_per_second)
 
-    def forward(self, inputs: ChunkInputs, preactivation: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, inputs: ChunkInputs, preactivation: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         n, source = len(inputs.assignments.rows), inputs.source_NH
         output = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
         self.clock.work(_products(n, inputs.weights))
-        return output
+        return output, preactivation
 
     def input_grads(
         self, inputs: GradInputs, preactivation: torch.Tensor | None, grads: WeightGrads | None

@@ -20,7 +20,7 @@ from moe.experts.compute import ExpertCompute
 from moe.experts.weights import Weights
 from moe.placement.map import PlacementMap
 from moe.schedule import execute
-from moe.schedule.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan
+from moe.schedule.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan, pass_degrees
 from moe.schedule.on_one_rank import LocalCall
 from moe.schedule.over_ranks import SharedExpert, SpreadCall
 from moe.schedule.pass_sizes import exchange_sizes
@@ -38,15 +38,17 @@ def routed_experts(
     assignments_per_token: int | None = None,
     experts: ExpertCompute | None = None,
     timer: PassTimer | None = None,
+    most_per_token: int | None = None,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts' outputs [T, H], plus the shared expert's, differentiable in x, probs and
     weights: route, place, plan, then dispatch - experts - combine in chunks.
 
     x [T, H]; probs [T, E] and routing map [T, E] (bool) over the experts of all ranks of `exchange` (None: this rank
-    has them all). `assignments_per_token` is the number of experts of every token where none is dropped.
+    has them all). `assignments_per_token` is the number of experts of every token where none is dropped, else
+    `most_per_token` the most.
     """
     experts, timer = experts or ExpertCompute(), timer or PassTimer()
-    choice = route.choose(routing_map_TE, assignments_per_token)
+    choice = route.choose(routing_map_TE, assignments_per_token, most_per_token)
     probs_P = probs_TE.reshape(-1).index_select(0, choice.flat)
     tensors = (x_TH, probs_P, weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -59,8 +61,9 @@ def routed_experts(
         if exchange is None:
             call = LocalCall(choice, plan, strategy, experts, weights, x_TH, both=keep)
         else:
-            order = route.dispatch_order(choice, PlacementMap(routing_map_TE.size(1), exchange.size))
-            sizes = exchange_sizes(choice, order, plan, exchange, both=keep)
+            placement, degrees = PlacementMap(routing_map_TE.size(1), exchange.size), pass_degrees(plan, both=keep)
+            order = route.dispatch_order(choice, placement, degrees)
+            sizes = exchange_sizes(order, degrees, placement.num_slots, exchange)
             call = SpreadCall(choice, order, sizes, plan, strategy, exchange, experts, inside)
         output_TH = execute.run(call, timer, x_TH, probs_P, weights)
     return output_TH if shared_expert is None or inside is not None else output_TH + shared_expert(x_TH)
@@ -89,6 +92,7 @@ class MixtrainMoELayer(MoELayer):
         self.expert_tensor_group = pg_collection.expt_tp
         self.exchange: AllToAll | None = factory.shared(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
         dropless = config.moe_expert_capacity_factor is None
+        self._most_per_token = config.moe_router_topk
         self._assignments_per_token = config.moe_router_topk if dropless else None
 
     def forward(
@@ -135,6 +139,7 @@ class MixtrainMoELayer(MoELayer):
             shared_expert,
             assignments_per_token=self._assignments_per_token,
             timer=self.timer,
+            most_per_token=self._most_per_token,
         )
 
 

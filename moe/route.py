@@ -10,14 +10,15 @@ computes, U unique rows (token, rank), n assignments of a chunk, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch.nn import functional as F
 
 from memory.pool import WORKSPACE
+from memory.transfer import to_device
 from moe import kernels
 from moe.placement.map import PlacementMap
 
@@ -26,13 +27,22 @@ MAX_BYTE, MAX_SHORT = 255, 32767
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen assignments, sorted by token, then expert."""
+    """The chosen assignments, sorted by token, then expert.
+
+    On a GPU the list is as long as it can be, so that no host waits for its length: what capacity dropped stands at its
+    end, as assignments of token T.
+    """
 
     tokens: torch.Tensor  # [P] int64
     experts: torch.Tensor  # [P] int64, of the whole layer
     flat: torch.Tensor  # [P] int64: token * E + expert
     num_tokens: int
     assignments_per_token: int | None  # where it is the same for all
+
+    @property
+    def may_be_padded(self) -> bool:
+        """Whether the list may be longer than there are assignments."""
+        return self.assignments_per_token is None and self.flat.device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -43,39 +53,51 @@ class Sum:
     starts: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chunk:
     """One chunk as its experts' rank sees it: n assignments of a row to a slot, out of the list of all that it gets."""
 
     # Where the chunk's assignments stand in that list; so listed, they are in the order of their rows.
     slices: list[slice]
+    part: slice  # the chunk's in a list of all chunks' assignments, one chunk after the other
     first_row: int  # in a buffer of all chunks' rows
     num_rows: int
-    ids: torch.Tensor  # [n] places in the list of all assignments, sorted by expert
-    rows: torch.Tensor  # [n] the assignments' rows, counted from `first_row`, sorted by expert
-    counts: torch.Tensor  # [slots] int64
-    sums: Sum  # from assignments sorted by expert to rows
+    ids: torch.Tensor  # [n] places in the list of all assignments, sorted by slot
+    rows: torch.Tensor  # [n] the assignments' rows, counted from `first_row`, sorted by slot
+    ends: torch.Tensor  # [slots] int32: where each slot's assignments end
+    sums: Sum  # from assignments sorted by slot to rows
+    host_ends: list[int] | None = None  # `ends` where the host needs them: see `read_ends`
 
     def in_row_order(self, values: torch.Tensor) -> torch.Tensor:
         """The chunk's part of a value per assignment, in the order that `sums.index` has."""
         return cut_list(values, self.slices)
 
 
+class Chunks(list[Chunk]):
+    """All chunks of a pass, one after the other."""
+
+    def __init__(self, chunks: Iterable[Chunk], ids_Q: torch.Tensor) -> None:
+        super().__init__(chunks)
+        self.ids_Q = ids_Q  # theirs
+
+
 @dataclass(frozen=True)
 class DispatchOrder:
     """What this rank sends: assignments sorted by rank, then token, then expert; one row for all of a rank and
-    token."""
+    token. After them may come those that were dropped."""
 
     assignments: torch.Tensor  # [P] the assignments' places in the `Choice`
     tokens: torch.Tensor  # [P]
-    ranks: torch.Tensor  # [P]
-    is_first: torch.Tensor  # [P] bool: the first assignment of its row
+    rows: torch.Tensor  # [P] of each its row among all that are sent
     packed_ids: torch.Tensor  # [P] int64: row within the rank's rows * slots + slot
+    counts: (
+        torch.Tensor
+    )  # [ranks, 2, chunks]: rows and assignments for each rank in each chunk, of every degree in turn
 
-    def row_tokens(self, num_rows: int) -> torch.Tensor:
-        """The token of each of the `num_rows` rows, in the order of the assignments."""
+    def row_tokens(self, num_rows: int, num_assignments: int) -> torch.Tensor:
+        """The token of each row, in the order of the assignments."""
         tokens = self.tokens.new_empty(num_rows)
-        tokens[self.is_first.cumsum(0) - 1] = self.tokens  # assignments of a row write the same
+        tokens[self.rows[:num_assignments]] = self.tokens[:num_assignments]  # assignments of a row write the same
         return tokens
 
 
@@ -84,31 +106,22 @@ def boundaries(num_tokens: int, degree: int) -> list[int]:
     return [num_tokens * i // degree for i in range(degree + 1)]
 
 
-def choose(routing_map_TE: torch.Tensor, assignments_per_token: int | None) -> Choice:
-    """The assignments of a routing map (bool). `assignments_per_token`, where it is the same for all, saves a GPU's
-    host the wait."""
+def choose(
+    routing_map_TE: torch.Tensor, assignments_per_token: int | None, most_per_token: int | None = None
+) -> Choice:
+    """The assignments of a routing map (bool). `assignments_per_token`, where it is the same for all, or the most that
+    a token may have, keeps a GPU's list short."""
     num_tokens, num_experts = routing_map_TE.shape
     flat_map = routing_map_TE.reshape(-1)
-    if assignments_per_token is not None and flat_map.device.type == "cuda":
-        flat_P = torch.nonzero_static(flat_map, size=num_tokens * assignments_per_token).view(-1)
+    if flat_map.device.type == "cuda":
+        most = assignments_per_token or most_per_token or num_experts
+        flat_P = torch.nonzero_static(flat_map, size=num_tokens * most, fill_value=flat_map.numel()).view(-1)
     else:
         flat_P = flat_map.nonzero().view(-1)
     tokens_P = flat_P // num_experts
-    return Choice(tokens_P, flat_P - tokens_P * num_experts, flat_P, num_tokens, assignments_per_token)
-
-
-def count(keys: torch.Tensor, size: int, where: torch.Tensor | None = None) -> torch.Tensor:
-    """How often each of 0 .. size - 1 occurs in `keys` (where the mask is true), int64. Unlike bincount, no GPU's host
-    waits."""
-    if keys.device.type == "cpu":
-        return torch.bincount(keys if where is None else keys[where], minlength=size)
-    ones = torch.ones_like(keys) if where is None else where.long()
-    return torch.zeros(size, dtype=torch.int64, device=keys.device).scatter_add_(0, keys, ones)
-
-
-def chunk_of(tokens: torch.Tensor, num_tokens: int, degree: int) -> torch.Tensor:
-    """The chunk of each token, by `boundaries`: the largest i with num_tokens * i // degree <= token."""
-    return ((tokens + 1) * degree - 1) // max(num_tokens, 1)
+    experts_P = flat_P.sub(tokens_P, alpha=num_experts)
+    choice = Choice(tokens_P, experts_P, flat_P, num_tokens, assignments_per_token)
+    return replace(choice, flat=flat_P.clamp(max=flat_map.numel() - 1)) if choice.may_be_padded else choice
 
 
 def stable_argsort(keys: torch.Tensor, limit: int) -> torch.Tensor:
@@ -123,20 +136,70 @@ def stable_argsort(keys: torch.Tensor, limit: int) -> torch.Tensor:
     return torch.from_numpy(narrow.numpy().argsort(kind="stable"))
 
 
-def make_chunk(
-    slices: list[slice], rows_Q: torch.Tensor, slots_Q: torch.Tensor, first_row: int, num_rows: int, num_slots: int
-) -> Chunk:
-    """The chunk with these parts of all assignments of the rank."""
-    positions_n = cut_list(torch.arange(len(rows_Q), device=rows_Q.device), slices)
-    rows_n, slots_n = cut_list(rows_Q, slices), cut_list(slots_Q, slices)
-    if first_row:
-        rows_n = rows_n - first_row
-    order = stable_argsort(slots_n, num_slots)
-    by_row = torch.empty_like(order)
-    by_row[order] = torch.arange(len(order), device=order.device)
-    of_row = count(rows_n, num_rows)
-    sums = Sum(by_row, of_row.cumsum(0).sub_(of_row))
-    return Chunk(slices, first_row, num_rows, positions_n[order], rows_n[order], count(slots_n, num_slots), sums)
+def sort_keys(keys: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sorted, order) of small non-negative integers (all at most `limit`), equal ones in their order."""
+    if keys.device.type != "cpu":
+        in_order, order = keys.sort(stable=True)
+        return in_order, order
+    order = stable_argsort(keys, limit)
+    return keys[order], order
+
+
+def starts_of(values: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Where each of `numbers`, which follow one another, begins in the sorted `values`, all of which are among them."""
+    if values.device.type != "cpu":
+        return torch.searchsorted(values, numbers)
+    counts = torch.bincount(values - numbers[:1], minlength=len(numbers))
+    return counts.cumsum(0).sub_(counts)
+
+
+def make_chunks(
+    rows_Q: torch.Tensor,
+    slots_Q: torch.Tensor,
+    num_rows: Sequence[int],
+    slices: Sequence[list[slice]],
+    num_slots: int,
+    of_chunk_Q: torch.Tensor | None = None,
+) -> Chunks:
+    """All chunks of a pass: one sort, whatever their number.
+
+    `rows_Q` count from the first row of an assignment's chunk; `slices` say where each chunk's assignments stand in the
+    list, in the order of their rows. `of_chunk_Q` [2, Q], with several chunks: `chunk_bases` of each assignment's.
+    """
+    numbers = torch.arange(max(len(rows_Q), num_slots * len(num_rows), *num_rows), device=rows_Q.device)
+    keys = slots_Q if of_chunk_Q is None else slots_Q + of_chunk_Q[0]
+    in_order, ids_Q = sort_keys(keys, num_slots * len(num_rows))
+    sorted_rows_Q = rows_Q.index_select(0, ids_Q)
+    by_row_Q = torch.empty_like(ids_Q)
+    by_row_Q[ids_Q] = numbers[: len(ids_Q)]
+    if of_chunk_Q is not None:
+        by_row_Q -= of_chunk_Q[1]
+    row_order = [part for parts in slices for part in parts]
+    by_row_Q, rows_Q = cut_list(by_row_Q, row_order), cut_list(rows_Q, row_order)
+    chunks: list[Chunk] = []
+    first = first_row = 0
+    for i, (rows, parts) in enumerate(zip(num_rows, slices, strict=True)):
+        part = slice(first, first + sum(each.stop - each.start for each in parts))
+        slots = numbers[i * num_slots : (i + 1) * num_slots]
+        ends = torch.searchsorted(in_order[part], slots, right=True, out_int32=True)
+        sums = Sum(by_row_Q[part], starts_of(rows_Q[part], numbers[:rows]))
+        chunks.append(Chunk(parts, part, first_row, rows, ids_Q[part], sorted_rows_Q[part], ends, sums))
+        first, first_row = part.stop, first_row + rows
+    return Chunks(chunks, ids_Q)
+
+
+def chunk_bases(num_assignments: Sequence[int], num_slots: int) -> tuple[list[int], list[int]]:
+    """Of each chunk: its number * `num_slots`, and where its assignments begin in a list of all chunks'."""
+    firsts = accumulate(num_assignments[:-1], initial=0)
+    return [i * num_slots for i in range(len(num_assignments))], list(firsts)
+
+
+def read_ends(chunks: Sequence[Chunk]) -> None:
+    """Tell the host where the slots' assignments end, of all these chunks in one copy."""
+    ends = torch.cat([chunk.ends for chunk in chunks]) if len(chunks) > 1 else chunks[0].ends
+    numbers = ends.tolist()
+    for i, chunk in enumerate(chunks):
+        chunk.host_ends = numbers[i * len(chunk.ends) : (i + 1) * len(chunk.ends)]
 
 
 def add_up(
@@ -159,25 +222,43 @@ def add_up(
     return result if out is None else out.copy_(result)
 
 
-def dispatch_order(choice: Choice, placement: PlacementMap) -> DispatchOrder:
-    """Sort the assignments by the rank of their expert and find the unique rows."""
+def dispatch_order(choice: Choice, placement: PlacementMap, degrees: Sequence[int]) -> DispatchOrder:
+    """Sort the assignments by the rank of their expert, find the unique rows, and count them by chunks, of so many
+    degrees."""
+    num_tokens, num_ranks, num_slots = choice.num_tokens, placement.num_ranks, placement.num_slots
     ranks_P, slots_P = placement.locate(choice.experts)
-    order = stable_argsort(ranks_P, placement.num_ranks)
-    ranks_P, slots_P, tokens_P = ranks_P[order], slots_P[order], choice.tokens[order]
-    key = ranks_P * choice.num_tokens + tokens_P
-    is_first = torch.ones_like(key, dtype=torch.bool)
-    torch.ne(key[1:], key[:-1], out=is_first[1:])
-    row = is_first.cumsum(0) - 1  # of each assignment, over all ranks
-    rows_per_rank = count(ranks_P, placement.num_ranks, is_first)
-    row_in_rank = row - (rows_per_rank.cumsum(0) - rows_per_rank)[ranks_P]
-    return DispatchOrder(order, tokens_P, ranks_P, is_first, row_in_rank * placement.num_slots + slots_P)
-
-
-def exchange_counts(sent: DispatchOrder, num_tokens: int, num_ranks: int, degree: int) -> torch.Tensor:
-    """Counts [ranks, degree, 2] int64 of the rows and assignments that each rank gets from each chunk of this rank's
-    tokens."""
-    keys, size = sent.ranks * degree + chunk_of(sent.tokens, num_tokens, degree), num_ranks * degree
-    return torch.stack([count(keys, size, sent.is_first), count(keys, size)], dim=1).view(num_ranks, degree, 2)
+    if ranks_P.device.type == "cpu":
+        order = stable_argsort(ranks_P, num_ranks)
+        ranks_P, slots_P, tokens_P = ranks_P[order], slots_P[order], choice.tokens[order]
+        keys_P = tokens_P.add(ranks_P, alpha=num_tokens)  # one for each row, ascending
+    else:  # one number says it all: it is sorted, and taken apart
+        codes_P = slots_P.add(choice.tokens.add(ranks_P, alpha=num_tokens), alpha=num_slots)
+        if choice.may_be_padded:
+            codes_P = codes_P.masked_fill(choice.tokens == num_tokens, num_ranks * num_tokens * num_slots)
+        codes_P, order = codes_P.sort()
+        keys_P = codes_P // num_slots
+        ranks_P, slots_P = keys_P // max(num_tokens, 1), codes_P.sub(keys_P, alpha=num_slots)
+        tokens_P = keys_P.sub(ranks_P, alpha=num_tokens)
+    # Rows numbered one after the other; at the end, their number.
+    is_new = torch.zeros(len(keys_P) + 1, dtype=torch.bool, device=keys_P.device)
+    if len(keys_P):
+        torch.ne(keys_P[1:], keys_P[:-1], out=is_new[1:-1])
+        is_new[-1:].fill_(True)
+    rows_P = is_new.cumsum(0)
+    # The first and last keys of each rank's part of each chunk.
+    cuts = [boundaries(num_tokens, degree) for degree in degrees]
+    ends = [
+        [[rank * num_tokens + token for cut in cuts for token in cut[side : len(cut) - 1 + side]] for side in (0, 1)]
+        for rank in range(num_ranks)
+    ]
+    places = torch.searchsorted(keys_P, to_device(torch.tensor(ends), keys_P.device))  # [ranks, 2 ends, chunks]
+    both = torch.stack([rows_P.take(places), places], dim=2)  # [ranks, 2 ends, rows or assignments, chunks]
+    first_rows = both[:, 0, 0, 0]
+    if choice.may_be_padded:
+        ranks_P = ranks_P.clamp(max=num_ranks - 1)
+    rows_P = rows_P[:-1]
+    packed_P = slots_P.add(rows_P - first_rows.index_select(0, ranks_P), alpha=num_slots)
+    return DispatchOrder(order, tokens_P, rows_P, packed_P, both[:, 1] - both[:, 0])
 
 
 @dataclass(frozen=True)
@@ -221,25 +302,36 @@ def cut_list(values: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
     return torch.cat([values[part] for part in slices])
 
 
-def received_rows(ids_Q: torch.Tensor, cut: ChunkOffsets, num_slots: int) -> torch.Tensor:
-    """For each received assignment its row in a buffer of all chunks, one after the other, each sorted by rank and
-    token."""
-    totals = [0, *accumulate(cut.total_rows())]
-    shifts, repeats = [], []
-    for rank, rows in enumerate(cut.rows):
+def received_shifts(cut: ChunkOffsets) -> list[int]:
+    """What to add to a received row's number in its rank for its number in its chunk, sorted by rank and token: by rank
+    and chunk."""
+    before, shifts = [0] * cut.degree, []
+    for rows in cut.rows:
         for chunk in range(cut.degree):
-            before = totals[chunk] + sum(cut.rows[other][chunk] for other in range(rank))
-            shifts.append(before - sum(rows[:chunk]))
-            repeats.append(cut.assignments[rank][chunk])
-    device = ids_Q.device
-    shift = torch.repeat_interleave(
-        torch.tensor(shifts, device=device), torch.tensor(repeats, device=device), output_size=len(ids_Q)
-    )
-    return ids_Q // num_slots + shift
+            shifts.append(before[chunk] - sum(rows[:chunk]))
+            before[chunk] += rows[chunk]
+    return shifts
 
 
-def combine_sum(row_tokens: torch.Tensor, first_token: int, num_tokens: int) -> Sum:
-    """How a chunk's returned rows (of these tokens, in the order sent) are added up per token."""
-    tokens = row_tokens - first_token
-    counts = count(tokens, num_tokens)
-    return Sum(stable_argsort(tokens, num_tokens), counts.cumsum(0).sub_(counts))
+def sent_shifts(cut: ChunkOffsets) -> list[int]:
+    """The same for a row's number among all that are sent."""
+    firsts = accumulate((sum(rows) for rows in cut.rows[:-1]), initial=0)
+    of_cells = [first for first in firsts for _ in range(cut.degree)]
+    return [shift - first for shift, first in zip(received_shifts(cut), of_cells, strict=True)]
+
+
+def combine_sums(
+    row_tokens_U: torch.Tensor, num_tokens: int, cut: ChunkOffsets, shifts_U: torch.Tensor | None
+) -> list[Sum]:
+    """How each chunk's returned rows, in the order sent, are added up per token. `shifts_U`, with several chunks:
+    `sent_shifts` of each row's."""
+    numbers = torch.arange(max(num_tokens, len(row_tokens_U)), device=row_tokens_U.device)
+    in_order, index_U = sort_keys(row_tokens_U, num_tokens)
+    if shifts_U is not None:
+        index_U = (numbers[: len(row_tokens_U)] + shifts_U).index_select(0, index_U)
+    tokens, sums, first = boundaries(num_tokens, cut.degree), [], 0
+    for i, rows in enumerate(cut.total_rows()):
+        part = slice(first, first + rows)
+        sums.append(Sum(index_U[part], starts_of(in_order[part], numbers[tokens[i] : tokens[i + 1]])))
+        first += rows
+    return sums

@@ -2,8 +2,9 @@
 
 Under bf16 the router computes in fp32 (`moe_router_dtype`). Megatron-core converts the whole input for that, in the
 forward and again in the backward pass, which costs more than the product. Here the forward pass converts nothing where
-the compiled kernels multiply (products of bf16 numbers are exact in fp32) and blocks of rows in turn elsewhere, and the
-backward pass nothing but the logits' gradient: as a sum of two bf16 numbers it keeps 16 of fp32's 24 bits.
+a GPU or the compiled kernels multiply (products of bf16 numbers are exact in fp32) and blocks of rows in turn
+elsewhere; the backward pass nothing but the logits' gradient: as a sum of two bf16 numbers it keeps 16 of fp32's 24
+bits.
 
 Shapes: T tokens, H hidden size, E experts.
 """
@@ -60,12 +61,7 @@ class Router(TopKRouter):
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., E] of the tokens [..., H], in the router's precision."""
         same = input.dtype is self.weight.dtype and self.config.moe_router_dtype == "fp32"
-        if (
-            input.device.type != "cpu"
-            or self.bias is not None
-            or not same
-            or input.dtype not in (torch.float32, torch.bfloat16)
-        ):
+        if self.bias is not None or not same or input.dtype not in (torch.float32, torch.bfloat16):
             return super().gating(input)
         logits, passed = _Gate.apply(input, self.weight)
         if input is self._passed:  # not a copy with jitter
@@ -87,6 +83,8 @@ def _choose(
 def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if x.dtype is torch.float32:
         return torch.mm(x, weight.t())
+    if x.device.type == "cuda":
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
     if kernels.has_tiles(x, x.size(1), kernels.ALIGNMENT):
         return kernels.gate(x, weight)
     gate, logits = weight.float().t(), x.new_empty(len(x), len(weight), dtype=torch.float32)

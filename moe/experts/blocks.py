@@ -56,7 +56,8 @@ def hidden_factor(activation: str) -> int:
     return 2 if activation == "swiglu" else 1
 
 
-def _approximate(activation: str) -> str:
+def approximate(activation: str) -> str:
+    """Of torch's GELU."""
     return "tanh" if activation == "gelu_tanh" else "none"
 
 
@@ -68,7 +69,7 @@ def activate(activation: str, preactivation: torch.Tensor, out: torch.Tensor) ->
     if activation == "swiglu":
         gate, up = preactivation.chunk(2, dim=1)
         return torch.ops.aten.silu.out(gate, out=out).mul_(up)
-    return torch.ops.aten.gelu.out(preactivation, approximate=_approximate(activation), out=out)
+    return torch.ops.aten.gelu.out(preactivation, approximate=approximate(activation), out=out)
 
 
 def activate_backward(
@@ -99,10 +100,10 @@ def activate_backward(
         up_grad.mul_(grad)
         torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=gate_grad)
     else:
-        torch.ops.aten.gelu.out(preactivation, approximate=_approximate(activation), out=activated)
+        torch.ops.aten.gelu.out(preactivation, approximate=approximate(activation), out=activated)
         probs_grad = torch.mul(grad, activated, out=out).sum(dim=1, dtype=wide)
         torch.ops.aten.gelu_backward.grad_input(
-            grad.mul_(column), preactivation, approximate=_approximate(activation), grad_input=out
+            grad.mul_(column), preactivation, approximate=approximate(activation), grad_input=out
         )
     activated.mul_(column)
     return probs_grad
@@ -251,7 +252,7 @@ class TorchBlocks(Blocks):
             )
             dy_nH = self._gather("dy", work.inputs.sums_grad_RH, work.inputs.sums_rows_n[start:end])
             grad_nF = torch.mm(dy_nH, self._fc2[expert], out=self._room("grad", a_nF.size(1))[:length])
-            probs = work.inputs.probs_n[start:end]
+            probs = work.inputs.chunk.assignments.probs[start:end]
             probs_grad[start:end] = activate_backward(
                 self.weights.activation, h_nG, grad_nF[:count], probs, dh_nG[:count], a_nF[:count]
             )
@@ -270,7 +271,9 @@ class TorchBlocks(Blocks):
             # Beyond the block's end stand rows of the next one; they meet zeros.
             dh_nG, a_nF = work.preactivation_grad[start : start + len(x_nH)], work.activated[start : start + len(x_nH)]
             grads.add(expert, dh_nG, x_nH, dy_nH, a_nF)
-            grads.add_biases(expert, dh_nG[: end - start], dy_nH[: end - start], work.inputs.probs_n[start:end])
+            grads.add_biases(
+                expert, dh_nG[: end - start], dy_nH[: end - start], work.inputs.chunk.assignments.probs[start:end]
+            )
 
 
 class CompiledBlocks(Blocks):
@@ -325,7 +328,7 @@ class CompiledBlocks(Blocks):
             work.inputs.chunk.assignments.rows,
             work.inputs.sums_grad_RH,
             work.inputs.sums_rows_n,
-            work.inputs.probs_n,
+            work.inputs.chunk.assignments.probs,
             *self._matrices,
             preactivation,
         )
@@ -356,7 +359,9 @@ class CompiledBlocks(Blocks):
     def _add_biases(block: Block, work: WeightWork, preactivation_grad: torch.Tensor, grads: WeightGrads) -> None:
         expert, start, end = block
         output_grad = work.inputs.sums_grad_RH.index_select(0, work.inputs.sums_rows_n[start:end])
-        grads.add_biases(expert, preactivation_grad[: end - start], output_grad, work.inputs.probs_n[start:end])
+        grads.add_biases(
+            expert, preactivation_grad[: end - start], output_grad, work.inputs.chunk.assignments.probs[start:end]
+        )
 
 
 def _numbers(of_blocks: list[Block], grads: WeightGrads | None = None) -> list[int]:

@@ -9,16 +9,22 @@ this rank's part of an expert, G = 2 F for SwiGLU ([gate | up]) else F, E expert
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 
 from memory.pool import WORKSPACE
 from moe.experts import blocks
-from moe.experts.blocks import SPARE_ROWS, activate, activate_backward
+from moe.experts.blocks import SPARE_ROWS, approximate
 from moe.experts.weights import Assignments, ChunkInputs, GradInputs, WeightGrads, Weights, WeightWork
+from parallel.fused import fused
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Grouped products
 # ---------------------------------------------------------------------------------------------------------------------
+
+GROUPED_CAPABILITIES = (9, 10)  # of cards on which torch's grouped product is one kernel
 
 
 def grouped_mm(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -27,23 +33,99 @@ def grouped_mm(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> t
     return function(left, right, offs=ends)
 
 
-def uses_grouped_mm(device: torch.device, dtype: torch.dtype, hidden_size: int, width: int) -> bool:
-    """Whether all experts go through one grouped product, else one after the other in blocks of rows.
+def is_grouped(weights: Weights) -> bool:
+    """Whether all experts go through one product, else one after the other in blocks of rows.
 
-    torch's grouped product is a single kernel on CUDA for bf16 with rows of a multiple of 16 bytes; elsewhere it is a
-    loop itself. On the host a loop over blocks that stay in the cache is faster than any one call over all rows: bf16,
-    32 experts of width 256 and 4096 tokens, top 4, one thread: grouped_mm 10.2 ms, one mm per expert 11.2 ms, bmm
+    On a GPU they do. On the host a loop over blocks that stay in the cache is faster than any one call over all rows:
+    bf16, 32 experts of width 256 and 4096 tokens, top 4, one thread: grouped_mm 10.2 ms, one mm per expert 11.2 ms, bmm
     (equal counts only) 9.3 ms for the first product alone; but it leaves the activations in main memory (see
     BLOCK_ROWS).
     """
-    aligned = hidden_size * dtype.itemsize % 16 == 0 and width * dtype.itemsize % 16 == 0
-    return device.type == "cuda" and dtype is torch.bfloat16 and aligned
+    return weights.fc1.device.type != "cpu"
 
 
-def make_assignments(rows_n: torch.Tensor, counts_E: torch.Tensor, weights: Weights) -> Assignments:
-    """Assignments that read these rows of a source, sorted by expert, and their number for each expert."""
-    on_gpu = uses_grouped_mm(weights.fc1.device, weights.fc1.dtype, weights.fc1.size(2), weights.fc2.size(2))
-    return Assignments(rows_n, counts_E, None if on_gpu else counts_E.tolist())
+def needs_host_ends(weights: Weights) -> bool:
+    """Whether the host must know the experts' numbers of assignments: but for a GPU whose grouped product is a single
+    kernel, that is bf16 with rows of a multiple of 16 bytes. Elsewhere torch's own loop would ask for each product."""
+    weight = weights.fc1
+    if weight.device.type == "cpu":
+        return not is_grouped(weights)
+    aligned = all(size * weight.itemsize % 16 == 0 for size in (weight.size(2), weights.fc2.size(2)))
+    is_one = torch.cuda.get_device_capability(weight.device)[0] in GROUPED_CAPABILITIES
+    return not (is_one and aligned and weight.dtype is torch.bfloat16)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, assignments: Assignments) -> torch.Tensor:
+    """Rows of `left` [n, K] times their expert's matrix in `right` [E, K, M]: [n, M]."""
+    if assignments.host_ends is None:
+        return grouped_mm(left, right, assignments.ends)
+    result = left.new_empty(len(left), right.size(2))
+    for matrix, (start, end) in zip(right, pairwise([0, *assignments.host_ends]), strict=True):
+        if end > start:
+            torch.mm(left[start:end], matrix, out=result[start:end])
+    return result
+
+
+def _outer_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], assignments: Assignments) -> list[torch.Tensor]:
+    """For each pair of `left` [n, K] and `right` [n, M] the sums over each expert's rows of one by the other [E, K, M];
+    zero for an expert without rows."""
+    if assignments.host_ends is not None:
+        return [_outer_product(left, right, assignments) for left, right in pairs]
+    # Some cards leave a group without rows as it was.
+    empty = _without_rows(assignments.ends)[:, None, None]
+    return [grouped_mm(left.t(), right, assignments.ends).masked_fill_(empty, 0) for left, right in pairs]
+
+
+def _outer_product(left: torch.Tensor, right: torch.Tensor, assignments: Assignments) -> torch.Tensor:
+    assert assignments.host_ends is not None
+    result = left.new_zeros(len(assignments.host_ends), left.size(1), right.size(1))
+    for out, (start, end) in zip(result, pairwise([0, *assignments.host_ends]), strict=True):
+        if end > start:
+            torch.mm(left[start:end].t(), right[start:end], out=out)
+    return result
+
+
+@fused
+def _without_rows(ends: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(ends[:-1], (1, 0)) == ends
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activation functions of all experts' assignments, with their probabilities: in fp32 whatever the rows are
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _activated(activation: str, wide: torch.Tensor) -> torch.Tensor:
+    if activation == "swiglu":
+        gate, up = wide.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.gelu(wide, approximate=approximate(activation))
+
+
+@fused
+def weighted_activation(activation: str, preactivation: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """[n, F]: the activation of `preactivation` [n, G] times the assignment's probability [n]."""
+    wide = preactivation.to(probs.dtype)
+    return (_activated(activation, wide) * probs.unsqueeze(1)).to(preactivation.dtype)
+
+
+@fused
+def weighted_activation_backward(
+    activation: str, preactivation: torch.Tensor, grad: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `preactivation` [n, G] and of `probs` [n] where that of `weighted_activation` is `grad` [n, F],
+    and its result once more."""
+    wide, grad, column = preactivation.to(probs.dtype), grad.to(probs.dtype), probs.unsqueeze(1)
+    activated = _activated(activation, wide)
+    probs_grad, grad = (grad * activated).sum(dim=1), grad * column
+    if activation == "swiglu":
+        gate, up = wide.chunk(2, dim=1)
+        share = torch.sigmoid(gate)
+        gate_grad = grad * up * share * (1 + gate * (1 - share))
+        wide_grad = torch.cat([gate_grad, grad * gate * share], dim=1)
+    else:
+        wide_grad = torch.ops.aten.gelu_backward(grad, wide, approximate=approximate(activation))
+    return wide_grad.to(preactivation.dtype), probs_grad, (activated * column).to(preactivation.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -54,16 +136,19 @@ def make_assignments(rows_n: torch.Tensor, counts_E: torch.Tensor, weights: Weig
 class ExpertCompute:
     """What computes a chunk's experts. A benchmark puts its own in the place of this one."""
 
-    def forward(self, inputs: ChunkInputs, preactivation: torch.Tensor | None) -> torch.Tensor:
-        """Each assignment's expert output, not yet weighted, in the first n rows of a tensor [at least n, H] from the
-        workspace. `preactivation` [n + SPARE_ROWS, G], if given, receives what goes into the activation."""
+    def forward(
+        self, inputs: ChunkInputs, preactivation: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Each assignment's expert output, in the first n rows of a tensor [at least n, H] from the workspace; times
+        its probability where the experts are grouped. `preactivation` [n + SPARE_ROWS, G], if given, receives what goes
+        into the activation; the second result is that, or a tensor [n, G] that the products have made."""
         assignments, source_NH = inputs.assignments, inputs.source_NH
-        if assignments.host_counts is None:
+        if is_grouped(inputs.weights):
             return _forward_grouped(inputs, preactivation)
         output = WORKSPACE.take((len(assignments.rows) + SPARE_ROWS, source_NH.size(1)), source_NH)
         with blocks.of(inputs.weights, source_NH, assignments.host_counts) as of_experts:
             of_experts.forward(assignments.rows, preactivation, output)
-        return output
+        return output, preactivation
 
     def input_grads(
         self, inputs: GradInputs, preactivation: torch.Tensor | None, grads: WeightGrads | None
@@ -75,7 +160,7 @@ class ExpertCompute:
         once, while everything is in the cache; without, the third result is the work that `weight_grads` does later.
         """
         assignments, source, weights = inputs.chunk.assignments, inputs.chunk.source_NH, inputs.chunk.weights
-        if assignments.host_counts is None:
+        if is_grouped(weights):
             return _input_grads_grouped(inputs, preactivation, grads)
         n = len(assignments.rows)
         input_grad = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
@@ -93,7 +178,7 @@ class ExpertCompute:
     def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
         """Add one chunk's part to the weight gradients, and free what the chunk held."""
         chunk = work.inputs.chunk
-        if chunk.assignments.host_counts is None:
+        if is_grouped(chunk.weights):
             _weight_grads_grouped(work, grads)
             return
         with blocks.of(chunk.weights, chunk.source_NH, chunk.assignments.host_counts) as of_experts:
@@ -101,36 +186,33 @@ class ExpertCompute:
         work.free()
 
 
-def _ends(assignments: Assignments) -> torch.Tensor:
-    return assignments.counts.cumsum(0).int()
-
-
-def _experts_of(assignments: Assignments) -> torch.Tensor:
-    experts = torch.arange(len(assignments.counts), device=assignments.rows.device)
-    return torch.repeat_interleave(experts, assignments.counts, output_size=len(assignments.rows))
-
-
 def _preactivation_grouped(inputs: ChunkInputs) -> torch.Tensor:
     weights, assignments = inputs.weights, inputs.assignments
     x_nH = inputs.source_NH.index_select(0, assignments.rows)
-    preactivation_nG = grouped_mm(x_nH, weights.fc1.transpose(1, 2), _ends(assignments))
+    preactivation_nG = _product(x_nH, weights.fc1.transpose(1, 2), assignments)
     if weights.fc1_bias is None:
         return preactivation_nG
-    return preactivation_nG.add_(weights.fc1_bias.index_select(0, _experts_of(assignments)))
+    return preactivation_nG.add_(weights.fc1_bias.index_select(0, assignments.experts))
 
 
-def _forward_grouped(inputs: ChunkInputs, preactivation: torch.Tensor | None) -> torch.Tensor:
+def _forward_grouped(
+    inputs: ChunkInputs, preactivation: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     weights, source_NH, assignments = inputs.weights, inputs.source_NH, inputs.assignments
     if len(assignments.rows) == 0:
-        return source_NH.new_empty(0, source_NH.size(1))
+        return source_NH.new_empty(0, source_NH.size(1)), source_NH.new_empty(0, weights.fc1.size(1))
     h_nG = _preactivation_grouped(inputs)
     if preactivation is not None:
         preactivation[: len(h_nG)].copy_(h_nG)
-    activated_nF = activate(weights.activation, h_nG, h_nG.new_empty(len(h_nG), weights.fc2.size(2)))
-    output_nH = grouped_mm(activated_nF, weights.fc2.transpose(1, 2), _ends(assignments))
-    if weights.fc2_bias is None:
-        return output_nH
-    return output_nH.add_(weights.fc2_bias.index_select(0, _experts_of(assignments)))
+    weighted_nF = weighted_activation(weights.activation, h_nG, assignments.probs)
+    output_nH = _product(weighted_nF, weights.fc2.transpose(1, 2), assignments)
+    if weights.fc2_bias is not None:
+        output_nH += _weighted_bias(weights.fc2_bias, assignments)
+    return output_nH, h_nG if preactivation is None else preactivation
+
+
+def _weighted_bias(bias: torch.Tensor, assignments: Assignments) -> torch.Tensor:
+    return bias.index_select(0, assignments.experts) * assignments.probs.unsqueeze(1)
 
 
 def _input_grads_grouped(
@@ -138,19 +220,19 @@ def _input_grads_grouped(
 ) -> tuple[torch.Tensor, torch.Tensor, WeightWork | None]:
     weights, source, assignments = inputs.chunk.weights, inputs.chunk.source_NH, inputs.chunk.assignments
     if len(assignments.rows) == 0:
-        return source.new_empty(0, source.size(1)), source.new_empty(0, dtype=torch.float32), None
+        return source.new_empty(0, source.size(1)), torch.empty_like(assignments.probs), None
     if preactivation is None:
         preactivation = _preactivation_grouped(inputs.chunk)
-    h_nG = preactivation[: len(assignments.rows)]
     dy_nH = inputs.sums_grad_RH.index_select(0, inputs.sums_rows_n)
-    grad_nF = grouped_mm(dy_nH, weights.fc2, _ends(assignments))
-    h_grad_nG, activated_nF = torch.empty_like(h_nG), torch.empty_like(grad_nF)
-    probs_grad_n = activate_backward(weights.activation, h_nG, grad_nF, inputs.probs_n, h_grad_nG, activated_nF)
+    grad_nF = _product(dy_nH, weights.fc2, assignments)
+    h_grad_nG, probs_grad_n, weighted_nF = weighted_activation_backward(
+        weights.activation, preactivation[: len(dy_nH)], grad_nF, assignments.probs
+    )
     if weights.fc2_bias is not None:
-        bias_nH = weights.fc2_bias.index_select(0, _experts_of(assignments))
+        bias_nH = weights.fc2_bias.index_select(0, assignments.experts)
         probs_grad_n += (dy_nH * bias_nH).sum(dim=1, dtype=probs_grad_n.dtype)
-    input_grad_nH = grouped_mm(h_grad_nG, weights.fc1, _ends(assignments))
-    work = WeightWork(inputs, h_grad_nG, activated_nF)
+    input_grad_nH = _product(h_grad_nG, weights.fc1, assignments)
+    work = WeightWork(inputs, h_grad_nG, weighted_nF)
     if grads is not None:
         _weight_grads_grouped(work, grads)
         return input_grad_nH, probs_grad_n, None
@@ -161,9 +243,8 @@ def _weight_grads_grouped(work: WeightWork, grads: WeightGrads) -> None:
     inputs, assignments = work.inputs, work.inputs.chunk.assignments
     x_nH = inputs.chunk.source_NH.index_select(0, assignments.rows)
     dy_nH = inputs.sums_grad_RH.index_select(0, inputs.sums_rows_n)
-    ends = _ends(assignments)
-    grads.add_all(grouped_mm(work.preactivation_grad.t(), x_nH, ends), grouped_mm(dy_nH.t(), work.activated, ends))
+    grads.add_all(*_outer_products([(work.preactivation_grad, x_nH), (dy_nH, work.activated)], assignments))
     if grads.fc1_bias is not None and grads.fc2_bias is not None:
-        experts = _experts_of(assignments)
-        grads.fc1_bias.index_add_(0, experts, work.preactivation_grad)
-        grads.fc2_bias.index_add_(0, experts, dy_nH * inputs.probs_n.to(dy_nH.dtype).unsqueeze(1))
+        grads.fc1_bias.index_add_(0, assignments.experts, work.preactivation_grad)
+        weighted_nH = dy_nH * assignments.probs.unsqueeze(1)
+        grads.fc2_bias.index_add_(0, assignments.experts, weighted_nH.to(dy_nH.dtype))

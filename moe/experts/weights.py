@@ -7,6 +7,7 @@ this rank's part of an expert, G = 2 F for SwiGLU ([gate | up]) else F, E expert
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -29,8 +30,21 @@ class Assignments:
     """Assignments of a row and an expert, sorted by expert."""
 
     rows: torch.Tensor  # [n] int64: which row of the source an assignment reads
-    counts: torch.Tensor  # [E] int64 assignments per expert, on the device
-    host_counts: list[int] | None  # the same on the host; None on a GPU, where the grouped product needs no host
+    probs: torch.Tensor  # [n] fp32 or wider: what its output is multiplied with
+    ends: torch.Tensor  # [E] int32: where each expert's end, on the device
+    host_ends: list[int] | None  # the same on the host; None where the products need no host
+
+    @property
+    def experts(self) -> torch.Tensor:
+        """[n] int32: each one's expert of this rank."""
+        numbers = torch.arange(len(self.rows), dtype=torch.int32, device=self.ends.device)
+        return torch.searchsorted(self.ends, numbers, right=True, out_int32=True)
+
+    @property
+    def host_counts(self) -> list[int]:
+        """How many each expert has."""
+        assert self.host_ends is not None
+        return [end - start for start, end in pairwise([0, *self.host_ends])]
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,6 @@ class GradInputs:
     chunk: ChunkInputs
     sums_grad_RH: torch.Tensor  # gradient of the weighted sums
     sums_rows_n: torch.Tensor  # which of its rows belongs to each assignment
-    probs_n: torch.Tensor
 
 
 @dataclass
@@ -69,12 +82,16 @@ class WeightGrads:
     """Gradients of one layer's weights; the first contribution to an expert is written, later ones are added."""
 
     def __init__(self, weights: Weights) -> None:
-        self.fc1 = WORKSPACE.lend(weights.fc1.shape, weights.fc1)
-        self.fc2 = WORKSPACE.lend(weights.fc2.shape, weights.fc2)
+        matrices = weights.fc1, weights.fc2
+        if weights.fc1.device.type == "cpu":
+            self.fc1, self.fc2 = (WORKSPACE.lend(matrix.shape, matrix) for matrix in matrices)
+        else:  # the first product makes them, if there is one
+            self.fc1, self.fc2 = (matrix.new_empty(0) for matrix in matrices)
+        self._matrices = matrices
         self.fc1_bias = None if weights.fc1_bias is None else torch.zeros_like(weights.fc1_bias)
         self.fc2_bias = None if weights.fc2_bias is None else torch.zeros_like(weights.fc2_bias)
-        self._written = [False] * len(self.fc1)
-        self._views = (self.fc1.unbind(0), self.fc2.unbind(0))
+        self._written = [False] * len(weights.fc1)
+        self._views = (self.fc1.unbind(0), self.fc2.unbind(0)) if len(self.fc1) else ((), ())
 
     def add(
         self,
@@ -116,6 +133,9 @@ class WeightGrads:
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """All gradients (fc1, fc2 and their biases); those of experts without rows are zero."""
+        if not any(self._written):
+            fc1, fc2 = (torch.zeros_like(matrix) for matrix in self._matrices)
+            return fc1, fc2, self.fc1_bias, self.fc2_bias
         for expert, written in enumerate(self._written):
             if not written:
                 self.fc1[expert].zero_()

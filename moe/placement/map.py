@@ -24,7 +24,7 @@ class PlacementMap:
     def locate(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ranks, slots) of logical experts, int64 of any shape."""
         ranks = experts // self.num_slots
-        return ranks, experts - ranks * self.num_slots
+        return ranks, experts.sub(ranks, alpha=self.num_slots)
 
     def experts_of(self, rank: int) -> range:
         """The logical experts of a rank, in the order of its slots."""

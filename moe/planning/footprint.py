@@ -17,7 +17,7 @@ from moe.schedule import program
 from moe.schedule.chunk_plan import MAX_IN_FLIGHT, STRATEGIES, WHOLE, LayerLoad, Plan, Strategy
 from moe.schedule.program import Operation
 
-INDEX_BYTES = 170  # of an assignment: who goes where, in all the forms that both passes need
+INDEX_BYTES = 190  # of an assignment: who goes where, in all the forms that both passes need
 LOCAL_INDEX_BYTES = 56  # of one that does not travel
 
 # USE: take and give back at once. FLY: an exchange has begun, after which the oldest may be over

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from memory.pool import WORKSPACE
 from moe import route
 from moe.alltoall.flat import AllToAll, SplitSizes
-from moe.experts.compute import ExpertCompute
+from moe.experts.compute import ExpertCompute, is_grouped, needs_host_ends
 from moe.experts.sizes import SPARE_ROWS
 from moe.experts.weights import WeightGrads, Weights, WeightWork
 from moe.layer import MixtrainMoELayer
@@ -30,7 +30,7 @@ from moe.placement.map import PlacementMap
 from moe.planning.costs import LayerCosts
 from moe.planning.load import Shape
 from moe.planning.residuals import Residuals
-from moe.route import Chunk
+from moe.route import Chunk, Chunks
 from moe.schedule.chunk_compute import ChunkCompute
 from parallel.costs import cache, measure
 from parallel.costs.measure import Call
@@ -190,27 +190,33 @@ class _Bench:
         num_rows = max(n * self.load.rows // max(self.load.assignments, 1), 1)
         return places * num_rows // n, num_rows, places % self.num_experts
 
-    def _chunk(self, n: int) -> Chunk:
+    def _chunks(self, n: int) -> Chunks:
         rows, num_rows, of = self._rows_of(n)
-        return route.make_chunk([slice(0, n)], rows, of, 0, num_rows, self.num_experts)
+        chunks = route.make_chunks(rows, of, [num_rows], [[slice(0, n)]], self.num_experts)
+        if needs_host_ends(self.weights):
+            route.read_ends(chunks)
+        return chunks
 
-    def _compute(self, n: int) -> ChunkCompute:
-        return ChunkCompute(self.experts, self.weights, torch.ones(n, device=self.device), self.source.dtype)
+    def _compute(self, n: int) -> tuple[ChunkCompute, Chunk]:
+        chunks = self._chunks(n)
+        probs = torch.ones(n, device=self.device)
+        return ChunkCompute(self.experts, self.weights, probs, self.source.dtype, chunks), chunks[0]
 
     def _forward(self, n: int) -> Call:
-        chunk, compute, source = self._chunk(n), self._compute(n), self.source
-        preactivation = WORKSPACE.take((n + SPARE_ROWS, self.weights.fc1.size(1)), source)
-        return lambda: _drop(compute.sums(source, chunk.rows, chunk, preactivation))
+        (compute, chunk), source = self._compute(n), self.source
+        preactivation = None
+        if not is_grouped(self.weights):
+            preactivation = WORKSPACE.take((n + SPARE_ROWS, self.weights.fc1.size(1)), source)
+        return lambda: _drop(compute.sums(source, chunk.rows, chunk, preactivation)[0])
 
     def _start_gradients(self, n: int, keep: bool) -> Callable[[], WeightWork]:
-        chunk, compute, source = self._chunk(n), self._compute(n), self.source
-        probs_grad = torch.empty_like(compute.probs_Q)
+        (compute, chunk), source = self._compute(n), self.source
         preactivation = None
         if keep:
             preactivation = torch.randn(n + SPARE_ROWS, self.weights.fc1.size(1), device=self.device).to(source.dtype)
 
         def call() -> WeightWork:
-            _, work = compute.input_grads(source, chunk.rows, chunk, preactivation, source, probs_grad, None)
+            _, work = compute.input_grads(source, chunk.rows, chunk, preactivation, source, chunk.rows, None)
             assert work is not None
             return work
 
@@ -227,7 +233,7 @@ class _Bench:
 
     def _prepare(self, n: int) -> Call:
         rows, num_rows, of = self._rows_of(n)
-        return lambda: _drop(route.make_chunk([slice(0, n)], rows, of, 0, num_rows, self.num_experts))
+        return lambda: _drop(route.make_chunks(rows, of, [num_rows], [[slice(0, n)]], self.num_experts))
 
     def _regroup(self, n: int) -> Call:
         hidden = torch.zeros(n, self.weights.fc1.size(1), dtype=self.source.dtype, device=self.device)
@@ -309,7 +315,8 @@ class _Bench:
         num_tokens = max(rows * self.load.tokens // max(self.load.rows, 1), 1)
         tokens, back = torch.arange(rows, device=self.device) % num_tokens, self.source[:rows]
         result = self.source.new_empty(num_tokens, self.load.hidden_size)
-        return lambda: _drop(route.add_up(back, route.combine_sum(tokens, 0, num_tokens), out=result))
+        cut = route.ChunkOffsets([[rows]], [[rows]])
+        return lambda: _drop(route.add_up(back, route.combine_sums(tokens, num_tokens, cut, None)[0], out=result))
 
     def _count_exchange(self, exchange: AllToAll) -> float:
         """Seconds from a router's choice to the counts of 4 chunks in both passes, on all ranks."""
@@ -320,10 +327,9 @@ class _Bench:
         placement = PlacementMap(shape.num_experts, exchange.size)
 
         def call() -> None:
-            sent = route.dispatch_order(choice, placement)
-            counts = route.exchange_counts(sent, shape.tokens, exchange.size, 4).flatten(1)
-            exchange.count(torch.cat([counts, counts], dim=1))
-            sent.row_tokens(len(places))
+            sent = route.dispatch_order(choice, placement, [4, 4])
+            exchange.count(sent.counts.flatten(1))
+            sent.row_tokens(len(places), len(places))
 
         times = [
             measure.max_over_ranks([measure.time_call(call, self.device)], self.device, self.group) for _ in range(6)

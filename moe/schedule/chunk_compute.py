@@ -10,19 +10,24 @@ import torch
 
 from memory.pool import WORKSPACE
 from moe import route
-from moe.experts.compute import ExpertCompute, make_assignments
-from moe.experts.weights import ChunkInputs, GradInputs, WeightGrads, Weights, WeightWork
-from moe.route import Chunk
+from moe.experts.compute import ExpertCompute, is_grouped
+from moe.experts.weights import Assignments, ChunkInputs, GradInputs, WeightGrads, Weights, WeightWork
+from moe.route import Chunk, Chunks
 from parallel.trace import span
 
 
 class ChunkCompute:
     """A pass's experts: their weights, and the probabilities of all assignments that this rank computes."""
 
-    def __init__(self, experts: ExpertCompute, weights: Weights, probs_Q: torch.Tensor, dtype: torch.dtype) -> None:
-        self.experts, self.weights = experts, weights
+    def __init__(
+        self, experts: ExpertCompute, weights: Weights, probs_Q: torch.Tensor, dtype: torch.dtype, chunks: Chunks
+    ) -> None:
+        self.experts, self.weights, self._ids_Q = experts, weights, chunks.ids_Q
         # In fp32 also where rows, which are of `dtype`, are in half precision.
         self.probs_Q = probs_Q.to(torch.promote_types(dtype, torch.float32))
+        # As the chunks' experts compute them.
+        self._sorted_probs_Q = self.probs_Q.index_select(0, chunks.ids_Q)
+        self._sorted_grads_Q: torch.Tensor | None = None
 
     def sums(
         self,
@@ -31,15 +36,19 @@ class ChunkCompute:
         chunk: Chunk,
         preactivation: torch.Tensor | None,
         out_RH: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The chunk's weighted sums [R, H], in `out_RH` if given; its assignments read `rows_n` of the source."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The chunk's weighted sums [R, H], in `out_RH` if given; its assignments read `rows_n` of the source.
+
+        And its preactivations: in `preactivation`, or where the products have made them.
+        """
         with span("experts"):
-            inputs = ChunkInputs(self.weights, source_NH, make_assignments(rows_n, chunk.counts, self.weights))
-            output = self.experts.forward(inputs, preactivation)
+            output, preactivation = self.experts.forward(self._inputs(source_NH, rows_n, chunk), preactivation)
         with span("combine"):
-            sums_RH = route.add_up(output, chunk.sums, chunk.in_row_order(self.probs_Q), out_RH)
+            # Grouped experts have multiplied already.
+            probs_n = None if is_grouped(self.weights) else chunk.in_row_order(self.probs_Q)
+            sums_RH = route.add_up(output, chunk.sums, probs_n, out_RH)
         WORKSPACE.give(output)
-        return sums_RH
+        return sums_RH, preactivation
 
     def input_grads(
         self,
@@ -48,24 +57,37 @@ class ChunkCompute:
         chunk: Chunk,
         preactivation: torch.Tensor | None,
         sums_grad_RH: torch.Tensor,
-        probs_grad_Q: torch.Tensor,
+        sums_rows_n: torch.Tensor,
         grads: WeightGrads | None,
         out_RH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, WeightWork | None]:
-        """The gradient of the chunk's rows [R, H], in `out_RH` if given; fills its part of `probs_grad_Q`.
+        """The gradient of the chunk's rows [R, H], in `out_RH` if given; `probs_grad_Q` has its part then.
 
-        With `grads` the weight gradients are added at once, else the second result is what is left to do for them.
+        `sums_rows_n` says which row of `sums_grad_RH` belongs to each assignment. With `grads` the weight gradients are
+        added at once, else the second result is what is left to do for them.
         """
         with span("experts backward"):
-            inputs = ChunkInputs(self.weights, source_NH, make_assignments(rows_n, chunk.counts, self.weights))
-            probs_n = self.probs_Q.index_select(0, chunk.ids)
-            given = GradInputs(inputs, sums_grad_RH, chunk.rows, probs_n)
+            given = GradInputs(self._inputs(source_NH, rows_n, chunk), sums_grad_RH, sums_rows_n)
             row_grads, probs_grad_n, work = self.experts.input_grads(given, preactivation, grads)
         with span("combine"):
-            probs_grad_Q[chunk.ids] = probs_grad_n.to(probs_grad_Q.dtype)
+            if self._sorted_grads_Q is None:
+                self._sorted_grads_Q = torch.empty_like(self._sorted_probs_Q)
+            self._sorted_grads_Q[chunk.part] = probs_grad_n
             rows_grad_RH = route.add_up(row_grads, chunk.sums, out=out_RH)
         WORKSPACE.give(row_grads, probs_grad_n)
         return rows_grad_RH, work
+
+    def probs_grad_Q(self) -> torch.Tensor:
+        """The gradients of all probabilities, once every chunk's are there; zero where no chunk has the assignment."""
+        assert self._sorted_grads_Q is not None
+        complete = len(self._ids_Q) == len(self.probs_Q)
+        probs_grad_Q = torch.empty_like(self.probs_Q) if complete else torch.zeros_like(self.probs_Q)
+        probs_grad_Q[self._ids_Q] = self._sorted_grads_Q
+        return probs_grad_Q
+
+    def _inputs(self, source_NH: torch.Tensor, rows_n: torch.Tensor, chunk: Chunk) -> ChunkInputs:
+        probs_n = self._sorted_probs_Q[chunk.part]
+        return ChunkInputs(self.weights, source_NH, Assignments(rows_n, probs_n, chunk.ends, chunk.host_ends))
 
 
 class ChunkedResult:

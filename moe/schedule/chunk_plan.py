@@ -73,6 +73,11 @@ class PassPlan:
     weight_lag: int = 0
 
 
+def pass_degrees(plan: Plan, both: bool) -> list[int]:
+    """The degrees of a call's passes, once where they are the same; without `both` the forward pass's."""
+    return [plan.degree] if plan.degree == plan.backward_degree or not both else [plan.degree, plan.backward_degree]
+
+
 def pass_plans(plan: Plan) -> tuple[PassPlan, PassPlan]:
     """How the forward pass runs, and the backward pass."""
     strategy = plan.memory_strategy

@@ -7,15 +7,19 @@ Shapes: T tokens of this rank, H hidden size, P assignments of its tokens, n tho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 
+from memory.transfer import lists_to_device
 from moe import route
-from moe.experts.compute import ExpertCompute
+from moe.experts.compute import ExpertCompute, needs_host_ends
 from moe.experts.weights import WeightGrads, Weights
-from moe.route import Choice, Chunk
+from moe.route import Choice, Chunk, Chunks
 from moe.schedule import program, restore
 from moe.schedule.chunk_compute import ChunkCompute, ChunkedResult
-from moe.schedule.chunk_plan import Plan, Strategy
+from moe.schedule.chunk_plan import Plan, Strategy, pass_degrees
 from parallel.trace import named
 
 INTERPRETER = "schedule/on_one_rank.py"
@@ -35,15 +39,18 @@ class LocalCall:
         both: bool,
     ) -> None:
         self.plan, self.strategy, self.experts = plan, strategy, experts
-        self.chunks = self.backward_chunks = local_chunks(choice, plan.degree, len(weights.fc1))
-        if both and plan.backward_degree != plan.degree:
-            self.backward_chunks = local_chunks(choice, plan.backward_degree, len(weights.fc1))
+        passes = local_chunks(choice, pass_degrees(plan, both), len(weights.fc1))
+        if needs_host_ends(weights):
+            route.read_ends([chunk for chunks in passes for chunk in chunks])
+        self.chunks, self.backward_chunks = passes[0], passes[-1]
         restored = restore.PREACTIVATIONS[strategy.preactivations]
         self.preactivations = restored(self.chunks, self.backward_chunks, weights.fc1.size(1), x_TH)
 
     def forward(self, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The weighted sums [T, H]."""
-        return _LocalForward(self, x_TH, probs_P, weights).run()
+        output_TH = _LocalForward(self, x_TH, probs_P, weights).run()
+        self.chunks = self.backward_chunks  # the others' memory is free
+        return output_TH
 
     def backward(
         self,
@@ -58,19 +65,30 @@ class LocalCall:
 
 
 @named("dispatch")
-def local_chunks(choice: Choice, degree: int, num_experts: int) -> list[Chunk]:
-    """Chunks of this rank's own tokens."""
-    first = route.boundaries(choice.num_tokens, degree)
-    if choice.assignments_per_token is not None:
-        cut = [token * choice.assignments_per_token for token in first]
-    else:
-        cut = torch.searchsorted(choice.tokens, torch.tensor(first, device=choice.tokens.device)).tolist()
-    return [
-        route.make_chunk(
-            [slice(cut[i], cut[i + 1])], choice.tokens, choice.experts, first[i], first[i + 1] - first[i], num_experts
-        )
-        for i in range(degree)
-    ]
+def local_chunks(choice: Choice, degrees: Sequence[int], num_experts: int) -> list[Chunks]:
+    """Chunks of this rank's own tokens, for each degree."""
+    cuts = [route.boundaries(choice.num_tokens, degree) for degree in degrees]
+    device, each = choice.tokens.device, choice.assignments_per_token
+    if each is not None:
+        places = [[token * each for token in cut] for cut in cuts]
+    else:  # the host waits, once
+        firsts = lists_to_device([[token for cut in cuts for token in cut]], device)[0]
+        found = iter(torch.searchsorted(choice.tokens, firsts).tolist())
+        places = [[next(found) for _ in cut] for cut in cuts]
+    count = places[0][-1]
+    tokens, experts = choice.tokens[:count], choice.experts[:count]
+    made = []
+    for cut, ends in zip(cuts, places, strict=True):
+        num_rows, numbers = ([end - start for start, end in pairwise(of)] for of in (cut, ends))
+        rows, of_chunk = tokens, None
+        if len(num_rows) > 1:
+            *lists, counts = lists_to_device([*route.chunk_bases(numbers, num_experts), cut[:-1], numbers], device)
+            chunk_of = torch.repeat_interleave(counts, output_size=count)
+            of_chunk = torch.stack(lists).index_select(1, chunk_of)
+            rows = tokens - of_chunk[2]
+        slices = [[slice(*part)] for part in pairwise(ends)]
+        made.append(route.make_chunks(rows, experts, num_rows, slices, num_experts, of_chunk))
+    return made
 
 
 def _rows_of_layer(chunk: Chunk) -> torch.Tensor:
@@ -83,7 +101,7 @@ class _LocalForward:
 
     def __init__(self, call: LocalCall, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> None:
         self.call, self.x_TH = call, x_TH
-        self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype)
+        self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype, call.chunks)
         self.result = ChunkedResult(x_TH)
 
     def run(self) -> torch.Tensor:
@@ -94,7 +112,9 @@ class _LocalForward:
     def experts(self, operation: program.LocalExperts) -> None:
         chunk, preactivation = self.call.chunks[operation.chunk], self.call.preactivations.out(operation.chunk)
         room = self.result.room(chunk.first_row, chunk.num_rows)
-        self.result.put(self.compute.sums(self.x_TH, _rows_of_layer(chunk), chunk, preactivation, room))
+        sums_RH, preactivation = self.compute.sums(self.x_TH, _rows_of_layer(chunk), chunk, preactivation, room)
+        self.call.preactivations.put(operation.chunk, preactivation)
+        self.result.put(sums_RH)
 
     def offload(self, operation: program.Offload) -> None:
         self.call.preactivations.offload(operation.chunk)
@@ -116,10 +136,7 @@ class _LocalBackward:
         grads: WeightGrads | None,
     ) -> None:
         self.call, self.x_TH, self.output_grad_TH, self.grads = call, x_TH, output_grad_TH, grads
-        self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype)
-        self.probs_grad_P = torch.empty(
-            len(probs_P), dtype=torch.promote_types(x_TH.dtype, torch.float32), device=x_TH.device
-        )
+        self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype, call.backward_chunks)
         self.result = ChunkedResult(x_TH)
         self.preactivation: torch.Tensor | None = None  # of the chunk that is computed
 
@@ -127,7 +144,7 @@ class _LocalBackward:
         operations = program.local_backward(self.call.plan.backward_degree, self.call.strategy)
         program.perform(operations, BACKWARD, self, INTERPRETER)
         self.call.preactivations.free()
-        return self.result.tensor(), self.probs_grad_P
+        return self.result.tensor(), self.compute.probs_grad_Q()
 
     def fetch(self, operation: program.Fetch) -> None:
         self.call.preactivations.fetch(operation.chunk)
@@ -135,10 +152,10 @@ class _LocalBackward:
     def grads_of_chunk(self, operation: program.LocalGrads) -> None:
         chunk = self.call.backward_chunks[operation.chunk]
         self.preactivation = self.call.preactivations.get(operation.chunk, chunk)
-        sums_grad = self.output_grad_TH[chunk.first_row : chunk.first_row + chunk.num_rows]
+        rows_n = _rows_of_layer(chunk)
         room = self.result.room(chunk.first_row, chunk.num_rows)
         rows_grad, work = self.compute.input_grads(
-            self.x_TH, _rows_of_layer(chunk), chunk, self.preactivation, sums_grad, self.probs_grad_P, self.grads, room
+            self.x_TH, rows_n, chunk, self.preactivation, self.output_grad_TH, rows_n, self.grads, room
         )
         self.result.put(rows_grad)
         if work is not None:

@@ -18,28 +18,27 @@ import torch
 from memory.pool import WORKSPACE
 from moe import route
 from moe.alltoall.flat import AllToAll, Handle, SplitSizes, start
-from moe.experts.compute import ExpertCompute
+from moe.experts.compute import ExpertCompute, needs_host_ends
 from moe.experts.weights import WeightGrads, Weights, WeightWork
-from moe.route import Choice, Chunk, DispatchOrder
+from moe.route import Choice, Chunks, DispatchOrder
 from moe.schedule import program, restore
 from moe.schedule.chunk_compute import ChunkCompute, ChunkedResult
 from moe.schedule.chunk_plan import MAX_IN_FLIGHT, Plan, Strategy
-from moe.schedule.pass_sizes import PassSizes
+from moe.schedule.pass_sizes import PassSizes, SendOrder
 from parallel.trace import named, span
 
 INTERPRETER = "schedule/over_ranks.py"
 SharedExpert = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arrived:
     """The assignments that came to this rank, sorted into both passes' chunks, and what is restored of their
     activations."""
 
     probs_Q: torch.Tensor
-    rows_Q: torch.Tensor  # of each its row in a buffer of all forward chunks
-    chunks: list[Chunk]
-    backward_chunks: list[Chunk]
+    chunks: Chunks
+    backward_chunks: Chunks
     preactivations: restore.Preactivations
 
 
@@ -60,14 +59,21 @@ class SpreadCall:
         self.choice, self.order, self.plan, self.strategy = choice, order, plan, strategy
         self.exchange, self.experts = exchange, experts
         self.forward_sizes, self.backward_sizes = sizes
-        self.row_tokens_U = order.row_tokens(sum(self.forward_sizes.sends.total_rows()))
+        self.num_assignments = sum(self.forward_sizes.assignments.send)  # of this rank's tokens
+        row_tokens_U = order.row_tokens(sum(self.forward_sizes.sends.total_rows()), self.num_assignments)
+        orders = [each.send_order(row_tokens_U, choice.num_tokens, exchange.rank) for each in dict.fromkeys(sizes)]
+        self.forward_order, self.backward_order = orders[0], orders[-1]
         self.shared = None if shared_expert is None else _SharedGraph(shared_expert)
         self.rows: restore.Rows | None = None  # from the forward pass on
         self.arrived: Arrived | None = None  # from the forward pass on
 
     def forward(self, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The weighted sums [T, H], and the shared expert's output added to them."""
-        return _Forward(self, x_TH, probs_P, weights).run()
+        output_TH = _Forward(self, x_TH, probs_P, weights).run()
+        assert self.arrived is not None
+        # The memory of what the forward pass alone has read is free.
+        self.forward_order, self.arrived.chunks = self.backward_order, self.arrived.backward_chunks
+        return output_TH
 
     def backward(
         self,
@@ -106,8 +112,8 @@ class _SharedGraph:
 class _Pass(ABC):
     """The state of one pass: what is on its way, and what the next operations of a chunk need."""
 
-    def __init__(self, call: SpreadCall, sizes: PassSizes, tensors: dict[str, torch.Tensor]) -> None:
-        self.call, self.sizes = call, sizes
+    def __init__(self, call: SpreadCall, sizes: PassSizes, order: SendOrder, tensors: dict[str, torch.Tensor]) -> None:
+        self.call, self.sizes, self.order = call, sizes, order
         self.tensors = tensors  # what is dispatched [T, H], by its name in the program
         self.expected: dict[tuple[str, int], tuple[Handle, torch.Tensor]] = {}
         self.received: dict[str, torch.Tensor] = {}  # of the chunk that is computed
@@ -140,15 +146,11 @@ class _Pass(ABC):
     @named("dispatch")
     def dispatch(self, operation: program.Dispatch) -> None:
         """Gather a chunk's rows and send them; this rank's own go straight into the receive buffer."""
-        chunk, tensor_TH, row_tokens_U = operation.chunk, self.tensors[operation.tensor], self.call.row_tokens_U
+        chunk, tensor_TH = operation.chunk, self.tensors[operation.tensor]
         handle, receive = self.expected[operation.tensor, chunk]
-        sends, me = self.sizes.sends, self.call.exchange.rank
-        slices = sends.slices(sends.rows, chunk)
-        before = sum(self.sizes.receives.chunk_rows(chunk)[:me])
-        torch.index_select(
-            tensor_TH, 0, row_tokens_U[slices[me]], out=receive[before : before + sends.chunk_rows(chunk)[me]]
-        )
-        away = route.cut_list(row_tokens_U, [part for rank, part in enumerate(slices) if rank != me])
+        own, away = self.order.own[chunk], self.order.away[chunk]
+        before = sum(self.sizes.receives.chunk_rows(chunk)[: self.call.exchange.rank])
+        torch.index_select(tensor_TH, 0, own, out=receive[before : before + len(own)])
         rows = WORKSPACE.take((len(away), tensor_TH.size(1)), tensor_TH)
         torch.index_select(tensor_TH, 0, away, out=rows)
         handle.send(rows, own=False)
@@ -172,12 +174,10 @@ class _Pass(ABC):
 
     @named("combine")
     def sum_combine(self, operation: program.SumCombine) -> None:
-        chunk, sends = operation.chunk, self.sizes.sends
+        chunk = operation.chunk
         first, end = route.boundaries(self.call.choice.num_tokens, self.sizes.degree)[chunk : chunk + 2]
-        tokens = route.cut_list(self.call.row_tokens_U, sends.slices(sends.rows, chunk))
-        sums = route.combine_sum(tokens, first, end - first)
         rows = self.combines.pop(chunk).wait()
-        self.result.put(route.add_up(rows, sums, out=self.result.room(first, end - first)))
+        self.result.put(route.add_up(rows, self.order.sums[chunk], out=self.result.room(first, end - first)))
         WORKSPACE.give(rows)
 
     # -- exchanges that are on their way -----------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class _Pass(ABC):
 
 class _Forward(_Pass):
     def __init__(self, call: SpreadCall, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> None:
-        super().__init__(call, call.forward_sizes, {"rows": x_TH})
+        super().__init__(call, call.forward_sizes, call.forward_order, {"rows": x_TH})
         self.x_TH, self.probs_P, self.weights = x_TH, probs_P, weights
         self.rows = call.rows = restore.ROWS[call.strategy.rows](self.sizes.received_rows, x_TH)
         self.compute: ChunkCompute | None = None  # once the assignments are there
@@ -221,11 +221,12 @@ class _Forward(_Pass):
 
     @named("dispatch")
     def send_assignments(self, operation: program.SendAssignments) -> None:
-        order = self.call.order
-        probs_P = self.probs_P.index_select(0, order.assignments)
+        order, count = self.call.order, self.call.num_assignments
+        probs_P = self.probs_P.index_select(0, order.assignments[:count])
         probs_P = probs_P.to(torch.promote_types(probs_P.dtype, torch.float32))
         bits = torch.int64 if probs_P.dtype is torch.float64 else torch.int32
-        self.send_message(torch.stack([order.packed_ids.to(bits), probs_P.view(bits)], dim=1), self.sizes.assignments)
+        ids_P = order.packed_ids[:count].to(bits)
+        self.send_message(torch.stack([ids_P, probs_P.view(bits)], dim=1), self.sizes.assignments)
 
     def shared_expert(self, operation: program.SharedExpert) -> None:
         with span("shared expert"):
@@ -239,22 +240,24 @@ class _Forward(_Pass):
         call, num_slots = self.call, len(self.weights.fc1)
         ids_Q = message[:, 0].long()
         probs_Q = message[:, 1].contiguous().view(torch.promote_types(self.probs_P.dtype, torch.float32))
-        slots_Q = ids_Q % num_slots
-        rows_Q = route.received_rows(ids_Q, self.sizes.receives, num_slots)
-        chunks = backward_chunks = self.sizes.chunks(rows_Q, slots_Q, num_slots)
-        if call.backward_sizes is not call.forward_sizes:
-            backward_rows_Q = route.received_rows(ids_Q, call.backward_sizes.receives, num_slots)
-            backward_chunks = call.backward_sizes.chunks(backward_rows_Q, slots_Q, num_slots)
+        rows_Q = ids_Q // num_slots  # in their ranks'
+        slots_Q = ids_Q.sub(rows_Q, alpha=num_slots)
+        passes = [each.chunks(rows_Q, slots_Q, num_slots) for each in dict.fromkeys((self.sizes, call.backward_sizes))]
+        if needs_host_ends(self.weights):
+            route.read_ends([chunk for chunks in passes for chunk in chunks])
+        chunks, backward_chunks = passes[0], passes[-1]
         restored = restore.PREACTIVATIONS[call.strategy.preactivations]
         preactivations = restored(chunks, backward_chunks, self.weights.fc1.size(1), self.x_TH)
-        call.arrived = Arrived(probs_Q, rows_Q, chunks, backward_chunks, preactivations)
-        self.compute = ChunkCompute(call.experts, self.weights, probs_Q, self.x_TH.dtype)
+        self.rows.regroup(chunks, backward_chunks)
+        call.arrived = Arrived(probs_Q, chunks, backward_chunks, preactivations)
+        self.compute = ChunkCompute(call.experts, self.weights, probs_Q, self.x_TH.dtype, chunks)
 
     def experts(self, operation: program.Experts) -> None:
         arrived, compute = self.call.arrived, self.compute
         assert arrived is not None and compute is not None
         chunk, preactivation = arrived.chunks[operation.chunk], arrived.preactivations.out(operation.chunk)
-        self.sums_RH = compute.sums(self.received["rows"], chunk.rows, chunk, preactivation)
+        self.sums_RH, preactivation = compute.sums(self.received["rows"], chunk.rows, chunk, preactivation)
+        arrived.preactivations.put(operation.chunk, preactivation)
 
     def offload(self, operation: program.Offload) -> None:
         assert self.call.arrived is not None
@@ -277,10 +280,10 @@ class _Backward(_Pass):
         grads: WeightGrads | None,
     ) -> None:
         assert call.arrived is not None and call.rows is not None
-        super().__init__(call, call.backward_sizes, {"rows": x_TH, "grads": output_grad_TH})
+        super().__init__(call, call.backward_sizes, call.backward_order, {"rows": x_TH, "grads": output_grad_TH})
         self.arrived, self.rows, self.grads = call.arrived, call.rows, grads
-        self.compute = ChunkCompute(call.experts, weights, self.arrived.probs_Q, x_TH.dtype)
-        self.probs_grad_Q = torch.empty_like(self.arrived.probs_Q)
+        chunks = self.arrived.backward_chunks
+        self.compute = ChunkCompute(call.experts, weights, self.arrived.probs_Q, x_TH.dtype, chunks)
         self.probs_grad_P: torch.Tensor | None = None
         self.preactivation: torch.Tensor | None = None  # of the chunk that is computed
         # What is left to do for the weight gradients of each chunk, and the buffers that it reads, to be handed back
@@ -314,10 +317,10 @@ class _Backward(_Pass):
         if "rows" in received:
             source_NH, rows_n = received["rows"], chunk.rows
         else:
-            source_NH, rows_n = self.rows.get(i, chunk, self.arrived.rows_Q)
+            source_NH, rows_n = self.rows.get(i, chunk)
         self.preactivation = self.arrived.preactivations.get(i, chunk)
         self.sums_RH, work = self.compute.input_grads(
-            source_NH, rows_n, chunk, self.preactivation, received["grads"], self.probs_grad_Q, None
+            source_NH, rows_n, chunk, self.preactivation, received["grads"], chunk.rows, None
         )
         self.works[i] = work, received["grads"], None if self.rows.has_all else source_NH
 
@@ -335,12 +338,14 @@ class _Backward(_Pass):
         WORKSPACE.give(*buffers)
 
     def send_probs_grad(self, operation: program.SendProbsGrad) -> None:
-        self.send_message(self.probs_grad_Q, self.sizes.assignments_back)
+        self.send_message(self.compute.probs_grad_Q(), self.sizes.assignments_back)
 
     def take_probs_grad(self, operation: program.TakeProbsGrad) -> None:
-        home_P = self.take_message()
-        self.probs_grad_P = torch.empty_like(home_P)
-        self.probs_grad_P[self.call.order.assignments] = home_P
+        call, home_P = self.call, self.take_message()
+        size = len(call.order.assignments)
+        # What was dropped has no gradient.
+        self.probs_grad_P = home_P.new_empty(size) if len(home_P) == size else home_P.new_zeros(size)
+        self.probs_grad_P[call.order.assignments[: len(home_P)]] = home_P
 
 
 # What each operation does to the state of a pass.

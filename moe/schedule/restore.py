@@ -11,14 +11,13 @@ goes into the activation function.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from memory.pool import WORKSPACE
 from moe.experts.blocks import SPARE_ROWS
-from moe.route import Chunk
+from moe.route import Chunk, Chunks
 
 
 class HostStore:
@@ -99,9 +98,11 @@ class Rows:
     def fetch(self, index: int) -> None:
         """Backward chunk `index` comes next but one."""
 
-    def get(self, index: int, chunk: Chunk, rows_Q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(a buffer [N, H], which rows of it the chunk's assignments read [n]). `rows_Q` count in a buffer of all
-        forward chunks."""
+    def regroup(self, chunks: Chunks, backward_chunks: Chunks) -> None:
+        """What the forward pass received in these chunks, the backward pass will ask for in those."""
+
+    def get(self, index: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """(a buffer [N, H], which rows of it the chunk's assignments read [n])."""
         raise AssertionError("rows that are dispatched again come from the exchange")
 
     def free(self) -> None:
@@ -128,8 +129,17 @@ class KeepRows(Rows):
     def written(self, index: int, rows_NH: torch.Tensor) -> None:
         pass
 
-    def get(self, index: int, chunk: Chunk, rows_Q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._buffer, rows_Q.index_select(0, chunk.ids)
+    def regroup(self, chunks: Chunks, backward_chunks: Chunks) -> None:
+        self._rows_Q: torch.Tensor | None = None
+        if chunks is not backward_chunks:
+            self._rows_Q = torch.empty_like(chunks.ids_Q)
+            for chunk in chunks:
+                self._rows_Q[chunk.ids] = chunk.rows + chunk.first_row if chunk.first_row else chunk.rows
+
+    def get(self, index: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._rows_Q is None:
+            return self._parts[index], chunk.rows
+        return self._buffer, self._rows_Q.index_select(0, chunk.ids)
 
     def free(self) -> None:
         WORKSPACE.give(self._buffer)
@@ -148,7 +158,7 @@ class OffloadRows(Rows):
     def fetch(self, index: int) -> None:
         self._store.fetch(index, self._like.device)
 
-    def get(self, index: int, chunk: Chunk, rows_Q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def get(self, index: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         return self._store.get(index), chunk.rows
 
 
@@ -163,17 +173,26 @@ class Preactivations:
     `num_columns` is G; `chunks` and `backward_chunks` are the same list where the degrees are.
     """
 
-    def __init__(
-        self, chunks: Sequence[Chunk], backward_chunks: Sequence[Chunk], num_columns: int, like: torch.Tensor
-    ) -> None:
-        self._chunks, self._same, self._num_columns, self._like = chunks, chunks is backward_chunks, num_columns, like
+    def __init__(self, chunks: Chunks, backward_chunks: Chunks, num_columns: int, like: torch.Tensor) -> None:
+        self._numbers = [len(chunk.ids) for chunk in chunks]
+        self._ids_Q, self._same, self._num_columns, self._like = (
+            chunks.ids_Q,
+            chunks is backward_chunks,
+            num_columns,
+            like,
+        )
+
+    is_kept = False  # somebody asks for them again
 
     def out(self, index: int) -> torch.Tensor | None:
         """Where the forward pass writes those of chunk `index` [n + SPARE_ROWS, G]; None: it need not."""
         return None
 
+    def put(self, index: int, preactivation: torch.Tensor | None) -> None:
+        """It has written them: to `out`, or on a GPU to a tensor of its own."""
+
     def offload(self, index: int) -> None:
-        """It has written them."""
+        """The chunk's are there."""
 
     def written(self, index: int) -> None:
         """The buffer is not needed any more in the forward pass."""
@@ -197,30 +216,40 @@ class RecomputePreactivations(Preactivations):
 
 
 class KeepPreactivations(Preactivations):
-    """One buffer for all chunks."""
+    """On the host in one buffer for all chunks; on a GPU as the products made them."""
 
-    def __init__(
-        self, chunks: Sequence[Chunk], backward_chunks: Sequence[Chunk], num_columns: int, like: torch.Tensor
-    ) -> None:
+    is_kept = True
+
+    def __init__(self, chunks: Chunks, backward_chunks: Chunks, num_columns: int, like: torch.Tensor) -> None:
         super().__init__(chunks, backward_chunks, num_columns, like)
-        ends = list(accumulate(len(chunk.ids) for chunk in chunks))
-        self._buffer = WORKSPACE.take((ends[-1] + SPARE_ROWS, num_columns), like)
-        # What is written to a chunk's spare rows, the next chunk overwrites.
-        self._views = [
-            self._buffer[end - len(chunk.ids) : end + SPARE_ROWS] for end, chunk in zip(ends, chunks, strict=True)
-        ]
+        self._place_Q: torch.Tensor | None = None  # where each assignment's stand in the buffer
+        self._buffer: torch.Tensor | None = None
+        self._kept: list[torch.Tensor] = []
+        if like.device.type == "cpu":
+            total = chunks[-1].part.stop
+            self._buffer = WORKSPACE.take((total + SPARE_ROWS, num_columns), like)
+            # What is written to a chunk's spare rows, the next chunk overwrites.
+            self._kept = [self._buffer[chunk.part.start : chunk.part.stop + SPARE_ROWS] for chunk in chunks]
 
-    def out(self, index: int) -> torch.Tensor:
-        return self._views[index]
+    def out(self, index: int) -> torch.Tensor | None:
+        return None if self._buffer is None else self._kept[index]
+
+    def put(self, index: int, preactivation: torch.Tensor | None) -> None:
+        if self._buffer is None and preactivation is not None:
+            self._kept.append(preactivation)
 
     def get(self, index: int, chunk: Chunk) -> torch.Tensor:
         """With another degree than the forward's, a sorted copy."""
         if self._same:
-            return self._views[index]
-        ids = torch.cat([chunk.ids for chunk in self._chunks])
-        place = torch.empty_like(ids)
-        place[ids] = torch.arange(len(ids), device=ids.device)
-        return self._buffer.index_select(0, place[chunk.ids])
+            return self._kept[index]
+        if self._place_Q is None:
+            if self._buffer is None:
+                self._buffer = torch.cat(self._kept)
+                self._kept = []
+            self._place_Q = torch.empty_like(self._ids_Q)
+            self._place_Q[self._ids_Q] = torch.arange(len(self._ids_Q), device=self._ids_Q.device)
+        assert self._buffer is not None
+        return self._buffer.index_select(0, self._place_Q.index_select(0, chunk.ids))
 
     def free(self) -> None:
         WORKSPACE.give(self._buffer)
@@ -229,17 +258,21 @@ class KeepPreactivations(Preactivations):
 class OffloadPreactivations(Preactivations):
     """On the host in between. Both passes have the same chunks."""
 
-    def __init__(
-        self, chunks: Sequence[Chunk], backward_chunks: Sequence[Chunk], num_columns: int, like: torch.Tensor
-    ) -> None:
+    is_kept = True
+
+    def __init__(self, chunks: Chunks, backward_chunks: Chunks, num_columns: int, like: torch.Tensor) -> None:
         super().__init__(chunks, backward_chunks, num_columns, like)
         self._store, self._buffers = HostStore(), dict[int, torch.Tensor]()
 
-    def out(self, index: int) -> torch.Tensor:
-        self._buffers[index] = WORKSPACE.take(
-            (len(self._chunks[index].ids) + SPARE_ROWS, self._num_columns), self._like
-        )
+    def out(self, index: int) -> torch.Tensor | None:
+        if self._like.device.type != "cpu":
+            return None
+        self._buffers[index] = WORKSPACE.take((self._numbers[index] + SPARE_ROWS, self._num_columns), self._like)
         return self._buffers[index]
+
+    def put(self, index: int, preactivation: torch.Tensor | None) -> None:
+        if preactivation is not None:
+            self._buffers[index] = preactivation
 
     def offload(self, index: int) -> None:
         self._store.put(index, self._buffers[index])

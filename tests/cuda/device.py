@@ -112,11 +112,16 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not here and (asked is None or torch.device(asked).type == "cpu"):
         return operation(*args, **kwargs)
     kwargs.pop("pin_memory", None)
+    OBSERVED.launch(str(name).rpartition(".")[2])
     if here:
         streams.refuse_on_side_stream(operation)
         _refuse_mixed(operation, name, tensors)
         _count_waits(name, args, kwargs)
-    result = operation(*tree_map(host_of, args), **tree_map(host_of, kwargs))
+    args_of_host = tree_map(host_of, args)
+    if operation is aten.mm.dtype:  # which no CPU has
+        result = torch.mm(*(each.to(args[2]) for each in args_of_host[:2]))
+    else:
+        result = operation(*args_of_host, **tree_map(host_of, kwargs))
     if asked is not None and torch.device(asked).type == "cpu":
         return result
     result = tree_map(on_device, result)
@@ -130,6 +135,8 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _move(operation: Any, source: torch.Tensor, target: torch.device, kwargs: dict[str, Any]) -> torch.Tensor:
     from_here, to_here = isinstance(source, DeviceTensor), target.type == "cuda"
+    if from_here or to_here:
+        OBSERVED.launch("copy")
     non_blocking = kwargs.get("non_blocking", False)
     if from_here and not to_here and not non_blocking:
         OBSERVED.wait("copy to host")
@@ -146,6 +153,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> tor
     if waits:
         OBSERVED.wait("copy to device" if to_here else "copy to host")
     if to_here or from_here:
+        OBSERVED.launch("copy")
         streams.copy(host_of(target), host_of(source), from_here, waits)
     else:
         aten.copy_(target, source)

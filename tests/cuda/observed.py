@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MEGATRON = "/megatron/core/"
+VIEWS = (
+    "view _unsafe_view slice select split split_with_sizes t transpose permute expand alias detach unsqueeze squeeze"
+)
+ALLOCATIONS = "empty new_empty empty_strided new_empty_strided empty_like lift_fresh"
+NO_LAUNCH = {*VIEWS.split(), "unbind", "as_strided", "_reshape_alias", *ALLOCATIONS.split()}
 
 
 @dataclass
@@ -22,17 +28,26 @@ class Mutant:
     left_out: int = 0
 
 
+def is_launch(name: str) -> bool:
+    """Whether the device does something in an operation: it is neither a view nor an allocation."""
+    return name not in NO_LAUNCH
+
+
 @dataclass
 class Observed:
     """What a run did that no number shows."""
 
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # of the host, by kind and place
     faults: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)  # by place
+    empty_groups: int = 0  # of grouped products that leave them as they were
     mutant: Mutant | None = None
+    _as_one: int = 0  # inside what a GPU does in kernels that are counted already
 
     def start(self, mutant: Mutant | None) -> None:
         """Of a new run."""
-        self.waits, self.faults, self.mutant = Counter(), Counter(), mutant
+        self.waits, self.faults, self.launches, self.mutant = Counter(), Counter(), Counter(), mutant
+        self.empty_groups = 0
 
     def fault(self, what: str, count: int = 1) -> None:
         """What no program should do."""
@@ -41,6 +56,21 @@ class Observed:
     def wait(self, kind: str) -> None:
         """The host would wait here for the device."""
         self.waits[kind, place()] += 1
+
+    def launch(self, name: str) -> None:
+        """An operation of the device."""
+        if not self._as_one and is_launch(name):
+            self.launches[place()] += 1
+
+    @contextlib.contextmanager
+    def kernels(self, count: int) -> Iterator[None]:
+        """What is done inside takes a GPU so many kernels."""
+        self.launches[place()] += 0 if self._as_one else count
+        self._as_one += 1
+        try:
+            yield
+        finally:
+            self._as_one -= 1
 
     def leaves_out(self, what: str) -> bool:
         """Whether the mutant lacks the call that is being made."""

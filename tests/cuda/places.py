@@ -21,23 +21,13 @@ MUTANTS = {
 
 PER_STEP: Waits = {("copy to host", "training/step.py:gradients"): 1}  # the step's sums
 # Of an MoE layer and micro-batch, forward and backward pass together.
-FLAT: Waits = {
-    ("tolist", "moe/alltoall/flat.py:FlatAllToAll.count"): 1,
-    ("copy to device", "moe/route.py:received_rows"): 2,
-}
-FLAT_TWO_DEGREES: Waits = {**FLAT, ("copy to device", "moe/route.py:received_rows"): 4}
-HIERARCHICAL: Waits = {
-    ("tolist", "moe/alltoall/hierarchical.py:HierarchicalAllToAll.count"): 1,
-    ("copy to device", "moe/route.py:received_rows"): 4,  # two degrees
-}
+FLAT: Waits = {("tolist", "moe/alltoall/flat.py:FlatAllToAll.count"): 1}
+HIERARCHICAL: Waits = {("tolist", "moe/alltoall/hierarchical.py:HierarchicalAllToAll.count"): 1}
 # Full recomputation runs the forward pass of each layer twice.
 FLAT_TWICE: Waits = {key: 2 * count for key, count in FLAT.items()}
-CAPACITY: Waits = {**FLAT, ("nonzero", "moe/route.py:choose"): 1}
-FLAT_FP16: Waits = {
-    **FLAT,
-    # no grouped product: the host counts for each chunk and pass
-    ("tolist", "moe/experts/compute.py:make_assignments"): 2,
-}
+# Where a grouped product is not one kernel, the host loops over experts: it asks once for all chunks of both passes.
+LOOP_OVER_EXPERTS: Waits = {**FLAT, ("tolist", "moe/route.py:read_ends"): 1}
+LOOP_LOCAL: Waits = {("tolist", "moe/route.py:read_ends"): 1}
 
 
 def waits(per_layer: Waits, layers: int, also: Waits | None = None) -> Counter[tuple[str, str]]:

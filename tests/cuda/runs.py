@@ -11,6 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 from tests.cuda.observed import OBSERVED, Mutant
@@ -28,14 +29,21 @@ class Outcome:
     losses: list[float]
     grad_norms: list[float]
     waits: Counter[tuple[str, str]]
+    launches: Counter[str]
+    empty_groups: int
     faults: Counter[str]
     mutant: Mutant | None
 
 
 def train(
-    device: str, overrides: Sequence[str], ranks_per_node: int | None = None, mutant: Mutant | None = None
+    device: str,
+    overrides: Sequence[str],
+    ranks_per_node: int | None = None,
+    mutant: Mutant | None = None,
+    card: str | None = None,
 ) -> Outcome:
-    """Take STEPS optimizer steps on made-up batches. `ranks_per_node`: this host's ranks pretend to be on several."""
+    """Take STEPS optimizer steps on made-up batches. `ranks_per_node`: this host's ranks pretend to be on several.
+    `card`: one of CARDS."""
     import torch.distributed as dist
 
     os.environ.pop("LOCAL_RANK", None)  # there is one device for all
@@ -43,7 +51,10 @@ def train(
     with contextlib.ExitStack() as stack:
         if ranks_per_node is not None:
             stack.enter_context(mock.patch.object(socket, "gethostname", lambda: f"node{rank // ranks_per_node}"))
-        stack.enter_context(_pretended(mutant) if device == "cuda" else contextlib.nullcontext())
+        if device == "cuda":
+            stack.enter_context(_pretended(mutant))
+            if card is not None:
+                stack.enter_context(CARDS[card]())
         return _train(device, overrides)
 
 
@@ -66,6 +77,36 @@ def _pretended(mutant: Mutant | None) -> Iterator[None]:
             streams.forget()
 
 
+@contextlib.contextmanager
+def _groups_without_rows_are_left() -> Iterator[None]:
+    """As grouped products of two matrices of rows are on some cards."""
+    from moe.experts import compute
+
+    product = compute.grouped_mm
+
+    def grouped_mm(left: Any, right: Any, ends: Any) -> Any:
+        result = product(left, right, ends)
+        if right.dim() == 2:
+            empty = ends.host.diff(prepend=ends.host.new_zeros(1)) == 0
+            result.host[empty] = float("nan")
+            OBSERVED.empty_groups += int(empty.sum())
+        return result
+
+    with mock.patch.object(compute, "grouped_mm", grouped_mm):
+        yield
+
+
+@contextlib.contextmanager
+def _older_card() -> Iterator[None]:
+    import torch
+
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0)):
+        yield
+
+
+CARDS = {"leaves empty groups": _groups_without_rows_are_left, "A100": _older_card}
+
+
 def _train(device: str, overrides: Sequence[str]) -> Outcome:
     import torch.distributed as dist
 
@@ -85,11 +126,13 @@ def _train(device: str, overrides: Sequence[str]) -> Outcome:
     batches = made_up_batches(config, count, VOCAB_SIZE, seed=place.data.rank)
     if device == "cuda":
         batches = [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]
-    outcome = Outcome(where, [], [], OBSERVED.waits, OBSERVED.faults, OBSERVED.mutant)
+    outcome = Outcome(where, [], [], OBSERVED.waits, OBSERVED.launches, 0, OBSERVED.faults, OBSERVED.mutant)
     for step in range(1, STEPS + 1):
         OBSERVED.waits.clear()
+        OBSERVED.launches.clear()
         result = train_step(model, batches, step)
         outcome.losses.append(result.loss)
         outcome.grad_norms.append(result.grad_norm)
+    outcome.empty_groups = OBSERVED.empty_groups
     model.close()
     return outcome

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from parallel import fused
 from tests.cuda import exchanges, streams
 from tests.cuda.device import DeviceTensor, host_of, on_device, pin
+from tests.cuda.observed import OBSERVED
 
 
 def _with_pins(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -31,6 +33,48 @@ def _move_module(module: torch.nn.Module, *_: Any, **__: Any) -> torch.nn.Module
         for name, buffer in part._buffers.items():
             part._buffers[name] = on_device(buffer)
     return module
+
+
+class _Kernels(torch.autograd.Function):
+    """A function that torch takes apart on the CPU, and that CUDA has kernels for: one, and `backward_kernels`."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., torch.Tensor], backward_kernels: int, *tensors: Any) -> torch.Tensor:
+        ctx.function, ctx.backward_kernels = function, backward_kernels
+        ctx.save_for_backward(*tensors)
+        with OBSERVED.kernels(1):
+            return function(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        with OBSERVED.kernels(ctx.backward_kernels), torch.enable_grad():
+            found = iter(torch.autograd.grad(ctx.function(*tensors), wanted, grad))
+        return None, None, *(next(found) if tensor.requires_grad else None for tensor in tensors)
+
+
+_rms_norm, _attention = torch.nn.functional.rms_norm, torch.nn.functional.scaled_dot_product_attention
+
+
+def _rms_norm_of_cuda(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _Kernels.apply(lambda x, weight: _rms_norm(x, shape, weight, eps), 2, x, weight)
+
+
+def _attention_of_cuda(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0, **options: Any
+) -> torch.Tensor:
+    if dropout_p:  # drawn twice it would be another one
+        return _attention(query, key, value, dropout_p=dropout_p, **options)
+    return _Kernels.apply(lambda *given: _attention(*given, **options), 3, query, key, value)
+
+
+def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with OBSERVED.kernels(1):
+            return function(*args)
+
+    return call
 
 
 def install() -> None:
@@ -71,4 +115,9 @@ def install() -> None:
     torch.empty, torch.zeros = _with_pins(torch.empty), _with_pins(torch.zeros)
     torch.nn.Module.to = _move_module
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host and then moved
+    torch.nn.functional.rms_norm, torch.nn.functional.scaled_dot_product_attention = (
+        _rms_norm_of_cuda,
+        _attention_of_cuda,
+    )
+    fused.compile_for_gpu = _one_kernel
     exchanges.install()

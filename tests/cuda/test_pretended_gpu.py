@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests import distributed
-from tests.cuda import places, runs
+from tests.cuda import launches, places, runs
 from tests.cuda.observed import OBSERVED, Mutant
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, PRETENDED_HALF_GRAD_NORM, PRETENDED_HALF_LOSS
 
@@ -35,6 +35,7 @@ class Case:
     waits: dict[tuple[str, str], int]
     precision: str = "bf16"
     ranks_per_node: int | None = None
+    card: str | None = None  # see runs.CARDS
 
 
 def _experts(*overrides: str) -> tuple[str, ...]:
@@ -49,27 +50,24 @@ def _expert_parallel(strategy: str, *overrides: str) -> tuple[str, ...]:
     return _experts("parallel.expert=2", f"moe.memory_strategy={strategy}", *overrides)
 
 
-ONE_DEGREE = places.waits(places.FLAT, NUM_LAYERS * 2)
-TWO_DEGREES = places.waits(places.FLAT_TWO_DEGREES, NUM_LAYERS * 2)
+FLAT = places.waits(places.FLAT, NUM_LAYERS * 2)
 CASES = {
     "dense": Case(1, ("model=gpt_tiny",), places.waits({}, 0), "fp32"),
     "experts on one rank": Case(1, _experts(), places.waits({}, 0)),
-    "keep": Case(2, _expert_parallel("keep"), ONE_DEGREE),
-    "keep, chunks": Case(2, _expert_parallel("keep", SHARED_EXPERT, *_chunks(4, 2)), TWO_DEGREES),
-    "recompute": Case(2, _expert_parallel("recompute", SHARED_EXPERT), ONE_DEGREE),
-    "recompute, chunks": Case(2, _expert_parallel("recompute", *_chunks(4, 2)), TWO_DEGREES),
-    "offload": Case(2, _expert_parallel("offload"), ONE_DEGREE),
-    "offload, chunks": Case(2, _expert_parallel("offload", SHARED_EXPERT, *_chunks(4, 4)), ONE_DEGREE),
+    "keep": Case(2, _expert_parallel("keep"), FLAT),
+    "keep, chunks": Case(2, _expert_parallel("keep", SHARED_EXPERT, *_chunks(4, 2)), FLAT),
+    "recompute": Case(2, _expert_parallel("recompute", SHARED_EXPERT), FLAT),
+    "recompute, chunks": Case(2, _expert_parallel("recompute", *_chunks(4, 2)), FLAT),
+    "offload": Case(2, _expert_parallel("offload"), FLAT),
+    "offload, chunks": Case(2, _expert_parallel("offload", SHARED_EXPERT, *_chunks(4, 4)), FLAT),
     "hierarchical": Case(
         4,
         _experts("parallel.expert=4", "moe.all_to_all=hierarchical", SHARED_EXPERT, *_chunks(4, 2)),
         places.waits(places.HIERARCHICAL, NUM_LAYERS),
         ranks_per_node=2,
     ),
-    "communicate": Case(2, _expert_parallel("communicate_recompute", *_chunks(2, 2)), ONE_DEGREE),
-    "capacity": Case(
-        2, _expert_parallel("keep", "moe.capacity_factor=1.0"), places.waits(places.CAPACITY, NUM_LAYERS * 2)
-    ),
+    "communicate": Case(2, _expert_parallel("communicate_recompute", *_chunks(2, 2)), FLAT),
+    "capacity": Case(2, _expert_parallel("keep", "moe.capacity_factor=1.0"), FLAT),
     "recompute layers": Case(
         2, _expert_parallel("keep", "training.recompute=full"), places.waits(places.FLAT_TWICE, NUM_LAYERS * 2)
     ),
@@ -78,13 +76,26 @@ CASES = {
         _expert_parallel("keep", "parallel.tensor=2", "parallel.sequence=true"),
         places.waits(places.FLAT, NUM_LAYERS * 4),
     ),
-    "bert": Case(2, ("model=bert_moe_tiny", "parallel.expert=2"), ONE_DEGREE),
+    "bert": Case(2, ("model=bert_moe_tiny", "parallel.expert=2"), FLAT),
     "fp16": Case(
         2,
         _expert_parallel("keep"),
-        places.waits(places.FLAT_FP16, NUM_LAYERS * 2),
+        places.waits(places.LOOP_OVER_EXPERTS, NUM_LAYERS * 2),
         "fp16",
     ),
+    "empty groups": Case(
+        2,
+        _expert_parallel("keep", "moe.num_experts=32", *_chunks(4, 4)),
+        FLAT,
+        card="leaves empty groups",
+    ),
+    "older card": Case(
+        2,
+        _expert_parallel("keep", *_chunks(4, 2)),
+        places.waits(places.LOOP_OVER_EXPERTS, NUM_LAYERS * 2),
+        card="A100",
+    ),
+    "loop on one rank": Case(1, _experts(), places.waits(places.LOOP_LOCAL, NUM_LAYERS * 4), "fp32"),
     "pipeline": Case(2, ("model=gpt_tiny", "parallel.pipeline=2"), places.waits({}, 0)),
     "interleaved": Case(
         2,
@@ -98,7 +109,7 @@ def _run(name: str, device: str, mutant: Mutant | None = None) -> list[runs.Outc
     case = CASES[name]
     overrides = (f"model.num_layers={NUM_LAYERS}", f"training.precision={case.precision}", *case.overrides)
     backend = distributed.PRETENDED if device == "cuda" else "gloo"
-    arguments = device, overrides, case.ranks_per_node, mutant
+    arguments = device, overrides, case.ranks_per_node, mutant, case.card
     return distributed.run(runs.train, case.ranks, *arguments, timeout=TIMEOUT, backend=backend)
 
 
@@ -126,6 +137,17 @@ def test_waits(name: str) -> None:
     new = [f"{count} new: {kind} in {place}" for (kind, place), count in (found - table).items()]
     gone = [f"{count} gone: {kind} in {place}" for (kind, place), count in (table - found).items()]
     assert not new + gone, "host synchronisations of one step, against tests/cuda/places.py:\n" + "\n".join(new + gone)
+
+
+def test_groups_without_rows_were_there() -> None:
+    assert sum(outcome.empty_groups for outcome in _on_device("empty groups")) > 0
+
+
+@pytest.mark.parametrize("degree", launches.DEGREES)
+def test_launches(degree: int) -> None:
+    """The table in benchmarks/results/launches.md."""
+    found = launches.per_layer(launches.measure(degree))
+    assert sum(found.values()) == launches.LAUNCHES[degree], found
 
 
 @pytest.mark.parametrize("what", places.MUTANTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -14,21 +15,21 @@ from moe.router import _Gate
 
 
 @pytest.mark.parametrize("num_tokens,degree", [(0, 3), (1, 1), (1, 4), (7, 3), (100, 8), (64, 4)])
-def test_chunk_of_agrees_with_the_boundaries(num_tokens: int, degree: int) -> None:
+def test_boundaries(num_tokens: int, degree: int) -> None:
     first = route.boundaries(num_tokens, degree)
-    assert first[0] == 0 and first[-1] == num_tokens and sorted(first) == first
-    expected = [chunk for chunk in range(degree) for _ in range(first[chunk], first[chunk + 1])]
-    assert route.chunk_of(torch.arange(num_tokens), num_tokens, degree).tolist() == expected
+    assert first[0] == 0 and first[-1] == num_tokens and len(first) == degree + 1
+    sizes = [end - start for start, end in itertools.pairwise(first)]
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_a_token_travels_once_to_each_rank() -> None:
     # 4 experts on 2 ranks: token 0 goes to both experts of rank 0, token 1 to one of each, token 2 nowhere.
     routing_map = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
     choice = route.choose(routing_map, None)
-    sent = route.dispatch_order(choice, PlacementMap(4, 2))
-    assert route.exchange_counts(sent, 4, 2, 1).tolist() == [[[2, 3]], [[2, 3]]]
-    assert route.exchange_counts(sent, 4, 2, 2).tolist() == [[[2, 3], [0, 0]], [[1, 1], [1, 2]]]
-    assert sent.row_tokens(4).tolist() == [0, 1, 1, 3]
+    sent = route.dispatch_order(choice, PlacementMap(4, 2), [1, 2])
+    # Of each rank the rows, then the assignments: of one chunk, then of two.
+    assert sent.counts.tolist() == [[[2, 2, 0], [3, 3, 0]], [[2, 1, 1], [3, 1, 2]]]
+    assert sent.row_tokens(4, 6).tolist() == [0, 1, 1, 3]
     assert [(code // 2, code % 2) for code in sent.packed_ids.tolist()] == [
         (0, 0),
         (0, 1),
@@ -39,19 +40,37 @@ def test_a_token_travels_once_to_each_rank() -> None:
     ]
 
 
-def test_received_rows_number_the_chunks_one_after_the_other() -> None:
+def test_chunks_of_what_two_ranks_send() -> None:
     # Rank 0 sends rows 0 (two assignments) | 1, rank 1 sends rows 0, 1 | 2; the bar stands between the chunks.
     cut = route.ChunkOffsets(rows=[[1, 1], [2, 1]], assignments=[[2, 1], [2, 1]])
-    packed_ids = torch.tensor([0, 1, 2, 0, 3, 5])  # two local experts
-    assert route.received_rows(packed_ids, cut, 2).tolist() == [0, 0, 3, 1, 2, 4]
-    assert cut.slices(cut.assignments, 0) == [slice(0, 2), slice(3, 5)] and cut.slices(cut.assignments, 1) == [
-        slice(2, 3),
-        slice(5, 6),
-    ]
-    chunk = route.make_chunk(
-        cut.slices(cut.assignments, 1), route.received_rows(packed_ids, cut, 2), packed_ids % 2, 3, 2, 2
+    rows_in_rank, slots = torch.tensor([0, 0, 1, 0, 1, 2]), torch.tensor([0, 1, 0, 0, 1, 1])
+    counts = torch.tensor([2, 1, 2, 1])
+    shifts = torch.repeat_interleave(torch.tensor(route.received_shifts(cut)), counts)
+    assert (rows_in_rank + shifts).tolist() == [0, 0, 0, 1, 2, 1]  # in their chunks
+    slices = [cut.slices(cut.assignments, chunk) for chunk in (0, 1)]
+    assert slices == [[slice(0, 2), slice(3, 5)], [slice(2, 3), slice(5, 6)]]
+    bases = route.chunk_bases([4, 2], 2)
+    assert bases == ([0, 2], [0, 4])
+    of_chunk = torch.repeat_interleave(torch.tensor([base * 2 for base in bases]), counts, dim=1)
+    first, second = route.make_chunks(rows_in_rank + shifts, slots, [3, 2], slices, 2, of_chunk)
+    assert first.ids.tolist() == [0, 3, 1, 4] and first.rows.tolist() == [0, 1, 0, 2] and first.ends.tolist() == [2, 4]
+    assert first.sums.index.tolist() == [0, 2, 1, 3] and first.sums.starts.tolist() == [0, 2, 3]
+    assert second.ids.tolist() == [2, 5] and second.rows.tolist() == [0, 1] and second.ends.tolist() == [1, 2]
+    assert second.sums.index.tolist() == [0, 1] and second.first_row == 3
+    route.read_ends([first, second])
+    assert (first.host_ends, second.host_ends) == ([2, 4], [1, 2])
+
+
+def test_returned_rows_are_added_up_in_the_order_sent() -> None:
+    # Of tokens 0..3 in two chunks, to rank 0: 0, 1 | 2; to rank 1: 1 | 2, 3.
+    cut, tokens = (
+        route.ChunkOffsets(rows=[[2, 1], [1, 2]], assignments=[[2, 1], [1, 2]]),
+        torch.tensor([0, 1, 2, 1, 2, 3]),
     )
-    assert chunk.ids.tolist() == [2, 5] and chunk.rows.tolist() == [0, 1] and chunk.counts.tolist() == [1, 1]
+    shifts = torch.repeat_interleave(torch.tensor(route.sent_shifts(cut)), torch.tensor([2, 1, 1, 2]))
+    first, second = route.combine_sums(tokens, 4, cut, shifts)
+    assert first.index.tolist() == [0, 1, 2] and first.starts.tolist() == [0, 1]
+    assert second.index.tolist() == [0, 1, 2] and second.starts.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("limit", [4, 200, 30_000, 100_000])

@@ -10,6 +10,7 @@ import torch
 
 from moe.alltoall.flat import FlatAllToAll
 from moe.experts import blocks, compute
+from moe.schedule import chunk_compute
 from moe.schedule.chunk_plan import STRATEGIES, Plan
 from tests.distributed import run
 from tests.moe.oracle import (
@@ -120,7 +121,8 @@ def test_blocks_of_rows_of_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("activation,bias", [("swiglu", False), ("gelu", True)])
 def test_grouped_products(monkeypatch: pytest.MonkeyPatch, activation: str, bias: bool) -> None:
     # The way of a GPU; torch's grouped product also runs on the host.
-    monkeypatch.setattr(compute, "uses_grouped_mm", lambda *_: True)
+    for module in (compute, chunk_compute):
+        monkeypatch.setattr(module, "is_grouped", lambda _: True)
     for routing, plan in itertools.product(ROUTINGS, plans([(1, 1), (3, 3), (2, 3)])):
         case = with_dtype(Case(routing=routing, activation=activation, bias=bias), "float32")
         assert largest_error(ours(case, problem(case), plan), loop(case, problem(case))) < MOE["float32"]

@@ -1,0 +1,55 @@
+"""Pointwise functions that are one kernel on a GPU: compiled there, at the first call; elsewhere as they stand."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def compile_for_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a GPU runs in a function's place. Its sizes change from call to call and are no part of the code."""
+    if importlib.util.find_spec("triton") is None:
+        return function
+    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+    broken = False
+
+    def call(*args: Any) -> Any:
+        nonlocal broken
+        if not broken:
+            try:
+                return compiled(*args)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                broken = True
+                reason = str(error).strip().splitlines()[0]
+                warnings.warn(
+                    f"{function.__name__} runs as several kernels: torch.compile failed ({reason})", stacklevel=2
+                )
+        return function(*args)
+
+    return call
+
+
+def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """A function of tensors of one device that changes none of them: each element of its results follows from those at
+    the same place, or from their row."""
+    on_gpu: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        nonlocal on_gpu
+        first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        if first.device.type != "cuda":
+            return function(*args, **kwargs)
+        if on_gpu is None:
+            on_gpu = compile_for_gpu(function)
+        return on_gpu(*args, **kwargs)
+
+    return call

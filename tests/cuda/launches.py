@@ -1,0 +1,51 @@
+"""What a GPU is told to do for an MoE layer and a micro-batch, by place: `python -m tests.cuda.launches` prints it.
+
+The step's launches divided by layers and micro-batches, so attention, loss and the optimizer's share are in it. What is
+compiled for a GPU, norms and attention count as the kernels that CUDA has for them; an exchange is none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests import distributed
+from tests.cuda import runs
+
+NUM_LAYERS, RANKS = 4, 2
+DEGREES = (1, 4)  # chunks of both passes
+# By the number of chunks; what there was before is in benchmarks/results/launches.md.
+LAUNCHES = {1: 243.75, 4: 352.75}
+
+
+def measure(degree: int) -> Counter[str]:
+    """Of one rank's step, by place."""
+    overrides = (
+        "model=gpt_moe_tiny",
+        f"model.num_layers={NUM_LAYERS}",
+        f"parallel.expert={RANKS}",
+        "training.precision=bf16",
+        "moe.memory_strategy=keep",
+        f"moe.pipeline_degree={degree}",
+        f"moe.backward_pipeline_degree={degree}",
+    )
+    return distributed.run(runs.train, RANKS, "cuda", overrides, backend=distributed.PRETENDED)[0].launches
+
+
+def per_layer(launches: Counter[str]) -> dict[str, float]:
+    """By layer and micro-batch."""
+    micro_batches = 8 // 2 // RANKS  # see runs.COMMON
+    return {place: count / (NUM_LAYERS * micro_batches) for place, count in launches.items()}
+
+
+def main() -> None:
+    """Print the table as Markdown."""
+    by_degree = [per_layer(measure(degree)) for degree in DEGREES]
+    print("| place | one chunk | four chunks |\n|---|---|---|")
+    print(f"| all | {' | '.join(f'{sum(each.values()):g}' for each in by_degree)} |")
+    places = sorted({place for each in by_degree for place in each}, key=lambda place: -by_degree[0].get(place, 0))
+    for place in places:
+        print(f"| {place} | {' | '.join(f'{each.get(place, 0):g}' for each in by_degree)} |")
+
+
+if __name__ == "__main__":
+    main()
