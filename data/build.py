@@ -17,12 +17,13 @@ from data.tokenizer import load_tokenizer
 
 
 def build_data(
-    config: Config, prepared: PreparedData, *, rank: int, world_size: int, consumed_samples: int
+    config: Config, prepared: PreparedData, *, rank: int, world_size: int, consumed_samples: int, pin: bool = False
 ) -> tuple[Loader, Callable[[], Loader]]:
     """The training loader, which continues after `consumed_samples`, and a function that makes a validation loader.
 
-    rank, world_size: of the data-parallel group. Each validation loader gives the same training.eval_batches global
-    batches. Raises ConfigError for damaged files, too little data, or a vocabulary that does not fit.
+    rank, world_size: of the data-parallel group. pin: batches in pinned memory, for a run on a GPU. Each
+    validation loader gives the same training.eval_batches global batches. Raises ConfigError for damaged files, too
+    little data, or a vocabulary that does not fit.
     """
     _check_vocabulary(config, prepared)
     training = config.training
@@ -37,6 +38,7 @@ def build_data(
             consumed_samples=consumed,
             prefetch=config.data.prefetch,
             num_steps=num_steps,
+            pin=pin,
         )
 
     @functools.cache

@@ -28,7 +28,8 @@ class Loader:
     with it every loss that is a mean over one, is the same for every number of ranks.
 
     `prefetch` steps are made ahead in a thread (0: none, in the caller). `num_steps`: end after that many (None:
-    never). `wait_seconds`: how long `next_step` has waited for data, in all. `close` when done.
+    never). `pin`: in pinned memory, for a run on a GPU. `wait_seconds`: how long `next_step` has waited for
+    data, in all. `close` when done.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Loader:
         prefetch: int = 4,
         num_steps: int | None = None,
         timeout_seconds: float = 600.0,
+        pin: bool = False,
     ):
         if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
@@ -57,7 +59,7 @@ class Loader:
         self._rank, self._world = rank, world_size
         self._steps_left = num_steps
         self._timeout = timeout_seconds
-        self._pin = torch.cuda.is_available()
+        self._pin = pin
         self._closed = threading.Event()
         self._queue: queue.Queue[list[dict[str, torch.Tensor]] | BaseException] = queue.Queue(maxsize=max(1, prefetch))
         self._thread: threading.Thread | None = None

@@ -185,3 +185,18 @@ def test_entropy():
     assert entropy(torch.tensor([0, 9])) == 0
     step = [{"labels": torch.tensor([[1, 1, 2]]), "loss_mask": torch.tensor([[1.0, 0.0, 1.0]])}]
     assert label_counts([step, step], 4).tolist() == [0, 2, 2, 0]
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_batches_are_pinned_only_where_asked(monkeypatch: pytest.MonkeyPatch, pin: bool) -> None:
+    """A run on the CPU of a machine with a GPU makes no CUDA context."""
+    pinned = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    steps_of(Loader(Counting(), global_batch_size=4, micro_batch_size=2, prefetch=0, pin=pin), 1)
+    assert len(pinned) == (2 if pin else 0)

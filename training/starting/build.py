@@ -67,7 +67,12 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
 
     def data(consumed: int) -> Any:
         return build_data(
-            config, prepared, rank=topology.data.rank, world_size=topology.data.size, consumed_samples=consumed
+            config,
+            prepared,
+            rank=topology.data.rank,
+            world_size=topology.data.size,
+            consumed_samples=consumed,
+            pin=topology.device.type == "cuda",
         )
 
     loader, make_validation_loader = data(position.consumed_samples)
