@@ -7,7 +7,6 @@ transformer_engine: TransformerEngine's norm, attention and linear layers (CUDA 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +33,7 @@ from models.attention import LatentAttention, ScaledDotProductAttention
 from models.norm import AllHeadsRMSNorm, LatentNorm, norm_class
 from moe.planning.inputs import initial_plan
 from moe.spec import moe_spec
+from parallel.megatron.startup import transformer_engine_fault
 from parallel.topology import Axis, Topology
 
 
@@ -84,24 +84,32 @@ def bias_copying(row_linear: type) -> type:
 
 
 def resolve_backend(config: Config, device: torch.device) -> str:
-    """`model.backend` with `auto` decided: transformer_engine where it is installed and the device is CUDA, else
+    """`model.backend` with `auto` decided: transformer_engine where it can be used and the device is CUDA, else
     portable.
 
     Raises ConfigError for transformer_engine where it cannot run.
     """
     wanted = config.model.backend
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    if wanted == "transformer_engine" and not installed:
-        raise ConfigError(
-            "model.backend (transformer_engine) needs the package transformer-engine. Try model.backend=portable."
-        )
+    fault = transformer_engine_fault()
     if wanted == "transformer_engine" and device.type != "cuda":
         raise ConfigError(
             f"model.backend (transformer_engine) needs a CUDA GPU, not {device.type}. Try model.backend=portable."
         )
+    if wanted == "transformer_engine" and fault is not None:
+        raise ConfigError(
+            f"model.backend (transformer_engine) needs TransformerEngine, and {fault}. Try model.backend=portable."
+        )
     if wanted == "auto":
-        return "transformer_engine" if installed and device.type == "cuda" else "portable"
+        return "transformer_engine" if fault is None and device.type == "cuda" else "portable"
     return wanted
+
+
+def backend_line(config: Config, device: torch.device) -> str | None:
+    """What to say where `auto` takes the portable backend on a GPU; None elsewhere."""
+    fault = transformer_engine_fault()
+    if config.model.backend != "auto" or device.type != "cuda" or fault is None:
+        return None
+    return f"model.backend: portable, without TransformerEngine: {fault}"
 
 
 def block_spec(

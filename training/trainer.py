@@ -31,6 +31,8 @@ class Trainer:
     def __init__(self, config: Config, guard: Guard | None = None, signals: StopSignals | None = None):
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
+            # TransformerEngine reads it when its attention is built, and Megatron-core refuses another value.
+            os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
             torch.use_deterministic_algorithms(True)
         self.config = config
         self.callbacks = default_callbacks(config, guard, signals)

@@ -184,7 +184,11 @@ class Watchdog:
 
     def _round(self, now: float) -> None:
         self._number += 1
-        beat = self._beat()
+        try:
+            beat = self._beat()
+        except torch.AcceleratorError as error:  # after a fault on the device every question to it ends so
+            self._decide(self._about_myself(f"its GPU failed: {str(error).splitlines()[0]}"))
+            return
         self._store.set(self._key("beat", self.rank), json.dumps(asdict(beat)))
         if self._store.check([self._key("verdict")]):
             try:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from configs.schema import Config, ConfigError
 from models.blueprint import ends, padded_vocab_size
 from models.build import build_model, family_module
-from models.specs import resolve_backend
+from models.specs import backend_line, resolve_backend
 from parallel.topology import initialize
 from tests.distributed import run
 from tests.models.helpers import gradient, make_config, random_batch, run_model
@@ -141,9 +145,41 @@ def test_tensor_parallel_marks_count_each_gradient_once() -> None:
     assert sum(split) == pytest.approx(expected, rel=FP32_GRAD_NORM)
 
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
 def test_backend_choice() -> None:
     config = Config()
-    assert resolve_backend(config, torch.device("cpu")) == "portable"
+    assert resolve_backend(config, CPU) == "portable" and backend_line(config, CPU) is None
     config.model.backend = "transformer_engine"
-    with pytest.raises(ConfigError, match="transformer_engine"):
-        resolve_backend(config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="needs a CUDA GPU"):
+        resolve_backend(config, CPU)
+    with pytest.raises(ConfigError, match=r"transformer-engine is not installed\. Try model\.backend=portable"):
+        resolve_backend(config, GPU)
+
+
+def import_megatron_beside(folder: str) -> subprocess.CompletedProcess[str]:
+    """With a TransformerEngine in `folder`, on a machine that seems to have a GPU."""
+    code = (
+        "import torch; torch.cuda.is_available = lambda: True\n"
+        "import parallel.megatron\n"
+        "from megatron.core.extensions import transformer_engine\n"
+        "from configs.schema import Config\nfrom models.specs import backend_line, resolve_backend\n"
+        "gpu = torch.device('cuda', 0)\n"
+        "print(resolve_backend(Config(), gpu)); print(backend_line(Config(), gpu))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": folder}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("error", ["FileNotFoundError('libtransformer_engine.so')", "AssertionError('no library')"])
+def test_a_transformer_engine_that_cannot_be_imported_is_named(tmp_path: Path, error: str) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"raise {error}\n")
+    done = import_megatron_beside(str(tmp_path))
+    kind, _, message = error.partition("(")
+    assert done.stdout.splitlines() == [
+        "portable",
+        f"model.backend: portable, without TransformerEngine: its import failed ({kind}: {message[1:-2]})",
+    ], done.stderr

@@ -18,6 +18,7 @@ from data.build import build_data
 from data.prepare import PreparedData, prepare
 from data.tokenizer import load_tokenizer
 from data.vocabulary import expected_vocab_size
+from models.specs import backend_line
 from parallel import topology as topology_module
 from simulator import run_plan
 from simulator.flops import training_flops_per_token
@@ -95,6 +96,8 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
     run.make_loader = lambda consumed: data(consumed)[0]
     run.claim, run.facts = claim, {"run": begun.start.record.id, "data": prepared.identity}
     if run.is_main:
+        if (line := backend_line(config, topology.device)) is not None:
+            print(line, flush=True)
         beginning.say(config, begun, position.step)
         _describe(run, begun.start, expected)
     if dry_run.wanted(config, topology.device):

@@ -8,6 +8,7 @@ import os
 import threading
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,3 +71,33 @@ def test_nonsense_for_a_verdict_ends_the_job_on_every_rank() -> None:
     for words in distributed.run(_hear_of_nonsense, 2):
         assert words.startswith("lost the launcher at ") and "holds a verdict that no rank has written" in words
         assert words.endswith("written=False")
+
+
+def _hear_of_a_broken_gpu() -> tuple[int, str]:
+    found: list[Verdict] = []
+    heard = threading.Event()
+
+    def on_verdict(verdict: Verdict, written: bool) -> None:
+        found.append(verdict)
+        heard.set()
+
+    def fail(device: Any = None) -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nMore lines.")
+
+    broken = dist.get_rank() == 1
+    # A stall of no time: each round asks the device.
+    with (
+        mock.patch.object(torch.cuda, "default_stream", fail),
+        mock.patch("parallel.liveness.watchdog.STALL_SHARE", 0.0),
+        mock.patch("parallel.liveness.watchdog.os.kill"),  # a rank that a verdict names would be ended
+    ):
+        watchdog = Watchdog(120.0, torch.device("cuda" if broken else "cpu"), on_verdict)
+        assert heard.wait(30)
+        dist.barrier()
+        watchdog.close()
+    return found[0].rank, found[0].reason
+
+
+def test_a_gpu_that_fails_is_named() -> None:
+    expected = 1, "its GPU failed: CUDA error: an illegal memory access was encountered"
+    assert distributed.run(_hear_of_a_broken_gpu, 2) == [expected] * 2
