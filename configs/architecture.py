@@ -85,7 +85,7 @@ def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
 # what other keys follow from
 _TELLING = ("model.family", "model.attention", "model.position_embedding", "model.qk_norm")
 _LATENT_ONLY = ("attention", "q_lora_rank", "kv_lora_rank", "rotary_head_dim", "value_head_dim")
-_NOT_ARCHITECTURE = {"max_positions", "hidden_dropout", "attention_dropout", "init_std", "backend"}
+_NOT_ARCHITECTURE = {"max_positions", "hidden_dropout", "attention_dropout", "init_std", "backend", "fusions"}
 _MOE_ARCHITECTURE = (
     "num_experts",
     "top_k",

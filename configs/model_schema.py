@@ -94,6 +94,12 @@ class ModelConfig:
         "free",
         choices=("auto", "portable", "transformer_engine"),
     )
+    fusions: str = key(
+        "auto",
+        "kernels that do several operations at once; auto: Megatron-core's where transformer_engine runs",
+        "free",
+        choices=("auto", "off"),
+    )
 
 
 @dataclass

@@ -34,8 +34,8 @@ def build_model(config: Config, topology: Topology, vocab_size: int, *, fill: bo
     weights hold anything: the caller loads them. Raises ConfigError.
     """
     family, device, pipeline = family_module(config), topology.device, topology.pipeline
-    megatron = transformer_config(config)
     backend = resolve_backend(config, device)
+    megatron = transformer_config(config, backend)
     num_chunks = config.parallel.virtual_pipeline or 1
     chunks = []
     # torch's own layers draw initial values that are overwritten below; the global generator must not move by how many

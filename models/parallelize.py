@@ -73,10 +73,24 @@ def parallelize(config: Config, topology: Topology, chunks: Sequence[torch.nn.Mo
         overlap_param_gather=derived.overlap_param_gather(config),
         use_distributed_optimizer=config.optimizer.distributed,
     )
+    # 9. Gradients go into those buffers where they are made.
+    if config.model.fusions != "off":
+        accumulate_in_products(chunks)
     return [
         DistributedDataParallel(settings, data, chunk, disable_bucketing=i > 0, pg_collection=topology.groups)
         for i, chunk in enumerate(chunks)
     ]
+
+
+def accumulate_in_products(chunks: Sequence[torch.nn.Module]) -> None:
+    """Have TransformerEngine's linear layers add their weight gradients to the fp32 gradient buffer within the product:
+    neither a gradient in bf16 nor a pass that adds it up."""
+    # Megatron-core has one setting for all layers, and its own output layer needs apex for it. Other layers than
+    # TransformerEngine's do not have the attribute.
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
 
 
 def _recompute(kind: str) -> dict[str, Any]:

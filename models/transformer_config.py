@@ -25,8 +25,11 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
 
 
-def transformer_config(config: Config) -> TransformerConfig:
-    """Megatron's view of the model, its layout and its precision, for a config that passed configs/validate.py."""
+def transformer_config(config: Config, backend: str = "portable") -> TransformerConfig:
+    """Megatron's view of the model, its layout and its precision, for a config that passed configs/validate.py.
+
+    `backend`: as models/specs.py resolves it; it says which of Megatron's fusions there are.
+    """
     model, training = config.model, config.training
     dtype = DTYPES[training.precision]
     kind = MLATransformerConfig if model.attention == "latent" else TransformerConfig
@@ -60,17 +63,40 @@ def transformer_config(config: Config) -> TransformerConfig:
         # models/initial_weights.py fills every weight, so Megatron's own draw would be thrown away.
         perform_initialization=False,
         use_cpu_initialization=False,
-        # These kernels come from apex or TransformerEngine; without them Megatron-core fails late, so they stay off.
+        # Of apex alone: the output layer, which is Megatron's own, would refuse it. models/parallelize.py has the
+        # layers of TransformerEngine do it.
         gradient_accumulation_fusion=False,
+        # Of Megatron's own attention and apex' norm, which no backend has.
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        **fusions(config, backend),
         **layer_settings(config),
         **_latent(config),
         **_moe(config),
     )
+
+
+def fusions(config: Config, backend: str) -> dict[str, Any]:
+    """The fusions of Megatron-core that this model can use, as its TransformerConfig names them; {} where they are
+    off.
+
+    Their kernels come from TransformerEngine, or from torch's compiler, which TransformerEngine needs itself.
+    """
+    model, training = config.model, config.training
+    if backend != "transformer_engine" or model.fusions == "off":
+        return {}
+    chosen: dict[str, Any] = {}
+    if model.position_embedding == "rope" and model.attention == "grouped":  # of latent attention: with YaRN alone
+        chosen["apply_rope_fusion"] = True
+    # The fused GELU is the approximation by tanh, whose exact form Megatron refuses; it is not what `gelu` says.
+    if model.activation == "swiglu":
+        chosen["bias_activation_fusion"] = True
+    if model.hidden_dropout > 0 or model.linear_bias:  # else it is a single addition
+        chosen["bias_dropout_fusion"] = True
+    # TransformerEngine's loss takes no fp16; Megatron's own ("native") rounds its gradient to bf16 in any precision.
+    if training.precision != "fp16":
+        chosen |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    return chosen
 
 
 def _latent(config: Config) -> dict[str, Any]:

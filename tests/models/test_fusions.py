@@ -1,0 +1,55 @@
+"""Which of Megatron-core's fusions a model gets where TransformerEngine runs, and that others get none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+
+from configs.compose import compose
+from models.parallelize import accumulate_in_products
+from models.transformer_config import fusions, transformer_config
+
+LOSS = {"cross_entropy_loss_fusion", "cross_entropy_fusion_impl"}
+KINDS = {  # by what is behind experiment=
+    "llama3_8b": LOSS | {"apply_rope_fusion", "bias_activation_fusion"},
+    "mixtral_8x7b": LOSS | {"apply_rope_fusion", "bias_activation_fusion"},
+    "gpt2_124m": LOSS | {"bias_dropout_fusion"},
+    "bert_base": LOSS | {"bias_dropout_fusion"},
+    "llama3_8b model.attention=latent model.num_query_groups=null": LOSS | {"bias_activation_fusion"},
+}
+
+
+@pytest.mark.parametrize("experiment", KINDS)
+def test_a_model_gets_what_it_can_use(experiment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if TransformerEngine were installed.
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", lambda *args, **kwargs: None)
+    config = compose(f"experiment={experiment}".split())
+    chosen = fusions(config, "transformer_engine")
+    assert chosen.keys() == KINDS[experiment]
+    megatron = transformer_config(config, "transformer_engine")  # passes Megatron-core's own checks
+    assert {name: getattr(megatron, name) for name in chosen} == chosen
+    assert not megatron.gradient_accumulation_fusion, "Megatron-core's output layer needs apex for it"
+
+
+@pytest.mark.parametrize(
+    ("override", "backend"), [("model.fusions=auto", "portable"), ("model.fusions=off", "transformer_engine")]
+)
+def test_others_get_none(override: str, backend: str) -> None:
+    megatron: Any = transformer_config(compose(["experiment=llama3_8b", override]), backend)
+    assert not any(value for name, value in vars(megatron).items() if name.endswith("_fusion"))
+
+
+def test_the_fused_loss_takes_no_fp16() -> None:
+    config = compose(["experiment=llama3_8b", "training.precision=fp16"])
+    assert not fusions(config, "transformer_engine").keys() & LOSS
+
+
+def test_layers_that_can_accumulate_their_gradients_do() -> None:
+    can, cannot = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    can.fuse_wgrad_accumulation = False  # as TransformerEngine's layers have it
+    accumulate_in_products([torch.nn.Sequential(can, cannot)])
+    assert can.fuse_wgrad_accumulation
+    assert not hasattr(cannot, "fuse_wgrad_accumulation")
