@@ -26,6 +26,9 @@ def main(config: Config) -> int:
 
         signals.of_this_process.restore(ignore=False)
         return plan_text.show(config, planned_world_size(config, world_size()), expected_vocab_size(config))
+    from parallel import card
+
+    card.set_environment(config)
     from training.resilience import job
     from training.starting import preflight  # a wrong config and --help need not wait for these either
 

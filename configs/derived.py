@@ -114,3 +114,24 @@ def overlap_param_gather(config: Config) -> bool:
     """Whether parameters are gathered during the forward pass: asked for, and possible (Megatron's DDP needs both other
     options)."""
     return config.parallel.overlap_param_gather and config.parallel.overlap_grad_reduce and config.optimizer.distributed
+
+
+def exchange_sms(config: Config) -> int:
+    """Multiprocessors of a GPU that the experts' products leave to exchanges. 20 of a Hopper's 132 keep NVLink and
+    InfiniBand busy (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.2)."""
+    if config.parallel.exchange_sms is not None:
+        return config.parallel.exchange_sms
+    return 20 if config.parallel.expert > 1 else 0
+
+
+def device_connections(config: Config) -> int | None:
+    """Hardware queues that a GPU's streams share, None for the driver's own number.
+
+    With one queue kernels start in the order of their launches: Megatron-core's tensor parallelism counts on that, up
+    to Hopper, to start a collective before the product that hides it. Exchanges between experts need the opposite: in
+    one queue a chunk's products would stand behind the exchange of the next.
+    """
+    parallel = config.parallel
+    if parallel.device_connections is not None:
+        return parallel.device_connections
+    return 32 if parallel.expert > 1 else 1 if parallel.tensor > 1 else None

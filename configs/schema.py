@@ -39,6 +39,27 @@ class ParallelConfig:
         "free",
     )
     timeout_seconds: int = key(600, "every collective ends, or fails, within this", "free", low=1)
+    priority_exchanges: bool = key(
+        True, "on a GPU: exchanges of experts and of pipeline stages go before other waiting work", "free"
+    )
+    exchange_sms: Optional[int] = key(
+        None,
+        "on a GPU: multiprocessors that the experts' products leave to exchanges beside them; null: 20 where experts "
+        "are spread over ranks",
+        "free",
+        low=0,
+    )
+    early_communicators: bool = key(
+        True, "on a GPU: set NCCL's communicators up at the start, all from one, and not at their first use", "free"
+    )
+    device_connections: Optional[int] = key(
+        None,
+        "on a GPU: hardware queues, as CUDA_DEVICE_MAX_CONNECTIONS; null: 32 with experts over ranks, 1 with tensor "
+        "above 1, else the driver's 8",
+        "free",
+        low=1,
+        high=32,
+    )
 
 
 @dataclass
@@ -122,6 +143,9 @@ class TrainingConfig:
     )
     memory_limit_gib: Optional[float] = key(
         None, "of a rank's tensors; what the plan says cannot fit is refused. null: the GPU's memory", "free", above=0
+    )
+    expandable_segments: bool = key(
+        True, "on a GPU: let blocks of its memory grow, which leaves fewer gaps where sizes change", "free"
     )
     dry_run: Optional[bool] = key(
         None, "run a made-up batch before the first step, to find out what does not fit; null: on a GPU", "free"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from parallel.megatron import apply_patches  # before Megatron-core: see parallel/megatron/startup.py
 
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from configs import derived
 from configs.derived import expert_tensor_size, model_parallel_size
 from configs.ranks import launched
 from configs.schema import Config, ConfigError
-from parallel import loopback
+from parallel import card, loopback
 from parallel.liveness import rendezvous
 
 
@@ -101,6 +103,9 @@ def initialize(config: Config) -> Topology:
     device = choose_device(config)
     apply_patches(device.type)
     layout = config.parallel
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before NCCL, which takes the current one
+        card.leave_to_exchanges(derived.exchange_sms(config))
     if not dist.is_initialized():
         timeout = timedelta(seconds=layout.timeout_seconds)
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -111,13 +116,15 @@ def initialize(config: Config) -> Topology:
         if rendezvous.launcher_holds_store() or world_size > 1:
             fresh = rendezvous.fresh_store if rendezvous.launcher_holds_store() else loopback.own_store
             store = fresh(rank, world_size, timeout)
-            place = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
-            dist.init_process_group(backend, timeout=timeout, **place)
+            place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
         else:
             # Nobody else to meet, so nothing has to listen.
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+            place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        if device.type == "cuda" and layout.early_communicators:
+            # NCCL then sets the world's communicator up here and splits the groups' off it: they share its buffers,
+            # and none is set up at its first use, in the middle of a step, by ranks that come there one after another.
+            place["device_id"] = device
+        dist.init_process_group(backend, timeout=timeout, **place)
     world_size = dist.get_world_size()
     model_size = model_parallel_size(config)
     if world_size % model_size != 0:
@@ -134,10 +141,18 @@ def initialize(config: Config) -> Topology:
         expert_tensor_parallel_size=expert_tensor_size(config),
         distributed_timeout_minutes=max(1, -(-layout.timeout_seconds // 60)),
         create_gloo_process_groups=False,
+        high_priority_stream_groups=_priority_groups(config),
     )
     topology = _topology(device, layout.virtual_pipeline or 1)
     _seed_random_numbers(config, topology)
     return topology
+
+
+def _priority_groups(config: Config) -> list[str]:
+    """Megatron-core's names of the groups whose kernels NCCL starts before others that wait: those of exchanges that
+    products stand waiting for. gloo has no such thing."""
+    is_nccl = dist.get_backend() == dist.Backend.NCCL
+    return ["ep", "pp"] if is_nccl and config.parallel.priority_exchanges else []
 
 
 def megatron_groups() -> ProcessGroupCollection:

@@ -47,6 +47,8 @@ OF_OTHERS = {
     "_internal": "hydra",
     "_value": "omegaconf",
     "_grouped_mm": "torch",
+    "_C": "torch",
+    "_set_sm_carveout_experimental": "torch",
     "_foreach_norm": "torch",
     "_get_default_store": "torch",
     "_monitor_workers": "torch",

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from checkpoint import kept_tokenizer, manifest, resume, start
 from checkpoint.saver import Saver
 from checkpoint.state_file import in_words
@@ -18,7 +20,9 @@ from data.build import build_data
 from data.prepare import PreparedData, prepare
 from data.tokenizer import load_tokenizer
 from data.vocabulary import expected_vocab_size
-from models.specs import backend_line
+from models.specs import backend_line, resolve_backend
+from models.transformer_config import fusions
+from parallel import card
 from parallel import topology as topology_module
 from simulator import run_plan
 from simulator.flops import training_flops_per_token
@@ -146,3 +150,7 @@ def _describe(run: Run, begun: start.Start, expected: run_plan.RunPlan) -> None:
         f"{config.training.steps} of {run.tokens_per_step} tokens; writing to {run.run_dir}",
         flush=True,
     )
+    device = run.topology.device
+    if device.type == "cuda":
+        fused = ", ".join(fusions(config, resolve_backend(config, device))) or "none"
+        print(f"{torch.cuda.get_device_name(device)}: {card.in_words(config)}; fusions {fused}", flush=True)
