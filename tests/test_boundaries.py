@@ -46,6 +46,7 @@ OF_OTHERS = {
     "_exit": "os",
     "_internal": "hydra",
     "_value": "omegaconf",
+    "_dynamo": "torch",
     "_grouped_mm": "torch",
     "_C": "torch",
     "_set_sm_carveout_experimental": "torch",

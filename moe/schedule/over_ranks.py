@@ -25,6 +25,7 @@ from moe.schedule import program, restore
 from moe.schedule.chunk_compute import ChunkCompute, ChunkedResult
 from moe.schedule.chunk_plan import MAX_IN_FLIGHT, Plan, Strategy
 from moe.schedule.pass_sizes import PassSizes, SendOrder
+from parallel import card
 from parallel.trace import named, span
 
 INTERPRETER = "schedule/over_ranks.py"
@@ -213,7 +214,8 @@ class _Forward(_Pass):
         self.compute: ChunkCompute | None = None  # once the assignments are there
 
     def run(self) -> torch.Tensor:
-        program.perform(program.forward(self.sizes.degree, self.call.strategy), FORWARD, self, INTERPRETER)
+        with card.exchanges_under_way():
+            program.perform(program.forward(self.sizes.degree, self.call.strategy), FORWARD, self, INTERPRETER)
         return self.finish()
 
     def buffer(self, chunk: int) -> torch.Tensor:
@@ -292,7 +294,8 @@ class _Backward(_Pass):
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         operations = program.backward(self.sizes.degree, self.call.strategy, self.call.plan.weight_lag)
-        program.perform(operations, BACKWARD, self, INTERPRETER)
+        with card.exchanges_under_way():
+            program.perform(operations, BACKWARD, self, INTERPRETER)
         x_grad_TH = self.finish()
         self.arrived.preactivations.free()
         self.rows.free()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,7 +38,10 @@ class _Exchange:
         for buffer, _ in self._receives:
             poison(buffer)
         self._is_done = False
-        _queues.setdefault(group, deque()).append(self)
+        if OBSERVED.early:
+            self.run()
+        else:
+            _queues.setdefault(group, deque()).append(self)
 
     def wait(self, *_: Any) -> bool:
         """The operations of the communicator up to this one."""
@@ -99,5 +103,6 @@ def install() -> None:
     """Put these in the place of torch's for the rest of the process; process groups say that they are NCCL's."""
     dist.all_to_all = _all_to_all
     dist.batch_isend_irecv = _batch
+    dist.ProcessGroupNCCL = SimpleNamespace(Options=lambda **_: None)  # which gloo's groups do not read
     dist.get_backend = dist.distributed_c10d.get_backend = lambda group=None: "nccl"
     AT_SYNCHRONIZE.append(run_all)

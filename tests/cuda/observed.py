@@ -42,10 +42,12 @@ class Observed:
     launches: Counter[str] = field(default_factory=Counter)  # by place
     empty_groups: int = 0  # of grouped products that leave them as they were
     mutant: Mutant | None = None
+    early: bool = False
     _as_one: int = 0  # inside what a GPU does in kernels that are counted already
 
-    def start(self, mutant: Mutant | None) -> None:
-        """Of a new run."""
+    def start(self, mutant: Mutant | None, early: bool = False) -> None:
+        """Of a new run; `early`: what may be late is done at once."""
+        self.early = early
         self.waits, self.faults, self.launches, self.mutant = Counter(), Counter(), Counter(), mutant
         self.empty_groups = 0
 

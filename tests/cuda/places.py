@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections import Counter
 
+P2P = "megatron/core/pipeline_parallel/p2p_communication.py:P2PCommunicator._communicate"
 Waits = dict[tuple[str, str], int]  # by kind (see device.py) and place
 
 
-# Calls that a test leaves out, and what they are: the wait for a chunk's rows, the default stream's wait for what comes
-# back from the host, and the notice to the allocator that a copy still reads a tensor.
+# Calls that a test leaves out, by what they are, and the case that misses them.
 MUTANTS = {
-    "wait": "moe/schedule/over_ranks.py:_Pass.wait_dispatch",
-    "wait_event": "moe/schedule/restore.py:HostStore.get",
-    "record_stream": "moe/schedule/restore.py:HostStore.put",
+    "a chunk's rows": ("wait", "moe/schedule/over_ranks.py:_Pass.wait_dispatch", "offload, chunks"),
+    "a chunk's sums": ("wait", "moe/schedule/over_ranks.py:_Pass.sum_combine", "offload, chunks"),
+    "what comes back from the host": ("wait_event", "moe/schedule/restore.py:HostStore.get", "offload, chunks"),
+    "the allocator's notice of a copy": ("record_stream", "moe/schedule/restore.py:HostStore.put", "offload, chunks"),
+    "rows that pass through a relay": (
+        "wait",
+        "moe/alltoall/hierarchical.py:_HierarchicalHandle.wait",
+        "hierarchical",
+    ),
+    "another stage's activations": ("wait", P2P, "pipeline"),
 }
 
 PER_STEP: Waits = {("copy to host", "training/step.py:gradients"): 1}  # the step's sums

@@ -26,7 +26,7 @@ class Outcome:
     """Of one rank: numbers of each step, and what the device saw in the last one."""
 
     device: str  # of every parameter
-    losses: list[float]
+    losses: list[float]  # the last one of the evaluation
     grad_norms: list[float]
     waits: Counter[tuple[str, str]]
     launches: Counter[str]
@@ -41,9 +41,12 @@ def train(
     ranks_per_node: int | None = None,
     mutant: Mutant | None = None,
     card: str | None = None,
+    early: bool = False,
+    one_sided: bool = False,
 ) -> Outcome:
-    """Take STEPS optimizer steps on made-up batches. `ranks_per_node`: this host's ranks pretend to be on several.
-    `card`: one of CARDS."""
+    """Take STEPS optimizer steps on made-up batches, and evaluate on them. `ranks_per_node`: this host's ranks pretend
+    to be on several. `card`: one of CARDS. `early`: what may be late is done at once. `one_sided`: the second half of
+    the experts gets no token."""
     import torch.distributed as dist
 
     os.environ.pop("LOCAL_RANK", None)  # there is one device for all
@@ -52,20 +55,38 @@ def train(
         if ranks_per_node is not None:
             stack.enter_context(mock.patch.object(socket, "gethostname", lambda: f"node{rank // ranks_per_node}"))
         if device == "cuda":
-            stack.enter_context(_pretended(mutant))
+            stack.enter_context(_pretended(mutant, early))
             if card is not None:
                 stack.enter_context(CARDS[card]())
+        if one_sided:
+            stack.enter_context(_all_to_the_first_half())
         return _train(device, overrides)
 
 
 @contextlib.contextmanager
-def _pretended(mutant: Mutant | None) -> Iterator[None]:
+def _all_to_the_first_half() -> Iterator[None]:
+    import torch
+
+    from moe.router import Router
+
+    routing = Router.routing
+
+    def one_sided(router: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        experts = torch.arange(logits.size(-1), device=logits.device)
+        return routing(router, logits + 100.0 * (experts < len(experts) // 2), *args, **kwargs)
+
+    with mock.patch.object(Router, "routing", one_sided):
+        yield
+
+
+@contextlib.contextmanager
+def _pretended(mutant: Mutant | None, early: bool) -> Iterator[None]:
     import torch
 
     from tests.cuda import exchanges, streams
     from tests.cuda.device import Device
 
-    OBSERVED.start(mutant)
+    OBSERVED.start(mutant, early)
     # In the engine's own thread for a device, torch.tensor(..., device="cuda") would look for a real one.
     with Device(), torch.autograd.set_multithreading_enabled(False):
         try:
@@ -115,7 +136,7 @@ def _train(device: str, overrides: Sequence[str]) -> Outcome:
     from parallel import topology
     from training.engine import Engine
     from training.starting.dry_run import made_up_batches
-    from training.step import train_step
+    from training.step import evaluate, train_step
 
     config = compose([f"training.device={device}", *COMMON, *overrides])
     validate(config, dist.get_world_size())
@@ -133,6 +154,8 @@ def _train(device: str, overrides: Sequence[str]) -> Outcome:
         result = train_step(model, batches, step)
         outcome.losses.append(result.loss)
         outcome.grad_norms.append(result.grad_norm)
+    outcome.waits, outcome.launches = Counter(OBSERVED.waits), Counter(OBSERVED.launches)
     outcome.empty_groups = OBSERVED.empty_groups
+    outcome.losses.append(evaluate(model, iter([batches]))[0])
     model.close()
     return outcome
