@@ -16,10 +16,10 @@ MODULES = (
     "difflib",
     "inspect",
     "logging/__init__",
+    "mailbox",
     "tarfile",
     "textwrap",
     "typing",
-    "zipfile",
 )
 
 
