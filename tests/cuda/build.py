@@ -1,4 +1,4 @@
-"""Compiles guard.cpp against the installed torch, once: the library is kept beside the product's own."""
+"""Compiles guard.cpp against the installed torch and driver.cpp, once; they are kept beside the product's own libraries."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.utils.cpp_extension import include_paths
 from moe.kernels.build import cache_folder, compile_library
 
 SOURCE = Path(__file__).with_name("guard.cpp")
+DRIVER = Path(__file__).with_name("driver.cpp")
 
 
 def guard() -> Path:
@@ -27,3 +28,8 @@ def guard() -> Path:
         raise RuntimeError(
             f"{SOURCE.name} does not compile against torch {torch.__version__}:\n{error.stderr}"
         ) from None
+
+
+def driver() -> Path:
+    """The compiled library that stands in for NVIDIA's driver."""
+    return compile_library(DRIVER, cache_folder(), ["-fPIC"], [])

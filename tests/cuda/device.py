@@ -2,8 +2,8 @@
 
 `Device` is the dispatch mode under which the product runs. Each operation is computed on the host tensors inside. Where
 the driver of a GPU would make the host wait, that is counted by kind and place. An operation that mixes host and device
-tensors is an error. What this cannot show: speed, memory, and the numbers of CUDA's own kernels. `data_ptr()` of a
-tensor is null.
+tensors is an error. What this cannot show: speed, memory, and the numbers of CUDA's own kernels. To C++ a tensor's
+address is null.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -21,6 +22,7 @@ from tests.cuda.observed import OBSERVED, place
 DEVICE = streams.DEVICE
 HOST = torch.device("cpu")
 aten = torch.ops.aten
+_PINNED: dict[int, StorageWeakRef] = {}  # by address of the storage, which is not given to another one before that
 
 # The size of their result depends on the values, so the host must read a count back.
 SIZED_BY_VALUES = {
@@ -62,6 +64,12 @@ class DeviceTensor(torch.Tensor):
         self.host = value.host
         torch.Tensor.data.__set__(self, value)
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
     def tolist(self) -> Any:
         OBSERVED.wait("tolist")
         return self.host.tolist()
@@ -92,8 +100,8 @@ def on_device(value: Any) -> Any:
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether a host tensor, or what it is a view of, is page-locked."""
-    return hasattr(tensor, "pretended_pin") or (tensor._base is not None and hasattr(tensor._base, "pretended_pin"))
+    """Whether the memory of a host tensor is page-locked."""
+    return tensor.untyped_storage()._cdata in _PINNED
 
 
 def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -186,6 +194,9 @@ def _count_waits(name: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor of the host as page-locked."""
-    tensor.pretended_pin = True  # type: ignore[attr-defined]
+    """Mark the memory of a host tensor as page-locked, as long as it lives."""
+    for address in [address for address, storage in _PINNED.items() if storage.expired()]:
+        del _PINNED[address]
+    storage = StorageWeakRef(tensor.untyped_storage())
+    _PINNED[storage.cdata] = storage
     return tensor

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from checkpoint import record
+from memory.transfer import to_device
 from training.resilience import attempts, events, status
 from training.resilience.signals import ASKING, StopSignals
 from training.run import Callback, Metrics, Run
@@ -32,7 +33,7 @@ class EarlyStop(Callback):
         begin = attempts.begun(now)
         self._end = None if limit is None else time.monotonic() + 60.0 * limit - (now - begin)
         run.engine.sums.register(
-            "early_stop", lambda: torch.tensor(self._votes(), dtype=torch.float64, device=run.topology.device)
+            "early_stop", lambda: to_device(torch.tensor(self._votes(), dtype=torch.float64), run.topology.device)
         )
         if run.is_main:
             who = {"run": run.facts.get("run"), **record.this_process()}

@@ -52,7 +52,7 @@ class Stragglers(Callback):
         if self._probe is not None:
             own = self._probe.last
         slots = self._slot.clone()
-        slots[rank] = own
+        slots.narrow(0, rank, 1).fill_(own)  # slots[rank] = own would wait for the device
         return slots
 
     def after_step(self, run: Run, metrics: Metrics) -> None:

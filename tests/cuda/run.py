@@ -1,0 +1,70 @@
+"""Start any command on the pretended device: `python -m tests.cuda.run [--early] [--waits] -- COMMAND ...`.
+
+Every Python process of the command that imports torch sees one CUDA device, on this machine's memory. Its numbers are
+right and its times mean nothing. With --early what may be late is done at once. With --waits the host's waits are
+listed at the end, by kind and place. The exit status is the command's, or 1 where it went well and the device met a
+fault, such as an exchange that nobody waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from tests.cuda import build
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = Path(__file__).with_name("site")
+
+
+def environment(folder: Path, early: bool) -> dict[str, str]:
+    """Of a command on the device, whose processes leave what they observed in `folder`."""
+    (folder / "libcuda.so.1").symlink_to(build.driver())
+    return {
+        **os.environ,
+        "PYTHONPATH": _first("PYTHONPATH", SITE, ROOT),
+        "LD_LIBRARY_PATH": _first("LD_LIBRARY_PATH", folder),
+        "PRETENDED_GUARD": str(build.guard()),
+        "PRETENDED_MODE": "early" if early else "late",
+        "PRETENDED_REPORTS": str(folder),
+    }
+
+
+def _first(variable: str, *paths: Path) -> str:
+    """A variable that lists folders, with these in front."""
+    before = os.environ.get(variable, "").split(os.pathsep)
+    return os.pathsep.join([*map(str, paths), *filter(None, before)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--early", action="store_true")
+    parser.add_argument("--waits", action="store_true")
+    parser.add_argument("command", nargs="+", metavar="COMMAND")
+    arguments = parser.parse_args()
+    waits: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        status = subprocess.run(
+            arguments.command, env=environment(Path(folder), arguments.early), check=False
+        ).returncode
+        for path in Path(folder).glob("*.json"):
+            report = json.loads(path.read_text())
+            faults.update(report["faults"])
+            waits.update({f"{kind} in {place}": count for kind, place, count in report["waits"]})
+    if arguments.waits:
+        for what, count in waits.most_common():
+            print(f"pretended device: {count} waits: {what}", file=sys.stderr)
+    for what, count in faults.items():
+        print(f"pretended device: {count} faults: {what}", file=sys.stderr)
+    return status or int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
