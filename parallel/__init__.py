@@ -11,5 +11,6 @@ for _message in (
     "full scope is deprecated",
     "The .grad attribute of a Tensor that is not a leaf Tensor",
     "`torch.distributed.*` is deprecated",
+    "Setting the SM carveout for matmuls is a temporary experimental",
 ):
     warnings.filterwarnings("ignore", message=_message)

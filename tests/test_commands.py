@@ -47,6 +47,7 @@ GPUS = 8  # of a node, where an example does not say it
 SLURM = "tests/launch/test_slurm.py::test_training_on_two_nodes_is_preempted_resumes_loses_a_rank_and_finishes"
 # The first row that fits a command says how it is checked: the function dry_NAME below, or a test that is elsewhere.
 TABLE: list[tuple[str, str]] = [
+    (r".*python -m tests\.cuda\.run ", "tests/cuda/test_trainings.py::test_any_command_runs_on_the_device"),
     (r".*python train\.py --help$", "tests/test_tools.py::test_answers_come_from_any_folder_without_torch"),
     (r"python train\.py --config-dir presets ", "tests/configs/test_compose.py::test_the_guides_preset_of_ones_own"),
     (r".*python train\.py", "train"),
@@ -72,6 +73,7 @@ TABLE: list[tuple[str, str]] = [
 
 # The test that runs such a command to its end. Benchmarks have their results instead.
 RUNS: list[tuple[str, str]] = [
+    (r".*python -m tests\.cuda\.run ", "tests/cuda/test_trainings.py::test_any_command_runs_on_the_device"),
     (r".*train\.py --help$", "tests/test_tools.py::test_answers_come_from_any_folder_without_torch"),
     (r".*train\.py --config-dir ", "tests/configs/test_compose.py::test_the_guides_preset_of_ones_own"),
     (r".*train\.py .*plan=", "tests/simulator/test_plan.py::test_command_line_plans_without_a_cluster"),

@@ -1,4 +1,4 @@
-"""Compiles guard.cpp against the installed torch and driver.cpp, once; they are kept beside the product's own libraries."""
+"""Compiles guard.cpp against the installed torch and driver.cpp, once, into the product's own folder of libraries."""
 
 from __future__ import annotations
 

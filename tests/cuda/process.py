@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,23 +28,10 @@ def install() -> None:
     os.environ.pop("LOCAL_RANK", None)
     dist.init_process_group = _over_gloo(dist.init_process_group)
     dist.new_group = dist.distributed_c10d.new_group = _over_gloo(dist.new_group)
-    on_threads()
     Device().__enter__()
     torch.autograd.set_multithreading_enabled(False)
     OBSERVED.start(None, early=os.environ["PRETENDED_MODE"] == "early")
     atexit.register(_report, Path(os.environ["PRETENDED_REPORTS"]))
-
-
-def on_threads() -> None:
-    """Threads that start from now on make their tensors on the device too: torch's modes are of one thread."""
-    run = threading.Thread.run
-
-    @functools.wraps(run)
-    def on_device(thread: threading.Thread) -> None:
-        with Device():
-            run(thread)
-
-    threading.Thread.run = on_device  # type: ignore[method-assign]
 
 
 def _over_gloo(make: Callable[..., Any]) -> Callable[..., Any]:

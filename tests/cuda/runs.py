@@ -55,7 +55,7 @@ def train(
         if ranks_per_node is not None:
             stack.enter_context(mock.patch.object(socket, "gethostname", lambda: f"node{rank // ranks_per_node}"))
         if device == "cuda":
-            stack.enter_context(_pretended(mutant, early))
+            stack.enter_context(pretended(mutant, early))
             if card is not None:
                 stack.enter_context(CARDS[card]())
         if one_sided:
@@ -80,7 +80,7 @@ def _all_to_the_first_half() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _pretended(mutant: Mutant | None, early: bool) -> Iterator[None]:
+def pretended(mutant: Mutant | None, early: bool) -> Iterator[None]:
     import torch
 
     from tests.cuda import exchanges, streams

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.profiler
 
 from parallel import fused
 from tests.cuda import exchanges, streams
-from tests.cuda.device import DeviceTensor, host_of, on_device, pin
+from tests.cuda.device import Device, DeviceTensor, host_of, on_device, pin
 from tests.cuda.observed import OBSERVED
 
 
@@ -77,6 +80,25 @@ def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _Profile(torch.profiler.profile):
+    """Without the device's own side, which a torch without CUDA cannot record."""
+
+    def __init__(self, *, activities: Any = None, **kwargs: Any) -> None:
+        super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], **kwargs)
+
+
+def _on_threads() -> None:
+    """Threads that start from now on make their tensors on the device too: torch's modes are of one thread."""
+    run = threading.Thread.run
+
+    @functools.wraps(run)
+    def on_device(thread: threading.Thread) -> None:
+        with Device():
+            run(thread)
+
+    threading.Thread.run = on_device  # type: ignore[method-assign]
+
+
 def install() -> None:
     """Put all this in the place of `torch.cuda` for the rest of the process."""
     properties = SimpleNamespace(total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132, name="pretended")
@@ -108,6 +130,7 @@ def install() -> None:
     }
     for name, value in cuda.items():
         setattr(torch.cuda, name, value)
+    torch.cuda.nccl.version = lambda: (2, 28, 0)
     torch.cuda.random.get_rng_state = cuda["get_rng_state"]
     torch.random.fork_rng = lambda devices=None, **kwargs: fork(devices=[], **kwargs)
     torch.Tensor.pin_memory = lambda tensor, device=None: pin(tensor.clone())
@@ -120,4 +143,6 @@ def install() -> None:
         _attention_of_cuda,
     )
     fused.compile_for_gpu = _one_kernel
+    torch.profiler.profile = _Profile
     exchanges.install()
+    _on_threads()

@@ -1,0 +1,5 @@
+"""The small corpus of the training tests."""
+
+from tests.training.conftest import data
+
+__all__ = ["data"]
