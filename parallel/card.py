@@ -6,6 +6,7 @@ None of it changes a number. On the CPU none of it has an effect.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from configs.schema import Config
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # torch reads the second name too and calls the first one old; torch 2.11 to 2.13 know both.
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# Pinned memory of more MiB is as large as was asked for, not the next power of two: a checkpoint's snapshot of 17 GiB
+# would take 32. Older releases of torch do not know it.
+EXACT, EXACT_SINCE = "pinned_max_round_threshold_mb:64", (2, 13)
 
 _sms_left = 0  # by products that run beside exchanges
 
@@ -27,8 +31,15 @@ def set_environment(config: Config, environment: MutableMapping[str, str] = os.e
     connections = derived.device_connections(config)
     if connections is not None:
         environment.setdefault(CONNECTIONS, str(connections))
-    if config.training.expandable_segments and not any(name in environment for name in ALLOCATOR):
-        environment[ALLOCATOR[-1]] = "expandable_segments:True"
+    settings = ["expandable_segments:True"] if config.training.expandable_segments else []
+    if _torch_release() >= EXACT_SINCE:
+        settings.append(EXACT)
+    if settings and not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[-1]] = ",".join(settings)
+
+
+def _torch_release() -> tuple[int, ...]:
+    return tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
 
 
 def leave_to_exchanges(sms: int) -> None:

@@ -12,7 +12,13 @@ from configs import derived
 from configs.schema import Config, MoEConfig, ParallelConfig, TrainingConfig
 from parallel import card, topology
 
-SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+EXACT = "pinned_max_round_threshold_mb:64"
+SEGMENTS = {"PYTORCH_ALLOC_CONF": f"expandable_segments:True,{EXACT}"}
+
+
+@pytest.fixture(autouse=True)
+def _todays_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card, "_torch_release", lambda: (2, 13))
 
 
 def make_config(device: str = "auto", **parallel: Any) -> Config:
@@ -48,13 +54,25 @@ def test_what_the_user_has_set_stays() -> None:
         )
 
 
-def test_nothing_is_set_for_the_cpu_or_against_the_config() -> None:
+def test_nothing_is_set_for_the_cpu_or_against_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     environment: dict[str, str] = {}
     card.set_environment(make_config("cpu", expert=2), environment)
     without = make_config()
     without.training.expandable_segments = False
+    monkeypatch.setattr(card, "_torch_release", lambda: (2, 11))
     card.set_environment(without, environment)
     assert environment == {}
+
+
+def test_pinned_memory_is_as_large_as_asked_for_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    without, environment = make_config(), dict[str, str]()
+    without.training.expandable_segments = False
+    card.set_environment(without, environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": EXACT}
+    monkeypatch.setattr(card, "_torch_release", lambda: (2, 12))
+    environment.clear()
+    card.set_environment(make_config(), environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def test_products_leave_multiprocessors_to_exchanges_and_take_them_back() -> None:
