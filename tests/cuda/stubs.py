@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parallel import fused
-from tests.cuda import exchanges, streams
+from tests.cuda import exchanges, memory, streams
 from tests.cuda.device import DeviceTensor, host_of, on_device, pin
 from tests.cuda.observed import OBSERVED
 
@@ -77,6 +77,10 @@ def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _record_stream(tensor: torch.Tensor, stream: streams.Stream) -> None:
+    streams.record(host_of(tensor), stream)
+
+
 def install() -> None:
     """Put all this in the place of `torch.cuda` for the rest of the process."""
     properties = SimpleNamespace(total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132, name="pretended")
@@ -104,14 +108,18 @@ def install() -> None:
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda device=None: None,
-        **{name: lambda device=None: 0 for name in ("memory_allocated", "max_memory_allocated", "memory_reserved")},
+        "memory_allocated": lambda device=None: memory.Bytes.now,
+        "memory_reserved": lambda device=None: memory.Bytes.now,
+        "max_memory_allocated": lambda device=None: memory.Bytes.peak,
     }
     for name, value in cuda.items():
         setattr(torch.cuda, name, value)
     torch.cuda.random.get_rng_state = cuda["get_rng_state"]
     torch.random.fork_rng = lambda devices=None, **kwargs: fork(devices=[], **kwargs)
     torch.Tensor.pin_memory = lambda tensor, device=None: pin(tensor.clone())
-    torch.Tensor.record_stream = DeviceTensor.record_stream = lambda tensor, stream: streams.record(host_of(tensor))
+    torch.Tensor.record_stream = DeviceTensor.record_stream = lambda tensor, stream: streams.record(
+        host_of(tensor), stream
+    )
     torch.empty, torch.zeros = _with_pins(torch.empty), _with_pins(torch.zeros)
     torch.nn.Module.to = _move_module
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host and then moved
