@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parallel import fused
-from tests.cuda import exchanges, memory, streams
+from tests.cuda import collectives, memory, streams
 from tests.cuda.device import DeviceTensor, host_of, on_device, pin
 from tests.cuda.observed import OBSERVED
 
@@ -128,4 +128,4 @@ def install() -> None:
         _attention_of_cuda,
     )
     fused.compile_for_gpu = _one_kernel
-    exchanges.install()
+    collectives.install()
