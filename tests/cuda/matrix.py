@@ -49,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(("left out", "through", "case", "noticed by"), True)
         for what in places.MUTANTS:
             wrong += _mutant(what, write)
-    distributed.shutdown()
     print(f"\n{num_rows} rows, {len(wrong)} wrong." + "".join(f"\n* {line}" for line in wrong))
     return 1 if wrong else 0
 

@@ -5,6 +5,7 @@ See docs/decisions/pretended-gpu.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import threading
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests import distributed
-from tests.cuda import cases, launches, logs, places, runs
+from tests.cuda import cases, launches, logs, matrix, places, runs
 from tests.cuda.cases import CASES
 from tests.cuda.observed import OBSERVED
 
@@ -77,6 +78,15 @@ def test_a_missing_wait_is_noticed(name: str) -> None:
     """The case passes as it is, see above; without the call its numbers are no numbers, or something refuses it."""
     mutant, case = places.MUTANTS[name]
     assert cases.noticed(case, mutant)
+
+
+def test_the_matrix_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert matrix.main(["--markdown", "--cases", "dense"]) == 0
+    printed = capsys.readouterr().out
+    assert "| dense | late |" in printed and "| dense | early |" in printed and "2 rows, 0 wrong." in printed
+    monkeypatch.setitem(CASES, "dense", dataclasses.replace(CASES["dense"], waits={}))
+    assert matrix.main(["--cases", "dense"]) == 1
+    assert "dense, late: 1 new: copy to host in training/step.py:gradients" in capsys.readouterr().out
 
 
 def _kinds_of_waits() -> dict[str, int]:
@@ -255,7 +265,7 @@ def test_messages_need_their_other_end() -> None:
         end = ((1 - number, 4, "float32"),)
         return logs.Operation(name, None, "here", end if name == "send" else (), end if name == "recv" else ())
 
-    key = "0, messages of [0, 1]", (0, 1)
+    key: logs.Key = "0, messages of [0, 1]", (0, 1)
     good = [{key: [message("send", 0), message("recv", 0)]}, {key: [message("recv", 1), message("send", 1)]}]
     assert logs.compare(good) == []
     both_send = [{key: [message("send", rank), message("recv", rank)]} for rank in (0, 1)]
