@@ -8,7 +8,7 @@ address is null.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.cuda import streams
+from tests.cuda import memory, streams
 from tests.cuda.observed import OBSERVED, place
 
 DEVICE = streams.DEVICE
@@ -34,6 +34,8 @@ SIZED_BY_VALUES = {
     aten.bincount,
 }
 READ_BY_HOST = {aten._local_scalar_dense: "item", aten.equal: "equal", aten.is_nonzero: "item"}
+# Who runs the operations of a namespace instead of torch: exchanges.py those of process groups.
+NAMESPACES: dict[str, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {}
 INDEXING = {aten.index, aten._unsafe_index, aten.index_put, aten.index_put_}
 
 
@@ -53,6 +55,7 @@ class DeviceTensor(torch.Tensor):
         }
         made = torch.Tensor._make_wrapper_subclass(cls, host.size(), device=DEVICE, requires_grad=False, **geometry)
         made.host = host
+        memory.made(host)
         return made
 
     @property
@@ -72,6 +75,7 @@ class DeviceTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         OBSERVED.wait("tolist")
+        OBSERVED.carry(self.host.nbytes, to_device=False)
         return self.host.tolist()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -106,6 +110,8 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 
 def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute one operation as the device would, or as torch does where no device tensor has to do with it."""
+    if operation.namespace in NAMESPACES:
+        return NAMESPACES[operation.namespace](operation, args, kwargs)
     name = getattr(operation, "overloadpacket", operation)
     asked = kwargs.get("device")
     if asked is not None:
@@ -125,6 +131,7 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         streams.refuse_on_side_stream(operation)
         _refuse_mixed(operation, name, tensors)
         _count_waits(name, args, kwargs)
+    memory.Clock.now += 1
     args_of_host = tree_map(host_of, args)
     if operation is aten.mm.dtype:  # which no CPU has
         result = torch.mm(*(each.to(args[2]) for each in args_of_host[:2]))
@@ -132,40 +139,62 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = operation(*args_of_host, **tree_map(host_of, kwargs))
     if asked is not None and torch.device(asked).type == "cpu":
         return result
+    if here and operation._schema.is_mutable:
+        for argument, value in zip(operation._schema.arguments, args, strict=False):
+            if argument.is_write:
+                _note_written(value)
+        _note_written(kwargs.get("out"))
     result = tree_map(on_device, result)
-    # A collective's result is its work and its own arguments, which have been written in place.
-    return (
-        return_and_correct_aliasing(operation, args, kwargs, result)
-        if here and operation.namespace != "c10d"
-        else result
-    )
+    return return_and_correct_aliasing(operation, args, kwargs, result) if here else result
+
+
+def _note_written(value: Any) -> None:
+    for tensor in tree_leaves(value):
+        if isinstance(tensor, DeviceTensor):
+            memory.wrote(tensor.host)
 
 
 def _move(operation: Any, source: torch.Tensor, target: torch.device, kwargs: dict[str, Any]) -> torch.Tensor:
     from_here, to_here = isinstance(source, DeviceTensor), target.type == "cuda"
-    if from_here or to_here:
-        OBSERVED.launch("copy")
     non_blocking = kwargs.get("non_blocking", False)
-    if from_here and not to_here and not non_blocking:
-        OBSERVED.wait("copy to host")
-    if to_here and not from_here and not (non_blocking and is_pinned(source)):
-        OBSERVED.wait("copy to device")
     kwargs.pop("pin_memory", None)
+    if from_here == to_here:
+        if from_here:
+            OBSERVED.launch("copy")
+        moved = operation(host_of(source), **kwargs)
+        return on_device(moved) if to_here else moved
     moved = operation(host_of(source), **kwargs)
+    if from_here and non_blocking:  # torch pins what it makes for this
+        pin(moved)
+    _carry(on_device(moved) if to_here else moved, source, non_blocking)
     return on_device(moved) if to_here else moved
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     to_here, from_here = isinstance(target, DeviceTensor), isinstance(source, DeviceTensor)
-    waits = to_here != from_here and not (non_blocking and is_pinned(source if to_here else target))
-    if waits:
-        OBSERVED.wait("copy to device" if to_here else "copy to host")
-    if to_here or from_here:
+    if to_here != from_here:
+        _carry(target, source, non_blocking)
+    elif to_here:
         OBSERVED.launch("copy")
-        streams.copy(host_of(target), host_of(source), from_here, waits)
+        streams.copy(host_of(target), host_of(source), True, True, waits=False)
     else:
         aten.copy_(target, source)
     return target
+
+
+def _carry(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+    """Copy between host and device."""
+    to_here = isinstance(target, DeviceTensor)
+    pinned = is_pinned(source if to_here else target)
+    way = "copy to device" if to_here else "copy to host"
+    OBSERVED.launch("copy")
+    OBSERVED.carry(host_of(source).nbytes, to_here)
+    if non_blocking and not pinned:
+        OBSERVED.fault(f"a non-blocking {way} of memory that is not pinned, in {place()}")
+    waits = not (non_blocking and pinned)
+    if waits:
+        OBSERVED.wait(way)
+    streams.copy(host_of(target), host_of(source), to_here, not to_here, waits)
 
 
 def _refuse_mixed(operation: Any, name: Any, tensors: list[torch.Tensor]) -> None:
@@ -180,6 +209,7 @@ def _refuse_mixed(operation: Any, name: Any, tensors: list[torch.Tensor]) -> Non
 def _count_waits(name: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if name in READ_BY_HOST:
         OBSERVED.wait(READ_BY_HOST[name])
+        OBSERVED.carry(args[0].dtype.itemsize, to_device=False)
     elif name in SIZED_BY_VALUES:
         OBSERVED.wait(str(name).rpartition(".")[2])
     elif name is aten.repeat_interleave and kwargs.get("output_size") is None:

@@ -1,108 +1,220 @@
-"""Exchanges between ranks as NCCL may run them at the latest: when somebody waits.
+"""Operations of process groups as NCCL may run them at the latest: when somebody waits.
 
-Until then receive buffers hold NaN, and what is sent is not read. The operations of a communicator run in the order of
-their issue. Other collectives go over gloo at once.
+Until then results hold NaN, and what is sent is not read. The operations of a communicator run in the order of their
+issue. What is called without `async_op` runs at once, after all that the communicator was told before. Each is noted in
+a log, which logs.py compares over the ranks.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 
+from tests.cuda import memory
 from tests.cuda.device import host_of
+from tests.cuda.logs import Key, Log, Operation
 from tests.cuda.observed import OBSERVED
-from tests.cuda.streams import AT_SYNCHRONIZE, poison
+from tests.cuda.streams import is_default, is_poisoned, poison
 
-_TAG = 7  # messages of two ranks match in their order
-_queues: dict[dist.ProcessGroup, deque[_Exchange]] = {}
+LIMIT = timedelta(seconds=60)  # that the other ranks have to do their part
+MOST_ON_THEIR_WAY = 64  # messages
 
 
-class _Exchange:
-    """The sends and receives of one operation: tensors and the other end's rank in the group."""
+class _State:
+    def __init__(self) -> None:
+        self.queues: dict[Key, deque[Exchange]] = {}
+        self.overtaken: dict[Key, Exchange] = {}  # by the mutant `order`
+        self.all: list[Exchange] = []  # the Python half of what C++ still holds
+        self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # messages on their way, and gloo's works
+        self.log: Log = {}
+        self.is_running = False  # what is called now is gloo's
+
+
+_STATE = _State()
+
+
+class Exchange(Work):  # type: ignore[misc]
+    """One operation of a communicator. Like torch's it keeps its tensors until it is over, but not what `Tensor.data`
+    has taken away from them."""
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        sends: Iterable[tuple[torch.Tensor, int]],
-        receives: Iterable[tuple[torch.Tensor, int]],
+        key: Key,
+        operation: Operation,
+        outputs: Iterable[torch.Tensor],
+        inputs: Iterable[torch.Tensor],
+        run: Callable[[Callable[[torch.Tensor], torch.Tensor]], None],
+        at_once: bool = False,
+        is_gather: bool = False,
     ) -> None:
-        self._group = group
-        self._sends, self._receives = (
-            [(host_of(t), rank) for t, rank in ends if t.numel()] for ends in (sends, receives)
-        )
-        for buffer, _ in self._receives:
-            poison(buffer)
-        self._is_done = False
-        if OBSERVED.early:
-            self.run()
+        super().__init__()
+        self._key, self.operation, self._run, self._is_done = key, operation, run, False
+        self._outputs = [tensor for tensor in outputs if tensor.numel()]
+        self._inputs = [tensor for tensor in inputs if tensor.numel()]
+        self._aside: dict[int, torch.Tensor] = {}  # inputs that lie in outputs, as they were
+        self._poisoned: list[torch.Tensor] = []
+        user = f"{operation.name}, issued in {operation.place},"
+        tensors = {id(tensor): tensor for tensor in (*self._outputs, *self._inputs)}
+        self._uses = {key: memory.Use(host_of(tensor), user) for key, tensor in tensors.items()}
+        if not is_default():
+            raise NotImplementedError(f"{user} on a side stream")
+        _STATE.all.append(self)
+        for tensor in self._outputs:
+            memory.wrote(host_of(tensor))
+        if at_once or OBSERVED.early:
+            self._enqueue()
+            self._complete()
         else:
-            _queues.setdefault(group, deque()).append(self)
+            self._poison(is_gather)
+            self._enqueue()
 
-    def wait(self, *_: Any) -> bool:
+    def _enqueue(self) -> None:
+        queue = _STATE.queues.setdefault(self._key, deque())
+        if self._key not in _STATE.overtaken and dist.get_rank() == 1 and OBSERVED.leaves_out("order"):
+            _STATE.overtaken[self._key] = self
+            return
+        for exchange in (self, _STATE.overtaken.pop(self._key, None)):
+            if exchange is not None:
+                note(self._key, exchange.operation)
+                queue.append(exchange)
+
+    def _poison(self, is_gather: bool) -> None:
+        outputs = [host_of(tensor) for tensor in self._outputs]
+        for tensor in self._inputs:
+            if any(_overlap(host_of(tensor), output) for output in outputs):
+                self._aside[id(tensor)] = host_of(tensor).clone()
+        for output in outputs:
+            poison(output)
+        if is_gather:  # in place: a rank's own part is there all the time
+            for tensor in self._inputs:
+                if id(tensor) in self._aside:
+                    host_of(tensor).copy_(self._aside[id(tensor)])
+            return
+        earlier = [host_of(tensor) for other in _STATE.queues.get(self._key, ()) for tensor in other._outputs]
+        # What the communicator writes there before this one, it may.
+        if not any(_overlap(one, other) for i, one in enumerate(outputs) for other in (*outputs[:i], *earlier)):
+            self._poisoned = list(self._outputs)
+
+    def wait(self, timeout: Any = None) -> bool:
         """The operations of the communicator up to this one."""
-        if not OBSERVED.leaves_out("wait"):
-            while not self._is_done:
-                _queues[self._group].popleft().run()
+        if not is_default():
+            raise NotImplementedError(f"a wait for {self.operation} on a side stream")
+        if not self._is_done and not OBSERVED.leaves_out("wait"):
+            self._complete()
         return True
 
+    def is_completed(self) -> bool:
+        return self._is_done
+
+    def _complete(self) -> None:
+        if _STATE.overtaken.get(self._key) is self:  # nothing has come to overtake it
+            del _STATE.overtaken[self._key]
+            note(self._key, self.operation)
+            _STATE.queues[self._key].append(self)
+        while not self._is_done:
+            _STATE.queues[self._key].popleft().run()
+
     def run(self) -> None:
+        if self.operation.name != "send":  # that does not wait for other ranks
+            _send_what_waits()
         self._is_done = True
-        group = self._group
-        mine = [tensor for tensor, rank in self._sends if rank == group.rank()]
-        own = [tensor for tensor, rank in self._receives if rank == group.rank()]
-        for target, source in zip(own, mine, strict=True):
-            target.copy_(source)
-        works = [
-            dist.irecv(t, group=group, group_src=rank, tag=_TAG) for t, rank in self._receives if rank != group.rank()
-        ]
-        works += [
-            dist.isend(t, group=group, group_dst=rank, tag=_TAG) for t, rank in self._sends if rank != group.rank()
-        ]
-        for work in works:
-            work.wait()
+        hosts = {}
+        for tensor in (*self._outputs, *self._inputs):
+            use = self._uses[id(tensor)]
+            host = use.tensor()
+            hosts[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype) if host is None else host
+            if host is not None and any(tensor is each for each in self._poisoned) and not is_poisoned(host):
+                OBSERVED.fault(f"{use.user} was under way when somebody wrote to its result")
+        in_place = {id(tensor) for tensor in self._outputs}
+        for key, values in self._aside.items():
+            if key in in_place:
+                hosts[key].copy_(values)
+            else:
+                hosts[key] = values
+        _STATE.is_running = True
+        try:
+            self._run(lambda tensor: hosts[id(tensor)] if id(tensor) in hosts else host_of(tensor))
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.operation}, on rank {dist.get_rank()}, over {self._key}: {error}") from error
+        finally:
+            _STATE.is_running = False
+            self.end()
+
+    def end(self) -> None:
+        """Nothing is held any more."""
+        for use in self._uses.values():
+            use.end()
+        self._outputs, self._inputs, self._poisoned = [], [], []
+        self._uses, self._aside, self._run = {}, {}, _nothing
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
+    return begin < other_end and other_begin < end
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = tensor.storage_offset()
+    return begin, begin + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def is_running() -> bool:
+    """Whether what is called now is the work of an exchange that runs."""
+    return _STATE.is_running
+
+
+def note(key: Key, operation: Operation) -> None:
+    """Into this rank's log."""
+    _STATE.log.setdefault(key, []).append(operation)
+
+
+def take_log() -> Log:
+    """What this rank's communicators have been told since `forget`."""
+    return _STATE.log
 
 
 def run_all() -> int:
     """Run what is left; how many operations nobody had waited for."""
     left = 0
-    for queue in _queues.values():
+    for queue in _STATE.queues.values():
         while queue:
             left += 1
             queue.popleft().run()
+    while _STATE.sent:
+        _STATE.sent.popleft()[0].wait(LIMIT)
     return left
+
+
+def _send_what_waits() -> None:
+    # Before this rank stands still until another one has done its part: that one may need a message of this rank, which
+    # NCCL would have sent without anybody's wait.
+    for queue in list(_STATE.queues.values()):
+        while queue and queue[0].operation.name == "send":
+            queue.popleft().run()
+
+
+def send(work: Any, message: torch.Tensor) -> None:
+    """A message is on its way, and nobody waits for it; gloo's `work` may still read it."""
+    _STATE.sent.append((work, message))
+    while len(_STATE.sent) > MOST_ON_THEIR_WAY:
+        _STATE.sent.popleft()[0].wait(LIMIT)
 
 
 def forget() -> None:
     """Leave undone what is left: its process groups go."""
-    _queues.clear()
-
-
-def _all_to_all(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any = None, async_op: bool = False
-) -> Any:
-    exchange = _Exchange(group or dist.group.WORLD, zip(inputs, range(len(inputs))), zip(outputs, range(len(outputs))))
-    if async_op:
-        return exchange
-    exchange.wait()
-    return None
-
-
-def _batch(operations: Sequence[Any]) -> list[_Exchange]:
-    group = operations[0].group or dist.group.WORLD
-    sends = [(operation.tensor, operation.group_peer) for operation in operations if operation.op is dist.isend]
-    receives = [(operation.tensor, operation.group_peer) for operation in operations if operation.op is dist.irecv]
-    return [_Exchange(group, sends, receives)]
-
-
-def install() -> None:
-    """Put these in the place of torch's for the rest of the process; process groups say that they are NCCL's."""
-    dist.all_to_all = _all_to_all
-    dist.batch_isend_irecv = _batch
-    dist.ProcessGroupNCCL = SimpleNamespace(Options=lambda **_: None)  # which gloo's groups do not read
-    dist.get_backend = dist.distributed_c10d.get_backend = lambda group=None: "nccl"
-    AT_SYNCHRONIZE.append(run_all)
+    for exchange in _STATE.all:
+        exchange.end()
+    _STATE.queues, _STATE.overtaken, _STATE.all, _STATE.log = {}, {}, [], {}
+    _STATE.sent.clear()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+AT_WAIT: list[Callable[[], object]] = []  # what the host finds done once it has waited for the default stream
 ROOT = Path(__file__).resolve().parents[2]
 MEGATRON = "/megatron/core/"
 VIEWS = (
@@ -20,8 +22,9 @@ NO_LAUNCH = {*VIEWS.split(), "unbind", "as_strided", "_reshape_alias", *ALLOCATI
 
 @dataclass
 class Mutant:
-    """A call that is left out, to see that it is missed: `what` (wait, wait_event, record_stream), made on the way
-    through `place`."""
+    """A call that is left out, to see that it is missed: `what` (wait, wait_event, wait_stream, record_stream,
+    stream.synchronize), made on the way through `place`. Or `order`: on rank 1 the communicator's next operation
+    overtakes this one."""
 
     what: str
     place: str
@@ -37,7 +40,10 @@ def is_launch(name: str) -> bool:
 class Observed:
     """What a run did that no number shows."""
 
-    waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # of the host, by kind and place
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # of the main thread, by kind and place
+    worker_waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # of other threads
+    to_device: Counter[str] = field(default_factory=Counter)  # bytes from the host, by place
+    to_host: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)  # by place
     empty_groups: int = 0  # of grouped products that leave them as they were
@@ -49,6 +55,7 @@ class Observed:
         """Of a new run; `early`: what may be late is done at once."""
         self.early = early
         self.waits, self.faults, self.launches, self.mutant = Counter(), Counter(), Counter(), mutant
+        self.worker_waits, self.to_device, self.to_host = Counter(), Counter(), Counter()
         self.empty_groups = 0
 
     def fault(self, what: str, count: int = 1) -> None:
@@ -57,7 +64,19 @@ class Observed:
 
     def wait(self, kind: str) -> None:
         """The host would wait here for the device."""
-        self.waits[kind, place()] += 1
+        if threading.current_thread() is threading.main_thread():
+            self.waits[kind, place()] += 1
+        else:
+            self.worker_waits[kind, place()] += 1
+            if kind != "event.synchronize":
+                self.fault(f"a thread beside the main one waited by {kind}, in {place()}")
+        if kind != "event.synchronize":
+            for arrive in AT_WAIT:
+                arrive()
+
+    def carry(self, count: int, to_device: bool) -> None:
+        """So many bytes go between host and device."""
+        (self.to_device if to_device else self.to_host)[place()] += count
 
     def launch(self, name: str) -> None:
         """An operation of the device."""

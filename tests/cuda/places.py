@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 
+from tests.cuda.observed import Mutant
+
 P2P = "megatron/core/pipeline_parallel/p2p_communication.py:P2PCommunicator._communicate"
+GRADS = "megatron/core/distributed/param_and_grad_buffer.py:_ParamAndGradBucketGroup.finish_grad_sync"
+WEIGHTS = "megatron/core/distributed/param_and_grad_buffer.py:_ParamAndGradBucketGroup.finish_param_sync"
+LINEAR = "megatron/core/tensor_parallel/layers.py:LinearWithGradAccumulationAndAsyncCommunication"
+INTERLEAVED = "megatron/core/pipeline_parallel/schedules.py:forward_backward_pipelining_with_interleaving"
+OVER_RANKS = "moe/schedule/over_ranks.py:"
+RESTORE = "moe/schedule/restore.py:HostStore."
+HIERARCHY = "moe/alltoall/hierarchical.py:"
 Waits = dict[tuple[str, str], int]  # by kind (see device.py) and place
 
-
-# Calls that a test leaves out, by what they are, and the case that misses them.
-MUTANTS = {
-    "a chunk's rows": ("wait", "moe/schedule/over_ranks.py:_Pass.wait_dispatch", "offload, chunks"),
-    "a chunk's sums": ("wait", "moe/schedule/over_ranks.py:_Pass.sum_combine", "offload, chunks"),
-    "what comes back from the host": ("wait_event", "moe/schedule/restore.py:HostStore.get", "offload, chunks"),
-    "the allocator's notice of a copy": ("record_stream", "moe/schedule/restore.py:HostStore.put", "offload, chunks"),
-    "rows that pass through a relay": (
-        "wait",
-        "moe/alltoall/hierarchical.py:_HierarchicalHandle.wait",
-        "hierarchical",
-    ),
-    "another stage's activations": ("wait", P2P, "pipeline"),
-}
 
 PER_STEP: Waits = {("copy to host", "training/step.py:gradients"): 1}  # the step's sums
 # Of an MoE layer and micro-batch, forward and backward pass together.
@@ -40,3 +35,44 @@ LOOP_LOCAL: Waits = {("tolist", "moe/route.py:read_ends"): 1}
 def waits(per_layer: Waits, layers: int, also: Waits | None = None) -> Counter[tuple[str, str]]:
     """Of one step with so many passes of MoE layers (layers times micro-batches); `also`: further ones a step."""
     return Counter({**PER_STEP, **{key: count * layers for key, count in per_layer.items()}, **(also or {})})
+
+
+def _mutant(what: str, place: str, case: str) -> tuple[Mutant, str]:
+    return Mutant(what, place), case
+
+
+# Calls that are left out, and the case that misses them; or an operation that another one of its communicator
+# overtakes.
+MUTANTS = {
+    "a chunk's rows": _mutant("wait", f"{OVER_RANKS}_Pass.wait_dispatch", "offload, chunks"),
+    "a chunk's sums": _mutant("wait", f"{OVER_RANKS}_Pass.sum_combine", "offload, chunks"),
+    "rows that are dispatched again": _mutant("wait", f"{OVER_RANKS}_Pass.wait_dispatch", "communicate"),
+    "sums of a pass with another degree": _mutant("wait", f"{OVER_RANKS}_Pass.sum_combine", "communicate, two degrees"),
+    "the message of assignments": _mutant("wait", f"{OVER_RANKS}_Pass.take_message", "keep, chunks"),
+    "counts": _mutant("wait", "moe/alltoall/flat.py:FlatAllToAll.count", "keep"),
+    "what comes back from the host": _mutant("wait_event", f"{RESTORE}get", "offload, chunks"),
+    "preactivations from the host": _mutant("wait_event", f"{RESTORE}get", "communicate and offload"),
+    "the allocator's notice of a copy": _mutant("record_stream", f"{RESTORE}put", "offload, chunks"),
+    "rows that are copied out too early": _mutant("wait_stream", f"{RESTORE}put", "offload, chunks"),
+    "memory that was somebody else's": _mutant("wait_stream", f"{RESTORE}fetch", "offload"),
+    "rows that pass through a relay": _mutant("wait", f"{HIERARCHY}_HierarchicalHandle.wait", "hierarchical"),
+    "counts of all nodes": _mutant("wait", f"{HIERARCHY}HierarchicalAllToAll.count", "hierarchical"),
+    "another stage's activations": _mutant("wait", P2P, "pipeline"),
+    "another stage's experts": _mutant("wait", P2P, "experts in a pipeline"),
+    "activations of a model chunk": _mutant("wait", INTERLEAVED, "interleaved"),
+    "gradients that are sharded": _mutant("wait", GRADS, "data parallel"),
+    "gradients that are not": _mutant("wait", GRADS, "gradients not sharded"),
+    "weights that are gathered": _mutant("wait", WEIGHTS, "data parallel"),
+    "input gradients over tensor ranks": _mutant("wait", f"{LINEAR}.backward", "tensor, whole sequences"),
+    "sequences over tensor ranks": _mutant("wait", f"{LINEAR}.backward", "tensor"),
+    "the order of two chunks": _mutant("order", f"{OVER_RANKS}_Pass.dispatch", "keep, chunks"),
+    "the order of two chunks' sums": _mutant("order", f"{OVER_RANKS}_Pass.combine", "offload, chunks"),
+}
+MUTANTS_OF_TESTS = (
+    "a chunk's rows",
+    "what comes back from the host",
+    "the allocator's notice of a copy",
+    "rows that pass through a relay",
+    "another stage's activations",
+    "gradients that are sharded",
+)

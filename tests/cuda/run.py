@@ -3,14 +3,14 @@
 Every Python process of the command that imports torch sees one CUDA device, on this machine's memory. Its numbers are
 right and its times mean nothing. With --early what may be late is done at once. With --waits the host's waits are
 listed at the end, by kind and place. The exit status is the command's, or 1 where it went well and the device met a
-fault, such as an exchange that nobody waited for.
+fault, such as an exchange that nobody waited for, or ranks that told a communicator different things.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -48,19 +48,23 @@ def main() -> int:
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("command", nargs="+", metavar="COMMAND")
     arguments = parser.parse_args()
-    waits: Counter[str] = Counter()
-    faults: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        status = subprocess.run(
-            arguments.command, env=environment(Path(folder), arguments.early), check=False
-        ).returncode
-        for path in Path(folder).glob("*.json"):
-            report = json.loads(path.read_text())
-            faults.update(report["faults"])
-            waits.update({f"{kind} in {place}": count for kind, place, count in report["waits"]})
-    if arguments.waits:
-        for what, count in waits.most_common():
-            print(f"pretended device: {count} waits: {what}", file=sys.stderr)
+        env = environment(Path(folder), arguments.early)
+        status = subprocess.run(arguments.command, env=env, check=False).returncode
+        # The command's processes wrote them. Reading them imports torch.
+        reports = [pickle.loads(path.read_bytes()) for path in Path(folder).glob("*.pickle")]
+    if not reports:
+        return status
+    from tests.cuda.process import differences
+
+    waits: Counter[str] = Counter()
+    faults: Counter[str] = Counter(differences(reports))
+    for report in reports:
+        faults.update(report.faults)
+        for whose, found in (("", report.waits), (" of a thread", report.worker_waits)):
+            waits.update({f"waits{whose}: {kind} in {place}": count for (kind, place), count in found.items()})
+    for what, count in waits.most_common() if arguments.waits else ():
+        print(f"pretended device: {count} {what}", file=sys.stderr)
     for what, count in faults.items():
         print(f"pretended device: {count} faults: {what}", file=sys.stderr)
     return status or int(bool(faults))

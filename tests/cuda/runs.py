@@ -10,10 +10,11 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from tests.cuda.logs import Log
 from tests.cuda.observed import OBSERVED, Mutant
 
 STEPS = 2
@@ -23,16 +24,21 @@ COMMON = ("training.global_batch_size=8", "training.micro_batch_size=2", "model.
 
 @dataclass
 class Outcome:
-    """Of one rank: numbers of each step, and what the device saw in the last one."""
+    """Of one rank: numbers of each step, what the device saw in the last one, and in the whole run."""
 
     device: str  # of every parameter
     losses: list[float]  # the last one of the evaluation
     grad_norms: list[float]
-    waits: Counter[tuple[str, str]]
-    launches: Counter[str]
-    empty_groups: int
-    faults: Counter[str]
-    mutant: Mutant | None
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    worker_waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # of the whole run
+    launches: Counter[str] = field(default_factory=Counter)
+    to_device: int = 0  # bytes
+    to_host: int = 0
+    peak_bytes: int = 0  # of the whole run
+    empty_groups: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    log: Log = field(default_factory=dict)  # of the whole run
+    mutant: Mutant | None = None
 
 
 def train(
@@ -60,7 +66,12 @@ def train(
                 stack.enter_context(CARDS[card]())
         if one_sided:
             stack.enter_context(_all_to_the_first_half())
-        return _train(device, overrides)
+        outcome = _train(device, overrides)
+        if device == "cuda":
+            from tests.cuda import exchanges, memory
+
+            outcome.peak_bytes, outcome.log = memory.Bytes.peak, exchanges.take_log()
+        return outcome
 
 
 @contextlib.contextmanager
@@ -83,10 +94,11 @@ def _all_to_the_first_half() -> Iterator[None]:
 def pretended(mutant: Mutant | None, early: bool) -> Iterator[None]:
     import torch
 
-    from tests.cuda import exchanges, streams
+    from tests.cuda import exchanges, memory, streams
     from tests.cuda.device import Device
 
     OBSERVED.start(mutant, early)
+    memory.start()
     # In the engine's own thread for a device, torch.tensor(..., device="cuda") would look for a real one.
     with Device(), torch.autograd.set_multithreading_enabled(False):
         try:
@@ -144,17 +156,16 @@ def _train(device: str, overrides: Sequence[str]) -> Outcome:
     model = Engine(config, place, VOCAB_SIZE)
     (where,) = {str(parameter.device) for chunk in model.bare_chunks for parameter in chunk.parameters()}
     count = config.training.global_batch_size // (config.training.micro_batch_size * place.data.size)
-    batches = made_up_batches(config, count, VOCAB_SIZE, seed=place.data.rank)
-    if device == "cuda":
-        batches = [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]
-    outcome = Outcome(where, [], [], OBSERVED.waits, OBSERVED.launches, 0, OBSERVED.faults, OBSERVED.mutant)
+    batches = made_up_batches(config, count, VOCAB_SIZE, seed=place.data.rank, pin=device == "cuda")
+    outcome = Outcome(where, [], [], worker_waits=OBSERVED.worker_waits, faults=OBSERVED.faults, mutant=OBSERVED.mutant)
     for step in range(1, STEPS + 1):
-        OBSERVED.waits.clear()
-        OBSERVED.launches.clear()
+        for counter in (OBSERVED.waits, OBSERVED.launches, OBSERVED.to_device, OBSERVED.to_host):
+            counter.clear()
         result = train_step(model, batches, step)
         outcome.losses.append(result.loss)
         outcome.grad_norms.append(result.grad_norm)
     outcome.waits, outcome.launches = Counter(OBSERVED.waits), Counter(OBSERVED.launches)
+    outcome.to_device, outcome.to_host = OBSERVED.to_device.total(), OBSERVED.to_host.total()
     outcome.empty_groups = OBSERVED.empty_groups
     outcome.losses.append(evaluate(model, iter([batches]))[0])
     model.close()

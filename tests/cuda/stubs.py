@@ -12,7 +12,7 @@ import torch
 import torch.profiler
 
 from parallel import fused
-from tests.cuda import exchanges, streams
+from tests.cuda import collectives, memory, streams
 from tests.cuda.device import Device, DeviceTensor, host_of, on_device, pin
 from tests.cuda.observed import OBSERVED
 
@@ -96,7 +96,11 @@ def _on_threads() -> None:
         with Device():
             run(thread)
 
-    threading.Thread.run = on_device  # type: ignore[method-assign]
+    threading.Thread.run = on_device  # type: ignore[assignment, method-assign]
+
+
+def _record_stream(tensor: torch.Tensor, stream: streams.Stream) -> None:
+    streams.record(host_of(tensor), stream)
 
 
 def install() -> None:
@@ -126,7 +130,9 @@ def install() -> None:
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda device=None: None,
-        **{name: lambda device=None: 0 for name in ("memory_allocated", "max_memory_allocated", "memory_reserved")},
+        "memory_allocated": lambda device=None: memory.Bytes.now,
+        "memory_reserved": lambda device=None: memory.Bytes.now,
+        "max_memory_allocated": lambda device=None: memory.Bytes.peak,
     }
     for name, value in cuda.items():
         setattr(torch.cuda, name, value)
@@ -134,7 +140,9 @@ def install() -> None:
     torch.cuda.random.get_rng_state = cuda["get_rng_state"]
     torch.random.fork_rng = lambda devices=None, **kwargs: fork(devices=[], **kwargs)
     torch.Tensor.pin_memory = lambda tensor, device=None: pin(tensor.clone())
-    torch.Tensor.record_stream = DeviceTensor.record_stream = lambda tensor, stream: streams.record(host_of(tensor))
+    torch.Tensor.record_stream = DeviceTensor.record_stream = lambda tensor, stream: streams.record(
+        host_of(tensor), stream
+    )
     torch.empty, torch.zeros = _with_pins(torch.empty), _with_pins(torch.zeros)
     torch.nn.Module.to = _move_module
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host and then moved
@@ -144,5 +152,5 @@ def install() -> None:
     )
     fused.compile_for_gpu = _one_kernel
     torch.profiler.profile = _Profile
-    exchanges.install()
+    collectives.install()
     _on_threads()

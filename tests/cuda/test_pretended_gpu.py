@@ -5,168 +5,61 @@ See docs/decisions/pretended-gpu.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import threading
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import distributed
-from tests.cuda import launches, places, runs
-from tests.cuda.observed import OBSERVED, Mutant
-from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, PRETENDED_HALF_GRAD_NORM, PRETENDED_HALF_LOSS
+from tests.cuda import cases, launches, logs, matrix, places, runs
+from tests.cuda.cases import CASES
+from tests.cuda.observed import OBSERVED
 
 # the first test of a session starts up to eight processes
 pytestmark = [pytest.mark.cuda_pretended, pytest.mark.timeout(300)]
 
-NUM_LAYERS = 2
-TIMEOUT = 100.0  # seconds
-LATENT = (
-    "model.attention=latent",
-    "model.kv_lora_rank=32",
-    "model.head_dim=16",
-    "model.rotary_head_dim=8",
-    "model.value_head_dim=16",
-)
-SHARED_EXPERT = "moe.shared_expert_ffn_hidden_size=64"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout; `waits` are those of a step, on rank 0."""
-
-    ranks: int
-    overrides: tuple[str, ...]
-    waits: dict[tuple[str, str], int]
-    precision: str = "bf16"
-    ranks_per_node: int | None = None
-    card: str | None = None  # see runs.CARDS
-    one_sided: bool = False  # all tokens go to the first half of the experts
-
-
-def _experts(*overrides: str) -> tuple[str, ...]:
-    return "model=gpt_moe_tiny", *overrides
-
-
-def _chunks(forward: int, backward: int) -> tuple[str, ...]:
-    return f"moe.pipeline_degree={forward}", f"moe.backward_pipeline_degree={backward}"
-
-
-def _expert_parallel(strategy: str, *overrides: str) -> tuple[str, ...]:
-    return _experts("parallel.expert=2", f"moe.memory_strategy={strategy}", *overrides)
-
-
-FLAT = places.waits(places.FLAT, NUM_LAYERS * 2)
-CASES = {
-    "dense": Case(1, ("model=gpt_tiny",), places.waits({}, 0), "fp32"),
-    "experts on one rank": Case(1, _experts(), places.waits({}, 0)),
-    "keep": Case(2, _expert_parallel("keep"), FLAT),
-    "keep, chunks": Case(2, _expert_parallel("keep", SHARED_EXPERT, *_chunks(4, 2)), FLAT),
-    "recompute": Case(2, _expert_parallel("recompute", SHARED_EXPERT), FLAT),
-    "recompute, chunks": Case(2, _expert_parallel("recompute", *_chunks(4, 2)), FLAT),
-    "offload": Case(2, _expert_parallel("offload"), FLAT),
-    "offload, chunks": Case(2, _expert_parallel("offload", SHARED_EXPERT, *_chunks(4, 4)), FLAT),
-    "hierarchical": Case(
-        4,
-        _experts("parallel.expert=4", "moe.all_to_all=hierarchical", SHARED_EXPERT, *_chunks(4, 2)),
-        places.waits(places.HIERARCHICAL, NUM_LAYERS),
-        ranks_per_node=2,
-    ),
-    "communicate": Case(2, _expert_parallel("communicate_recompute", *_chunks(2, 2)), FLAT),
-    "capacity": Case(2, _expert_parallel("keep", "moe.capacity_factor=1.0"), FLAT),
-    "recompute layers": Case(
-        2, _expert_parallel("keep", "training.recompute=full"), places.waits(places.FLAT_TWICE, NUM_LAYERS * 2)
-    ),
-    "tensor": Case(
-        2,
-        _expert_parallel("keep", "parallel.tensor=2", "parallel.sequence=true"),
-        places.waits(places.FLAT, NUM_LAYERS * 4),
-    ),
-    "bert": Case(2, ("model=bert_moe_tiny", "parallel.expert=2"), FLAT),
-    "fp16": Case(
-        2,
-        _expert_parallel("keep"),
-        places.waits(places.LOOP_OVER_EXPERTS, NUM_LAYERS * 2),
-        "fp16",
-    ),
-    "empty groups": Case(
-        2,
-        _expert_parallel("keep", "moe.num_experts=32", *_chunks(4, 4)),
-        FLAT,
-        card="leaves empty groups",
-    ),
-    "older card": Case(
-        2,
-        _expert_parallel("keep", *_chunks(4, 2)),
-        places.waits(places.LOOP_OVER_EXPERTS, NUM_LAYERS * 2),
-        card="A100",
-    ),
-    "loop on one rank": Case(1, _experts(), places.waits(places.LOOP_LOCAL, NUM_LAYERS * 4), "fp32"),
-    "pipeline": Case(2, ("model=gpt_tiny", "parallel.pipeline=2"), places.waits({}, 0)),
-    "experts in a pipeline": Case(
-        4, _expert_parallel("keep", "parallel.pipeline=2"), places.waits(places.FLAT, NUM_LAYERS * 2 // 2)
-    ),
-    "latent attention": Case(2, _expert_parallel("keep", *LATENT), FLAT),
-    "communicate, two degrees": Case(2, _expert_parallel("communicate", SHARED_EXPERT, *_chunks(4, 2)), FLAT),
-    "communicate and offload": Case(2, _expert_parallel("communicate_offload", *_chunks(2, 2)), FLAT),
-    "offload and recompute": Case(2, _expert_parallel("offload_recompute", *_chunks(2, 2)), FLAT),
-    "a rank without rows": Case(2, _expert_parallel("keep", *_chunks(4, 2)), FLAT, one_sided=True),
-    "interleaved": Case(
-        2,
-        ("model=gpt_tiny", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "model.num_layers=4"),
-        places.waits({}, 0),
-    ),
-}
-
-
-def _run(name: str, device: str, mutant: Mutant | None = None, early: bool = False) -> list[runs.Outcome]:
-    case = CASES[name]
-    overrides = (f"model.num_layers={NUM_LAYERS}", f"training.precision={case.precision}", *case.overrides)
-    backend = distributed.PRETENDED if device == "cuda" else "gloo"
-    arguments = device, overrides, case.ranks_per_node, mutant, case.card, early, case.one_sided
-    return distributed.run(runs.train, case.ranks, *arguments, timeout=TIMEOUT, backend=backend)
+LATE = [name for name in CASES if name not in cases.MATRIX_ONLY]
+EARLY = ["keep, chunks", "offload, chunks", "hierarchical", "pipeline"]
 
 
 @functools.cache
 def _on_device(name: str) -> list[runs.Outcome]:
-    return _run(name, "cuda")
+    return cases.run(name, "cuda")
 
 
 @functools.cache
 def _on_cpu(name: str) -> list[runs.Outcome]:
-    return _run(name, "cpu")
+    return cases.run(name, "cpu")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LATE)
 def test_numbers_are_the_cpus(name: str) -> None:
     _compare(name, _on_device(name))
 
 
-@pytest.mark.parametrize("name", ["keep, chunks", "offload, chunks", "hierarchical", "pipeline"])
+@pytest.mark.parametrize("name", EARLY)
 def test_numbers_are_the_cpus_where_everything_comes_early(name: str) -> None:
-    _compare(name, _run(name, "cuda", early=True))
+    _compare(name, cases.run(name, "cuda", early=True))
 
 
 def _compare(name: str, outcomes: list[runs.Outcome]) -> None:
-    loss, norm = PRETENDED_HALF_LOSS, PRETENDED_HALF_GRAD_NORM
-    if CASES[name].precision == "fp32":
-        loss, norm = FP32_LOSS, FP32_GRAD_NORM
-    for outcome, of_cpu in zip(outcomes, _on_cpu(name), strict=True):
-        assert outcome.device == "cuda:0" and of_cpu.device == "cpu"
-        assert not outcome.faults, outcome.faults
-        assert outcome.losses == pytest.approx(of_cpu.losses, rel=loss)
-        assert outcome.grad_norms == pytest.approx(of_cpu.grad_norms, rel=norm)
+    assert {outcome.device for outcome in outcomes} == {"cuda:0"}
+    assert not cases.faults(outcomes), "\n".join(cases.faults(outcomes))
+    loss, norm = CASES[name].tolerances
+    of_loss, of_norm = cases.deviations(outcomes, _on_cpu(name))
+    assert of_loss <= loss and of_norm <= norm, (of_loss, of_norm)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LATE)
 def test_waits(name: str) -> None:
     """The host waits for the device where the table says, and nowhere else."""
-    found, table = _on_device(name)[0].waits, Counter(CASES[name].waits)
-    new = [f"{count} new: {kind} in {place}" for (kind, place), count in (found - table).items()]
-    gone = [f"{count} gone: {kind} in {place}" for (kind, place), count in (table - found).items()]
-    assert not new + gone, "host synchronisations of one step, against tests/cuda/places.py:\n" + "\n".join(new + gone)
+    wrong = cases.wrong_waits(name, _on_device(name))
+    assert not wrong, "host synchronisations of one step, against tests/cuda/places.py:\n" + "\n".join(wrong)
 
 
 def test_groups_without_rows_were_there() -> None:
@@ -180,21 +73,20 @@ def test_launches(degree: int) -> None:
     assert sum(found.values()) == launches.LAUNCHES[degree], found
 
 
-@pytest.mark.parametrize("name", places.MUTANTS)
+@pytest.mark.parametrize("name", places.MUTANTS_OF_TESTS)
 def test_a_missing_wait_is_noticed(name: str) -> None:
-    """The case passes as it is, see above; without the call its numbers are no numbers, or counts read too early stop
-    it."""
-    what, place, case = places.MUTANTS[name]
-    try:
-        outcomes = _run(case, "cuda", Mutant(what, place))
-    except distributed.RankError as error:
-        assert "Overflow" in str(error) or "negative" in str(error), error
-        return
-    assert any(outcome.mutant is not None and outcome.mutant.left_out > 0 for outcome in outcomes), (
-        f"{what} was not called through {place}"
-    )
-    for outcome in outcomes:
-        assert not all(map(math.isfinite, outcome.losses + outcome.grad_norms))
+    """The case passes as it is, see above; without the call its numbers are no numbers, or something refuses it."""
+    mutant, case = places.MUTANTS[name]
+    assert cases.noticed(case, mutant)
+
+
+def test_the_matrix_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert matrix.main(["--markdown", "--cases", "dense"]) == 0
+    printed = capsys.readouterr().out
+    assert "| dense | late |" in printed and "| dense | early |" in printed and "2 rows, 0 wrong." in printed
+    monkeypatch.setitem(CASES, "dense", dataclasses.replace(CASES["dense"], waits={}))
+    assert matrix.main(["--cases", "dense"]) == 1
+    assert "dense, late: 1 new: copy to host in training/step.py:gradients" in capsys.readouterr().out
 
 
 def _kinds_of_waits() -> dict[str, int]:
@@ -203,7 +95,7 @@ def _kinds_of_waits() -> dict[str, int]:
     with Device():
         values, host = torch.arange(6, device="cuda"), torch.zeros(6, dtype=torch.int64)
         pinned = torch.zeros(6, dtype=torch.int64, pin_memory=True)
-        OBSERVED.waits.clear()
+        OBSERVED.start(None)
         # None of these waits.
         values.copy_(pinned, non_blocking=True)
         pinned.copy_(values, non_blocking=True)
@@ -212,6 +104,7 @@ def _kinds_of_waits() -> dict[str, int]:
         values[values > 3] = 0
         values[torch.tensor(2)] += 1
         assert not OBSERVED.waits, OBSERVED.waits
+        assert not OBSERVED.faults, OBSERVED.faults
         values.sum().item()
         bool(values.any())
         values.tolist()
@@ -251,6 +144,155 @@ def test_every_kind_of_wait_is_counted() -> None:
             "device synchronize": 1,
         }
     ]
+
+
+def _pinned_or_not() -> list[str]:
+    from tests.cuda.device import Device
+
+    with Device():
+        OBSERVED.start(None)
+        values, host = torch.arange(6, device="cuda"), torch.zeros(6, dtype=torch.int64)
+        host.copy_(values, non_blocking=True)
+        values.copy_(host, non_blocking=True)
+        assert OBSERVED.to_host.total() == OBSERVED.to_device.total() == 6 * 8
+        return sorted(OBSERVED.faults)
+
+
+def test_non_blocking_copies_of_memory_that_is_not_pinned_are_refused() -> None:
+    (found,) = distributed.run(_pinned_or_not, 1, backend=distributed.PRETENDED)
+    assert found == [
+        f"a non-blocking copy to {where} of memory that is not pinned, in autograd" for where in ("device", "host")
+    ]
+
+
+def _read_before_it_has_come() -> tuple[int, int]:
+    from tests.cuda.device import Device
+
+    with Device():
+        OBSERVED.start(None)
+        values, pinned = torch.arange(6, device="cuda"), torch.zeros(6, dtype=torch.int64, pin_memory=True)
+        pinned.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        values += 1  # which the copy does not see
+        before = pinned[5].item()
+        event.synchronize()
+        return int(before), int(pinned[5].item())
+
+
+def test_what_is_copied_to_the_host_is_there_once_the_host_has_waited() -> None:
+    ((before, after),) = distributed.run(_read_before_it_has_come, 1, backend=distributed.PRETENDED)
+    assert before < 0 and after == 5
+
+
+def _given_back(records: bool) -> tuple[list[str], list[int], int, int]:
+    from tests.cuda import memory, streams
+    from tests.cuda.device import Device
+
+    with Device():
+        OBSERVED.start(None)
+        memory.start()
+        before = memory.Bytes.now
+        source, stored = torch.arange(6, device="cuda"), torch.empty(6, dtype=torch.int64, pin_memory=True)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            stored.copy_(source, non_blocking=True)
+        if records:
+            source.record_stream(stream)
+        del source
+        kept = memory.Bytes.now - before
+        stream.synchronize()
+        streams.forget()
+        return sorted(OBSERVED.faults), stored.tolist(), kept, memory.Bytes.peak - before
+
+
+def test_memory_that_is_given_back_while_a_stream_reads_it_is_reported() -> None:
+    ((faults, stored, kept, peak),) = distributed.run(_given_back, 1, False, backend=distributed.PRETENDED)
+    assert len(faults) == 1 and "still used memory that was given back" in faults[0]
+    assert stored != list(range(6)) and kept == 0 and peak == 6 * 8
+    ((faults, stored, kept, _),) = distributed.run(_given_back, 1, True, backend=distributed.PRETENDED)
+    assert not faults and stored == list(range(6)) and kept == 6 * 8
+
+
+def _wait_in_a_thread() -> tuple[dict[str, int], dict[str, int], list[str]]:
+    from tests.cuda.device import Device
+
+    with Device():
+        OBSERVED.start(None)
+        values = torch.arange(6, device="cuda")
+        event = torch.cuda.Event()
+        event.record()
+        for work in (event.synchronize, values.tolist):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join(timeout=30)
+        main, worker = ({kind: n for (kind, _), n in each.items()} for each in (OBSERVED.waits, OBSERVED.worker_waits))
+        return main, worker, sorted(OBSERVED.faults)
+
+
+def test_worker_threads_wait_for_events_only() -> None:
+    ((main, worker, faults),) = distributed.run(_wait_in_a_thread, 1, backend=distributed.PRETENDED)
+    assert main == {} and worker == {"event.synchronize": 1, "tolist": 1}
+    assert faults == ["a thread beside the main one waited by tolist, in autograd"]
+
+
+def _order(swapped: bool) -> logs.Log:
+    from tests.cuda import exchanges
+    from tests.cuda.device import Device
+
+    with Device():
+        OBSERVED.start(None)
+        tensors = [torch.ones(4, device="cuda"), torch.ones(4, dtype=torch.int32, device="cuda")]
+        if swapped and dist.get_rank() == 1:
+            tensors.reverse()
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
+        log = exchanges.take_log()
+        exchanges.forget()
+        return log
+
+
+def test_another_order_of_operations_is_reported() -> None:
+    assert logs.compare(distributed.run(_order, 2, False, backend=distributed.PRETENDED)) == []
+    (found,) = logs.compare(distributed.run(_order, 2, True, backend=distributed.PRETENDED))
+    assert "operation 1: rank 0 has allreduce ('float32', (4,))" in found
+    assert "rank 1 has allreduce ('int32', (4,))" in found
+
+
+def test_messages_need_their_other_end() -> None:
+    def message(name: str, number: int) -> logs.Operation:
+        end = ((1 - number, 4, "float32"),)
+        return logs.Operation(name, None, "here", end if name == "send" else (), end if name == "recv" else ())
+
+    key: logs.Key = "0, messages of [0, 1]", (0, 1)
+    good = [{key: [message("send", 0), message("recv", 0)]}, {key: [message("recv", 1), message("send", 1)]}]
+    assert logs.compare(good) == []
+    both_send = [{key: [message("send", rank), message("recv", rank)]} for rank in (0, 1)]
+    assert "rank 0 has send, 4 float32 to 1 in here; rank 1 has send" in logs.compare(both_send)[0]
+    assert "rank 1 has no more" in logs.compare([good[0], {key: [message("recv", 1)]}])[0]
+
+
+def _written_under_way() -> tuple[float, float, list[str]]:
+    from tests.cuda import exchanges
+    from tests.cuda.device import Device
+
+    with Device():
+        OBSERVED.start(None)
+        values, other = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
+        works = [dist.all_reduce(values, async_op=True), dist.all_reduce(other, async_op=True)]
+        early = values.sum().item()
+        other.zero_()
+        for work in works:
+            work.wait()
+        exchanges.forget()
+        return early, values.sum().item(), sorted(OBSERVED.faults)
+
+
+def test_results_are_no_numbers_until_somebody_waits() -> None:
+    for early, late, faults in distributed.run(_written_under_way, 2, backend=distributed.PRETENDED):
+        assert math.isnan(early) and late == 8
+        assert len(faults) == 1 and "was under way when somebody wrote to its result" in faults[0]
 
 
 def _mix() -> None:

@@ -8,6 +8,7 @@ from unittest import mock
 
 from configs.schema import Config
 from tests.cuda import runs
+from tests.cuda.logs import Log
 from tests.cuda.observed import OBSERVED
 from tests.training.helpers import Lines
 
@@ -20,7 +21,9 @@ class Outcome:
 
     lines: Lines
     waits: dict[int, Counter[tuple[str, str]]] = field(default_factory=dict)
+    worker_waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # of the whole training
     faults: Counter[str] = field(default_factory=Counter)
+    log: Log = field(default_factory=dict)
 
 
 def train(device: str, config: Config, early: bool = False) -> Outcome:
@@ -30,6 +33,7 @@ def train(device: str, config: Config, early: bool = False) -> Outcome:
 
     from moe.planning import inputs
     from moe.planning.trial import TrialPolicy
+    from tests.cuda import exchanges
 
     os.environ.pop("LOCAL_RANK", None)  # there is one device for all
     policy = TrialPolicy(most_plans=NUM_TRIED, within=100.0, rounds=1, turns=1)
@@ -37,14 +41,16 @@ def train(device: str, config: Config, early: bool = False) -> Outcome:
         if device == "cpu":
             return _train(config)
         with runs.pretended(None, early):
-            return _train(config)
+            outcome = _train(config)
+            outcome.log = exchanges.take_log()
+        return outcome
 
 
 def _train(config: Config) -> Outcome:
     from training.run import Callback, Metrics, Run
     from training.trainer import Trainer
 
-    outcome = Outcome([], faults=OBSERVED.faults)
+    outcome = Outcome([], worker_waits=OBSERVED.worker_waits, faults=OBSERVED.faults)
 
     class Record(Callback):
         def before_step(self, run: Run) -> None:

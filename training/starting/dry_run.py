@@ -35,7 +35,7 @@ def first_batch(engine: Engine, plan: RunPlan) -> None:
     try:
         with _left_as_it_was(engine):
             room = torch.empty(_missing_state(engine, plan), dtype=torch.uint8, device=device)
-            run_again(engine, made_up_batches(config, count, plan.vocab_size))
+            run_again(engine, made_up_batches(config, count, plan.vocab_size, pin=device.type == "cuda"))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             del room
@@ -49,8 +49,8 @@ def first_batch(engine: Engine, plan: RunPlan) -> None:
         raise ConfigError(out_of_memory(plan, _there_is(device, plan))) from None
 
 
-def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0) -> list[Batch]:
-    """Micro-batches of random tokens, on the host."""
+def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, pin: bool = False) -> list[Batch]:
+    """Micro-batches of random tokens, on the host; `pin`: in pinned memory, for a run on a GPU."""
     generator = torch.Generator().manual_seed(seed)
     size, length = config.training.micro_batch_size, config.model.sequence_length
     batches = []
@@ -63,7 +63,7 @@ def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0) 
             batch["types"] = torch.randint(0, 2, (size, length), generator=generator)
             batch["padding_mask"] = torch.ones(size, length, dtype=torch.bool)
             batch["sentence_label"] = torch.randint(0, 2, (size,), generator=generator)
-        batches.append(batch)
+        batches.append({name: value.pin_memory() for name, value in batch.items()} if pin else batch)
     return batches
 
 

@@ -1,0 +1,186 @@
+"""What is trained on the pretended device: a layout each, its waits, and how a run is judged.
+
+The tests run all cases late and some early; matrix.py runs all of them in both modes, and every mutant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests import distributed
+from tests.cuda import logs, places, runs
+from tests.cuda.observed import Mutant
+from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, PRETENDED_HALF_GRAD_NORM, PRETENDED_HALF_LOSS
+
+NUM_LAYERS = 2
+TIMEOUT = 100.0  # seconds
+LATENT = (
+    "model.attention=latent",
+    "model.kv_lora_rank=32",
+    "model.head_dim=16",
+    "model.rotary_head_dim=8",
+    "model.value_head_dim=16",
+)
+SHARED_EXPERT = "moe.shared_expert_ffn_hidden_size=64"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout; `waits` are those of a step, on rank 0."""
+
+    ranks: int
+    overrides: tuple[str, ...]
+    waits: dict[tuple[str, str], int]
+    precision: str = "bf16"
+    ranks_per_node: int | None = None
+    card: str | None = None  # see runs.CARDS
+    one_sided: bool = False  # all tokens go to the first half of the experts
+
+    @property
+    def tolerances(self) -> tuple[float, float]:
+        """Of losses and of gradient norms, relative to the CPU's."""
+        if self.precision == "fp32":
+            return FP32_LOSS, FP32_GRAD_NORM
+        return PRETENDED_HALF_LOSS, PRETENDED_HALF_GRAD_NORM
+
+
+def _experts(*overrides: str) -> tuple[str, ...]:
+    return "model=gpt_moe_tiny", *overrides
+
+
+def _chunks(forward: int, backward: int) -> tuple[str, ...]:
+    return f"moe.pipeline_degree={forward}", f"moe.backward_pipeline_degree={backward}"
+
+
+def _expert_parallel(strategy: str, *overrides: str) -> tuple[str, ...]:
+    return _experts("parallel.expert=2", f"moe.memory_strategy={strategy}", *overrides)
+
+
+FLAT = places.waits(places.FLAT, NUM_LAYERS * 2)
+CASES = {
+    "dense": Case(1, ("model=gpt_tiny",), places.waits({}, 0), "fp32"),
+    "experts on one rank": Case(1, _experts(), places.waits({}, 0)),
+    "keep": Case(2, _expert_parallel("keep"), FLAT),
+    "keep, chunks": Case(2, _expert_parallel("keep", SHARED_EXPERT, *_chunks(4, 2)), FLAT),
+    "recompute": Case(2, _expert_parallel("recompute", SHARED_EXPERT), FLAT),
+    "recompute, chunks": Case(2, _expert_parallel("recompute", *_chunks(4, 2)), FLAT),
+    "offload": Case(2, _expert_parallel("offload"), FLAT),
+    "offload, chunks": Case(2, _expert_parallel("offload", SHARED_EXPERT, *_chunks(4, 4)), FLAT),
+    "hierarchical": Case(
+        4,
+        _experts("parallel.expert=4", "moe.all_to_all=hierarchical", SHARED_EXPERT, *_chunks(4, 2)),
+        places.waits(places.HIERARCHICAL, NUM_LAYERS),
+        ranks_per_node=2,
+    ),
+    "communicate": Case(2, _expert_parallel("communicate_recompute", *_chunks(2, 2)), FLAT),
+    "capacity": Case(2, _expert_parallel("keep", "moe.capacity_factor=1.0"), FLAT),
+    "recompute layers": Case(
+        2, _expert_parallel("keep", "training.recompute=full"), places.waits(places.FLAT_TWICE, NUM_LAYERS * 2)
+    ),
+    "tensor": Case(
+        2,
+        _expert_parallel("keep", "parallel.tensor=2", "parallel.sequence=true"),
+        places.waits(places.FLAT, NUM_LAYERS * 4),
+    ),
+    "bert": Case(2, ("model=bert_moe_tiny", "parallel.expert=2"), FLAT),
+    "fp16": Case(
+        2,
+        _expert_parallel("keep"),
+        places.waits(places.LOOP_OVER_EXPERTS, NUM_LAYERS * 2),
+        "fp16",
+    ),
+    "empty groups": Case(
+        2,
+        _expert_parallel("keep", "moe.num_experts=24", *_chunks(4, 4)),
+        FLAT,
+        card="leaves empty groups",
+    ),
+    "older card": Case(
+        2,
+        _expert_parallel("keep", *_chunks(4, 2)),
+        places.waits(places.LOOP_OVER_EXPERTS, NUM_LAYERS * 2),
+        card="A100",
+    ),
+    "loop on one rank": Case(1, _experts(), places.waits(places.LOOP_LOCAL, NUM_LAYERS * 4), "fp32"),
+    "pipeline": Case(2, ("model=gpt_tiny", "parallel.pipeline=2"), places.waits({}, 0)),
+    "experts in a pipeline": Case(
+        4, _expert_parallel("keep", "parallel.pipeline=2"), places.waits(places.FLAT, NUM_LAYERS * 2 // 2)
+    ),
+    "latent attention": Case(2, _expert_parallel("keep", *LATENT), FLAT),
+    "communicate, two degrees": Case(2, _expert_parallel("communicate", SHARED_EXPERT, *_chunks(4, 2)), FLAT),
+    "communicate and offload": Case(2, _expert_parallel("communicate_offload", *_chunks(2, 2)), FLAT),
+    "offload and recompute": Case(2, _expert_parallel("offload_recompute", *_chunks(2, 2)), FLAT),
+    "a rank without rows": Case(2, _expert_parallel("keep", *_chunks(4, 2)), FLAT, one_sided=True),
+    "interleaved": Case(
+        2,
+        ("model=gpt_tiny", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "model.num_layers=4"),
+        places.waits({}, 0),
+    ),
+    "data parallel": Case(2, ("model=gpt_tiny",), places.waits({}, 0), "fp32"),
+    "gradients not sharded": Case(2, ("model=gpt_tiny", "optimizer.distributed=false"), places.waits({}, 0), "fp32"),
+    "nothing overlapped": Case(
+        2, ("model=gpt_tiny", "parallel.overlap_grad_reduce=false"), places.waits({}, 0), "fp32"
+    ),
+    "tensor, whole sequences": Case(2, ("model=gpt_tiny", "parallel.tensor=2"), places.waits({}, 0), "fp32"),
+}
+
+# Left to the matrix: what they add to others is their combination.
+MATRIX_ONLY = ("recompute, chunks", "offload", "nothing overlapped")
+
+
+def run(name: str, device: str, mutant: Mutant | None = None, early: bool = False) -> list[runs.Outcome]:
+    """Train a case; what each rank saw."""
+    case = CASES[name]
+    overrides = (f"model.num_layers={NUM_LAYERS}", f"training.precision={case.precision}", *case.overrides)
+    backend = distributed.PRETENDED if device == "cuda" else "gloo"
+    arguments = device, overrides, case.ranks_per_node, mutant, case.card, early, case.one_sided
+    return distributed.run(runs.train, case.ranks, *arguments, timeout=TIMEOUT, backend=backend)
+
+
+def deviations(outcomes: Sequence[runs.Outcome], of_cpu: Sequence[runs.Outcome]) -> tuple[float, float]:
+    """The largest relative distance of a loss and of a gradient norm from the CPU's; infinite for no number."""
+    return _worst(outcomes, of_cpu, "losses"), _worst(outcomes, of_cpu, "grad_norms")
+
+
+def _worst(outcomes: Sequence[runs.Outcome], of_cpu: Sequence[runs.Outcome], name: str) -> float:
+    worst = 0.0
+    for outcome, other in zip(outcomes, of_cpu, strict=True):
+        for found, expected in zip(getattr(outcome, name), getattr(other, name), strict=True):
+            worst = max(worst, abs(found - expected) / abs(expected) if math.isfinite(found) else math.inf)
+    return worst
+
+
+def faults(outcomes: Sequence[runs.Outcome]) -> list[str]:
+    """What no program should do, of all ranks; also an order of operations at which NCCL would hang."""
+    return sorted({what for outcome in outcomes for what in outcome.faults}) + logs.compare(
+        [outcome.log for outcome in outcomes]
+    )
+
+
+def wrong_waits(name: str, outcomes: Sequence[runs.Outcome]) -> list[str]:
+    """Where rank 0's host waits in a step, and the table does not say so, or the other way round."""
+    found, table = outcomes[0].waits, Counter(CASES[name].waits)
+    new = [f"{count} new: {kind} in {place}" for (kind, place), count in (found - table).items()]
+    gone = [f"{count} gone: {kind} in {place}" for (kind, place), count in (table - found).items()]
+    return new + gone
+
+
+def noticed(name: str, mutant: Mutant) -> str:
+    """How a case without the mutant's call fails; empty where it does not. Raises ValueError where the call is never
+    made."""
+    try:
+        outcomes = run(name, "cuda", mutant)
+    except distributed.RankError as error:
+        return "refused: " + str(error).strip().splitlines()[-1]
+    except distributed.RankDied as error:  # gloo ends a process that gets more than it has room for
+        if "Received data size doesn't match" not in str(error):
+            raise
+        return "refused: gloo received another size than was expected"
+    if not any(outcome.mutant is not None and outcome.mutant.left_out for outcome in outcomes):
+        raise ValueError(f"{mutant.what} was not called through {mutant.place} in {name}")
+    if not all(math.isfinite(number) for outcome in outcomes for number in outcome.losses + outcome.grad_norms):
+        return "no numbers"
+    return "; ".join(faults(outcomes)[:1])
