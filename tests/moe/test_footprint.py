@@ -113,8 +113,8 @@ def test_a_product_of_all_experts_gathers_all_their_rows() -> None:
     few, many = (dataclasses.replace(load, expert_assignments=number) for number in (16, 256))
     for plan in PLANS:
         assert memory_bytes(few, plan) == memory_bytes(load, plan) == memory_bytes(many, plan)
-    # The most is there when the input gradients have been computed: theirs and what they leave to do, with the gradients
-    # of the outputs and of the activations, all of every assignment; beside them what was received and is being sent.
+    # The most is there when the input gradients are done: they and what they leave to do, the gradients of outputs and
+    # of activations, all of every assignment; beside them what was received and is being sent.
     input_grads = 256 * (16 + (48 + 24) + 16 + 24)
     received, sent, kept = 128 * 16, 96 * 16, 128 * 16 + 256 * 48
     assert memory_bytes(load, Plan()) == 2 * (input_grads + received + sent + kept) + 256 * INDEX_BYTES
