@@ -69,6 +69,7 @@ TABLE: list[tuple[str, str]] = [
     (r".*python -m (checkpoint\b|(checkpoint|inference|models|training|benchmarks)\.)", "tool"),
     (r"python -m tests\.cuda\.launches$", "tests/cuda/test_pretended_gpu.py::test_launches"),
     (r"python -m tests\.cuda\.matrix", "tests/cuda/test_pretended_gpu.py::test_the_matrix_says_what_is_wrong"),
+    (r"python -m tests\.cuda\.fake\b", "tests/cuda/test_fake.py::test_every_preset_takes_a_step_as_planned"),
     (r"pip install 'mixtrain\[\w+\]'$", "extra"),
 ]
 
@@ -98,6 +99,7 @@ RUNS: list[tuple[str, str]] = [
     (r".*python -m models\.convert", "tests/checkpoint/test_export.py::test_there_and_back_with_the_same_text"),
     (r"python -m tests\.cuda\.launches$", "tests/cuda/test_pretended_gpu.py::test_launches"),
     (r"python -m tests\.cuda\.matrix", "tests/cuda/test_pretended_gpu.py::test_the_matrix_says_what_is_wrong"),
+    (r"python -m tests\.cuda\.fake\b", "tests/cuda/test_fake.py::test_every_preset_takes_a_step_as_planned"),
     (r"pip install", "tests/test_tools.py::test_an_editable_installation_is_a_path"),
 ]
 

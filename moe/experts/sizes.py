@@ -3,7 +3,7 @@ the kernels'."""
 
 from __future__ import annotations
 
-from moe.schedule.chunk_plan import LayerLoad
+from moe.schedule.chunk_plan import WHOLE, LayerLoad
 
 # Rows that go through an expert at once on the host, so that the activations between the two products stay near the
 # core. Measured with one thread of a Xeon with AMX, bf16, hidden 512, forward and backward: 32 experts of width 256,
@@ -14,7 +14,8 @@ STEP_ROWS = 16  # in half precision a block's rows are computed in multiples of 
 SPARE_ROWS = 64  # behind the rows of a buffer that blocks are written to: a block may be written longer than it is
 
 
-# Scratch memory is in numbers of the load's kind, for blocks of up to `rows`.
+# Scratch memory is in numbers of the load's kind, for blocks of up to `rows`. On a GPU, whose products take all experts
+# at once, a block is a chunk, and rows that are gathered twice are there twice: see compute.py.
 
 
 def forward_scratch(load: LayerLoad, rows: int, own_preactivation: bool) -> int:
@@ -23,6 +24,8 @@ def forward_scratch(load: LayerLoad, rows: int, own_preactivation: bool) -> int:
         from moe import kernels
 
         return _numbers(load, kernels.forward_bytes(rows, load.hidden_size, load.width, load.hidden_columns))
+    if load.block == WHOLE:
+        return rows * (load.width + (load.hidden_columns if own_preactivation else 0))
     return rows * (load.hidden_size + load.width + (load.hidden_columns if own_preactivation else 0))
 
 
@@ -30,6 +33,8 @@ def input_scratch(load: LayerLoad, rows: int, recompute: bool) -> int:
     """Of the input gradients."""
     if load.tiled:
         return _tiled_backward(load, rows, recompute, False)
+    if load.block == WHOLE:
+        return rows * (load.hidden_size + load.width + (load.hidden_columns if recompute else 0))
     return rows * (load.hidden_size + load.width + (load.hidden_size + load.hidden_columns if recompute else 0))
 
 
@@ -46,6 +51,8 @@ def both_scratch(load: LayerLoad, rows: int, recompute: bool) -> int:
     """Of both gradients, computed one after the other for each block."""
     if load.tiled:
         return _tiled_backward(load, rows, recompute, True)
+    if load.block == WHOLE:
+        return rows * (3 * load.hidden_size + 2 * load.width + load.hidden_columns * (2 if recompute else 1))
     return rows * (2 * load.hidden_size + 2 * load.width + load.hidden_columns * (2 if recompute else 1))
 
 

@@ -207,14 +207,13 @@ def local_bytes(load: LayerLoad, plan: Plan) -> tuple[int, int, int]:
         }
         # The only chunk's sums are the result; of several, the result is there before the first.
         result |= {"sums": chunk.sizes["output"], "output": 0} if degree == 1 else {"sums": 0}
-        block = chunk.assignments if load.block == WHOLE else chunk.block
-        return result | {"scratch": scratch(load, block, computes_again)}
+        return result | {"scratch": scratch(load, chunk.block, computes_again)}
 
     degree, backward_degree = plan.degree, plan.backward_degree
     regrouped = (
         _Chunk(load, backward_degree).assignments * load.hidden_columns if keeps and degree != backward_degree else 0
     )
-    forward = sizes(degree, 0, expert_sizes.forward_scratch, load.block == WHOLE or not keeps)
+    forward = sizes(degree, 0, expert_sizes.forward_scratch, not keeps)
     backward = sizes(backward_degree, regrouped, expert_sizes.both_scratch, not keeps)
     most = (
         peak(_local_forward_ledger(degree, strategy), forward),
@@ -233,7 +232,9 @@ class _Chunk:
     def __init__(self, load: LayerLoad, degree: int) -> None:
         self.assignments = -(-load.assignments // degree)
         self.rows = -(-load.rows // degree) * load.hidden_size
-        self.block = min(self.assignments, load.block, -(-load.expert_assignments // degree))
+        # of one expert, or of all where one product takes them all
+        of_expert = min(self.assignments, load.block, -(-load.expert_assignments // degree))
+        self.block = self.assignments if load.block == WHOLE else of_expert
         with_spare = self.assignments + _spare(load)
         self.preactivations = with_spare * load.hidden_columns
         output = load.tokens * load.hidden_size

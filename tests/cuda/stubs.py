@@ -17,7 +17,9 @@ from tests.cuda.device import Device, DeviceTensor, host_of, on_device, pin
 from tests.cuda.observed import OBSERVED
 
 
-def _with_pins(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def with_pins(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`make`, which can mark what it makes as page-locked."""
+
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         tensor = make(*args, **kwargs)
         return pin(tensor) if pin_memory else tensor
@@ -103,8 +105,8 @@ def _record_stream(tensor: torch.Tensor, stream: streams.Stream) -> None:
     streams.record(host_of(tensor), stream)
 
 
-def install() -> None:
-    """Put all this in the place of `torch.cuda` for the rest of the process."""
+def install_cuda() -> None:
+    """Put a `torch.cuda` that sees one card in the place of torch's, for the rest of the process."""
     properties = SimpleNamespace(total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132, name="pretended")
     fork = torch.random.fork_rng
     cuda: dict[str, Any] = {
@@ -139,13 +141,16 @@ def install() -> None:
     torch.cuda.nccl.version = lambda: (2, 28, 0)
     torch.cuda.random.get_rng_state = cuda["get_rng_state"]
     torch.random.fork_rng = lambda devices=None, **kwargs: fork(devices=[], **kwargs)
-    torch.Tensor.pin_memory = lambda tensor, device=None: pin(tensor.clone())
-    torch.Tensor.record_stream = DeviceTensor.record_stream = lambda tensor, stream: streams.record(
-        host_of(tensor), stream
-    )
-    torch.empty, torch.zeros = _with_pins(torch.empty), _with_pins(torch.zeros)
-    torch.nn.Module.to = _move_module
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is made on the host and then moved
+
+
+def install() -> None:
+    """Put all this in the place of `torch.cuda` and of what works on the device, for the rest of the process."""
+    install_cuda()
+    torch.Tensor.pin_memory = lambda tensor, device=None: pin(tensor.clone())
+    torch.Tensor.record_stream = DeviceTensor.record_stream = _record_stream
+    torch.empty, torch.zeros = with_pins(torch.empty), with_pins(torch.zeros)
+    torch.nn.Module.to = _move_module
     torch.nn.functional.rms_norm, torch.nn.functional.scaled_dot_product_attention = (
         _rms_norm_of_cuda,
         _attention_of_cuda,

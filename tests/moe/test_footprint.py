@@ -13,7 +13,7 @@ from moe.alltoall.flat import FlatAllToAll
 from moe.experts import blocks
 from moe.experts.weights import Weights
 from moe.layer import routed_experts
-from moe.planning.footprint import memory_bytes
+from moe.planning.footprint import INDEX_BYTES, memory_bytes
 from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, Plan
 from tests.distributed import run
 
@@ -95,3 +95,26 @@ def test_strategies_save_what_they_promise() -> None:
     everything = peaks[Plan()]
     assert peaks[Plan(4, 4, "recompute", 0)] < 0.53 * everything
     assert peaks[Plan(8, 8, "communicate_recompute", 1)] < 0.40 * everything
+
+
+def test_a_product_of_all_experts_gathers_all_their_rows() -> None:
+    """On a GPU; tests/cuda/test_fake.py holds the numbers to what a step there needs."""
+    load = LayerLoad(
+        tokens=64,
+        rows=128,
+        away_rows=96,
+        assignments=256,
+        hidden_size=16,
+        hidden_columns=48,
+        width=24,
+        element_size=2,
+        expert_assignments=32,
+    )
+    few, many = (dataclasses.replace(load, expert_assignments=number) for number in (16, 256))
+    for plan in PLANS:
+        assert memory_bytes(few, plan) == memory_bytes(load, plan) == memory_bytes(many, plan)
+    # The most is there when the input gradients are done: they and what they leave to do, the gradients of outputs and
+    # of activations, all of every assignment; beside them what was received and is being sent.
+    input_grads = 256 * (16 + (48 + 24) + 16 + 24)
+    received, sent, kept = 128 * 16, 96 * 16, 128 * 16 + 256 * 48
+    assert memory_bytes(load, Plan()) == 2 * (input_grads + received + sent + kept) + 256 * INDEX_BYTES

@@ -365,7 +365,7 @@ def check_solver(num_cases: int, num_budgets: int, seed: int) -> tuple[set[Plan]
 
 
 def test_solver_equals_brute_force_over_all_plans() -> None:
-    seen, refused = check_solver(700, 250, seed=2)  # 10,000: python -m benchmarks.solver_check
+    seen, refused = check_solver(700, 250, seed=3)  # 10,000: python -m benchmarks.solver_check
     # The cases are worth something: many different plans are the best of some.
     assert {plan.degree for plan in seen} == {plan.backward_degree for plan in seen} == set(DEGREES)
     assert {plan.memory_strategy for plan in seen} == set(STRATEGIES)
