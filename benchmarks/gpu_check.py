@@ -117,7 +117,7 @@ def make_steps(count: int, experiments: Sequence[str], shapes: Sequence[str], sm
     """What is run on so many GPUs, in order: first each layer on one of them, at last on all together."""
     python = [sys.executable, "-m"]
     tests = SMALL_TESTS if small else tuple(sorted(str(path.relative_to(ROOT)) for path in tests_for_gpus()))
-    steps = [Step("tests", "tests marked gpu", [*python, "pytest", "-m", "gpu", "-q", "--durations=0", *tests], 4.0)]
+    steps = [Step("tests", "tests marked gpu", [*python, "pytest", "-m", "gpu", "-q", *tests], 4.0)]
     ranks = 1
     while 2 * ranks <= min(count, MOST_RANKS):
         ranks *= 2
@@ -325,7 +325,8 @@ def main() -> int:
     outcomes = run_all(steps, 60 * arguments.minutes)
     path = arguments.results / file_name(found["name"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = document(found, outcomes, "bash launch/gpu_check.sh")
+    command = f"bash launch/gpu_check.sh --minutes {arguments.minutes:g}{' --small' * arguments.small}"
+    text = document(found, outcomes, command)
     path.write_text(text)
     print(f"\n{text}\ngpu_check: written to {path}")
     if arguments.json:

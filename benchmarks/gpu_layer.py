@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import sys
@@ -187,7 +188,7 @@ def time_in_turns(variants: list[Variant], steps: Steps, num_rounds: int) -> rou
     for turn in range(num_rounds):
         first = turn % len(variants)
         for variant in variants[first:] + variants[:first]:
-            took = milliseconds(lambda variant=variant: steps.take(variant, REPEATS), REPEATS)
+            took = milliseconds(functools.partial(steps.take, variant, REPEATS), REPEATS)
             found[variant.name]["step"].append(took / 1e3)
     return rounds.Rounds(found, num_rounds, 0)
 
@@ -273,7 +274,7 @@ def measure(config: Config, topology: Topology, num_rounds: int) -> list[dict[st
     rows = []
     for variant in variants:
         seconds = times.median(variant.name, "step")
-        hidden, busy = profile(lambda variant=variant: steps.take(variant))
+        hidden, busy = profile(functools.partial(steps.take, variant))
         rows.append(
             {
                 "variant": variant.name,

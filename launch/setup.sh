@@ -32,6 +32,7 @@ unfinished=$venv/.setup-unfinished
 named_python=
 if [[ $# -gt 0 && $1 != -* ]]; then
     named_python=$1
+    [[ $named_python != */* || $named_python == /* ]] || named_python=$called_from/$named_python
     shift
 fi
 extras=()

@@ -271,6 +271,13 @@ def test_setup_with_a_named_python_that_does_not_run_keeps_what_is_there(sandbox
     assert sandbox.log() == []
 
 
+def test_setup_takes_a_python_from_where_it_is_called(sandbox: Sandbox) -> None:
+    (sandbox.root / "own").mkdir()
+    (sandbox.bin / "python3.12").rename(sandbox.root / "own" / "python")
+    result = sandbox.run("setup.sh", "own/python")
+    assert (result.returncode, sandbox.log()) == (0, ["venv", pip_line()]), result.stderr
+
+
 def test_setup_goes_on_after_pip_failed(sandbox: Sandbox) -> None:
     (sandbox.root / "pip-fails").touch()
     result = sandbox.run("setup.sh")
