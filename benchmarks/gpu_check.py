@@ -267,7 +267,7 @@ def _layers(answers: Sequence[dict[str, Any]]) -> list[str]:
 One MoE layer, forward and backward pass in bf16, router included. Medians of rounds in which all take turns; `speed` is
 relative to the fastest of Megatron-core's in the same rounds. Peak memory is of one step: weights, gradients and what
 is kept in between. `overlap`: share of the time of NCCL's kernels in which another one runs; `busy`: share of the step
-in which any does. `difference`: largest of the output from ours in one chunk, relative to the largest output."""
+in which any does. `difference`: norm of the output's difference from ours in one chunk, relative to its norm."""
     parts = ["", "## One layer", "", text]
     for answer in answers:
         rows = [cells(row) for row in answer["rows"]]

@@ -8,7 +8,7 @@ shared expert included. All variants have the same weights and take turns on the
 median of its rounds, each of four steps between two CUDA events, of the slowest rank. Peak memory is of one step:
 weights, their gradients and what is kept in between, the tokens themselves left out. Overlap is the share of the time
 of NCCL's kernels in which another kernel runs, in a profile of one step of rank 0; busy the share of the step in which
-any does.
+any does. Difference is the norm of the output's difference from ours in one chunk, relative to the output's.
 
 Of DeepSeek-V3 a rank holds 32 of the 256 experts, as with expert parallelism over eight ranks: fewer ranks have fewer
 experts in all.
@@ -265,7 +265,7 @@ def measure(config: Config, topology: Topology, num_rounds: int) -> list[dict[st
     for variant in variants:
         steps.take(variant, WARM_UP)
         output = steps.take(variant)  # of the first tokens again
-        differences[variant.name] = ((output - reference).abs().max() / reference.abs().max()).item()
+        differences[variant.name] = ((output - reference).float().norm() / reference.float().norm()).item()
     peaks = {variant.name: peak_bytes(variant, steps) for variant in variants}
     times = time_in_turns(variants, steps, num_rounds)
     theirs = [variant.name for variant in variants if variant.plan is None]
