@@ -41,12 +41,13 @@ from benchmarks.megatron_layer import LINEAR, fill_experts, kinds_of_experts, me
 from configs import derived
 from configs.compose import compose
 from configs.ranks import launched
-from configs.schema import Config
+from configs.schema import Config, ConfigError
 from configs.validate import validate
 from models.transformer_config import transformer_config
 from moe.layer import MixtrainMoELayer
 from moe.schedule.chunk_plan import Plan
 from moe.spec import moe_spec
+from parallel import card
 from training.report.metrics import peak_flops
 
 SHAPES = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3_like")
@@ -330,7 +331,13 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a device without speed")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    config = make_config(arguments.shape, launched().world_size, arguments.tokens, arguments.small)
+    try:
+        config = make_config(arguments.shape, launched().world_size, arguments.tokens, arguments.small)
+    except ConfigError as error:
+        parser.error(str(error))
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU, and torch sees none here")
+    card.set_environment(config)  # as a training has it
     topology = initialize(config)
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
