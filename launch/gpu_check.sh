@@ -74,7 +74,9 @@ cd "$root"
 # Before the set-up, which takes minutes. A container may have a GPU without nvidia-smi: there torch is asked, where one
 # is already.
 gpus=$(bash launch/count_gpus.sh)
-if ((gpus == 0)) && [[ -z ${CUDA_VISIBLE_DEVICES+set} ]]; then
+listed=$(env -u CUDA_VISIBLE_DEVICES bash launch/count_gpus.sh)
+if ((listed == 0)) && [[ -n ${CUDA_VISIBLE_DEVICES-0} ]]; then
+    gpus=0
     for python in .venv/bin/python ${system_torch:+python3.12 python3.11 python3}; do
         if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
             gpus=1

@@ -36,8 +36,13 @@ def box(sandbox: Sandbox) -> Sandbox:
 
 @pytest.mark.parametrize(
     ("nvidia_smi", "visible"),
-    [(None, None), ("#!/usr/bin/env bash\necho 'NVIDIA-SMI has failed'\nexit 9\n", None), (NVIDIA_SMI, "")],
-    ids=["none", "no driver", "none visible"],
+    [
+        (None, None),
+        ("#!/usr/bin/env bash\necho 'NVIDIA-SMI has failed'\nexit 9\n", None),
+        (NVIDIA_SMI, ""),
+        (None, "0"),
+    ],
+    ids=["none", "no driver", "none visible", "visible but not there"],
 )
 def test_without_a_gpu_it_ends_before_the_set_up(box: Sandbox, nvidia_smi: str | None, visible: str | None) -> None:
     if nvidia_smi is not None:
