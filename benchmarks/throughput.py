@@ -21,6 +21,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import tables
+
+HEADINGS = ("experiment", "ranks", "tokens/s", "step s", "MFU", "GiB", "loss")
+
 
 def measure(experiment: str, ranks: int, steps: int, overrides: list[str]) -> dict[str, Any]:
     """Train `steps` steps of an experiment and summarise the metrics of the last two thirds. Raises RuntimeError if it
@@ -60,6 +64,19 @@ def measure(experiment: str, ranks: int, steps: int, overrides: list[str]) -> di
     }
 
 
+def cells(row: dict[str, Any]) -> list[str]:
+    """What was measured, under HEADINGS."""
+    return [
+        row["experiment"],
+        str(row["ranks"]),
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['step_seconds']:.3f}",
+        "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+        f"{row['peak_memory_gib']:.2f}",
+        f"{row['last_loss']:.3f}",
+    ]
+
+
 def device_name() -> str:
     """What the runs train on, for the heading of a table."""
     return (
@@ -79,13 +96,7 @@ def main() -> int:
     arguments = parser.parse_args()
     rows = [measure(name, arguments.ranks, arguments.steps, arguments.overrides) for name in arguments.experiments]
     print(f"{device_name()}, torch {torch.__version__}")
-    print(f"{'experiment':<20} {'ranks':>5} {'tokens/s':>10} {'step s':>8} {'MFU':>7} {'GiB':>7} {'loss':>7}")
-    for row in rows:
-        utilisation = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
-        print(
-            f"{row['experiment']:<20} {row['ranks']:>5} {row['tokens_per_second']:>10,.0f} {row['step_seconds']:>8.3f} "
-            f"{utilisation:>7} {row['peak_memory_gib']:>7.2f} {row['last_loss']:>7.3f}"
-        )
+    print(tables.table(HEADINGS, [cells(row) for row in rows], markdown=False))
     if arguments.json:
         print(json.dumps({"device": device_name(), "torch": torch.__version__, "rows": rows}))
     return 0

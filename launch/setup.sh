@@ -4,12 +4,15 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-Usage: bash launch/setup.sh [PYTHON] [--extra NAME]... [PIP ARGUMENT]...
+Usage: bash launch/setup.sh [PYTHON] [--extra NAME]... [--system-torch] [--wheels DIR] [PIP ARGUMENT]...
 
 Makes .venv in the repository with Python 3.11 or 3.12 and installs the pinned dependencies. Does nothing when they are
 there already. PYTHON is the interpreter to use (default: python3.12, else python3.11, else python3). Extras: dev (lint,
 types, tests), cuda (TransformerEngine), peers (benchmarks). Other arguments go to pip install, as does pip's own
 configuration. To start over, delete .venv.
+
+  --system-torch  take the torch that PYTHON has, such as an image's own build for its GPUs, and install none
+  --wheels DIR    install from this folder of wheels alone, without a network; launch/wheels.sh fills one
 TEXT
 }
 
@@ -18,6 +21,7 @@ die() {
     exit 1
 }
 
+called_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv
 # Says what a complete installation was made from, and where: written last, and first of all removed by the next one.
@@ -28,10 +32,12 @@ unfinished=$venv/.setup-unfinished
 named_python=
 if [[ $# -gt 0 && $1 != -* ]]; then
     named_python=$1
+    [[ $named_python != */* || $named_python == /* ]] || named_python=$called_from/$named_python
     shift
 fi
 extras=()
 pip_arguments=()
+system_torch=
 while [[ $# -gt 0 ]]; do
     case $1 in
         -h | --help)
@@ -41,6 +47,16 @@ while [[ $# -gt 0 ]]; do
         --extra)
             [[ ${2:-} =~ ^[a-z]+$ ]] || die "--extra needs a name, such as --extra dev"
             extras+=("$2")
+            shift 2
+            ;;
+        --system-torch)
+            system_torch=1
+            shift
+            ;;
+        --wheels)
+            wheels=$(cd "$called_from" && realpath -e -- "${2:-}" 2>/dev/null) || die "--wheels needs a folder that exists, not '${2:-}'; fill one on a machine with a network: bash launch/wheels.sh DIR"
+            compgen -G "$wheels/*.whl" >/dev/null || die "--wheels $2: there is no wheel in that folder; fill it on a machine with a network: bash launch/wheels.sh DIR"
+            pip_arguments+=(--no-index --find-links "$wheels")
             shift 2
             ;;
         *)
@@ -63,7 +79,13 @@ is_complete() {
     for extra in ${extras[@]+"${extras[@]}"}; do
         [[ " $has " == *" $extra "* ]] || return 1
     done
+    [[ -z $system_torch ]] || has_system_torch || return 1
     [[ -z $named_python ]] || has_named_python
+}
+
+# Whether .venv was made with --system-torch; it keeps that torch when more is installed without the option.
+has_system_torch() {
+    grep -q '^include-system-site-packages = true' "$venv/pyvenv.cfg" 2>/dev/null
 }
 
 has_named_python() {
@@ -74,19 +96,30 @@ is_supported() {
     "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' >/dev/null 2>&1
 }
 
+# Prints the folder that this Python finds torch in, without importing it; fails where there is none.
+torch_of() {
+    "$1" -c 'import importlib.util as u, os; print(os.path.dirname(os.path.dirname(u.find_spec("torch").origin)))' 2>/dev/null
+}
+
+fits() {
+    is_supported "$1" || return 1
+    [[ -z $system_torch ]] || torch_of "$1" >/dev/null
+}
+
 # Prints the interpreter to make .venv with. A name on PATH proves nothing: version managers leave shims for versions
 # that are not enabled, so each candidate is run, and every place on PATH is tried.
 find_python() {
     local name candidate without_venv=
     if [[ -n $named_python ]]; then
         is_supported "$named_python" || die "$named_python is not a Python 3.11 or 3.12 that runs; name another one"
+        fits "$named_python" || die "$named_python has no torch, which --system-torch takes; name the Python that has it, or leave the option out"
         "$named_python" -c 'import venv, ensurepip' 2>/dev/null || die "$named_python has no venv module (on Debian and Ubuntu: the package python3-venv)"
         echo "$named_python"
         return
     fi
     for name in python3.12 python3.11 python3 python; do
         while read -r candidate; do
-            is_supported "$candidate" || continue
+            fits "$candidate" || continue
             if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
                 echo "$candidate"
                 return
@@ -95,6 +128,7 @@ find_python() {
         done < <(type -aP "$name")
     done
     [[ -z $without_venv ]] || die "$without_venv has no venv module (on Debian and Ubuntu: the package python3-venv)"
+    [[ -z $system_torch ]] || die "no Python 3.11 or 3.12 on PATH has torch, which --system-torch takes; name the one that has it: bash launch/setup.sh /path/to/python3.12 --system-torch"
     die "no Python 3.11 or 3.12 found on PATH; install one, or name it: bash launch/setup.sh /path/to/python3.12"
 }
 
@@ -136,6 +170,8 @@ if [[ -e $venv || -L $venv ]]; then
         reason="it was made at another place"
     elif [[ -n $named_python ]] && ! has_named_python; then
         reason="it is not of $named_python"
+    elif [[ -n $system_torch ]] && ! has_system_torch; then
+        reason="it has a torch of its own"
     fi
     if [[ -n $reason ]]; then
         base_python=$(find_python) # before the old one goes: it must not be lost for a name that does not run
@@ -148,12 +184,23 @@ if [[ ! -e $venv ]]; then
     echo "setup: making .venv with $("$base_python" -V) ($base_python)"
     mkdir "$venv"
     touch "$unfinished"
-    "$base_python" -m venv "$venv" || die "$base_python could not make a virtual environment in $PWD/$venv"
+    "$base_python" -m venv "$venv" ${system_torch:+--system-site-packages} ||
+        die "$base_python could not make a virtual environment in $PWD/$venv"
+    if [[ -n $system_torch ]] && ! torch_of "$python" >/dev/null; then
+        # That Python is of a virtual environment itself, whose packages a new one does not see.
+        torch_of "$base_python" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/system_torch.pth"
+    fi
+fi
+
+constraints=launch/constraints.txt
+if has_system_torch; then
+    constraints=$venv/constraints.txt
+    "$python" launch/system_torch.py launch/constraints.txt >"$constraints" || die "the torch of this Python cannot be used (see above)"
 fi
 
 touch "$unfinished"
 echo "setup: installing the pinned dependencies${wanted:+ with extras: $wanted} (minutes the first time; PyTorch is large)"
-if ! "$python" -m pip install -qq --disable-pip-version-check --constraint launch/constraints.txt \
+if ! "$python" -m pip install -qq --disable-pip-version-check --constraint "$constraints" \
     --editable ".${wanted:+[${wanted// /,}]}" ${pip_arguments[@]+"${pip_arguments[@]}"}; then
     rm -f "$unfinished" # pip failed in its own time and left the environment in order; the next set-up goes on from here
     die "pip could not install the dependencies (its message is above); run this again once that is mended"

@@ -24,7 +24,8 @@ from configs import compose
 from configs.schema import Config
 from launch import submit
 from launch.job import compose_for
-from tests.test_launch import ROOT, Sandbox, agent_arguments, installed, parsed, sandbox
+from tests.launch.test_gpu_check import OF_CHECK
+from tests.test_launch import NVIDIA_SMI, PYTHON, ROOT, Sandbox, agent_arguments, installed, parsed, sandbox
 
 __all__ = ["installed", "sandbox"]  # fixtures
 
@@ -36,7 +37,7 @@ PAGES = [
     *GUIDES,
     *sorted((ROOT / "docs" / "results").glob("*.md")),
 ]
-SCRIPTS = ["quickstart.sh", "setup.sh", "test.sh", "torchrun.sh"]
+SCRIPTS = ["gpu_check.sh", "quickstart.sh", "setup.sh", "test.sh", "torchrun.sh", "wheels.sh"]
 # their first lines say how to use them
 COMMENTED = [ROOT / "launch" / "slurm.sbatch", ROOT / "launch" / "kubernetes.yaml"]
 COMMAND = re.compile(
@@ -45,6 +46,7 @@ COMMAND = re.compile(
 GPUS = 8  # of a node, where an example does not say it
 
 SLURM = "tests/launch/test_slurm.py::test_training_on_two_nodes_is_preempted_resumes_loses_a_rank_and_finishes"
+PRETENDED_CHECK = "tests/launch/test_gpu_check.py::test_it_runs_to_its_end_on_the_pretended_device"
 # The first row that fits a command says how it is checked: the function dry_NAME below, or a test that is elsewhere.
 TABLE: list[tuple[str, str]] = [
     (r".*python -m tests\.cuda\.run ", "tests/cuda/test_trainings.py::test_any_command_runs_on_the_device"),
@@ -55,6 +57,9 @@ TABLE: list[tuple[str, str]] = [
     (r"bash launch/quickstart\.sh", "quickstart"),
     (r"bash launch/setup\.sh", "tests/test_launch.py::test_setup_installs_once_and_then_calls_nothing"),
     (r"bash launch/test\.sh", "tests/test_launch.py::test_test_script_runs_everything_and_fails_if_anything_does"),
+    (r"bash launch/gpu_check\.sh", "gpu_check"),
+    (r"bash launch/wheels\.sh", "wheels"),
+    (r"python -m tests\.cuda\.run -- bash launch/gpu_check\.sh --small", PRETENDED_CHECK),
     (r"\.venv/bin/ruff format$", "tests/test_launch.py::test_test_script_runs_everything_and_fails_if_anything_does"),
     (r".*python -m launch\.submit", "submit"),
     (r".*python -m launch\.job", "job"),
@@ -84,6 +89,8 @@ RUNS: list[tuple[str, str]] = [
     (r"bash launch/quickstart\.sh", "tests/test_launch.py::test_quickstart_command_line"),
     (r"bash launch/setup\.sh", "tests/test_launch.py::test_setup_installs_once_and_then_calls_nothing"),
     (r"bash launch/test\.sh", "tests/test_launch.py::test_test_script_runs_everything_and_fails_if_anything_does"),
+    (r"(python -m tests\.cuda\.run -- )?bash launch/gpu_check\.sh", PRETENDED_CHECK),
+    (r"bash launch/wheels\.sh", "tests/test_launch.py::test_wheels_of_everything_that_is_pinned"),
     (r"\.venv/bin/ruff", "tests/test_launch.py::test_test_script_runs_everything_and_fails_if_anything_does"),
     (r".*python -m launch\.submit|scancel|sbatch", SLURM),
     (r".*python -m launch\.job", "tests/launch/test_submit.py::test_job_prints_where_it_writes_or_why_it_cannot_be"),
@@ -238,6 +245,26 @@ def dry_quickstart(words: list[str], request: pytest.FixtureRequest, monkeypatch
     assert box.run("quickstart.sh", *words[2:]).returncode == 0
     options, overrides = parsed(agent_arguments(box)[1:])
     compose_for(overrides, ranks_of(options))
+
+
+def dry_gpu_check(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for a GPU: the options are handed to the program, which takes them."""
+    box: Sandbox = request.getfixturevalue("sandbox")
+    box.put("python3.12", PYTHON.replace('case "$*" in\n', f'case "$*" in\n{OF_CHECK}'))
+    box.put("nvidia-smi", NVIDIA_SMI)
+    (box.root / "torch-is-in").write_text("here\n")
+    (box.root / "wheels").mkdir()
+    (box.root / "wheels" / "a.whl").touch()
+    result = box.run("gpu_check.sh", *words[2:])
+    assert (result.returncode, result.stderr) == (7, "")
+    handed = (box.root / "options").read_text().split()
+    dry_tool(["-m", "benchmarks.gpu_check", *handed, "--json"], request, monkeypatch)
+
+
+def dry_wheels(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    box: Sandbox = request.getfixturevalue("sandbox")
+    box.put("python3", PYTHON)
+    assert box.run("wheels.sh", *words[2:]).returncode == 0
 
 
 def dry_submit(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

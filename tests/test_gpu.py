@@ -48,6 +48,7 @@ def test_bf16_quickstart_learns_and_reports_mfu(tmp_path: Path) -> None:
     lines = _train(tmp_path / "run", "training.precision=bf16", "training.steps=40")
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
     assert lines[-1]["peak_memory_bytes"] > 0
+    assert 0 < lines[-1].get("mfu", 0.5) < 1  # of a card whose peak is known
 
 
 def test_a_resumed_run_repeats_the_undisturbed_one(tmp_path: Path) -> None:

@@ -14,10 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from launch import system_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"])
@@ -32,9 +35,13 @@ case "$*" in
     "-c import sys; sys.exit"*) exit 0 ;;
     "-c import venv, ensurepip") [[ ! -e "$SANDBOX/no-venv-module" ]] ;;
     "-c import os, sys; print(os.path.realpath(sys.prefix))") cat "$(dirname "$0")/prefix" ;;
-    "-m venv "*) echo "venv" >>"$SANDBOX/log"
-        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && realpath "$3" >"$3/bin/prefix" ;;
+    "-m venv "*) echo "venv${4:+ $4}" >>"$SANDBOX/log"
+        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && realpath "$3" >"$3/bin/prefix"
+        echo "include-system-site-packages = $([[ -n ${4:-} ]] && echo true || echo false)" >"$3/pyvenv.cfg" ;;
+    "-c import importlib.util as u, os; "*) cat "$SANDBOX/torch-is-in" ;;
+    "launch/system_torch.py "*) echo "torch==2.11.0" ;;
     "-m pip --version") ;;
+    "-m pip wheel "* | "-m pip download "*) echo "pip ${*:3}" >>"$SANDBOX/log" ;;
     "-m pip install "*) echo "pip ${*:3}" >>"$SANDBOX/log"
         while [[ -e "$SANDBOX/pip-waits" ]]; do sleep 0.05; done
         [[ ! -e "$SANDBOX/pip-fails" ]] || { echo "ERROR: no such package" >&2; exit 1; } ;;
@@ -65,6 +72,9 @@ class Sandbox:
             "count_gpus.sh",
             "slurm.sbatch",
             "test.sh",
+            "gpu_check.sh",
+            "wheels.sh",
+            "system_torch.py",
             "constraints.txt",
         ):
             shutil.copy(ROOT / "launch" / name, self.repo / "launch")
@@ -149,7 +159,7 @@ def test_script_parses(script: Path) -> None:
     assert subprocess.run(["bash", "-n", str(script)], capture_output=True, timeout=30).stderr == b""
 
 
-@pytest.mark.parametrize("script", ["setup.sh", "quickstart.sh", "test.sh", "torchrun.sh"])
+@pytest.mark.parametrize("script", ["setup.sh", "quickstart.sh", "test.sh", "torchrun.sh", "gpu_check.sh", "wheels.sh"])
 def test_script_has_a_help_text_and_does_nothing_else(sandbox: Sandbox, script: str) -> None:
     result = sandbox.run(script, "--help")
     assert result.returncode == 0
@@ -261,6 +271,13 @@ def test_setup_with_a_named_python_that_does_not_run_keeps_what_is_there(sandbox
     assert sandbox.log() == []
 
 
+def test_setup_takes_a_python_from_where_it_is_called(sandbox: Sandbox) -> None:
+    (sandbox.root / "own").mkdir()
+    (sandbox.bin / "python3.12").rename(sandbox.root / "own" / "python")
+    result = sandbox.run("setup.sh", "own/python")
+    assert (result.returncode, sandbox.log()) == (0, ["venv", pip_line()]), result.stderr
+
+
 def test_setup_goes_on_after_pip_failed(sandbox: Sandbox) -> None:
     (sandbox.root / "pip-fails").touch()
     result = sandbox.run("setup.sh")
@@ -279,6 +296,108 @@ def test_setup_remakes_an_environment_that_was_moved(sandbox: Sandbox) -> None:
     result = sandbox.run("setup.sh")
     assert result.returncode == 0 and "another place" in result.stdout
     assert sandbox.log() == ["venv", pip_line()]
+
+
+SYSTEM_PIP = pip_line().replace("launch/constraints.txt", ".venv/constraints.txt")
+
+
+def test_setup_around_the_systems_torch_keeps_it(sandbox: Sandbox) -> None:
+    (sandbox.root / "torch-is-in").write_text("/usr/lib/python3/dist-packages\n")
+    result = sandbox.run("setup.sh", "--system-torch")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sandbox.log() == ["venv --system-site-packages", SYSTEM_PIP]
+    assert (sandbox.repo / ".venv" / "constraints.txt").read_text() == "torch==2.11.0\n"
+    for arguments in ([], ["--system-torch"]):
+        sandbox.run("setup.sh", *arguments)
+    assert sandbox.log() == []
+    sandbox.run("setup.sh", "--extra", "dev")
+    assert sandbox.log() == [SYSTEM_PIP + "[dev]"]
+
+
+def test_setup_remakes_an_environment_with_a_torch_of_its_own(sandbox: Sandbox) -> None:
+    sandbox.run("setup.sh")
+    (sandbox.root / "torch-is-in").write_text("/usr/lib/python3/dist-packages\n")
+    sandbox.log()
+    result = sandbox.run("setup.sh", "--system-torch")
+    assert result.returncode == 0 and "it has a torch of its own" in result.stdout
+    assert sandbox.log() == ["venv --system-site-packages", SYSTEM_PIP]
+
+
+@pytest.mark.parametrize("named", [[], ["python3.12"]])
+def test_setup_around_a_torch_that_is_not_there_says_so_in_one_line(sandbox: Sandbox, named: list[str]) -> None:
+    result = sandbox.run("setup.sh", *named, "--system-torch")
+    assert result.returncode == 1
+    assert "which --system-torch takes" in result.stderr and result.stderr.count("\n") == 1
+    assert sandbox.log() == []
+
+
+def test_setup_installs_from_a_folder_of_wheels_alone(sandbox: Sandbox) -> None:
+    folder = sandbox.root / "my wheels"  # where the caller stands
+    folder.mkdir()
+    (folder / "torch-2.13.0-py3-none-any.whl").touch()
+    result = sandbox.run("setup.sh", "--wheels", "my wheels", "--extra", "dev")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sandbox.log() == ["venv", f"{pip_line('dev')} --no-index --find-links {folder}"]
+
+
+@pytest.mark.parametrize("wheels", [[], ["nowhere"], ["empty"]])
+def test_setup_without_wheels_says_so_in_one_line(sandbox: Sandbox, wheels: list[str]) -> None:
+    (sandbox.root / "empty").mkdir()
+    result = sandbox.run("setup.sh", "--wheels", *wheels)
+    assert result.returncode == 1
+    assert "bash launch/wheels.sh DIR" in result.stderr and result.stderr.count("\n") == 1
+    assert sandbox.log() == []
+
+
+@pytest.mark.parametrize("without_torch", [False, True])
+def test_wheels_of_everything_that_is_pinned(sandbox: Sandbox, without_torch: bool) -> None:
+    sandbox.put("python3", PYTHON)
+    result = sandbox.run("wheels.sh", "out", "--python", "3.11", *["--without-torch"] * without_torch)
+    assert (result.returncode, result.stderr) == (0, "")
+    built, downloaded = (line.split() for line in sandbox.log())
+    assert built[:2] == ["pip", "wheel"] and built[-1].startswith("antlr4-python3-runtime==")
+    assert downloaded[:2] == ["pip", "download"] and "3.11" in downloaded and str(sandbox.root / "out") in downloaded
+    pinned = [line for line in (ROOT / "launch" / "constraints.txt").read_text().splitlines() if "==" in line]
+    of_torch = [line for line in pinned if re.match("torch==|triton==|nvidia-|cuda-", line)]
+    wanted = set(pinned) - {built[-1]} - (set(of_torch) if without_torch else set())
+    assert len(of_torch) > 10 and {word for word in downloaded if "==" in word} == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs a folder to fill"),
+        (["a", "b"], "one folder, not a and b"),
+        (["a", "--python", "3.13"], "--python=3.13 must be 3.11 or 3.12"),
+        (["a", "--torch"], "unknown option --torch"),
+    ],
+)
+def test_wheels_refuses_wrong_options(sandbox: Sandbox, arguments: list[str], message: str) -> None:
+    result = sandbox.run("wheels.sh", *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"wheels.sh: {message}") and result.stderr.count("\n") == 1
+
+
+def test_pins_around_the_systems_torch_leave_its_own_dependencies_out() -> None:
+    lines = [
+        "# pins",
+        "torch==2.13.0",
+        "triton==3.7.1",
+        "nvidia-nccl-cu13==2.29.7",
+        "numpy==2.4.6",
+        "",
+        "Jinja2==3.1.6",
+    ]
+    requires = ["jinja2", "nvidia-nccl-cu13==2.28.9; platform_system == 'Linux'", "typing-extensions>=4.10"]
+    assert system_torch.constraints(lines, "2.11.0+cu130", requires) == ["numpy==2.4.6", "torch==2.11.0+cu130"]
+    done = subprocess.run(
+        [sys.executable, "launch/system_torch.py", "launch/constraints.txt"], cwd=ROOT, capture_output=True, text=True
+    )
+    pins = dict(line.split("==") for line in done.stdout.splitlines())
+    assert pins["torch"] == metadata.version("torch") and {"megatron-core", "numpy"} < pins.keys()
+    assert not pins.keys() & {"triton", "setuptools", "sympy", "filelock"}
+    allowed = [".".join(map(str, version)) for version in (system_torch.OLDEST, system_torch.NEWEST_EXCLUDED)]
+    assert f'"torch>={allowed[0]},<{allowed[1]}"' in (ROOT / "pyproject.toml").read_text()
 
 
 # --- test.sh ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,12 @@ def with_pins(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
-def _move_module(module: torch.nn.Module, *_: Any, **__: Any) -> torch.nn.Module:
+_to = torch.nn.Module.to
+
+
+def _move_module(module: torch.nn.Module, *target: Any, **options: Any) -> torch.nn.Module:
+    if target and str(target[0]).startswith("cpu"):  # a run on the host beside the device
+        return _to(module, *target, **options)
     # torch swaps the storage of a parameter in place, which cannot turn one into a tensor of another class.
     for part in module.modules():
         for name, parameter in part._parameters.items():

@@ -3,11 +3,11 @@ backend."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 
+from parallel.megatron.startup import transformer_engine_fault
 from tests.distributed import run
 from tests.models.helpers import make_config, random_batch, run_model
 from tests.models.test_layouts import BERT, GPT_MOE, SMALL, Overrides
@@ -37,9 +37,7 @@ def test_gpu_gives_the_losses_of_the_cpu(model: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None, reason="transformer-engine is not installed"
-)
+@pytest.mark.skipif(transformer_engine_fault() is not None, reason=f"TransformerEngine: {transformer_engine_fault()}")
 @pytest.mark.parametrize("model", MODELS)
 def test_transformer_engine_gives_the_losses_of_the_portable_backend(model: str) -> None:
     expected, result = (
