@@ -1,11 +1,12 @@
-"""Core attention on torch's scaled_dot_product_attention: Megatron's DotProductAttention without its mask tensor and s
-x s scores.
+"""Self attention with rotary embedding in one function, and core attention on torch's scaled_dot_product_attention:
+Megatron's DotProductAttention without its mask tensor and s x s scores.
 
 Shapes: s sequence, b batch, n query heads of this rank, g key/value heads of this rank, d channels of a head.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -20,12 +21,48 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import ConfigError
+from models.pointwise.rotary import rotate, split_and_rotate, tables
+
+
+class RotarySelfAttention(SelfAttention):
+    """Megatron-core's self attention. With rotary embedding, queries, keys and values are split and turned in one
+    function."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden `[s, b, h]`, rotary_pos_emb (angles) `[s, 1, 1, rotating channels]` -> `[s, b, h]` without the bias,
+        and the bias."""
+        if rotary_pos_emb is None or self.config.num_query_groups < self.world_size:
+            return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **others)
+        assert all(value is None for value in others.values()), (
+            f"no model of this repository uses {[name for name, value in others.items() if value is not None]}"
+        )
+        if self.config.qk_layernorm:
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            cos_sin = tables(rotary_pos_emb, query.dtype)
+            query, key = rotate(query, *cos_sin), rotate(key, *cos_sin)
+        else:
+            mixed, _ = self.linear_qkv(hidden_states)
+            groups = self.num_query_groups_per_partition
+            query, key, value = split_and_rotate(mixed, groups, self.hidden_size_per_attention_head, rotary_pos_emb)
+        attend = functools.partial(self.core_attention, attn_mask_type=self.attn_mask_type)
+        if self.checkpoint_core_attention and self.training:
+            context = tensor_parallel.checkpoint(attend, False, query, key, value, attention_mask)
+        else:
+            context = attend(query, key, value, attention_mask)
+        return self.linear_proj(context)
 
 
 class LatentAttention(MLASelfAttention):

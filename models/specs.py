@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -29,7 +29,8 @@ from megatron.core.transformer.transformer_layer import (
 
 from configs import derived
 from configs.schema import Config, ConfigError, ModelConfig
-from models.attention import LatentAttention, ScaledDotProductAttention
+from models.attention import LatentAttention, RotarySelfAttention, ScaledDotProductAttention
+from models.feed_forward import FeedForward
 from models.norm import AllHeadsRMSNorm, LatentNorm, norm_class
 from moe.planning.inputs import initial_plan
 from moe.spec import moe_spec
@@ -162,7 +163,7 @@ def _layer(
     else:
         linear_fc1 = fused_norm or backend.column_linear
         feed_forward = ModuleSpec(
-            module=MLP, submodules=MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=backend.row_linear)
+            module=FeedForward, submodules=MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=backend.row_linear)
         )
     if post_norm:
         # TransformerLayer has no post-norm, but it has a norm before cross attention: with no cross attention, what
@@ -202,7 +203,8 @@ def _attention(
         )
         key_norm = ModuleSpec(module=AllHeadsRMSNorm, params={"num_heads": megatron.num_query_groups, "tensor": tensor})
     return ModuleSpec(
-        module=SelfAttention,
+        # Where TransformerEngine is, it has a kernel for the rotary embedding.
+        module=RotarySelfAttention if backend.norm_column_linear is None else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding},
         submodules=SelfAttentionSubmodules(
             linear_qkv=norm_column_linear or backend.column_linear,

@@ -21,12 +21,12 @@ from simulator.flops import has_fused_attention
 from simulator.memory_tape import Profile, Tape, Tensor, recomputed
 from simulator.sizes import FP32, INT64, Sizes
 
-ROPE_WORK = 2.75  # times a tensor's bytes: the turned halves and their sums in the backward pass
+ROPE_WORK = 2  # times a tensor's bytes: its gradient, and the crossed halves beside it
+ROPE_WORK_IN_PIECES = 2.75  # Megatron-core's, of latent attention: the turned halves and their sums
 # of a token: logits, probabilities, maps; chosen experts with their scores
 ROUTER_EXPERT_BYTES, ROUTER_ASSIGNMENT_BYTES = (17, 12)
 LABEL_BYTES = 13  # of a token: label, mask, target
 PLAIN = (
-    "activation",
     "add",
     "cast",
     "concatenate",
@@ -58,6 +58,7 @@ class Activations:
         self.plan = plan or initial_plan(config)
         self._rules: dict[str, Rule] = {
             **dict.fromkeys(PLAIN, self._plain),
+            "activation": self._activation,
             "attention": self._attention,
             "column_linear": self._column_linear,
             "cross_entropy": self._cross_entropy,
@@ -151,6 +152,11 @@ class Activations:
     def _plain(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
         return self._apply(tape, operation, held, weight=self._weight_bytes(operation.weights))
 
+    def _activation(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+        output, (name,) = self.sizes.bytes(operation.output), operation.inputs
+        gated = held[name].bytes > output  # going back, its gate's activation is made again
+        return self._apply(tape, operation, held, work=held[name].bytes + output if gated else None)
+
     def _split(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
         (name,) = operation.inputs
         return tape.split(held[name], *(self.sizes.bytes(tensor) for tensor in operation.outputs))
@@ -201,8 +207,10 @@ class Activations:
 
     def _rotary(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
         size = self.sizes.bytes(operation.output)
+        if self.config.model.attention != "latent":
+            return self._apply(tape, operation, held, during=size, work=ROPE_WORK * size)
         tables = 2 * self.sizes.length * operation.channels * self.sizes.element
-        return self._apply(tape, operation, held, extra=tables, during=2 * size, work=int(ROPE_WORK * size))
+        return self._apply(tape, operation, held, extra=tables, during=2 * size, work=int(ROPE_WORK_IN_PIECES * size))
 
     def _pooler(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
         gathered = sum(self.sizes.bytes(collective.whole) for collective in operation.collectives)

@@ -41,7 +41,8 @@ def _grouped(config: Config, x: str, output: str) -> list[Operation]:
         held.add(operations[-1].output.name)
         return operations[-1].output
 
-    if 1 < groups // config.parallel.tensor < heads // config.parallel.tensor:
+    rotates = model.position_embedding == "rope" and not model.qk_norm
+    if not rotates and 1 < groups // config.parallel.tensor < heads // config.parallel.tensor:
         # The heads of a group do not lie apart alike.
         query = then(query, [Operation("reshape", MODULE, (query.name,), (_heads("query.together", query.width),))])
     if model.qk_norm:
@@ -49,7 +50,15 @@ def _grouped(config: Config, x: str, output: str) -> list[Operation]:
             then(query, _head_norm(config, "q_layernorm", query, heads)),
             then(key, _head_norm(config, "k_layernorm", key, groups)),
         )
-    if model.position_embedding == "rope":
+    if rotates:
+        # One function makes them all, so that nothing holds the product.
+        channels = int(head * model.rotary_fraction)
+        turned = [_rotated(query, channels), _rotated(key, channels)]
+        copied = replace(value, name="value.copied")
+        operations += [*turned, Operation("reshape", MODULE, (value.name,), (copied,), frees=tuple(sorted(held)))]
+        (query, key), value = (each.output for each in turned), copied
+        held = {query.name, key.name, value.name}
+    elif model.position_embedding == "rope":
         channels = int(head * model.rotary_fraction)
         query, key = then(query, [_rotated(query, channels)]), then(key, [_rotated(key, channels)])
     operations.append(_core(config, query, key, value, heads * head, channels=2 * head))

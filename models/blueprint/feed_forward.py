@@ -39,7 +39,7 @@ def _linears(config: Config, module: str, x: str, output: str, width: int, bias:
         operations.append(
             copy(module, preactivation.name, Tensor(last, columns, TOKENS, TENSOR), frees=(preactivation.name,))
         )
-    if gated:
+    if gated and module != "mlp":  # a shared expert's, in Megatron-core's pieces
         gate, up, factor, copied = (
             Tensor(f"{module}.{name}", width, TOKENS, TENSOR) for name in ("gate", "up", "silu", "up.copied")
         )

@@ -1,9 +1,9 @@
 """Every change that Mixtrain makes to Megatron-core 0.16.1, in one room.
 
-`fixes.py` mends what is broken on every device; `cpu.py` lets Megatron-core, whose code names CUDA, run on the host.
-Nothing of `cpu.py` is imported on a machine that trains on GPUs. `startup.py` spares what Megatron-core loads when it
-is imported; import this package before anything of Megatron-core to gain by it. `router.py`, `optimizer.py` and
-`ddp.py` are where its private names are touched.
+`fixes.py` mends what is broken on every device, `grad_buffers.py` spares passes over gradients and weights; `cpu.py`
+lets Megatron-core, whose code names CUDA, run on the host. Nothing of `cpu.py` is imported on a machine that trains on
+GPUs. `startup.py` spares what Megatron-core loads when it is imported; import this package before anything of
+Megatron-core to gain by it. `router.py`, `optimizer.py` and `ddp.py` are where its private names are touched.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def apply_patches(device_type: str | None = None) -> None:
             f"{device_type}."
         )
     require_version()
-    from parallel.megatron import fixes
+    from parallel.megatron import fixes, grad_buffers
 
     fixes.apply()
+    grad_buffers.apply()
     if device_type == "cpu":
         from parallel.megatron import cpu
 

@@ -327,6 +327,7 @@ def overflow_experts(config: Config) -> list[tuple[float, ...]]:
     for spoilt in (True, True, False):
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
+            chunk.finish_grad_sync()  # no pass has written a gradient: they are zero
         model.optimizer.zero_grad()
         if spoilt:
             experts = [p for name, p in model.bare_chunks[0].named_parameters() if "experts" in name]

@@ -1,0 +1,130 @@
+"""Gradients on their way into Megatron-core 0.16.1's buffers and over the data parallel ranks, without passes that
+change nothing.
+
+The buffers are fp32 and as large as the model's gradients: a pass over them is seen in a step's time on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+
+def apply() -> None:
+    """Apply both patches. Called once, by parallel.megatron.apply_patches."""
+    _write_the_first_gradient()
+    _exchange_nothing_alone()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The first micro-batch of a step writes its gradients
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _write_the_first_gradient() -> None:
+    # Without this each step fills the buffers with zeros, to which the first micro-batch's gradients are added: a pass
+    # that writes and one that reads more than are needed.
+    DistributedDataParallel.zero_grad_buffer = _forget_gradients
+    DistributedDataParallel._make_backward_post_hook = _gradient_hook
+
+
+def _forget_gradients(self: DistributedDataParallel) -> None:
+    """Megatron's zero_grad_buffer: what the buffers hold is of the last step, and is written over."""
+    for param in self.params_with_grad:
+        param.grad_added_to_main_grad = False
+        param.grad_is_old = True
+    if any(getattr(module, "fuse_wgrad_accumulation", False) for module in self.modules()):
+        # Products that add to the buffer by themselves find zeros there.
+        for buffer in self.buffers + self.expert_parallel_buffers:
+            buffer.reset()
+        for param in self.params_with_grad:
+            param.grad_is_old = False
+    for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+        group.reset()
+
+
+def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> Callable[..., None]:
+    """Megatron's hook on a parameter whose gradient of a micro-batch is there."""
+
+    def hook(*unused: Any) -> None:
+        if param not in self.param_to_bucket_group:
+            return
+        overlap = self.ddp_config.overlap_grad_reduce
+        assert param.grad is not None or not overlap, "a gradient that is None is not safe with overlap_grad_reduce"
+        # A product that added its gradient by itself leaves one that means nothing, but for a tied embedding's part.
+        added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)  # type: ignore[attr-defined]
+        if param.grad is not None and not added:
+            if getattr(param, "grad_is_old", False):
+                param.main_grad.copy_(param.grad)  # type: ignore[attr-defined]
+                param.grad_is_old = False  # type: ignore[attr-defined]
+            else:
+                param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+        param.grad = None
+        if overlap:
+            self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
+
+    return hook
+
+
+def _zero_what_is_old(group: _ParamAndGradBucketGroup) -> None:
+    """Parameters that no micro-batch of the step had a gradient for."""
+    for bucket in group.buckets:
+        for param in bucket.params:
+            if getattr(param, "grad_is_old", False):
+                param.main_grad.zero_()
+                param.grad_is_old = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A rank without data parallel peers exchanges nothing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Done:
+    """In place of an exchange's handle."""
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+def _exchange_nothing_alone() -> None:
+    # Without this a group of one copies all gradients and all weights onto themselves; gloo does it through a third
+    # buffer of their size.
+    reduce, gather = _ParamAndGradBucketGroup.start_grad_sync, _ParamAndGradBucketGroup.start_param_sync
+
+    def start_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:
+        if self.is_first_batch and self.grad_reduce_handle is not None:
+            return  # as upstream: it was started by the hooks
+        _zero_what_is_old(self)
+        if not _is_alone(self):
+            reduce(self, force_all_reduce)
+            return
+        for bucket in self.buckets:
+            if bucket.gradient_scaling_factor != 1.0:
+                bucket.grad_data *= bucket.gradient_scaling_factor
+        self.grad_reduce_handle = _Done() if self.ddp_config.overlap_grad_reduce else None
+
+    def start_param_sync(self: Any, force_sync: bool = False) -> None:
+        if _is_alone(self):
+            self.param_gather_dispatched = True
+        else:
+            gather(self, force_sync)
+
+    _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
+    _ParamAndGradBucketGroup.start_param_sync = start_param_sync
+
+
+def _is_alone(group: Any) -> bool:
+    settings = group.ddp_config
+    if settings.check_for_nan_in_grad or settings.check_for_large_grads:
+        return False
+    if not settings.use_distributed_optimizer:
+        return bool(group.data_parallel_group.size() == 1)
+    return (
+        settings.num_distributed_optimizer_instances == 1
+        and group.intra_distributed_optimizer_instance_group.size() == 1
+    )
