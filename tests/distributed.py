@@ -129,11 +129,11 @@ class _Worker:
             env["CUDA_VISIBLE_DEVICES"] = ""
         code = f"from tests.distributed import _worker; _worker({theirs.fileno()}, {os.getpid()}, {rank}, {backend!r})"
         if backend == PRETENDED:
-            from tests.cuda import build
+            from tests.cuda.pretended import build
 
             guard = str(build.guard())  # to be loaded before torch
             code = (
-                f"import ctypes; ctypes.CDLL({guard!r}, ctypes.RTLD_GLOBAL); from tests.cuda import stubs; "
+                f"import ctypes; ctypes.CDLL({guard!r}, ctypes.RTLD_GLOBAL); from tests.cuda.pretended import stubs; "
                 f"stubs.install(); {code}"
             )
         self.process = subprocess.Popen(

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests import distributed
-from tests.cuda import logs, places, runs
-from tests.cuda.observed import Mutant
+from tests.cuda import places, runs
+from tests.cuda.pretended import logs
+from tests.cuda.pretended.observed import Mutant
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, PRETENDED_HALF_GRAD_NORM, PRETENDED_HALF_LOSS
 
 NUM_LAYERS = 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.cuda.observed import Mutant
+from tests.cuda.pretended.observed import Mutant
 
 P2P = "megatron/core/pipeline_parallel/p2p_communication.py:P2PCommunicator._communicate"
 GRADS = "megatron/core/distributed/param_and_grad_buffer.py:_ParamAndGradBucketGroup.finish_grad_sync"

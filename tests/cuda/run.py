@@ -17,10 +17,10 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tests.cuda import build
+from tests.cuda.pretended import build
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE = Path(__file__).with_name("site")
+SITE = Path(__file__).with_name("pretended") / "site"
 
 
 def environment(folder: Path, early: bool) -> dict[str, str]:
@@ -55,7 +55,7 @@ def main() -> int:
         reports = [pickle.loads(path.read_bytes()) for path in Path(folder).glob("*.pickle")]
     if not reports:
         return status
-    from tests.cuda.process import differences
+    from tests.cuda.pretended.process import differences
 
     waits: Counter[str] = Counter()
     faults: Counter[str] = Counter(differences(reports))

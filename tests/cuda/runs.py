@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from tests.cuda.logs import Log
-from tests.cuda.observed import OBSERVED, Mutant
+from tests.cuda.pretended.logs import Log
+from tests.cuda.pretended.observed import OBSERVED, Mutant
 
 STEPS = 2
 VOCAB_SIZE = 500
@@ -68,7 +68,7 @@ def train(
             stack.enter_context(_all_to_the_first_half())
         outcome = _train(device, overrides)
         if device == "cuda":
-            from tests.cuda import exchanges, memory
+            from tests.cuda.pretended import exchanges, memory
 
             outcome.peak_bytes, outcome.log = memory.Bytes.peak, exchanges.take_log()
         return outcome
@@ -94,8 +94,8 @@ def _all_to_the_first_half() -> Iterator[None]:
 def pretended(mutant: Mutant | None, early: bool) -> Iterator[None]:
     import torch
 
-    from tests.cuda import exchanges, memory, streams
-    from tests.cuda.device import Device
+    from tests.cuda.pretended import exchanges, memory, streams
+    from tests.cuda.pretended.device import Device
 
     OBSERVED.start(mutant, early)
     memory.start()

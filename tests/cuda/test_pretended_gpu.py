@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from tests import distributed
-from tests.cuda import cases, launches, logs, matrix, places, runs
+from tests.cuda import cases, launches, matrix, places, runs
 from tests.cuda.cases import CASES
-from tests.cuda.observed import OBSERVED
+from tests.cuda.pretended import logs
+from tests.cuda.pretended.observed import OBSERVED
 
 # the first test of a session starts up to eight processes
 pytestmark = [pytest.mark.cuda_pretended, pytest.mark.timeout(300)]
@@ -90,7 +91,7 @@ def test_the_matrix_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monke
 
 
 def _kinds_of_waits() -> dict[str, int]:
-    from tests.cuda.device import Device
+    from tests.cuda.pretended.device import Device
 
     with Device():
         values, host = torch.arange(6, device="cuda"), torch.zeros(6, dtype=torch.int64)
@@ -147,7 +148,7 @@ def test_every_kind_of_wait_is_counted() -> None:
 
 
 def _pinned_or_not() -> list[str]:
-    from tests.cuda.device import Device
+    from tests.cuda.pretended.device import Device
 
     with Device():
         OBSERVED.start(None)
@@ -166,7 +167,7 @@ def test_non_blocking_copies_of_memory_that_is_not_pinned_are_refused() -> None:
 
 
 def _read_before_it_has_come() -> tuple[int, int]:
-    from tests.cuda.device import Device
+    from tests.cuda.pretended.device import Device
 
     with Device():
         OBSERVED.start(None)
@@ -186,8 +187,8 @@ def test_what_is_copied_to_the_host_is_there_once_the_host_has_waited() -> None:
 
 
 def _given_back(records: bool) -> tuple[list[str], list[int], int, int]:
-    from tests.cuda import memory, streams
-    from tests.cuda.device import Device
+    from tests.cuda.pretended import memory, streams
+    from tests.cuda.pretended.device import Device
 
     with Device():
         OBSERVED.start(None)
@@ -216,7 +217,7 @@ def test_memory_that_is_given_back_while_a_stream_reads_it_is_reported() -> None
 
 
 def _wait_in_a_thread() -> tuple[dict[str, int], dict[str, int], list[str]]:
-    from tests.cuda.device import Device
+    from tests.cuda.pretended.device import Device
 
     with Device():
         OBSERVED.start(None)
@@ -238,8 +239,8 @@ def test_worker_threads_wait_for_events_only() -> None:
 
 
 def _order(swapped: bool) -> logs.Log:
-    from tests.cuda import exchanges
-    from tests.cuda.device import Device
+    from tests.cuda.pretended import exchanges
+    from tests.cuda.pretended.device import Device
 
     with Device():
         OBSERVED.start(None)
@@ -274,8 +275,8 @@ def test_messages_need_their_other_end() -> None:
 
 
 def _written_under_way() -> tuple[float, float, list[str]]:
-    from tests.cuda import exchanges
-    from tests.cuda.device import Device
+    from tests.cuda.pretended import exchanges
+    from tests.cuda.pretended.device import Device
 
     with Device():
         OBSERVED.start(None)
@@ -296,7 +297,7 @@ def test_results_are_no_numbers_until_somebody_waits() -> None:
 
 
 def _mix() -> None:
-    from tests.cuda.device import Device
+    from tests.cuda.pretended.device import Device
 
     with Device():
         torch.ones(3, device="cuda") + torch.ones(3)

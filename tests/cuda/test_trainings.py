@@ -13,7 +13,7 @@ import pytest
 
 from tests import distributed
 from tests.cuda import places, trainings
-from tests.cuda.logs import compare
+from tests.cuda.pretended.logs import compare
 from tests.cuda.run import ROOT
 from tests.tolerances import PRETENDED_HALF_GRAD_NORM, PRETENDED_HALF_LOSS
 from tests.training.helpers import make_config, read_metrics

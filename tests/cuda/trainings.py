@@ -8,8 +8,8 @@ from unittest import mock
 
 from configs.schema import Config
 from tests.cuda import runs
-from tests.cuda.logs import Log
-from tests.cuda.observed import OBSERVED
+from tests.cuda.pretended.logs import Log
+from tests.cuda.pretended.observed import OBSERVED
 from tests.training.helpers import Lines
 
 NUM_TRIED = 3  # plans
@@ -33,7 +33,7 @@ def train(device: str, config: Config, early: bool = False) -> Outcome:
 
     from moe.planning import inputs
     from moe.planning.trial import TrialPolicy
-    from tests.cuda import exchanges
+    from tests.cuda.pretended import exchanges
 
     os.environ.pop("LOCAL_RANK", None)  # there is one device for all
     policy = TrialPolicy(most_plans=NUM_TRIED, within=100.0, rounds=1, turns=1)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def main() -> int:
     """Start the process that has the device: its guard must be loaded before torch."""
-    from tests.cuda import build
+    from tests.cuda.pretended import build
 
     code = f"import ctypes; ctypes.CDLL({str(build.guard())!r}, ctypes.RTLD_GLOBAL)"
     code = f"{code}; from tests.cuda.fake import __main__; __main__.sweep()"

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.cuda.device import INDEXING, is_pinned
 from tests.cuda.fake.live import LIVE
-from tests.cuda.observed import OBSERVED, place
+from tests.cuda.pretended.device import INDEXING, is_pinned
+from tests.cuda.pretended.observed import OBSERVED, place
 
 aten = torch.ops.aten
 

@@ -24,7 +24,7 @@ from tests.cuda.fake import device
 from tests.cuda.fake.cases import VOCAB_SIZE, Case
 from tests.cuda.fake.live import LIVE
 from tests.cuda.fake.reads import reads
-from tests.cuda.observed import OBSERVED
+from tests.cuda.pretended.observed import OBSERVED
 from training.engine import Engine
 from training.starting.dry_run import made_up_batches
 from training.step import train_step

@@ -1,6 +1,6 @@
 """What FakeTensorMode on a torch without CUDA needs replaced, each with its reason. The product stays as it is.
 
-The device guard (tests/cuda/guard.cpp) is loaded before torch, and torch.cuda is that of tests/cuda/stubs.py.
+The device guard (guard.cpp of tests/cuda/pretended) is loaded before torch, and torch.cuda is that of its stubs.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tests.cuda import stubs
-from tests.cuda.device import pin
 from tests.cuda.fake.live import LIVE
+from tests.cuda.pretended import stubs
+from tests.cuda.pretended.device import pin
 
 aten = torch.ops.aten
 # Operations with a kernel on CUDA. Where torch finds none it takes them apart before any mode sees them.

@@ -12,9 +12,9 @@ import torch
 import torch.profiler
 
 from parallel import fused
-from tests.cuda import collectives, memory, streams
-from tests.cuda.device import Device, DeviceTensor, host_of, on_device, pin
-from tests.cuda.observed import OBSERVED
+from tests.cuda.pretended import collectives, memory, streams
+from tests.cuda.pretended.device import Device, DeviceTensor, host_of, on_device, pin
+from tests.cuda.pretended.observed import OBSERVED
 
 
 def with_pins(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from tests.cuda.observed import OBSERVED, place
+from tests.cuda.pretended.observed import OBSERVED, place
 
 _alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 _uses: dict[int, list[Use]] = {}

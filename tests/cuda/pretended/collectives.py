@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.cuda import device, exchanges
-from tests.cuda.device import DeviceTensor
-from tests.cuda.exchanges import Exchange
-from tests.cuda.logs import Key, Operation
-from tests.cuda.observed import OBSERVED, place
-from tests.cuda.streams import AT_SYNCHRONIZE
+from tests.cuda.pretended import device, exchanges
+from tests.cuda.pretended.device import DeviceTensor
+from tests.cuda.pretended.exchanges import Exchange
+from tests.cuda.pretended.logs import Key, Operation
+from tests.cuda.pretended.observed import OBSERVED, place
+from tests.cuda.pretended.streams import AT_SYNCHRONIZE
 
 c10d = torch.ops.c10d
 _TAG = 7  # messages of two ranks match in their order

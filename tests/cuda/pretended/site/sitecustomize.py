@@ -39,7 +39,7 @@ class _WithDevice(Loader):
     def exec_module(self, module: ModuleType) -> None:
         ctypes.CDLL(os.environ["PRETENDED_GUARD"], ctypes.RTLD_GLOBAL)  # torch asks for it once, at its import
         self._loader.exec_module(module)
-        from tests.cuda import process
+        from tests.cuda.pretended import process
 
         process.install()
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from tests.cuda import memory
-from tests.cuda.observed import AT_WAIT, OBSERVED, place
+from tests.cuda.pretended import memory
+from tests.cuda.pretended.observed import AT_WAIT, OBSERVED, place
 
 DEVICE = torch.device("cuda", 0)
 AT_SYNCHRONIZE: list[Callable[[], object]] = []  # what else runs then

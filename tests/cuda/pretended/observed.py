@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 AT_WAIT: list[Callable[[], object]] = []  # what the host finds done once it has waited for the default stream
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MEGATRON = "/megatron/core/"
 VIEWS = (
     "view _unsafe_view slice select split split_with_sizes t transpose permute expand alias detach unsqueeze squeeze"

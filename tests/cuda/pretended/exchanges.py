@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from tests.cuda import memory
-from tests.cuda.device import host_of
-from tests.cuda.logs import Key, Log, Operation
-from tests.cuda.observed import OBSERVED
-from tests.cuda.streams import is_default, is_poisoned, poison
+from tests.cuda.pretended import memory
+from tests.cuda.pretended.device import host_of
+from tests.cuda.pretended.logs import Key, Log, Operation
+from tests.cuda.pretended.observed import OBSERVED
+from tests.cuda.pretended.streams import is_default, is_poisoned, poison
 
 LIMIT = timedelta(seconds=60)  # that the other ranks have to do their part
 MOST_ON_THEIR_WAY = 64  # messages

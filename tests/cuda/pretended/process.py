@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.cuda import exchanges, memory, streams, stubs
-from tests.cuda.device import Device
-from tests.cuda.logs import Log, compare
-from tests.cuda.observed import OBSERVED
+from tests.cuda.pretended import exchanges, memory, streams, stubs
+from tests.cuda.pretended.device import Device
+from tests.cuda.pretended.logs import Log, compare
+from tests.cuda.pretended.observed import OBSERVED
 
 NCCL = "nccl"
 OF_NCCL = ("device_id", "pg_options")

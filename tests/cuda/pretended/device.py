@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.cuda import memory, streams
-from tests.cuda.observed import OBSERVED, place
+from tests.cuda.pretended import memory, streams
+from tests.cuda.pretended.observed import OBSERVED, place
 
 DEVICE = streams.DEVICE
 HOST = torch.device("cpu")
