@@ -23,7 +23,7 @@ from parallel.dtypes import DTYPES
 from tests.distributed import ROOT
 
 # started by scripts and by other programs, not by people
-INTERNAL = {"launch.agent", "launch.rank", "data.worker", "moe.kernels"}
+INTERNAL = {"launch.agent", "launch.rank", "launch.system_torch", "data.worker", "moe.kernels"}
 # Commands that have moved to other rooms, under the names of before: two lines each.
 FORMER = {
     "training.checkpoint": "checkpoint",
