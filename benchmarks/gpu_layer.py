@@ -49,6 +49,7 @@ from moe.schedule.chunk_plan import Plan
 from moe.spec import moe_spec
 from parallel import card
 from training.report.metrics import peak_flops
+from training.report.timeline import merged
 
 SHAPES = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3_like")
 MOST_EXPERTS = 32  # of DeepSeek-V3, of a rank
@@ -210,20 +211,9 @@ def peak_bytes(variant: Variant, steps: Steps) -> int:
     return weights + added
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in intervals that do not touch, in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
-
-
 def length(intervals: Iterable[Interval]) -> float:
     """Of all together, which may overlap."""
-    return sum(end - start for start, end in union(intervals))
+    return sum(end - start for start, end in merged(intervals))
 
 
 def overlap(communication: list[Interval], computation: list[Interval]) -> float | None:
@@ -254,7 +244,7 @@ def profile(work: Callable[[], Any]) -> tuple[float | None, float | None]:
     computation = [interval for name, interval in kernels if not name.startswith(("nccl", "Memcpy", "Memset"))]
     if not computation:
         return None, None
-    everything = union(interval for _, interval in kernels)
+    everything = merged(interval for _, interval in kernels)
     return overlap(communication, computation), length(everything) / (everything[-1][1] - everything[0][0])
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu_layer import layer_flops, length, make_config, overlap, union
+from benchmarks.gpu_layer import layer_flops, length, make_config, overlap
+from training.report.timeline import merged
 
 
 def test_intervals_that_touch_become_one() -> None:
-    assert union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0), (0.5, 1.5)]) == [(0.0, 4.0), (5.0, 6.0)]
+    assert merged([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0), (0.5, 1.5)]) == [(0.0, 4.0), (5.0, 6.0)]
     assert length([(0.0, 2.0), (1.0, 3.0)]) == 3.0
-    assert union([]) == [] and length([]) == 0.0
+    assert merged([]) == [] and length([]) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.cuda.fake.live import LIVE
-from tests.cuda.pretended.device import INDEXING, is_pinned
+from tests.cuda.pretended.device import INDEXING, count_index_waits, is_pinned
 from tests.cuda.pretended.observed import OBSERVED, place
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ class Device(TorchDispatchMode):
         if name is aten.copy_ and isinstance(args[0], FakeTensor) != isinstance(args[1], FakeTensor):
             return _copy_between(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         if name in INDEXING:
-            _count_waits(args)
+            count_index_waits(args, FakeTensor)
         with self._fake:
             result = operation(*args, **kwargs)
         if name is aten._grouped_mm:
@@ -79,16 +79,6 @@ def _copy_between(target: torch.Tensor, source: torch.Tensor, non_blocking: bool
         if not to_here:
             read(source)
     return target
-
-
-def _count_waits(args: Sequence[Any]) -> None:
-    """Of an operation with indices. Most others that wait have results of an unknown size: FakeTensorMode raises."""
-    indices = [index for index in args[1] if isinstance(index, torch.Tensor)]
-    fills = len(args) > 2 and args[2].numel() == 1  # a masked fill
-    if any(index.dtype in (torch.bool, torch.uint8) for index in indices) and not fills:
-        OBSERVED.wait("boolean index")
-    if any(not isinstance(index, FakeTensor) and index.dim() > 0 for index in indices):
-        OBSERVED.wait("host index")
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:

@@ -215,12 +215,17 @@ def _count_waits(name: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None
     elif name is aten.repeat_interleave and kwargs.get("output_size") is None:
         OBSERVED.wait("repeat_interleave")
     elif name in INDEXING:
-        indices = [index for index in args[1] if isinstance(index, torch.Tensor)]
-        fills = len(args) > 2 and args[2].numel() == 1  # a masked fill
-        if any(index.dtype in (torch.bool, torch.uint8) for index in indices) and not fills:
-            OBSERVED.wait("boolean index")
-        if any(not isinstance(index, DeviceTensor) and index.dim() > 0 for index in indices):
-            OBSERVED.wait("host index")
+        count_index_waits(args, DeviceTensor)
+
+
+def count_index_waits(args: Sequence[Any], of_device: type[torch.Tensor]) -> None:
+    """Of an operation of INDEXING; `of_device`: the class of the device's tensors."""
+    indices = [index for index in args[1] if isinstance(index, torch.Tensor)]
+    fills = len(args) > 2 and args[2].numel() == 1  # a masked fill
+    if any(index.dtype in (torch.bool, torch.uint8) for index in indices) and not fills:
+        OBSERVED.wait("boolean index")
+    if any(not isinstance(index, of_device) and index.dim() > 0 for index in indices):
+        OBSERVED.wait("host index")
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
