@@ -1,0 +1,232 @@
+"""A virtual accelerator for the optimizer's tiers: a model whose passes sleep for their time, the real engine beside
+them, and a link that is held to a rate.
+
+Megatron-core's DDP with overlap, the optimizer and its tiers are what a training runs, over real parameters in bf16.
+The accelerator's part uses no core and leaves the host's memory alone: passes sleep, gradients are written once, their
+norm is said and not computed, and what the device would update it sleeps for. So numbers mean nothing with an engine
+that updates on the device. Copies over the link are real copies, each made to last as long as the link would take
+(emulated); the host's update and the disk are real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: see parallel/megatron/startup.py)
+
+# isort: split
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+from benchmarks.accelerator import Clock
+from configs.compose import compose
+from configs.schema import Config
+from memory.lanes import Lane
+from optim import update
+from optim.build import build_optimizer
+from optim.tiers.tiers import Tiers, tiers_of
+from parallel import topology as topology_module
+from parallel.megatron.ddp import release
+from parallel.topology import Topology
+
+CLIP = 1.0
+NORMS = {False: 0.5 * CLIP, True: 1.25 * CLIP}  # of a step that is not clipped, and of one that is
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model: layers of four matrices and two vectors, each layer a bucket of DDP's and one of the tiers'."""
+
+    layers: int = 16
+    width: int = 296  # 12 width^2 parameters a layer
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        width = self.width
+        return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+
+    @property
+    def bucket(self) -> int:
+        """Parameters of a layer's matrices, the largest bucket."""
+        return sum(rows * columns for rows, columns in self.matrices)
+
+
+class Layer(torch.nn.Module):
+    """Takes its time."""
+
+    def __init__(self, sizes: Sizes, clock: Clock, forward: float, backward: float):
+        super().__init__()
+        self.clock, self.seconds = clock, (forward, backward)
+        shapes = [*sizes.matrices, (sizes.width,), (sizes.width,)]
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.full(shape, 0.5, dtype=torch.bfloat16)) for shape in shapes
+        )
+        # Gradients that autograd hands on, and nobody reads: what counts is in DDP's buffer.
+        self.unread = torch.zeros(max(weight.numel() for weight in self.weights), dtype=torch.bfloat16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Pass.apply(self, hidden, *self.weights)
+        return result
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.layer = layer
+        layer.clock.work(layer.seconds[0])
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, hidden_grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        layer = ctx.layer
+        layer.clock.work(layer.seconds[1])
+        grads = []
+        for weight in layer.weights:
+            weight.grad_added_to_main_grad, weight.grad_is_old = True, False
+            grads.append(layer.unread[: weight.numel()].view(weight.shape))
+        return None, hidden_grad, *grads
+
+
+class Model(MegatronModule):
+    """Layers one after the other."""
+
+    def __init__(self, sizes: Sizes, forward: float, backward: float):
+        settings = TransformerConfig(num_layers=sizes.layers, hidden_size=8, num_attention_heads=1, bf16=True)
+        super().__init__(settings)
+        clock, count = Clock(1.0), sizes.layers
+        self.layers = torch.nn.ModuleList(
+            Layer(sizes, clock, forward / count, backward / count) for _ in range(count)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Rig:
+    """A training of the model, step by step."""
+
+    def __init__(self, sizes: Sizes, passes: tuple[float, float], topology: Topology, overrides: Sequence[str]):
+        """passes: seconds of the forward and of the backward pass."""
+        self.sizes, self.passes = sizes, passes
+        config = config_of(sizes, overrides)
+        # open_budgets(config.memory)
+        model = Model(sizes, *passes)
+        for parameter in model.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=True,
+            use_distributed_optimizer=True,
+            bucket_size=sizes.bucket + 2 * sizes.width,
+        )
+        self.chunk = DistributedDataParallel(model.config, settings, model, pg_collection=topology.groups)
+        self.optimizer = build_optimizer(config, topology, [self.chunk])
+        self.set_gradients()
+
+    @property
+    def tiers(self) -> Tiers:
+        tiers = tiers_of(self.optimizer)
+        assert tiers is not None
+        return tiers
+
+    def set_gradients(self) -> None:
+        """What all steps have; a clipped one scales it in place."""
+        for buffer in self.chunk.buffers:
+            buffer.grad_data.fill_(1e-3)
+
+    def link(self, rate: float, device_rate: float) -> None:
+        """Hold the link to so many bytes per second each way, and what the device updates to its own."""
+        lanes, jobs = self.tiers.memory.lanes, self.tiers.jobs
+        lanes.up.rate = lanes.down.rate = rate
+        clock, element = Clock(1.0), 2 * self.tiers.layout.bytes_per_element + 6
+
+        def virtual(index: int, *_: Any, **__: Any) -> Any:
+            return lambda: clock.work(self.tiers.buckets[index].numel * element / device_rate)
+
+        jobs._device_update = virtual  # type: ignore[method-assign]
+
+    def step(self, clipped: bool = False) -> None:
+        """As training/step.py takes it, but for the norm."""
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        update.begin(self.optimizer)
+        hidden = torch.zeros(1, requires_grad=True)
+        self.chunk(hidden).sum().backward()
+        self.chunk.finish_grad_sync()
+        update.prepare(self.optimizer)
+        update.apply(self.optimizer, NORMS[clipped])
+
+    def steps(self, count: int, clipped: Sequence[bool] = (False,)) -> float:
+        """Seconds of a step, after one more; the last one's update is what the first one's was beside."""
+        self.step(clipped[0])
+        before = time.perf_counter()
+        for index in range(count):
+            self.step(clipped[index % len(clipped)])
+        seconds = (time.perf_counter() - before) / count
+        self.tiers.settle()
+        for lane in self.tiers.memory.lanes.all:
+            lane.submit(lambda: None).wait()
+        if (problem := self.tiers.problem()) is not None:
+            raise RuntimeError(problem)
+        return seconds
+
+    def close(self) -> None:
+        self.tiers.close()
+        release([self.chunk])
+
+
+def config_of(sizes: Sizes, overrides: Sequence[str]) -> Config:
+    """The quickstart's keys are of no matter here, but for those of the optimizer."""
+    return compose(
+        [
+            "model=gpt_tiny",
+            "training.precision=bf16",
+            "training.device=cpu",
+            "parallel.overlap_grad_reduce=true",
+            f"optimizer.bucket_parameters={-(-sizes.bucket // 4096) * 4096}",
+            f"optimizer.clip_grad={CLIP}",
+            *overrides,
+        ]
+    )
+
+
+def join() -> Topology:
+    """A world of one."""
+    return topology_module.initialize(compose(["model=gpt_tiny", "training.device=cpu"]))
+
+
+@contextlib.contextmanager
+def timeline(rig: Rig) -> Iterator[list[tuple[str, float, float]]]:
+    """Inside, what each lane does is listed: (lane, begin, end), without what a rate adds."""
+    jobs: list[tuple[str, float, float]] = []
+    lanes = rig.tiers.memory.lanes.all
+
+    def listed(lane: Lane) -> Any:
+        submit = lane.submit
+
+        def listing(work: Any, after: Any = (), num_bytes: int = 0) -> Any:
+            def timed() -> None:
+                begin = time.perf_counter()
+                work()
+                jobs.append((lane.name, begin, time.perf_counter()))
+
+            return submit(timed, after, num_bytes)
+
+        return listing
+
+    for lane in lanes:
+        lane.submit = listed(lane)  # type: ignore[method-assign]
+    try:
+        yield jobs
+    finally:
+        for lane in lanes:
+            del lane.submit  # type: ignore[method-assign]
