@@ -113,9 +113,48 @@ class OptimizerConfig:
     distributed: bool = key(True, "shard state and master weights over data parallel ranks (ZeRO-1)", "free")
     state_device: str = key(
         "device",
-        "where optimizer state lives",
+        "where optimizer state lives; auto: the device first, then the host, then the disk, as far as each has room",
         "free",
-        needed_for="optimizer state outside the device's memory",
+        choices=("device", "host", "disk", "auto"),
+    )
+    engine: str = key(
+        "auto",
+        "what updates the weights whose state is not on the device: the device, the host, or both; auto: as measured",
+        "free",
+        choices=("auto", "device_stream", "host", "split"),
+    )
+    bucket_parameters: int = key(
+        2**24, "parameters of a rank whose state moves and is updated as one, at most", "free", low=4096
+    )
+    early_update: str = key(
+        "auto",
+        "update state off the device while the backward pass goes on, again where the step was clipped; auto: where "
+        "few are",
+        "free",
+        choices=("auto", "always", "never"),
+    )
+    moment_dtype: str = key(
+        "fp32", "what the first moment is kept in; the second stays fp32", "say", choices=("fp32", "bf16")
+    )
+
+
+@dataclass
+class MemoryConfig:
+    host_budget: Optional[float] = key(
+        None,
+        "MiB of host memory for a rank's optimizer state, activations and experts' offloads; null: a rank's share of "
+        "80% of what is free",
+        "free",
+        above=0,
+    )
+    disk_budget: Optional[float] = key(
+        None,
+        "MiB of disk_dir for a rank's optimizer state; null: a rank's share of 80% of what is free",
+        "free",
+        above=0,
+    )
+    disk_dir: Optional[str] = key(
+        None, "folder on a disk of this node, for optimizer state; nothing is left in it", "free"
     )
 
 
@@ -140,6 +179,12 @@ class TrainingConfig:
     initial_loss_scale: float = key(65536.0, "fp16: factor that keeps small gradients, at the start", "free", above=0)
     recompute: str = key(
         "none", "what the backward pass computes again rather than keeps", "free", choices=("none", "selective", "full")
+    )
+    activation_offload: Any = key(
+        "none",
+        "inputs of layers that the host keeps until the backward pass, in MiB a rank; needs recompute=full",
+        "free",
+        form="none, auto or a number greater than 0",
     )
     memory_limit_gib: Optional[float] = key(
         None, "of a rank's tensors; what the plan says cannot fit is refused. null: the GPU's memory", "free", above=0
@@ -240,6 +285,7 @@ class Config:
     # named.
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)

@@ -163,7 +163,19 @@ WRONG: dict[str, Wrong] = {
         ["moe.memory_strategy=reuse"], ("moe.memory_strategy (reuse)", "one of keep, recompute, communicate")
     ),
     "placement": Wrong(["moe.placement.policy=dynamic"], ("moe.placement.policy (dynamic)", "not available yet")),
-    "state_device": Wrong(["optimizer.state_device=disk"], ("optimizer.state_device (disk)", "not available yet")),
+    # Optimizer state and activations off the device
+    "disk_without_a_folder": Wrong(["optimizer.state_device=disk"], ("memory.disk_dir (null)", "must be a folder")),
+    "tier_without_a_sharded_optimizer": Wrong(
+        ["optimizer.state_device=host", "optimizer.distributed=false"],
+        ("optimizer.state_device (host)", "optimizer.distributed is false"),
+    ),
+    "engine_without_a_tier": Wrong(["optimizer.engine=host"], ("optimizer.engine (host)", "state_device is device")),
+    "activation_offload": Wrong(
+        ["training.activation_offload=some"], ("training.activation_offload (some)", "none, auto or a number")
+    ),
+    "activation_offload_without_recompute": Wrong(
+        ["training.activation_offload=64"], ("training.activation_offload (64)", "training.recompute=full")
+    ),
     # Sweeps
     "sweep_into_one_folder": Wrong(
         ["-m", "training.seed=1,2"], ("run_dir (runs/quickstart)", "name=quickstart_${training.seed}")

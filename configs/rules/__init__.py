@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from configs.rules import layout, model, training, values
+from configs.rules import layout, memory, model, training, values
 from configs.rules.problem import Problem
 from configs.schema import Config
 
@@ -23,6 +23,8 @@ RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
     layout.world,
     training.batch,
     training.optimizer,
+    memory.optimizer_state,
+    memory.activations,
 ]
 
 

@@ -77,6 +77,12 @@ def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
         rule = f"must be all, or a list of ranks from 0 to {world_size - 1}"
         yield Problem("training.profile.ranks", rule, set_to("training.profile.ranks", ["all"]))
 
+    offload = config.training.activation_offload
+    number = isinstance(offload, (int, float)) and not isinstance(offload, bool) and 0 < offload < math.inf
+    if offload not in ("none", "auto") and not number:
+        rule = f"must be {KEYS['training.activation_offload'].form}"
+        yield Problem("training.activation_offload", rule, set_to("training.activation_offload", ["none"]))
+
     degree = config.moe.pipeline_degree
     if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
         yield Problem(

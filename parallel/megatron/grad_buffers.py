@@ -59,6 +59,8 @@ def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> 
         added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)  # type: ignore[attr-defined]
         if param.grad is not None and not added:
             if getattr(param, "grad_is_old", False):
+                if (gate := getattr(self, "gate", None)) is not None:
+                    gate(param)  # the last step's update may still read it
                 param.main_grad.copy_(param.grad)  # type: ignore[attr-defined]
                 param.grad_is_old = False  # type: ignore[attr-defined]
             else:
@@ -102,13 +104,18 @@ def _exchange_nothing_alone() -> None:
         _zero_what_is_old(self)
         if not _is_alone(self):
             reduce(self, force_all_reduce)
-            return
-        for bucket in self.buckets:
-            if bucket.gradient_scaling_factor != 1.0:
-                bucket.grad_data *= bucket.gradient_scaling_factor
-        self.grad_reduce_handle = _Done() if self.ddp_config.overlap_grad_reduce else None
+        else:
+            for bucket in self.buckets:
+                if bucket.gradient_scaling_factor != 1.0:
+                    bucket.grad_data *= bucket.gradient_scaling_factor
+            self.grad_reduce_handle = _Done() if self.ddp_config.overlap_grad_reduce else None
+        if self.grad_reduce_handle is not None and (reduced := getattr(self, "reduced", None)) is not None:
+            reduced(self)
 
     def start_param_sync(self: Any, force_sync: bool = False) -> None:
+        if (gate := getattr(self, "gate", None)) is not None:
+            for param in self.params:
+                gate(param)
         if _is_alone(self):
             self.param_gather_dispatched = True
         else:

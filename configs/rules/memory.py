@@ -1,0 +1,51 @@
+"""Rules of what lives outside the device's memory: optimizer state and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from configs.rules.problem import Fix, Problem, set_to
+from configs.schema import Config
+from configs.show import show
+
+
+def optimizer_state(config: Config, world_size: int) -> Iterator[Problem]:
+    optimizer, device = config.optimizer, config.optimizer.state_device
+    for key, value, default in (
+        ("optimizer.state_device", device, "device"),
+        ("optimizer.moment_dtype", optimizer.moment_dtype, "fp32"),
+    ):
+        if value != default and not optimizer.distributed:
+            fixes: list[Fix] = [{"optimizer.distributed": True}, {key: default}]
+            yield Problem(key, f"must be {default} while optimizer.distributed is false", fixes)
+    for key, value in (("optimizer.engine", optimizer.engine), ("optimizer.early_update", optimizer.early_update)):
+        if value != "auto" and device == "device":
+            rule = "must be auto while optimizer.state_device is device: it is for state that lives elsewhere"
+            yield Problem(key, rule, [{key: "auto"}, {"optimizer.state_device": "host"}])
+    if optimizer.early_update == "always" and not config.parallel.overlap_grad_reduce:
+        rule = "needs parallel.overlap_grad_reduce (false): only gradients that are reduced early can be used early"
+        yield Problem(
+            "optimizer.early_update", rule, [{"parallel.overlap_grad_reduce": True}, {"optimizer.early_update": "auto"}]
+        )
+    if device == "disk" and config.memory.disk_dir is None:
+        # The run's own folder is there before the state is.
+        fixes = [*set_to("memory.disk_dir", [config.run_dir]), {"optimizer.state_device": "host"}]
+        yield Problem("memory.disk_dir", "must be a folder for optimizer.state_device=disk", fixes)
+
+
+def activations(config: Config, world_size: int) -> Iterator[Problem]:
+    offload, budget = config.training.activation_offload, config.memory.host_budget
+    if offload != "none" and config.training.recompute != "full":
+        rule = f"needs training.recompute ({config.training.recompute}) to be full: it keeps the inputs of layers alone"
+        yield Problem(
+            "training.activation_offload",
+            rule,
+            [{"training.recompute": "full"}, {"training.activation_offload": "none"}],
+        )
+    if not isinstance(offload, str) and budget is not None and offload > budget:
+        rule = f"must not exceed memory.host_budget ({show(budget)}), of which it is a part"
+        yield Problem(
+            "training.activation_offload",
+            rule,
+            [{"training.activation_offload": "auto"}, {"memory.host_budget": offload}],
+        )

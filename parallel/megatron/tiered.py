@@ -1,0 +1,145 @@
+"""Megatron-core 0.16.1's sharded optimizer without state of its own: gradients, norm and gather are its, the update is
+somebody else's.
+
+Its "precision-aware" mode keeps no fp32 copies and puts gradients beside views of the weights (`decoupled_grad`); that
+mode is switched on for the optimizer alone, whatever made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core.optimizer
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.utils import get_model_config
+
+from parallel.megatron import require_version
+from parallel.megatron.optimizer import is_sharded, members
+
+require_version()
+
+
+class TieredOptimizer(DistributedOptimizer):
+    """A member of Megatron's chain whose weights are changed elsewhere: its step gathers them alone."""
+
+    # Called in the place of what copies the weights into fp32 copies.
+    reload: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, optimizer: Any, config: Any, *rest: Any, **named: Any):
+        config = copy.copy(config)
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        super().__init__(optimizer, config, *rest, **named)
+
+    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        self.reload()
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Gather the weights, which are changed already or will be; a gather waits for its own."""
+        if not self.ddp_config.overlap_param_gather:
+            for chunk in self.model_chunks:
+                chunk.start_param_sync()
+        return True
+
+
+@contextlib.contextmanager
+def building_tiered() -> Iterator[None]:
+    """Inside, `get_megatron_optimizer` makes members of this kind."""
+    plain = megatron.core.optimizer.DistributedOptimizer
+    megatron.core.optimizer.DistributedOptimizer = TieredOptimizer
+    try:
+        yield
+    finally:
+        megatron.core.optimizer.DistributedOptimizer = plain
+
+
+@dataclass(frozen=True)
+class OwnedSlice:
+    """The elements [start, end) of a parameter, flat, whose state this rank holds, and where they belong."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    end: int
+    group: dict[str, Any]  # of the member's inner optimizer: lr and weight decay
+    place: tuple[int, int, int, int]  # member, group, DDP's buffer and bucket: what one bucket of ours stays inside
+    late: bool  # its gradient is not final when DDP has reduced it
+    order: int  # of first use in the forward pass
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self.parameter.detach().view(-1)[self.start : self.end]
+
+    @property
+    def grads(self) -> torch.Tensor:
+        return self.parameter.main_grad.view(-1)[self.start : self.end]  # type: ignore[attr-defined, no-any-return]
+
+
+def owned_slices(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[OwnedSlice]:
+    """What this rank owns of every parameter of every member, in the order of first use in the forward pass."""
+    named = [(name, parameter) for chunk in chunks for name, parameter in chunk.module.named_parameters()]
+    settings, found = get_model_config(chunks[0]), []
+    for index, member in enumerate(members(optimizer)):
+        if not is_sharded(member) or member.is_stub_optimizer:
+            continue
+        for order, (name, parameter) in enumerate(named):
+            if parameter not in member.model_param_group_index_map:
+                continue
+            group, _ = member.model_param_group_index_map[parameter]
+            buffer, _, bucket = member.model_param_gbuf_map[parameter]
+            span = member._get_model_param_range_map(parameter)["param"]
+            if span.start < span.end:
+                late = is_late(name, parameter, settings)
+                place = (index, group, buffer, bucket)
+                param_group = member.optimizer.param_groups[group]
+                found.append(OwnedSlice(parameter, span.start, span.end, param_group, place, late, order))
+    return sorted(found, key=lambda owned: owned.order)
+
+
+def is_late(name: str, parameter: torch.nn.Parameter, settings: Any) -> bool:
+    """Whether `finalize_model_grads` adds to a gradient after DDP has reduced it (core/distributed): over the tensor
+    ranks those of what each of them has whole, over the pipeline those of embeddings that two stages share."""
+    over_tensor = settings.tensor_model_parallel_size > 1 and (
+        (settings.sequence_parallel and getattr(parameter, "sequence_parallel", False))
+        or getattr(parameter, "average_gradients_across_tp_domain", False)
+        or "layernorm" in name
+        or ".router." in name
+    )
+    over_pipeline = settings.pipeline_model_parallel_size > 1 and (
+        getattr(parameter, "shared_embedding", False) or "embedding" in name or "output_layer" in name
+    )
+    return bool(over_tensor or over_pipeline)
+
+
+def gate_weights(chunks: Sequence[DistributedDataParallel], gate: Callable[[torch.nn.Parameter], None]) -> None:
+    """Have `gate` called with a parameter before a pass reads it, before its gradient of a step is first written, and
+    before it is gathered."""
+
+    def hook(parameters: list[torch.nn.Parameter]) -> Callable[..., None]:
+        def before_forward(*_: Any) -> None:
+            for parameter in parameters:
+                gate(parameter)
+
+        return before_forward
+
+    for chunk in chunks:
+        chunk.gate = gate  # see parallel/megatron/grad_buffers.py
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.gate = gate
+        for module in chunk.module.modules():
+            if own := [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]:
+                module.register_forward_pre_hook(hook(own), prepend=True)
+
+
+def watch_reduced(chunks: Sequence[DistributedDataParallel], reduced: Callable[[Any], None]) -> None:
+    """Have `reduced` called with a group of DDP's buckets once its reduction over the data parallel ranks is under way,
+    in the midst of the last micro-batch's backward pass; it is over when the group's `grad_reduce_handle` is."""
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.reduced = reduced
