@@ -116,6 +116,11 @@ def overlap_param_gather(config: Config) -> bool:
     return config.parallel.overlap_param_gather and config.parallel.overlap_grad_reduce and config.optimizer.distributed
 
 
+def has_tiers(config: Config) -> bool:
+    """Whether the optimizer's state is kept in buckets of our own, and not as Megatron-core keeps it."""
+    return config.optimizer.state_device != "device" or config.optimizer.moment_dtype != "fp32"
+
+
 def exchange_sms(config: Config) -> int:
     """Multiprocessors of a GPU that the experts' products leave to exchanges. 20 of a Hopper's 132 keep NVLink and
     InfiniBand busy (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.2)."""

@@ -3,6 +3,7 @@ missing."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,15 +15,30 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from configs import derived
 from configs.schema import Config
 from optim.schedule import learning_rate
+from optim.tiers.build import build_tiers
 from parallel.dtypes import DTYPES
 from parallel.megatron.optimizer import members, share_scaler
+from parallel.megatron.tiered import building_tiered
 from parallel.topology import Topology
 
 
 def build_optimizer(config: Config, topology: Topology, chunks: list[torch.nn.Module]) -> MegatronOptimizer:
     """The optimizer of this rank's model chunks, which must be wrapped in Megatron's DistributedDataParallel."""
+    tiered = derived.has_tiers(config)
+    with building_tiered() if tiered else contextlib.nullcontext():
+        optimizer = _build(config, topology, chunks)
+    share_scaler(optimizer)
+    optimizer.tiers = build_tiers(config, optimizer, chunks, topology.device) if tiered else None
+    for member in members(optimizer):
+        if isinstance(member.optimizer, torch.optim.AdamW):
+            for group in member.optimizer.param_groups:
+                group["foreach"], group["fused"] = False, True
+    return optimizer
+
+
+def _build(config: Config, topology: Topology, chunks: list[torch.nn.Module]) -> MegatronOptimizer:
     settings, precision = config.optimizer, config.training.precision
-    optimizer = get_megatron_optimizer(
+    return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -43,12 +59,6 @@ def build_optimizer(config: Config, topology: Topology, chunks: list[torch.nn.Mo
         use_gloo_process_groups=False,
         pg_collection=topology.groups,
     )
-    share_scaler(optimizer)
-    for member in members(optimizer):
-        if isinstance(member.optimizer, torch.optim.AdamW):
-            for group in member.optimizer.param_groups:
-                group["foreach"], group["fused"] = False, True
-    return optimizer
 
 
 def param_groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from parallel.megatron.optimizer import Owned, find_owned, is_sharded, members
+from parallel.megatron.optimizer import Owned, find_owned, gradient_of, is_sharded, members
 from parallel.norms import tensor_norms
 from parallel.topology import Topology
 
@@ -64,9 +64,10 @@ class GradNorms:
         """This rank's part [parts] of the sums over all ranks, fp64 on its device; the gradients must be ready."""
         sums = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         for member in self._members:
-            held = [main for main in member.get_parameters() if main.grad is not None and id(main) in self._parts]
+            grads = [(main, gradient_of(main)) for main in member.get_parameters() if id(main) in self._parts]
+            held = [main for main, grad in grads if grad is not None]
             if held:
-                norms = tensor_norms([main.grad for main in held])
+                norms = tensor_norms([grad for _, grad in grads if grad is not None])
                 sums.index_add_(0, self._index([self._parts[id(main)] for main in held]), norms * norms)
         return sums
 

@@ -51,6 +51,10 @@ OF_OTHERS = {
     "_C": "torch",
     "_set_sm_carveout_experimental": "torch",
     "_foreach_norm": "torch",
+    "_foreach_copy_": "torch",
+    "_foreach_mul_": "torch",
+    "_fused_adamw_": "torch",
+    "_amp_foreach_non_finite_check_and_unscale_": "torch",
     "_get_default_store": "torch",
     "_monitor_workers": "torch",
 }

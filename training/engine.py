@@ -27,6 +27,7 @@ from models.parallelize import frozen_weights, parallelize
 from moe.watch import RouterWatch
 from optim.build import build_optimizer
 from optim.grad_norms import GradNorms
+from optim.tiers.tiers import tiers_of
 from parallel.megatron.ddp import release
 from parallel.topology import Topology
 from training.resilience.rewind import Mark
@@ -61,8 +62,14 @@ class Engine:
         load_logical_folder(self.bare_chunks, folder, self.config, self.vocab_size)
         self.optimizer.reload_model_params()
 
+    def settle(self) -> None:
+        """Have all weights as the last step leaves them. Raises RuntimeError where an update failed."""
+        if (tiers := tiers_of(self.optimizer)) is not None:
+            tiers.settle()
+
     def frozen_weights(self) -> AbstractContextManager[None]:
         """Context for reading weights between steps: gathers that are still due are finished first, dropout is off."""
+        self.settle()
         return frozen_weights(self.chunks)
 
     def mark(self) -> Mark:
@@ -71,6 +78,8 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the model, so that a process may train one after the other."""
+        if (tiers := tiers_of(self.optimizer)) is not None:
+            tiers.close()
         release(self.chunks)
         get_moe_layer_wise_logging_tracker().clear()  # it holds a process group
 

@@ -68,6 +68,7 @@ def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult
         chunk.train()
     _clear_gradients(engine)
     rate = set_learning_rate(engine.optimizer, engine.config, step)
+    update.begin(engine.optimizer)
     losses, count = _run(engine, batches, forward_only=False)
     overflow = update.prepare(engine.optimizer)
     own = engine.sums.take()
@@ -107,6 +108,7 @@ def run_again(engine: Engine, batches: Sequence[Batch]) -> None:
     """Forward and backward passes once more, for those who watch them; nothing is changed but gradients."""
     mark = engine.mark()
     _clear_gradients(engine)
+    update.begin(engine.optimizer, passive=True)
     _run(engine, batches, forward_only=False)
     if engine.watch is not None:
         engine.watch.take()

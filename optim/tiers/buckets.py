@@ -16,11 +16,20 @@ CUT = 4096
 class Slice(Protocol):
     """What a rank holds of a parameter: see parallel/megatron/tiered.py."""
 
-    start: int
-    end: int
-    place: Hashable
-    late: bool
-    order: int
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def place(self) -> Hashable: ...
+
+    @property
+    def late(self) -> bool: ...
+
+    @property
+    def order(self) -> int: ...
 
 
 @dataclass(frozen=True)

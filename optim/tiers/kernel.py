@@ -39,9 +39,7 @@ def adamw(state: State, grads: Sequence[torch.Tensor], step: torch.Tensor, rates
     if state.exp_avgs[0].dtype == torch.float32:
         _fused(state.masters, grads, state.exp_avgs, state.exp_avg_sqs, step, rates)
         return
-    for master, grad, exp_avg, exp_avg_sq in zip(
-        state.masters, grads, state.exp_avgs, state.exp_avg_sqs, strict=True
-    ):
+    for master, grad, exp_avg, exp_avg_sq in zip(state.masters, grads, state.exp_avgs, state.exp_avg_sqs, strict=True):
         for start in range(0, master.numel(), SCRATCH):
             part = slice(start, start + SCRATCH)
             wide = scratch[: exp_avg[part].numel()].copy_(exp_avg[part])

@@ -6,7 +6,7 @@ Each function says what breaks without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,14 +71,23 @@ def find_owned(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Param
     return result
 
 
+def gradient_of(main: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that a stepped tensor has: beside it where that is of another dtype (see
+    parallel/megatron/tiered.py)."""
+    decoupled: torch.Tensor | None = getattr(main, "decoupled_grad", None)
+    return main.grad if decoupled is None else decoupled
+
+
 @torch.no_grad()
-def ready_gradients(optimizer: MegatronOptimizer) -> torch.Tensor | None:
+def ready_gradients(
+    optimizer: MegatronOptimizer, unscaled: Container[int] = (), overflowed: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """Copy the gradients to where they are stepped, in fp16 unscaled; then whether any of this rank's overflowed, more
-    than zero on its device.
+    than zero on its device. Of those at the addresses `unscaled` this is known: `overflowed`.
 
     Megatron's `prepare_grads` reads that on the host, once for each member, after a reduction of its own.
     """
-    overflows = []
+    overflows = [] if overflowed is None else [overflowed]
     for member in members(optimizer):
         scaler = getattr(member, "grad_scaler", None)
         if scaler is None:
@@ -87,7 +96,7 @@ def ready_gradients(optimizer: MegatronOptimizer) -> torch.Tensor | None:
         member.found_inf.zero_()
         if not member.is_stub_optimizer:
             member._copy_model_grads_to_main_grads()
-            grads = member._collect_main_grad_data_for_unscaling()
+            grads = [grad for grad in member._collect_main_grad_data_for_unscaling() if grad.data_ptr() not in unscaled]
             torch._amp_foreach_non_finite_check_and_unscale_(grads, member.found_inf, scaler.inv_scale)
         overflows.append(member.found_inf)
     return torch.cat(overflows).sum(dim=0, keepdim=True, dtype=torch.float64) if overflows else None

@@ -66,6 +66,7 @@ class Checkpoints(Callback):
     def start(self, run: Run) -> None:
         """Begin to save the step just taken, after waiting for an earlier save. A collective call."""
         self.finish_pending(run)
+        run.engine.settle()
         if run.is_main:
             self._on_record()
         settings = run.config.checkpoint

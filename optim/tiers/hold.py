@@ -1,0 +1,55 @@
+"""The optimizer's state as it was at one moment, read bucket by bucket while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from memory.lanes import Done
+from optim.tiers.buckets import RecordLayout
+from optim.tiers.memory import TierMemory
+
+
+class StateHold:
+    """What a save reads. Any one thread may read and release; a bucket that is not released does not change."""
+
+    def __init__(self, memory: TierMemory, layout: RecordLayout, numels: Sequence[int]):
+        """The main thread's call, between two steps."""
+        self._memory, self._layout, self._numels = memory, layout, numels
+        off = [index for index, tier in enumerate(memory.tiers) if tier != "device"]
+        self._stored = {index: place for place, index in enumerate(off)}
+        self._hold = memory.store.hold(off, memory.buffer)
+        self._so_far = Done.so_far(memory.lanes.device)
+        self._resident = {
+            index: memory.hold_resident(index) for index, tier in enumerate(memory.tiers) if tier == "device"
+        }
+
+    def read(self, index: int) -> dict[str, torch.Tensor]:
+        """A bucket's state by kind, flat tensors of the host, until the next `read` or its release. Raises what its
+        last change raised."""
+        if index in self._stored:
+            record = self._hold.read(self._stored[index])
+        else:
+            record, resident = self._memory.buffer, self._memory.resident[index]
+            assert resident is not None
+            size = resident.numel()
+            done = self._memory.lanes.down.submit(
+                lambda: record[:size].copy_(resident, non_blocking=True), (self._so_far,)
+            )
+            done.wait()
+            if done.error is not None:
+                raise done.error
+        return self._layout.split(record, self._numels[index])
+
+    def release(self, index: int) -> None:
+        """It may change."""
+        if index in self._stored:
+            self._hold.release(self._stored[index])
+        else:
+            self._resident[index].finish()
+
+    def close(self) -> None:
+        """All may."""
+        for index in range(len(self._numels)):
+            self.release(index)

@@ -1,0 +1,267 @@
+"""An optimizer whose state lies on the device, on the host or on the disk, bucket by bucket, and whose update runs
+beside the passes.
+
+By default it runs into the next forward pass, bucket by bucket in the order of first use; whoever needs a weight waits
+for its buckets alone. Early it runs beside the backward pass, as gradients become final: then the norm is not known
+yet, so that what comes of it is kept aside, and dropped where the step is clipped or refused. Either way the numbers
+are those of an update that waits for everything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from memory.lanes import Done
+from memory.store import Store
+from optim.tiers.buckets import Bucket, RecordLayout
+from optim.tiers.hold import StateHold
+from optim.tiers.kernel import Rates
+from optim.tiers.memory import TierMemory
+from optim.tiers.ways import Job, Ways
+from parallel.megatron.tiered import OwnedSlice
+
+CLIPPED_WINDOW = 100  # steps that early_update=auto looks back
+CLIPPED_FEW = 0.1  # share of them below which early updates are worth it
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What all parameter groups share, and when an update may begin."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    early_update: str  # auto, always, never
+
+
+class Tiers:
+    """The state and the updates of one rank. The training's thread calls everything; none of it waits for the
+    device."""
+
+    def __init__(
+        self,
+        slices: Sequence[OwnedSlice],
+        buckets: Sequence[Bucket],
+        layout: RecordLayout,
+        memory: TierMemory,
+        hyperparameters: Hyperparameters,
+    ):
+        self.slices, self.buckets, self.layout, self.memory = slices, buckets, layout, memory
+        self.hyperparameters, self.device = hyperparameters, memory.lanes.device
+        self.jobs = Ways(slices, buckets, layout, memory)
+        self.ways = list(memory.ways)
+        self.steps = 0  # taken
+        self.num_committed = self.num_dropped = 0  # early updates of buckets
+        self._of: dict[torch.nn.Parameter, list[int]] = {}
+        for index, bucket in enumerate(buckets):
+            for piece in bucket.pieces:
+                owners = self._of.setdefault(slices[piece.index].parameter, [])
+                if index not in owners:
+                    owners.append(index)
+        self._back: dict[int, Done] = {}  # buckets whose weights are on their way, until somebody has waited for them
+        self._left: dict[int, Done] = {}  # buckets whose gradient of this step is on its way to the host
+        self._early: dict[int, Done] = {}  # buckets whose update of this step is on its way to their shadow
+        self._clipped: deque[bool] = deque(maxlen=CLIPPED_WINDOW)
+        self._may_leave = self._may_update = False
+        self._inverse_scale: torch.Tensor | None = None
+        self._unscaled: dict[int, Done] = {}
+        self._found_inf = torch.zeros(1, dtype=torch.float32, device=self.device)
+
+    @property
+    def store(self) -> Store:
+        """Of the records off the device."""
+        return self.memory.store
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # A step
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, inverse_scale: torch.Tensor | None, passive: bool = False) -> None:
+        """Gradients of a step begin to be computed; what an earlier one left behind is dropped. `inverse_scale`: of
+        the loss in fp16. passive: they will change nothing."""
+        self.drop()
+        few = len(self._clipped) > 0 and sum(self._clipped) < CLIPPED_FEW * len(self._clipped)
+        wanted = self.hyperparameters.early_update
+        self._may_leave = not passive
+        self._may_update = not passive and (wanted == "always" or (wanted == "auto" and few))
+        self._inverse_scale = inverse_scale
+        if inverse_scale is not None:
+            self._found_inf.zero_()
+
+    def reduced(self, group: Any) -> None:
+        """The gradients of one of DDP's bucket groups are on their way to being final: see
+        parallel/megatron/tiered.py."""
+        if not self._may_leave:
+            return
+        final = (Done.so_far(self.device), _Reduction(group.grad_reduce_handle))
+        for index in dict.fromkeys(index for parameter in group.params for index in self._of.get(parameter, ())):
+            if not self.buckets[index].late:
+                self._start(index, final)
+
+    def _start(self, index: int, final: Sequence[Done]) -> None:
+        """Do what can be done for a bucket before the step's norm is known."""
+        leaves = self.memory.grad_areas[index] is not None
+        updates = self._may_update and self.memory.weight_areas[index] is not None
+        if not leaves and not updates:
+            return
+        if self._inverse_scale is not None:
+            self._unscaled[index] = self.jobs.unscale(index, final, self._found_inf, self._inverse_scale)
+            final = (self._unscaled[index],)
+        job = Job(self.steps + 1, self._rates(index))
+        if leaves:
+            self._left[index] = self.jobs.leave(index, final)
+        if updates:
+            if self.ways[index] == "host":
+                self._early[index] = self.jobs.on_host_early(index, job, self._left[index])
+            else:
+                self._early[index] = self.jobs.stream_early(index, job, final)
+
+    def unscaled(self) -> tuple[set[int], torch.Tensor | None]:
+        """(addresses of gradients that the fp16 loss scale is out of, how many of them overflowed)."""
+        grads: set[int] = set()
+        for index, done in self._unscaled.items():
+            done.order()
+            grads |= {self.slices[piece.index].grads.data_ptr() for piece in self.buckets[index].pieces}
+        self._unscaled = {}
+        return grads, self._found_inf if grads else None
+
+    def update(self, coefficient: float) -> None:
+        """Have all weights changed by the gradients that are there, times `coefficient`. Nothing is waited for."""
+        self.steps += 1
+        gradients, clipped = Done.so_far(self.device), coefficient < 1
+        self._clipped.append(clipped)
+        for index, way in enumerate(self.ways):
+            early, left = self._early.pop(index, None), self._left.pop(index, None)
+            if early is not None and not clipped:
+                self._back[index] = self.jobs.commit(index, early, gradients)
+                self.num_committed += 1
+                continue
+            self.num_dropped += early is not None
+            job = Job(self.steps, self._rates(index), coefficient)
+            if way == "host":
+                self._back[index] = self.jobs.on_host(index, job, gradients, left)
+            elif way == "device_stream":
+                self._back[index] = self.jobs.stream(index, job, gradients)
+            else:
+                self._back[index] = self.jobs.in_place(index, job, gradients)
+
+    def drop(self) -> None:
+        """The step is not taken: what was done for it ahead is forgotten, once nothing reads its gradients any more."""
+        self.num_dropped += len(self._early)
+        for started in (self._unscaled, self._left, self._early):
+            for index, done in started.items():
+                self._back[index] = done
+            started.clear()
+
+    def gate(self, parameter: torch.nn.Parameter) -> None:
+        """The current stream goes on with this parameter's weights once the last step has changed them, and may write
+        its gradient."""
+        if not self._back:
+            return
+        for index in self._of.get(parameter, ()):
+            if (done := self._back.pop(index, None)) is not None:
+                done.order()
+
+    def settle(self) -> None:
+        """The current stream goes on once all weights are as the last step leaves them."""
+        for index in list(self._back):
+            self._back.pop(index).order()
+
+    def problem(self) -> str | None:
+        """What a copy or an update raised, in one line; None where all is well so far. Once there is one it stays."""
+        return self.jobs.problem()
+
+    def close(self) -> list[str]:
+        """End the lanes; the names of those that did not end in time."""
+        return self.memory.close()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What saves and loads see
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def hold(self) -> StateHold:
+        """The state as it is now, to be read bucket by bucket; a bucket changes no more before it is released."""
+        return StateHold(self.memory, self.layout, [bucket.numel for bucket in self.buckets])
+
+    def empty(self, index: int) -> dict[str, torch.Tensor]:
+        """Host tensors for a bucket's state, flat, that `fill` takes; the same memory for every bucket."""
+        return self.layout.split(self.memory.buffer, self.buckets[index].numel)
+
+    def fill(self, index: int) -> None:
+        """Make what `empty` was filled with the bucket's state. Returns when it is."""
+        record = self.memory.buffer[: self.store.sizes[index]]
+        resident = self.memory.resident[index]
+        if resident is not None:
+            resident.copy_(record)
+            return
+        loan = self.store.fetch(index)
+        loan.there.wait()
+        loan.target.copy_(record)
+        written = self.store.put(loan, Done.already())
+        written.wait()
+        if written.error is not None:
+            raise written.error
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """State of a run that begins: masters from the weights, no moments."""
+        self.steps = 0
+        for index in range(len(self.buckets)):
+            kinds = self.empty(index)
+            for kind, flat in kinds.items():
+                if kind != "master":
+                    flat.zero_()
+            self._take_masters(index, kinds)
+            self.fill(index)
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Masters from the weights; the moments stay."""
+        if not self.layout.has_master:
+            return
+        self.settle()
+        hold = self.hold()
+        for index in range(len(self.buckets)):
+            kinds, now = self.empty(index), hold.read(index)
+            for kind, flat in kinds.items():
+                flat.copy_(now[kind])
+            hold.release(index)
+            self._take_masters(index, kinds)
+            self.fill(index)
+
+    def _take_masters(self, index: int, kinds: dict[str, torch.Tensor]) -> None:
+        if self.layout.has_master:
+            for piece, weights in zip(self.buckets[index].pieces, self.jobs.weights[index], strict=True):
+                kinds["master"][piece.offset : piece.offset + piece.end - piece.start].copy_(weights)
+
+    def _rates(self, index: int) -> Rates:
+        group = self.slices[self.buckets[index].pieces[0].index].group
+        shared = self.hyperparameters
+        return Rates(group["lr"], group["weight_decay"], shared.beta1, shared.beta2, shared.epsilon)
+
+
+class _Reduction(Done):
+    """A reduction of DDP's that is under way."""
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def wait(self, timeout: float = 0.0) -> None:
+        """Its own time-out is the process group's."""
+        self._handle.wait()
+
+    def order(self, timeout: float = 0.0) -> None:
+        """On a GPU the current stream waits."""
+        self._handle.wait()
+
+
+def tiers_of(optimizer: MegatronOptimizer) -> Tiers | None:
+    """The tiers that hold an optimizer's state; None where Megatron-core's own does, on the device."""
+    return getattr(optimizer, "tiers", None)

@@ -1,0 +1,266 @@
+"""How a bucket is updated: the jobs of each way, with what each waits for. No call here blocks.
+
+In place, where the state is on the device; `device_stream`, the record comes to the device, is updated there and goes
+back (arXiv 2609.14306, section 3.4); `host`, the gradient leaves, the host updates, the weights return. Early ways
+write the new state to the bucket's shadow and the new weights to host memory, while the backward pass goes on; whether
+that is what the step comes to is known after it.
+
+On a CPU device and host are the same memory. What is said here of copies is done all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memory.lanes import Done, Lanes
+from memory.store import Loan, Store
+from optim.tiers.buckets import Bucket, RecordLayout
+from optim.tiers.kernel import SCRATCH, Rates, State, adamw
+from optim.tiers.memory import TierMemory
+from parallel.megatron.tiered import OwnedSlice
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an update needs to know of its step, as it was when the job was made."""
+
+    step: int  # from 1
+    rates: Rates
+    coefficient: float = 1.0  # that the gradients are clipped with; 1: they are not
+
+
+class Ways:
+    """The jobs of one rank's buckets."""
+
+    def __init__(
+        self, slices: Sequence[OwnedSlice], buckets: Sequence[Bucket], layout: RecordLayout, memory: TierMemory
+    ):
+        self.buckets, self._layout, self._memory = buckets, layout, memory
+        self._lanes: Lanes = memory.lanes
+        self._store: Store = memory.store
+        self.weights = [_views(bucket, [owned.weights for owned in slices], slices) for bucket in buckets]
+        self._grads = [_views(bucket, [owned.grads for owned in slices], slices) for bucket in buckets]
+        self._states: dict[tuple[int, int], State] = {}
+        self._device_turn = self._host_turn = 0
+        self._watched: list[Done] = []
+        device = self._lanes.device
+        # Filled by the lanes themselves, in the order of their work.
+        self._device_step = torch.zeros((), dtype=torch.float32, device=device)
+        self._host_step = torch.zeros((), dtype=torch.float32)
+        scratch = SCRATCH if layout.moment_dtype != torch.float32 else 0
+        self._device_scratch = torch.empty(scratch, dtype=torch.float32, device=device)
+        self._host_scratch = torch.empty(scratch, dtype=torch.float32)
+
+    def problem(self) -> str | None:
+        """What a job raised, in one line; None where all is well so far. Once there is one it stays."""
+        failed = [done for done in self._watched if done.is_issued and done.error is not None]
+        self._watched = failed or [done for done in self._watched if not done.is_issued]
+        return None if not failed else " ".join(str(failed[0].error).split()) or type(failed[0].error).__name__
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Once the step's gradients are final, and their norm is known. Each returns when the bucket's weights are back.
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def in_place(self, index: int, job: Job, gradients: Done) -> Done:
+        """The record stays on the device."""
+        resident = self._memory.resident[index]
+        assert resident is not None
+        work = self._device_update(index, job, self._state(index, resident), self.weights[index])
+        return self._watch(self._lanes.update.submit(work, (gradients, *self._memory.held(index))))
+
+    def stream(self, index: int, job: Job, gradients: Done) -> Done:
+        """The record comes to the device and goes back."""
+        return self._streamed(index, job, (gradients,), self.weights[index], early=False)
+
+    def on_host(self, index: int, job: Job, gradients: Done, left: Done | None) -> Done:
+        """The gradient leaves, unless it has (`left`), and the weights come back."""
+        self._host_turn += 1
+        stage, numel = self._memory.stages[self._host_turn % len(self._memory.stages)], self.buckets[index].numel
+        grads, weights = stage.grads[:numel], stage.weights[:numel]
+        before: tuple[Done, ...] = (gradients, stage.free)
+        if left is not None:
+            area = self._memory.grad_areas[index]
+            assert area is not None
+            grads, before = area, (*before, left)
+        leaving = [(grads, self._grads[index])] * (left is None)
+        leaving += [(weights, self.weights[index])] * (not self._layout.has_master)
+        if leaving:
+            before = (self._gather(index, leaving, before),)
+        updated = self._host_update(index, job, before, grads, weights, early=False)
+        stage.free = self._scatter(index, weights, (updated,))
+        return stage.free
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # While the backward pass goes on
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def unscale(self, index: int, final: Sequence[Done], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> Done:
+        """Take the fp16 loss scale out of the gradient, in place; `found_inf` counts what overflowed."""
+        grads = self._grads[index]
+        return self._watch(
+            self._lanes.update.submit(
+                lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale), final
+            )
+        )
+
+    def leave(self, index: int, final: Sequence[Done]) -> Done:
+        """The gradient, which is final, goes to its area on the host."""
+        area = self._memory.grad_areas[index]
+        assert area is not None
+        return self._gather(index, [(area, self._grads[index])], final)
+
+    def stream_early(self, index: int, job: Job, final: Sequence[Done]) -> Done:
+        """As `stream`, to the shadow."""
+        return self._streamed(index, job, final, None, early=True)
+
+    def on_host_early(self, index: int, job: Job, left: Done) -> Done:
+        """As `on_host` for a gradient that has left, to the shadow."""
+        grads, weights = self._memory.grad_areas[index], self._memory.weight_areas[index]
+        assert grads is not None and weights is not None
+        before: tuple[Done, ...] = (left,)
+        if not self._layout.has_master:
+            before = (self._gather(index, [(weights, self.weights[index])], before),)
+        return self._host_update(index, job, before, grads, weights, early=True)
+
+    def commit(self, index: int, early: Done, gradients: Done) -> Done:
+        """The shadow is the state from now on, and its weights are the model's once the result is over."""
+        weights = self._memory.weight_areas[index]
+        assert weights is not None
+        self._store.swap(index, len(self.buckets) + index)
+        return self._scatter(index, weights, (early, gradients))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Jobs
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _streamed(
+        self, index: int, job: Job, before: Sequence[Done], weights: list[torch.Tensor] | None, early: bool
+    ) -> Done:
+        self._device_turn += 1
+        slot = self._memory.device_slots[self._device_turn % len(self._memory.device_slots)]
+        loan, record = self._borrow(index, early), slot.record[: self._store.sizes[index]]
+        source, target, size = loan.source, loan.target, record.numel()
+        up = self._lanes.up.submit(lambda: _copy(record, source), (loan.there, slot.free), num_bytes=size)
+        lanes, new_weights = self._lanes, None
+        if early:
+            assert slot.weights is not None
+            new_weights = slot.weights[: self.buckets[index].numel]
+            weights = self._pieces(index, new_weights)
+        assert weights is not None
+        state = self._state(index, record, None if self._layout.has_master else weights)
+        work = self._device_update(index, job, state, weights, copy_first=early and not self._layout.has_master)
+        updated = self._watch(lanes.update.submit(work, (up, *before)))
+        area = self._memory.weight_areas[index] if early else None
+
+        def back() -> None:
+            _copy(target, record)
+            if area is not None and new_weights is not None:
+                _copy(area, new_weights)
+
+        num_bytes = size + (0 if area is None else area.nbytes)
+        slot.free = lanes.down.submit(back, (updated, *loan.change_after), num_bytes=num_bytes)
+        there = self._watch(self._store.put(loan, slot.free))
+        return there if early else updated
+
+    def _device_update(
+        self, index: int, job: Job, state: State, weights: Sequence[torch.Tensor], copy_first: bool = False
+    ) -> Callable[[], None]:
+        grads, has_master, own = self._grads[index], self._layout.has_master, self.weights[index]
+        step, scratch = self._device_step, self._device_scratch
+
+        def work() -> None:
+            step.fill_(job.step)
+            if copy_first:
+                torch._foreach_copy_(weights, own)
+            if job.coefficient < 1:
+                torch._foreach_mul_(grads, job.coefficient)
+            adamw(state, grads, step, job.rates, scratch)
+            if has_master:
+                torch._foreach_copy_(weights, state.masters)
+
+        return work
+
+    def _host_update(
+        self, index: int, job: Job, before: Sequence[Done], grads: torch.Tensor, weights: torch.Tensor, early: bool
+    ) -> Done:
+        loan, has_master = self._borrow(index, early), self._layout.has_master
+        new, pieces = self._pieces(index, weights), self._pieces(index, grads)
+        state = self._state(index, loan.target, None if has_master else new)
+        source, target = loan.source, loan.target
+        step, scratch = self._host_step, self._host_scratch
+
+        def work() -> None:
+            step.fill_(job.step)
+            if source is not target:
+                target.copy_(source)
+            if job.coefficient < 1:
+                grads.mul_(job.coefficient)
+            adamw(state, pieces, step, job.rates, scratch)
+            if has_master:
+                for weight, master in zip(new, state.masters, strict=True):
+                    weight.copy_(master)
+
+        num_bytes = 2 * target.numel() + grads.nbytes + weights.nbytes  # that the host reads and writes
+        updated = self._lanes.host.submit(work, (*before, loan.there, *loan.change_after), num_bytes=num_bytes)
+        there = self._watch(self._store.put(loan, updated))
+        return there if early else updated
+
+    def _borrow(self, index: int, early: bool) -> Loan:
+        return self._store.fetch(index, len(self.buckets) + index if early else None)
+
+    def _gather(
+        self, index: int, leaving: Sequence[tuple[torch.Tensor, list[torch.Tensor]]], before: Sequence[Done]
+    ) -> Done:
+        """Pieces of the device go to flat tensors of the host."""
+        pairs = [(self._pieces(index, flat), pieces) for flat, pieces in leaving]
+
+        def work() -> None:
+            for targets, sources in pairs:
+                for target, source in zip(targets, sources, strict=True):
+                    _copy(target, source)
+
+        return self._watch(self._lanes.down.submit(work, before, num_bytes=sum(flat.nbytes for flat, _ in leaving)))
+
+    def _scatter(self, index: int, flat: torch.Tensor, before: Sequence[Done]) -> Done:
+        """New weights of the host go to the model."""
+        sources, targets = self._pieces(index, flat), self.weights[index]
+
+        def work() -> None:
+            for target, source in zip(targets, sources, strict=True):
+                _copy(target, source)
+
+        return self._watch(self._lanes.up.submit(work, before, num_bytes=flat.nbytes))
+
+    def _state(self, index: int, record: torch.Tensor, masters: list[torch.Tensor] | None = None) -> State:
+        """The pieces of a bucket's record that lies there. What is its own master is the model's weights, or given."""
+        key = (index, record.data_ptr())
+        if key not in self._states:
+            kinds = self._layout.split(record, self.buckets[index].numel)
+            pieces = {kind: self._pieces(index, flat) for kind, flat in kinds.items()}
+            self._states[key] = State(
+                pieces.get("master", self.weights[index]), pieces["exp_avg"], pieces["exp_avg_sq"]
+            )
+        state = self._states[key]
+        return state if masters is None else State(masters, state.exp_avgs, state.exp_avg_sqs)
+
+    def _pieces(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[piece.offset : piece.offset + piece.end - piece.start] for piece in self.buckets[index].pieces]
+
+    def _watch(self, done: Done) -> Done:
+        self._watched.append(done)
+        return done
+
+
+def _views(bucket: Bucket, flats: Sequence[torch.Tensor], slices: Sequence[OwnedSlice]) -> list[torch.Tensor]:
+    """The bucket's pieces of tensors that hold a slice each."""
+    return [
+        flats[piece.index][piece.start - slices[piece.index].start : piece.end - slices[piece.index].start]
+        for piece in bucket.pieces
+    ]
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
