@@ -134,8 +134,8 @@ class Hold:
 
     def __init__(self, places: Sequence[_Place], sizes: Sequence[int], disk: Disk | None, buffer: torch.Tensor | None):
         self._places, self._sizes, self._disk, self._buffer = places, sizes, disk, buffer
-        # As they are now: a later change waits for this hold.
-        self._written = [place.written for place in places]
+        # As they are now: later changes wait for this hold, and a later hold has others.
+        self.held, self._written = [place.held for place in places], [place.written for place in places]
 
     def read(self, index: int) -> torch.Tensor:
         """The record's bytes, until the next `read` or its `release`. Raises what its last change raised."""
@@ -151,7 +151,7 @@ class Hold:
 
     def release(self, index: int) -> None:
         """It may be changed again."""
-        self._places[index].held.finish()
+        self.held[index].finish()
 
     def close(self) -> None:
         """All of them may."""
