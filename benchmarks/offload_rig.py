@@ -101,9 +101,7 @@ class Model(MegatronModule):
         settings = TransformerConfig(num_layers=sizes.layers, hidden_size=8, num_attention_heads=1, bf16=True)
         super().__init__(settings)
         clock, count = Clock(1.0), sizes.layers
-        self.layers = torch.nn.ModuleList(
-            Layer(sizes, clock, forward / count, backward / count) for _ in range(count)
-        )
+        self.layers = torch.nn.ModuleList(Layer(sizes, clock, forward / count, backward / count) for _ in range(count))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -118,7 +116,6 @@ class Rig:
         """passes: seconds of the forward and of the backward pass."""
         self.sizes, self.passes = sizes, passes
         config = config_of(sizes, overrides)
-        # open_budgets(config.memory)
         model = Model(sizes, *passes)
         for parameter in model.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -213,13 +210,13 @@ def timeline(rig: Rig) -> Iterator[list[tuple[str, float, float]]]:
     def listed(lane: Lane) -> Any:
         submit = lane.submit
 
-        def listing(work: Any, after: Any = (), num_bytes: int = 0) -> Any:
+        def listing(work: Any, *rest: Any, **named: Any) -> Any:
             def timed() -> None:
                 begin = time.perf_counter()
                 work()
                 jobs.append((lane.name, begin, time.perf_counter()))
 
-            return submit(timed, after, num_bytes)
+            return submit(timed, *rest, **named)
 
         return listing
 

@@ -11,12 +11,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 TIMEOUT = 600.0  # seconds that a lane may take for what comes before a piece of work
 CLOSE_TIMEOUT = 10.0  # seconds that the end of a run waits for a lane's thread
+
+
+class CalledOff(Exception):
+    """Work that was left out because nobody wants it any more."""
 
 
 class Done:
@@ -26,6 +31,9 @@ class Done:
         self.error: BaseException | None = None
         self._issued = threading.Event()
         self._event: Any = None  # of CUDA, where a stream does the work
+        self._lock = threading.Lock()
+        self._then: list[Callable[[], None]] = []
+        self._begun = threading.Lock()  # whoever has it does the work, or calls it off
 
     @classmethod
     def already(cls) -> Done:
@@ -44,7 +52,30 @@ class Done:
     def finish(self, error: BaseException | None = None, event: Any = None) -> None:
         """The work is over, or failed; on a stream it is issued, and over at the event."""
         self.error, self._event = error, event
-        self._issued.set()
+        with self._lock:
+            self._issued.set()
+            then, self._then = self._then, []
+        for call in then:
+            call()
+
+    def begin(self) -> bool:
+        """Whether the work is still to be done; from now on it cannot be called off."""
+        return self._begun.acquire(blocking=False)
+
+    def call_off(self) -> bool:
+        """Leave the work out, and what comes after it, unless it has begun; whether it was left out."""
+        if not self.begin():
+            return False
+        self.finish(CalledOff())
+        return True
+
+    def when_issued(self, call: Callable[[], None]) -> None:
+        """Have it called once nothing is left to the host, by whoever finishes the work; now, if nothing is."""
+        with self._lock:
+            if not self._issued.is_set():
+                self._then.append(call)
+                return
+        call()
 
     @property
     def is_issued(self) -> bool:
@@ -68,9 +99,35 @@ class Done:
             raise TimeoutError(f"a copy or an update beside the training was not done within {timeout:g} s")
 
 
+@dataclass(order=True)
+class _Item:
+    number: int
+    work: Callable[[], None] = field(compare=False)
+    after: Sequence[Done] = field(compare=False)
+    free: Sequence[Done] = field(compare=False)
+    num_bytes: int = field(compare=False)
+    done: Done = field(compare=False)
+
+
+def _when_all_issued(dones: Sequence[Done], call: Callable[[], None]) -> None:
+    left, lock = len(dones) + 1, threading.Lock()
+
+    def one() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            call()
+
+    for done in dones:
+        done.when_issued(one)
+    one()
+
+
 class Lane:
-    """A thread, and on a GPU a stream, that does what it is given in the order of the calls. Its thread starts with the
-    first."""
+    """A thread, and on a GPU a stream, that does one thing after the other: of what can be done, what it was given
+    first. Its thread starts with the first."""
 
     def __init__(self, name: str, device: torch.device, on_device: bool = False, timeout: float = TIMEOUT):
         """on_device: the work is the device's; on a CPU it is the thread's all the same."""
@@ -82,28 +139,34 @@ class Lane:
         self._device, self._timeout = device, timeout
         self._on_stream = on_device and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_stream else None
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Done], Done, int] | None] = (
-            queue.SimpleQueue()
-        )
+        self._ready: queue.PriorityQueue[_Item] = queue.PriorityQueue()
+        self._count = 0  # of what it was given
+        self._is_closing = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Callable[[], None], after: Sequence[Done] = (), num_bytes: int = 0) -> Done:
-        """Do `work` once all of `after` is over; it must not allocate memory of the device, nor submit and wait.
+    def submit(
+        self, work: Callable[[], None], after: Sequence[Done] = (), num_bytes: int = 0, free: Sequence[Done] = ()
+    ) -> Done:
+        """Do `work` once all of `after` and `free` is over; it must not allocate memory of the device, nor submit and
+        wait.
 
-        Where something before it failed it is left out, and fails alike.
+        Where something of `after` failed it is left out, and fails alike. `free`: who had the work's memory before it,
+        whatever came of that. One thread submits.
         """
-        done = Done()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"{self.name} lane", daemon=True)
             self._thread.start()
-        self._queue.put((work, after, done, num_bytes))
-        return done
+        self._count += 1
+        item = _Item(self._count, work, after, free, num_bytes, Done())
+        _when_all_issued([*after, *free], lambda: self._ready.put(item))
+        return item.done
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> bool:
         """End the thread after what it has been given; whether it did in time."""
         if self._thread is None:
             return True
-        self._queue.put(None)
+        self._is_closing = True
+        self.submit(lambda: None)  # wakes it
         self._thread.join(timeout)
         ended = not self._thread.is_alive()
         self._thread = None
@@ -114,40 +177,47 @@ class Lane:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         late = 0.0  # what a sleep took too long, the next ones are shorter
-        while (item := self._queue.get()) is not None:
-            work, after, done, num_bytes = item
+        num_over = 0
+        while not (self._is_closing and num_over == self._count):
+            item = self._ready.get()
+            num_over += 1
             try:
-                self._wait(after)
+                self._wait(item)
+                if not item.done.begin():
+                    continue
                 before = time.perf_counter()
                 if self._stream is None:
-                    work()
+                    item.work()
                     event = None
                 else:
                     with torch.cuda.stream(self._stream):
-                        work()
+                        item.work()
                         event = self._stream.record_event()
                 seconds = time.perf_counter() - before
                 if self.rate is not None:
-                    pause = num_bytes / self.rate - seconds - late
+                    pause = item.num_bytes / self.rate - seconds - late
                     if pause > 0:
                         time.sleep(pause)
                     seconds = time.perf_counter() - before
-                    late += seconds - num_bytes / self.rate
+                    late += seconds - item.num_bytes / self.rate
                     late = min(max(late, -0.001), 0.1)
-                self.num_bytes += num_bytes
+                self.num_bytes += item.num_bytes
                 self.busy_seconds += seconds
-                done.finish(event=event)
+                item.done.finish(event=event)
             except BaseException as error:  # whoever waits must hear of it
-                done.finish(error)
-            del item, work, after, done
+                if not isinstance(item.done.error, CalledOff):
+                    item.done.finish(error)
+            del item
 
-    def _wait(self, after: Sequence[Done]) -> None:
-        for before in after:
+    def _wait(self, item: _Item) -> None:
+        """The host's part of all is over, but for what others than lanes do."""
+        for before in (*item.after, *item.free):
             if self._stream is None:
                 before.wait(self._timeout)
             else:
                 with torch.cuda.stream(self._stream):
                     before.order(self._timeout)
+        for before in item.after:
             if before.error is not None:
                 raise before.error
 

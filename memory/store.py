@@ -79,7 +79,7 @@ class Store:
         disk, memory = self._disk, slot.memory[: padded(self.sizes[index])]
         assert disk is not None and target.memory is None
         there = self.lanes.read.submit(
-            lambda: disk.read_into(place.offset, memory), (slot.free, place.written), memory.numel()
+            lambda: disk.read_into(place.offset, memory), (place.written,), memory.numel(), free=(slot.free,)
         )
         slot.free = there  # until somebody says more
         record = slot.memory[: self.sizes[index]]

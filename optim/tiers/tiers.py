@@ -10,7 +10,7 @@ are those of an update that waits for everything.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from optim.tiers.buckets import Bucket, RecordLayout
 from optim.tiers.hold import StateHold
 from optim.tiers.kernel import Rates
 from optim.tiers.memory import TierMemory
-from optim.tiers.ways import Job, Ways
+from optim.tiers.ways import Early, Job, Ways
 from parallel.megatron.tiered import OwnedSlice
 
 CLIPPED_WINDOW = 100  # steps that early_update=auto looks back
@@ -66,7 +66,7 @@ class Tiers:
                     owners.append(index)
         self._back: dict[int, Done] = {}  # buckets whose weights are on their way, until somebody has waited for them
         self._left: dict[int, Done] = {}  # buckets whose gradient of this step is on its way to the host
-        self._early: dict[int, Done] = {}  # buckets whose update of this step is on its way to their shadow
+        self._early: dict[int, Early] = {}  # buckets whose update of this step is on its way to their shadow
         self._clipped: deque[bool] = deque(maxlen=CLIPPED_WINDOW)
         self._hold: StateHold | None = None
         self._may_leave = self._may_update = False
@@ -134,31 +134,44 @@ class Tiers:
 
     def update(self, coefficient: float) -> None:
         """Have all weights changed by the gradients that are there, times `coefficient`. Nothing is waited for."""
+        self._call_off()
         self.steps += 1
         gradients, clipped = Done.so_far(self.device), coefficient < 1
         self._clipped.append(clipped)
         for index, way in enumerate(self.ways):
             early, left = self._early.pop(index, None), self._left.pop(index, None)
             if early is not None and not clipped:
-                self._back[index] = self.jobs.commit(index, early, gradients)
+                self._back[index] = self.jobs.commit(index, early.done, gradients)
                 self.num_committed += 1
                 continue
             self.num_dropped += early is not None
             job = Job(self.steps, self._rates(index), coefficient)
+            before = (gradients,) if early is None else (gradients, early.done)
             if way == "host":
-                self._back[index] = self.jobs.on_host(index, job, gradients, left)
+                self._back[index] = self.jobs.on_host(index, job, before, left)
             elif way == "device_stream":
-                self._back[index] = self.jobs.stream(index, job, gradients)
+                self._back[index] = self.jobs.stream(index, job, before)
             else:
                 self._back[index] = self.jobs.in_place(index, job, gradients)
 
     def drop(self) -> None:
         """The step is not taken: what was done for it ahead is forgotten, once nothing reads its gradients any more."""
+        self._call_off()
         self.num_dropped += len(self._early)
-        for started in (self._unscaled, self._left, self._early):
-            for index, done in started.items():
-                self._back[index] = done
-            started.clear()
+        early = {index: update.done for index, update in self._early.items()}
+        for started in (self._unscaled, self._left, early):
+            self._back.update(started)
+        self._unscaled, self._left, self._early = {}, {}, {}
+
+    def _call_off(self) -> None:
+        """Leave out what was to be done ahead and has not begun: the backward pass went through the buckets the other
+        way round, and now those that the next forward pass uses first shall come first."""
+        for index in reversed(list(self._early)):
+            if self._early[index].call_off():
+                del self._early[index]
+        for index in reversed(list(self._left)):
+            if index not in self._early and self._left[index].call_off():
+                del self._left[index]
 
     def gate(self, parameter: torch.nn.Parameter) -> None:
         """The current stream goes on with this parameter's weights once the last step has changed them, and may write
@@ -257,6 +270,10 @@ class _Reduction(Done):
     def __init__(self, handle: Any) -> None:
         super().__init__()
         self._handle = handle
+
+    def when_issued(self, call: Callable[[], None]) -> None:
+        """Whoever waits for it waits for the handle."""
+        call()
 
     def wait(self, timeout: float = 0.0) -> None:
         """Its own time-out is the process group's."""

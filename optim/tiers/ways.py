@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memory.lanes import Done, Lanes
+from memory.lanes import CalledOff, Done, Lanes
 from memory.store import Loan, Store
 from optim.tiers.buckets import Bucket, RecordLayout
 from optim.tiers.kernel import SCRATCH, Rates, State, adamw
@@ -32,6 +32,18 @@ class Job:
     coefficient: float = 1.0  # that the gradients are clipped with; 1: they are not
 
 
+@dataclass(frozen=True)
+class Early:
+    """An update of which nobody knows yet whether the step takes it."""
+
+    done: Done
+    first: Done  # of its work; where that has not begun the update can be called off
+
+    def call_off(self) -> bool:
+        """Whether nothing of it will be done."""
+        return self.first.call_off()
+
+
 class Ways:
     """The jobs of one rank's buckets."""
 
@@ -44,7 +56,7 @@ class Ways:
         self.weights = [_views(bucket, [owned.weights for owned in slices], slices) for bucket in buckets]
         self._grads = [_views(bucket, [owned.grads for owned in slices], slices) for bucket in buckets]
         self._states: dict[tuple[int, int], State] = {}
-        self._device_turn = self._host_turn = 0
+        self._device_turns, self._host_turns = _Turns(len(memory.device_slots)), _Turns(len(memory.stages))
         self._watched: list[Done] = []
         device = self._lanes.device
         # Filled by the lanes themselves, in the order of their work.
@@ -56,7 +68,11 @@ class Ways:
 
     def problem(self) -> str | None:
         """What a job raised, in one line; None where all is well so far. Once there is one it stays."""
-        failed = [done for done in self._watched if done.is_issued and done.error is not None]
+        failed = [
+            done
+            for done in self._watched
+            if done.is_issued and done.error is not None and not isinstance(done.error, CalledOff)
+        ]
         self._watched = failed or [done for done in self._watched if not done.is_issued]
         return None if not failed else " ".join(str(failed[0].error).split()) or type(failed[0].error).__name__
 
@@ -71,25 +87,22 @@ class Ways:
         work = self._device_update(index, job, self._state(index, resident), self.weights[index])
         return self._watch(self._lanes.update.submit(work, (gradients, *self._memory.held(index))))
 
-    def stream(self, index: int, job: Job, gradients: Done) -> Done:
+    def stream(self, index: int, job: Job, before: Sequence[Done]) -> Done:
         """The record comes to the device and goes back."""
-        return self._streamed(index, job, (gradients,), self.weights[index], early=False)
+        return self._streamed(index, job, before, self.weights[index], early=False)[0]
 
-    def on_host(self, index: int, job: Job, gradients: Done, left: Done | None) -> Done:
+    def on_host(self, index: int, job: Job, before: Sequence[Done], left: Done | None) -> Done:
         """The gradient leaves, unless it has (`left`), and the weights come back."""
-        self._host_turn += 1
-        stage, numel = self._memory.stages[self._host_turn % len(self._memory.stages)], self.buckets[index].numel
-        grads, weights = stage.grads[:numel], stage.weights[:numel]
-        before: tuple[Done, ...] = (gradients, stage.free)
-        if left is not None:
-            area = self._memory.grad_areas[index]
-            assert area is not None
-            grads, before = area, (*before, left)
-        leaving = [(grads, self._grads[index])] * (left is None)
-        leaving += [(weights, self.weights[index])] * (not self._layout.has_master)
-        if leaving:
-            before = (self._gather(index, leaving, before),)
-        updated = self._host_update(index, job, before, grads, weights, early=False)
+        numel = self.buckets[index].numel
+        stage = self._memory.stages[self._host_turns.next(numel)]
+        area, weights = self._memory.grad_areas[index], stage.weights[:numel]
+        grads = stage.grads[:numel] if area is None else area
+        if left is None:
+            left = self._gather(index, grads, self._grads[index], before, [stage.free] * (area is None))
+        before = (*before, left)
+        if not self._layout.has_master:
+            before = (*before, self._gather(index, weights, self.weights[index], before, [stage.free]))
+        updated, _ = self._host_update(index, job, before, grads, weights, [stage.free], early=False)
         stage.free = self._scatter(index, weights, (updated,))
         return stage.free
 
@@ -110,20 +123,20 @@ class Ways:
         """The gradient, which is final, goes to its area on the host."""
         area = self._memory.grad_areas[index]
         assert area is not None
-        return self._gather(index, [(area, self._grads[index])], final)
+        return self._gather(index, area, self._grads[index], final)
 
-    def stream_early(self, index: int, job: Job, final: Sequence[Done]) -> Done:
+    def stream_early(self, index: int, job: Job, final: Sequence[Done]) -> Early:
         """As `stream`, to the shadow."""
-        return self._streamed(index, job, final, None, early=True)
+        return Early(*self._streamed(index, job, final, None, early=True))
 
-    def on_host_early(self, index: int, job: Job, left: Done) -> Done:
+    def on_host_early(self, index: int, job: Job, left: Done) -> Early:
         """As `on_host` for a gradient that has left, to the shadow."""
         grads, weights = self._memory.grad_areas[index], self._memory.weight_areas[index]
         assert grads is not None and weights is not None
         before: tuple[Done, ...] = (left,)
         if not self._layout.has_master:
-            before = (self._gather(index, [(weights, self.weights[index])], before),)
-        return self._host_update(index, job, before, grads, weights, early=True)
+            before = (self._gather(index, weights, self.weights[index], before),)
+        return Early(*self._host_update(index, job, before, grads, weights, [], early=True))
 
     def commit(self, index: int, early: Done, gradients: Done) -> Done:
         """The shadow is the state from now on, and its weights are the model's once the result is over."""
@@ -133,17 +146,16 @@ class Ways:
         return self._scatter(index, weights, (early, gradients))
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Jobs
+    # Jobs. An update's parts return when it is over, and which work of it comes first.
     # -----------------------------------------------------------------------------------------------------------------
 
     def _streamed(
         self, index: int, job: Job, before: Sequence[Done], weights: list[torch.Tensor] | None, early: bool
-    ) -> Done:
-        self._device_turn += 1
-        slot = self._memory.device_slots[self._device_turn % len(self._memory.device_slots)]
+    ) -> tuple[Done, Done]:
+        slot = self._memory.device_slots[self._device_turns.next(self.buckets[index].numel)]
         loan, record = self._borrow(index, early), slot.record[: self._store.sizes[index]]
         source, target, size = loan.source, loan.target, record.numel()
-        up = self._lanes.up.submit(lambda: _copy(record, source), (loan.there, slot.free), num_bytes=size)
+        up = self._lanes.up.submit(lambda: _copy(record, source), (loan.there,), num_bytes=size, free=(slot.free,))
         lanes, new_weights = self._lanes, None
         if early:
             assert slot.weights is not None
@@ -163,7 +175,7 @@ class Ways:
         num_bytes = size + (0 if area is None else area.nbytes)
         slot.free = lanes.down.submit(back, (updated, *loan.change_after), num_bytes=num_bytes)
         there = self._watch(self._store.put(loan, slot.free))
-        return there if early else updated
+        return there if early else updated, up if loan.slot is None else loan.there
 
     def _device_update(
         self, index: int, job: Job, state: State, weights: Sequence[torch.Tensor], copy_first: bool = False
@@ -184,8 +196,15 @@ class Ways:
         return work
 
     def _host_update(
-        self, index: int, job: Job, before: Sequence[Done], grads: torch.Tensor, weights: torch.Tensor, early: bool
-    ) -> Done:
+        self,
+        index: int,
+        job: Job,
+        before: Sequence[Done],
+        grads: torch.Tensor,
+        weights: torch.Tensor,
+        free: Sequence[Done],
+        early: bool,
+    ) -> tuple[Done, Done]:
         loan, has_master = self._borrow(index, early), self._layout.has_master
         new, pieces = self._pieces(index, weights), self._pieces(index, grads)
         state = self._state(index, loan.target, None if has_master else new)
@@ -204,25 +223,30 @@ class Ways:
                     weight.copy_(master)
 
         num_bytes = 2 * target.numel() + grads.nbytes + weights.nbytes  # that the host reads and writes
-        updated = self._lanes.host.submit(work, (*before, loan.there, *loan.change_after), num_bytes=num_bytes)
+        after = (*before, loan.there, *loan.change_after)
+        updated = self._lanes.host.submit(work, after, num_bytes=num_bytes, free=free)
         there = self._watch(self._store.put(loan, updated))
-        return there if early else updated
+        return there if early else updated, updated if loan.slot is None else loan.there
 
     def _borrow(self, index: int, early: bool) -> Loan:
         return self._store.fetch(index, len(self.buckets) + index if early else None)
 
     def _gather(
-        self, index: int, leaving: Sequence[tuple[torch.Tensor, list[torch.Tensor]]], before: Sequence[Done]
+        self,
+        index: int,
+        flat: torch.Tensor,
+        pieces: list[torch.Tensor],
+        before: Sequence[Done],
+        free: Sequence[Done] = (),
     ) -> Done:
-        """Pieces of the device go to flat tensors of the host."""
-        pairs = [(self._pieces(index, flat), pieces) for flat, pieces in leaving]
+        """Pieces of the device go to a flat tensor of the host."""
+        targets = self._pieces(index, flat)
 
         def work() -> None:
-            for targets, sources in pairs:
-                for target, source in zip(targets, sources, strict=True):
-                    _copy(target, source)
+            for target, source in zip(targets, pieces, strict=True):
+                _copy(target, source)
 
-        return self._watch(self._lanes.down.submit(work, before, num_bytes=sum(flat.nbytes for flat, _ in leaving)))
+        return self._watch(self._lanes.down.submit(work, before, num_bytes=flat.nbytes, free=free))
 
     def _scatter(self, index: int, flat: torch.Tensor, before: Sequence[Done]) -> Done:
         """New weights of the host go to the model."""
@@ -252,6 +276,20 @@ class Ways:
     def _watch(self, done: Done) -> Done:
         self._watched.append(done)
         return done
+
+
+class _Turns:
+    """Which of several slots is next: the one that the fewest elements have passed through, so that large buckets take
+    turns also where small ones are between them."""
+
+    def __init__(self, num_slots: int):
+        self._passed = [0] * num_slots
+
+    def next(self, numel: int) -> int:
+        """For a bucket of so many elements."""
+        slot = self._passed.index(min(self._passed))
+        self._passed[slot] += numel
+        return slot
 
 
 def _views(bucket: Bucket, flats: Sequence[torch.Tensor], slices: Sequence[OwnedSlice]) -> list[torch.Tensor]:
