@@ -48,3 +48,8 @@ def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequen
         held += of_chunk[chunk] if is_forward else -of_chunk[chunk]
         most = max(most, held)
     return most
+
+
+def layer_inputs_in_flight(config: Config, world_size: int, stage: int) -> int:
+    """The most layers of a stage that wait for their backward pass at once, each micro-batch's anew."""
+    return most_in_flight(config, world_size, stage, [len(layers) for layers in layers_of_stage(config, stage)])
