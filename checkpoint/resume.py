@@ -18,13 +18,13 @@ from typing import Any
 import torch.distributed as dist
 
 from checkpoint import manifest, start
-from checkpoint import state as checkpoint_state
 from checkpoint.record import Keeper, Record
 from checkpoint.start import Start
 from configs import files
 from configs.changes import Change
 from configs.schema import Config, ConfigError
 from data.identity import Difference, Identity
+from parallel.refusal import raise_together
 
 LOCK = "job.lock"
 GRACE = 3.0  # seconds that a job which was just killed has to let go of its folder
@@ -111,7 +111,7 @@ def claim(run_dir: Path) -> Claim | None:
             held = Claim(run_dir)
         except ConfigError as error:
             problem = str(error)
-    checkpoint_state.raise_together(problem)
+    raise_together(problem)
     return held
 
 
@@ -172,7 +172,7 @@ def _with_checks(work: Callable[[], Any]) -> Any:
     else:
         while (candidate := _broadcast(None)) is not None:
             _check_share(*candidate)
-    checkpoint_state.raise_together(problem)
+    raise_together(problem)
     return _broadcast(answer)
 
 

@@ -26,12 +26,12 @@ from configs.schema import ConfigError
 from models.parallelize import bare, frozen_weights
 from optim import state as optimizer_state
 from parallel.random_state import random_states, restore_random_states
+from parallel.refusal import raise_together
 
 __all__ = [
     "describe",
     "load",
     "load_weights",
-    "raise_together",
     "read_state",
     "sharded_weights",
     "tensors_to_save",
@@ -101,17 +101,6 @@ def sharded_weights(chunks: list[torch.nn.Module]) -> dict[str, Any]:
     """Megatron's description of the chunks' weights: a key for each chunk, and inside, global tensors, in which layouts
     meet."""
     return {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
-
-
-def raise_together(problem: str | None) -> None:
-    """Raise ConfigError on every rank if any has a problem: nobody waits for a rank that gave up. A collective call."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    found = [
-        f"{text} (rank {rank})" if len(problems) > 1 else text for rank, text in enumerate(problems) if text is not None
-    ]
-    if found:
-        raise ConfigError(found[0])
 
 
 def _model_tensors(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[ShardedTensor]:

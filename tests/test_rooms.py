@@ -20,7 +20,7 @@ TABLE: dict[str, set[str]] = {
     "training": {"inference", "checkpoint", "simulator", "models", "optim", "data", "moe", "parallel", "memory"},
     "inference": {"checkpoint", "models", "moe", "data", "parallel"},
     "checkpoint": {"models", "optim", "moe", "data", "parallel", "memory"},
-    "simulator": {"models", "moe", "parallel"},
+    "simulator": {"models", "moe", "parallel", "memory"},
     "models": {"moe", "parallel", "memory"},
     "optim": {"parallel", "memory"},
     "data": {"parallel"},

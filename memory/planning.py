@@ -1,0 +1,174 @@
+"""Which buckets of optimizer state the device updates and which the host, and how long a step then takes: pure
+functions of sizes and measured rates.
+
+The work of a step is counted by what does it: each direction of the link, the host's update, the device's, the disk,
+the host's memory. What has most to do decides, beside the passes; a bucket must pass through all of it, so that the
+others' time for one bucket is added (filling). See docs/decisions/engines.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+Way = Literal["device", "device_stream", "host"]  # where a bucket is updated; device: in place
+Engine = Literal["device_stream", "host", "split"]
+ENGINES: tuple[Engine, ...] = ("device_stream", "host", "split")
+GRAD_BYTES = 4
+SHARES = 64  # into how many parts `split` cuts the elements at most
+SLOTS = 2  # buckets of a way that are under way at once
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second, each measured alone."""
+
+    up: float  # the link to the device
+    down: float  # and from it
+    host: float  # the host's update: what it reads and writes
+    device: float  # the device's
+    read: float = math.inf  # the disk
+    write: float = math.inf
+    memory: float = math.inf  # the host's memory, whoever reads and writes it
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes of an element: its record of state, and its weight, which is its own master where the record has none."""
+
+    record: int
+    weight: int
+    has_master: bool
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What an update may hide behind. early: it runs beside both passes, else beside the forward pass alone."""
+
+    forward: float = 0.0  # seconds
+    backward: float = 0.0
+    early: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one bucket, or of all, by what does it; then the time in its slots, by the number of these."""
+
+    up: float = 0.0
+    down: float = 0.0
+    host: float = 0.0
+    device: float = 0.0
+    disk: float = 0.0  # it reads or writes
+    memory: float = 0.0
+    device_slots: float = 0.0
+    stages: float = 0.0  # of gradients and weights on the host
+    disk_slots: float = 0.0  # of records on the host
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+
+    @property
+    def longest(self) -> float:
+        return max(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def filling(self) -> float:
+        """What else a bucket passes through beside what takes longest."""
+        stages = (self.up, self.down, self.host, self.device, self.disk)
+        return sum(stages) - max(stages)
+
+
+def work(way: Way, on_disk: bool, numel: int, element: ElementBytes, rates: Rates, early: bool = False) -> Work:
+    """Of one bucket in one step."""
+    record, weights, grads = numel * element.record, numel * element.weight, numel * GRAD_BYTES
+    update = 2 * record + grads + weights
+    if way == "device":
+        return Work(device=update / rates.device)
+    disk = record / rates.read + record / rates.write if on_disk else 0.0
+    if way == "device_stream":
+        up, down = record + weights * early, record + weights * early  # new weights wait on the host for the norm
+        host, device = 0, update
+    else:
+        up, down = weights, grads + weights * (not element.has_master)
+        host, device = update, 0
+    traffic = up + down + host + (2 * record if on_disk else 0)
+    seconds = Work(
+        up=up / rates.up,
+        down=down / rates.down,
+        host=host / rates.host,
+        device=device / rates.device,
+        disk=disk,
+        memory=traffic / rates.memory,
+    )
+    under_way = (seconds.up + seconds.down + seconds.host + seconds.device) / SLOTS
+    if way == "device_stream":
+        slots = Work(device_slots=under_way, disk_slots=(under_way + disk / SLOTS) * on_disk)
+    else:
+        slots = Work(stages=under_way * (not early), disk_slots=(seconds.host + disk) / SLOTS * on_disk)
+    return seconds + slots
+
+
+def predict(
+    ways: Sequence[Way],
+    numels: Sequence[int],
+    tiers: Sequence[str],
+    element: ElementBytes,
+    rates: Rates,
+    passes: Passes = Passes(),
+) -> float:
+    """Seconds of a step whose buckets go these ways."""
+    total, filling = Work(), 0.0
+    for way, numel, tier in zip(ways, numels, tiers, strict=True):
+        own = work(way, tier == "disk", numel, element, rates, passes.early)
+        total, filling = total + own, max(filling, own.filling)
+    if passes.early:
+        return max(passes.forward + passes.backward, total.longest) + filling
+    return passes.backward + max(passes.forward, total.longest) + filling
+
+
+def choose(
+    engine: str,
+    numels: Sequence[int],
+    tiers: Sequence[str],
+    element: ElementBytes,
+    rates: Rates,
+    passes: Passes = Passes(),
+) -> list[Way]:
+    """The way of each bucket, which come in the order of first use; auto is the engine with the shortest step."""
+    if engine == "auto":
+        seconds = predictions(numels, tiers, element, rates, passes)
+        engine = min(ENGINES, key=seconds.__getitem__)
+    if engine != "split":
+        return _shared(numels, tiers, 1.0 if engine == "host" else 0.0)
+    tried = [_shared(numels, tiers, part / SHARES) for part in range(1, SHARES)]
+    both = [ways for ways in tried if {"host", "device_stream"} <= set(ways)]
+    return min(both or tried, key=lambda ways: predict(ways, numels, tiers, element, rates, passes))
+
+
+def predictions(
+    numels: Sequence[int], tiers: Sequence[str], element: ElementBytes, rates: Rates, passes: Passes = Passes()
+) -> Mapping[Engine, float]:
+    """Seconds of a step with each engine."""
+    return {
+        engine: predict(choose(engine, numels, tiers, element, rates, passes), numels, tiers, element, rates, passes)
+        for engine in ENGINES
+    }
+
+
+def _shared(numels: Sequence[int], tiers: Sequence[str], share: float) -> list[Way]:
+    """The host updates this share of the elements off the device. All along the order, so that neither the link nor the
+    host waits for the other's buckets."""
+    ways: list[Way] = []
+    seen = hosted = 0
+    for numel, tier in zip(numels, tiers, strict=True):
+        if tier == "device":
+            ways.append("device")
+            continue
+        seen += numel
+        # The nearer of both to what the host should have had so far.
+        on_host = share * seen - hosted > numel / 2 or share == 1.0
+        hosted += numel * on_host
+        ways.append("host" if on_host else "device_stream")
+    return ways
