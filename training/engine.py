@@ -21,7 +21,6 @@ from megatron.core.utils import get_model_config
 
 from configs import derived
 from configs.schema import Config
-from models.activation_offload import offload_layer_inputs
 from models.build import build_model, family_module
 from models.folder import load_logical_folder
 from models.parallelize import frozen_weights, parallelize
@@ -32,6 +31,7 @@ from optim.tiers.tiers import tiers_of
 from parallel.megatron.ddp import release
 from parallel.topology import Topology
 from training.resilience.rewind import Mark
+from training.starting.activations import offload_layer_inputs
 from training.sums import StepSums
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from configs import derived
+from configs.schema import ConfigError
 from tests import distributed
 from tests.training.helpers import make_config
 
@@ -76,7 +77,8 @@ def _watch(store: Any) -> list[tuple[int, int]]:
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    storages, seen = [], []
+    storages: list[StorageWeakRef] = []
+    seen: list[tuple[int, int]] = []
 
     def there() -> int:
         storages[:] = [storage for storage in storages if not storage.expired()]
@@ -174,7 +176,23 @@ def test_buffers_come_back_after_an_error() -> None:
     assert outcome.copies_out == 4 * 4
 
 
-def test_a_budget_that_no_rank_has_is_refused() -> None:
+def _refused(overrides: Sequence[str]) -> str:
+    from training.starting import activations
+
+    # one rank has nothing left
+    room = mock.patch.object(activations, "_host_room", lambda config: 2**30 * (1 - dist_rank()))
+    with room, pytest.raises(ConfigError) as caught:
+        _train(overrides)
+    return str(caught.value)
+
+
+def dist_rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def test_all_ranks_refuse_what_one_has_not_the_memory_for() -> None:
     ranks, overrides = CASES["pipeline"]
-    with pytest.raises(distributed.RankError, match="must hold at least one layer's input"):
-        _outcomes(ranks, overrides, "0.001")
+    refusals = distributed.run(_refused, ranks, (*COMMON, *overrides, "training.activation_offload=1"))
+    assert len(refusals) == 2 and all("Try training.activation_offload=auto" in each for each in refusals)

@@ -16,7 +16,7 @@ from memory import host_memory
 from memory.lanes import Lane
 from memory.layer_inputs import LayerInputs
 from parallel.megatron.checkpoints import around_checkpoints
-from parallel.pipeline import layer_inputs_in_flight
+from parallel.pipeline import offloaded_layer_inputs
 from parallel.topology import Topology
 
 KEY = "training.activation_offload"
@@ -32,10 +32,7 @@ def offload_layer_inputs(config: Config, topology: Topology, chunks: Sequence[to
     if config.training.activation_offload == "none":
         return None
     size, room = derived.layer_input_bytes(config), _host_room(config)
-    number = min(
-        budget_bytes(config, _least(room, topology)) // size,
-        layer_inputs_in_flight(config, topology.world_size, topology.pipeline.rank),
-    )
+    number = offloaded_layer_inputs(config, topology.world_size, topology.pipeline.rank, _least(room, topology))
     memory = _allocate(number, size, topology.device) if number * size <= room else None
     if not _least(memory is not None, topology):
         raise ConfigError(
@@ -48,18 +45,6 @@ def offload_layer_inputs(config: Config, topology: Topology, chunks: Sequence[to
     for index, chunk in enumerate(chunks):
         around_checkpoints(chunk, partial(store.kept, index))
     return store
-
-
-def budget_bytes(config: Config, room: int) -> int:
-    """Of a rank's layer inputs on the host, where the ranks have `room` bytes left. Raises ConfigError for a budget
-    that holds none."""
-    offload = config.training.activation_offload
-    if offload == "auto":
-        return room
-    budget, size = int(offload * MIB), derived.layer_input_bytes(config)
-    if budget < size:
-        raise ConfigError(f"{KEY} ({show(offload)}) must hold at least one layer's input. Try {KEY}={-(-size // MIB)}.")
-    return budget
 
 
 def _host_room(config: Config) -> int:
