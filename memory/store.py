@@ -146,13 +146,15 @@ class Hold:
         self, places: Sequence[_Place], sizes: Sequence[int], disk: ScratchFile | None, buffer: torch.Tensor | None
     ):
         self._places, self._sizes, self._disk, self._buffer = places, sizes, disk, buffer
+        # As they are now: later changes wait for this hold, and a later hold has others.
+        self.held, self._written = [place.held for place in places], [place.written for place in places]
 
     def read(self, index: int) -> torch.Tensor:
         """The record's bytes, until the next `read` or its `release`. Raises what its last change raised."""
-        place, size = self._places[index], self._sizes[index]
-        place.written.wait()
-        if place.written.error is not None:
-            raise place.written.error
+        place, size, written = self._places[index], self._sizes[index], self._written[index]
+        written.wait()
+        if written.error is not None:
+            raise written.error
         if place.memory is not None:
             return place.memory
         assert self._disk is not None and self._buffer is not None
@@ -161,7 +163,7 @@ class Hold:
 
     def release(self, index: int) -> None:
         """It may be changed again."""
-        self._places[index].held.finish()
+        self.held[index].finish()
 
     def close(self) -> None:
         """All of them may."""

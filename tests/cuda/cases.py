@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tests import distributed
 from tests.cuda import places, runs
@@ -39,6 +39,8 @@ class Case:
     ranks_per_node: int | None = None
     card: str | None = None  # see runs.CARDS
     one_sided: bool = False  # all tokens go to the first half of the experts
+    # How many events each lane's thread waits for in a step at most, by its name.
+    lane_waits: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tolerances(self) -> tuple[float, float]:
@@ -173,11 +175,26 @@ def faults(outcomes: Sequence[runs.Outcome]) -> list[str]:
 
 
 def wrong_waits(name: str, outcomes: Sequence[runs.Outcome]) -> list[str]:
-    """Where rank 0's host waits in a step, and the table does not say so, or the other way round."""
+    """Where rank 0's host waits in a step, and the table does not say so, or the other way round; and lanes that wait
+    for more events than the case says."""
     found, table = outcomes[0].waits, Counter(CASES[name].waits)
     new = [f"{count} new: {kind} in {place}" for (kind, place), count in (found - table).items()]
     gone = [f"{count} gone: {kind} in {place}" for (kind, place), count in (table - found).items()]
-    return new + gone
+    return new + gone + _too_many_lane_waits(name, outcomes)
+
+
+def _too_many_lane_waits(name: str, outcomes: Sequence[runs.Outcome]) -> list[str]:
+    # Of the whole run: a lane's work may reach into the next step.
+    wrong = []
+    for rank, outcome in enumerate(outcomes):
+        by_lane: Counter[str] = Counter()
+        for (thread, kind, _), count in outcome.worker_waits.items():
+            by_lane[thread] += count if kind == "event.synchronize" else 0  # all others are faults
+        for thread, count in by_lane.items():
+            most = CASES[name].lane_waits.get(thread, 0) * runs.STEPS
+            if count > most:
+                wrong.append(f"{count} events that {thread} waited for on rank {rank}, at most {most} are to be")
+    return wrong
 
 
 def noticed(name: str, mutant: Mutant) -> str:

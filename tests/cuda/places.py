@@ -37,6 +37,12 @@ def waits(per_layer: Waits, layers: int, also: Waits | None = None) -> Counter[t
     return Counter({**PER_STEP, **{key: count * layers for key, count in per_layer.items()}, **(also or {})})
 
 
+def lane_waits(buckets: int, *lanes: str) -> dict[str, int]:
+    """Of a step, for Case.lane_waits: each of these lanes (by its name in memory/lanes.py) waits for at most one event
+    a bucket. A lane that is not named waits for none."""
+    return {f"{lane} lane": buckets for lane in lanes}
+
+
 def _mutant(what: str, place: str, case: str) -> tuple[Mutant, str]:
     return Mutant(what, place), case
 

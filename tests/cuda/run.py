@@ -61,8 +61,9 @@ def main() -> int:
     faults: Counter[str] = Counter(differences(reports))
     for report in reports:
         faults.update(report.faults)
-        for whose, found in (("", report.waits), (" of a thread", report.worker_waits)):
-            waits.update({f"waits{whose}: {kind} in {place}": count for (kind, place), count in found.items()})
+        waits.update({f"waits: {kind} in {place}": count for (kind, place), count in report.waits.items()})
+        for (thread, kind, place), count in report.worker_waits.items():
+            waits[f"waits of {thread}: {kind} in {place}"] += count
     for what, count in waits.most_common() if arguments.waits else ():
         print(f"pretended device: {count} {what}", file=sys.stderr)
     for what, count in faults.items():

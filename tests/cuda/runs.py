@@ -30,7 +30,7 @@ class Outcome:
     losses: list[float]  # the last one of the evaluation
     grad_norms: list[float]
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    worker_waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # of the whole run
+    worker_waits: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # of the whole run
     launches: Counter[str] = field(default_factory=Counter)
     to_device: int = 0  # bytes
     to_host: int = 0

@@ -228,7 +228,8 @@ def _wait_in_a_thread() -> tuple[dict[str, int], dict[str, int], list[str]]:
             thread = threading.Thread(target=work)
             thread.start()
             thread.join(timeout=30)
-        main, worker = ({kind: n for (kind, _), n in each.items()} for each in (OBSERVED.waits, OBSERVED.worker_waits))
+        main = {kind: n for (kind, _), n in OBSERVED.waits.items()}
+        worker = {kind: n for (_, kind, _), n in OBSERVED.worker_waits.items()}
         return main, worker, sorted(OBSERVED.faults)
 
 

@@ -21,7 +21,7 @@ class Outcome:
 
     lines: Lines
     waits: dict[int, Counter[tuple[str, str]]] = field(default_factory=dict)
-    worker_waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # of the whole training
+    worker_waits: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # of the whole training
     faults: Counter[str] = field(default_factory=Counter)
     log: Log = field(default_factory=dict)
 

@@ -90,7 +90,7 @@ def _operate(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         outputs,
         inputs,
         run,
-        at_once=not given.get("async_op", of_pair),
+        is_at_once=not given.get("async_op", of_pair),
         is_gather=packet in _GATHERS,
     )
     work = Work.boxed(exchange)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from tests.cuda.pretended import memory, streams
-from tests.cuda.pretended.observed import OBSERVED, place
+from tests.cuda.pretended import memory, order, streams
+from tests.cuda.pretended.observed import OBSERVED, is_launch, place
 
 DEVICE = streams.DEVICE
 HOST = torch.device("cpu")
@@ -74,6 +74,7 @@ class DeviceTensor(torch.Tensor):
         return self.host.data_ptr()
 
     def tolist(self) -> Any:
+        streams.at_once([(self.host, False)])
         OBSERVED.wait("tolist")
         OBSERVED.carry(self.host.nbytes, to_device=False)
         return self.host.tolist()
@@ -124,14 +125,20 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     here = any(isinstance(tensor, DeviceTensor) for tensor in tensors)
     if not here and (asked is None or torch.device(asked).type == "cpu"):
+        if order.knows_of_host():
+            _use_on_host(_uses(operation, args, kwargs))
         return operation(*args, **kwargs)
     kwargs.pop("pin_memory", None)
-    OBSERVED.launch(str(name).rpartition(".")[2])
+    OBSERVED.launch(_short(operation))
     if here:
-        streams.refuse_on_side_stream(operation)
         _refuse_mixed(operation, name, tensors)
         _count_waits(name, args, kwargs)
-    memory.Clock.now += 1
+    uses = [
+        (host_of(tensor), writes) for tensor, writes in _uses(operation, args, kwargs) if tensor is not host_of(tensor)
+    ]
+    if not streams.is_default() and (uses or not here):
+        return _queue(operation, args, kwargs, uses)
+    streams.at_once(uses)
     args_of_host = tree_map(host_of, args)
     if operation is aten.mm.dtype:  # which no CPU has
         result = torch.mm(*(each.to(args[2]) for each in args_of_host[:2]))
@@ -139,28 +146,70 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = operation(*args_of_host, **tree_map(host_of, kwargs))
     if asked is not None and torch.device(asked).type == "cpu":
         return result
-    if here and operation._schema.is_mutable:
-        for argument, value in zip(operation._schema.arguments, args, strict=False):
-            if argument.is_write:
-                _note_written(value)
-        _note_written(kwargs.get("out"))
     result = tree_map(on_device, result)
     return return_and_correct_aliasing(operation, args, kwargs, result) if here else result
 
 
-def _note_written(value: Any) -> None:
-    for tensor in tree_leaves(value):
-        if isinstance(tensor, DeviceTensor):
-            memory.wrote(tensor.host)
+def _short(operation: Any) -> str:
+    return str(getattr(operation, "overloadpacket", operation)).rpartition(".")[2]
+
+
+def _uses(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, bool]]:
+    """The tensors whose numbers it touches, and whether it writes to them."""
+    if not is_launch(_short(operation)) or operation.is_view:
+        return []
+    if not operation._schema.is_mutable:
+        return [(leaf, False) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    found = []
+    for index, argument in enumerate(operation._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        found += [(leaf, argument.is_write) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+def _use_on_host(uses: Sequence[tuple[torch.Tensor, bool]]) -> None:
+    for tensor, writes in uses:
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+            order.use_on_host(tensor, writes)
+
+
+def _queue(
+    operation: Any, args: Sequence[Any], kwargs: dict[str, Any], uses: Sequence[tuple[torch.Tensor, bool]]
+) -> Any:
+    """An operation of a side stream: it is done later, on the numbers that are there by then."""
+    written = [argument for argument in operation._schema.arguments if argument.is_write]
+    returns = operation._schema.returns
+    if not written or len(returns) > 1 or any(each.alias_info is None for each in returns):
+        streams.refuse_on_side_stream(operation)
+    leaves, spec = tree_flatten((tuple(args), kwargs))
+    slots = [index for index, leaf in enumerate(leaves) if isinstance(leaf, DeviceTensor)]
+    tensors = [leaves[index].host for index in slots]
+    for index, leaf in enumerate(leaves):  # numbers of the host are read now; those of the device do not stay alive
+        if isinstance(leaf, torch.Tensor):
+            leaves[index] = None if index in slots else leaf.clone()
+
+    def run(*tensors: torch.Tensor) -> None:
+        given = list(leaves)
+        for index, tensor in zip(slots, tensors, strict=True):
+            given[index] = tensor
+        args, kwargs = tree_unflatten(given, spec)
+        operation(*args, **kwargs)
+
+    streams.queue(run, _short(operation), tensors, uses)
+    index = operation._schema.arguments.index(written[0])
+    return None if not returns else args[index] if index < len(args) else kwargs[written[0].name]
 
 
 def _move(operation: Any, source: torch.Tensor, target: torch.device, kwargs: dict[str, Any]) -> torch.Tensor:
     from_here, to_here = isinstance(source, DeviceTensor), target.type == "cuda"
     non_blocking = kwargs.get("non_blocking", False)
     kwargs.pop("pin_memory", None)
+    if to_here:
+        streams.refuse_on_side_stream(operation)
     if from_here == to_here:
         if from_here:
             OBSERVED.launch("copy")
+            streams.at_once([(host_of(source), False)])
         moved = operation(host_of(source), **kwargs)
         return on_device(moved) if to_here else moved
     moved = operation(host_of(source), **kwargs)
@@ -178,6 +227,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> tor
         OBSERVED.launch("copy")
         streams.copy(host_of(target), host_of(source), True, True, waits=False)
     else:
+        _use_on_host([(target, True), (source, False)])
         aten.copy_(target, source)
     return target
 

@@ -20,7 +20,7 @@ from tests.cuda.pretended import memory
 from tests.cuda.pretended.device import host_of
 from tests.cuda.pretended.logs import Key, Log, Operation
 from tests.cuda.pretended.observed import OBSERVED
-from tests.cuda.pretended.streams import is_default, is_poisoned, poison
+from tests.cuda.pretended.streams import at_once, is_default, is_poisoned, poison
 
 LIMIT = timedelta(seconds=60)  # that the other ranks have to do their part
 MOST_ON_THEIR_WAY = 64  # messages
@@ -50,7 +50,7 @@ class Exchange(Work):  # type: ignore[misc]
         outputs: Iterable[torch.Tensor],
         inputs: Iterable[torch.Tensor],
         run: Callable[[Callable[[torch.Tensor], torch.Tensor]], None],
-        at_once: bool = False,
+        is_at_once: bool = False,
         is_gather: bool = False,
     ) -> None:
         super().__init__()
@@ -65,14 +65,18 @@ class Exchange(Work):  # type: ignore[misc]
         if not is_default():
             raise NotImplementedError(f"{user} on a side stream")
         _STATE.all.append(self)
-        for tensor in self._outputs:
-            memory.wrote(host_of(tensor))
-        if at_once or OBSERVED.early:
+        self._touch()
+        if is_at_once or OBSERVED.early:
             self._enqueue()
             self._complete()
         else:
             self._poison(is_gather)
             self._enqueue()
+
+    def _touch(self) -> None:
+        tensors = [(tensor, False) for tensor in self._inputs] + [(tensor, True) for tensor in self._outputs]
+        here = [(self._uses[id(tensor)].tensor(), writes) for tensor, writes in tensors]
+        at_once([(host, writes) for host, writes in here if host is not None])
 
     def _enqueue(self) -> None:
         queue = _STATE.queues.setdefault(self._key, deque())
@@ -144,6 +148,7 @@ class Exchange(Work):  # type: ignore[misc]
             raise RuntimeError(f"{self.operation}, on rank {dist.get_rank()}, over {self._key}: {error}") from error
         finally:
             _STATE.is_running = False
+            self._touch()
             self.end()
 
     def end(self) -> None:

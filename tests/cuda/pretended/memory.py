@@ -7,15 +7,16 @@ soon as the last tensor is gone, unless `record_stream` told it of a stream that
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 
+from tests.cuda.pretended import order
 from tests.cuda.pretended.observed import OBSERVED, place
 
 _alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 _uses: dict[int, list[Use]] = {}
-_written: dict[int, int] = {}  # when the default stream last wrote to it, or got it
-_recorded: dict[int, set[int]] = {}  # the streams that the allocator knows of, by their id
+_recorded: dict[int, set[int]] = {}  # the streams that the allocator knows of, by their number
 
 
 class Bytes:
@@ -29,19 +30,14 @@ class Bytes:
         cls.peak = max(cls.peak, cls.now)
 
 
-class Clock:
-    """Operations of the default stream."""
-
-    now = 0
-
-
 class Use:
-    """A tensor that a queued copy or exchange will read or write: `user` says which. It does not keep the memory
-    alive."""
+    """A tensor that queued work of a stream or an exchange will read or write: `user` says which. It does not keep the
+    memory alive."""
 
     def __init__(self, host: torch.Tensor, user: str) -> None:
         storage = host.untyped_storage()
         self.user, self._key, self._storage = user, storage._cdata, weakref.ref(storage)
+        self._range = order.byte_range(host)
         self._geometry = host.storage_offset(), host.size(), host.stride()
         self._like = host.new_empty(0)
         self._kept: torch.UntypedStorage | None = None
@@ -54,6 +50,10 @@ class Use:
     def is_of(self, host: torch.Tensor) -> bool:
         return self._key == host.untyped_storage()._cdata
 
+    def overlaps(self, begin: int, end: int) -> bool:
+        """With a range of its storage."""
+        return self._range[0] < end and begin < self._range[1]
+
     def tensor(self) -> torch.Tensor | None:
         """The numbers; None where the memory is gone."""
         storage = self._storage()
@@ -62,11 +62,6 @@ class Use:
     def keep_if_recorded(self, stream: int) -> None:
         if stream in _recorded.get(self._key, ()):
             self.keep()
-
-    @property
-    def written(self) -> int:
-        """When the default stream last wrote to it, or got it from the allocator."""
-        return _written.get(self._key, 0)
 
     def end(self) -> None:
         """It has been read or written."""
@@ -87,24 +82,24 @@ def made(host: torch.Tensor) -> None:
 
     def given_back(_: object) -> None:
         del _alive[key]
-        _recorded.pop(key, None)
-        _written.pop(key, None)
         Bytes.add(-count)
-        for use in _uses.pop(key, []):
-            OBSERVED.fault(f"{use.user} still used memory that was given back in {place()}")
+        users = {use.user for use in _uses.pop(key, [])}
+        for user in users.union(order.users_at_end(key, _recorded.pop(key, set()))):
+            OBSERVED.fault(f"{user} still used memory that was given back in {place()}")
 
-    _written[key] = Clock.now
+    order.start(storage)
     _alive[key] = weakref.ref(storage, given_back)
     Bytes.add(count)
 
 
-def wrote(host: torch.Tensor) -> None:
-    """The default stream has written to it."""
-    _written[host.untyped_storage()._cdata] = Clock.now
+def is_used(host: torch.Tensor, besides: Sequence[Use]) -> bool:
+    """Whether something else that is queued will read this memory, or write to it."""
+    span, uses = order.byte_range(host), _uses.get(host.untyped_storage()._cdata, ())
+    return any(use.overlaps(*span) for use in uses if use not in besides)
 
 
 def record(host: torch.Tensor, stream: int) -> None:
-    """Tell the allocator of a stream, by its id."""
+    """Tell the allocator of a stream, by its number."""
     _recorded.setdefault(host.untyped_storage()._cdata, set()).add(stream)
 
 

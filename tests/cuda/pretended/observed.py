@@ -23,12 +23,13 @@ NO_LAUNCH = {*VIEWS.split(), "unbind", "as_strided", "_reshape_alias", *ALLOCATI
 @dataclass
 class Mutant:
     """A call that is left out, to see that it is missed: `what` (wait, wait_event, wait_stream, record_stream,
-    stream.synchronize), made on the way through `place`. Or `order`: on rank 1 the communicator's next operation
-    overtakes this one."""
+    event.synchronize, stream.synchronize), made on the way through `place`. Or `order`: on rank 1 the communicator's
+    next operation overtakes this one."""
 
     what: str
     place: str
     left_out: int = 0
+    thread: str | None = None  # by its name, as `from device lane`; None: any
 
 
 def is_launch(name: str) -> bool:
@@ -41,7 +42,7 @@ class Observed:
     """What a run did that no number shows."""
 
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # of the main thread, by kind and place
-    worker_waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # of other threads
+    worker_waits: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # of others, by thread, kind and place
     to_device: Counter[str] = field(default_factory=Counter)  # bytes from the host, by place
     to_host: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
@@ -67,10 +68,10 @@ class Observed:
         if threading.current_thread() is threading.main_thread():
             self.waits[kind, place()] += 1
         else:
-            self.worker_waits[kind, place()] += 1
+            self.worker_waits[threading.current_thread().name, kind, place()] += 1
             if kind != "event.synchronize":
                 self.fault(f"a thread beside the main one waited by {kind}, in {place()}")
-        if kind != "event.synchronize":
+        if kind not in ("event.synchronize", "stream.synchronize"):
             for arrive in AT_WAIT:
                 arrive()
 
@@ -97,6 +98,8 @@ class Observed:
         """Whether the mutant lacks the call that is being made."""
         mutant = self.mutant
         if mutant is None or mutant.what != what or mutant.place not in places():
+            return False
+        if mutant.thread not in (None, threading.current_thread().name):
             return False
         mutant.left_out += 1
         return True

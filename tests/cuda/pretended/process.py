@@ -53,7 +53,7 @@ class Report:
     """What one process of a command leaves. `job`: of the ranks that met, or None of a process alone."""
 
     waits: Counter[tuple[str, str]]
-    worker_waits: Counter[tuple[str, str]]
+    worker_waits: Counter[tuple[str, str, str]]
     faults: Counter[str]
     job: tuple[str | None, ...] | None
     rank: int

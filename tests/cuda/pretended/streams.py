@@ -1,8 +1,9 @@
 """Streams and events of the pretended device.
 
 The default stream computes at once; only what it copies to the host without waiting comes late, when the host waits.
-Another stream does nothing before somebody waits for it. So a read without a wait finds NaN. Of a side stream only
-copies are known: it is all that the product runs there.
+Another stream does nothing before the host or the default stream waits for it, be it by way of other streams. So a read
+without a wait finds NaN, or what was there before; and order.py reports it. A side stream takes copies and what writes
+to memory that is there; it allocates nothing. Any thread may issue work, and whoever waits for a stream does its work.
 """
 
 from __future__ import annotations
@@ -11,30 +12,32 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
-from tests.cuda.pretended import memory
+from tests.cuda.pretended import memory, order
 from tests.cuda.pretended.observed import AT_WAIT, OBSERVED, place
 
 DEVICE = torch.device("cuda", 0)
+Uses = Sequence[tuple[torch.Tensor, bool]]  # tensors of the host inside the device's; whether they are written
 AT_SYNCHRONIZE: list[Callable[[], object]] = []  # what else runs then
 
 
 class Event:
-    """A point on a stream: the first `position` of its copies."""
+    """A point on a stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.stream: Stream | None = None
+        self.moment: order.Moment = {}
         self.position, self.time = 0, 0.0
-        self.clock = 0  # of the default stream
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
-        self.stream, self.position, self.time = stream, stream.queued, time.perf_counter()
-        self.clock = memory.Clock.now if stream is _DEFAULT else stream.knows
+        self.stream, self.moment, self.time = stream, stream.moment(), time.perf_counter()
+        self.position = self.moment[stream.number]
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
@@ -45,30 +48,32 @@ class Event:
         OBSERVED.wait("event.synchronize")
         if self.stream is not None:
             self.stream.run_to(self.position)
+            order.HOST.learn(self.moment)
 
     def query(self) -> bool:
         if self.stream is _DEFAULT:
             self.stream.run_to(self.position)
-        return self.stream is None or self.stream.done >= self.position
+        if self.stream is not None and not self.stream.is_done(self.position):
+            return False
+        order.HOST.learn(self.moment)
+        return True
 
     def elapsed_time(self, end: Event) -> float:
         return 1000 * (end.time - self.time)
 
 
-class _Copy:
-    """A copy that waits on a stream for its turn."""
+class _Work:
+    """What waits on a stream for its turn: `run` gets the tensors again."""
 
-    def __init__(self, target: torch.Tensor, source: torch.Tensor, to_device: bool, from_device: bool) -> None:
-        user = f"a copy on a side stream, in {place()},"
-        self.uses = [memory.Use(tensor, user) for tensor in (target, source)]
-        for use, is_device in zip(self.uses, (to_device, from_device), strict=True):
-            if not is_device:  # pinned memory is not used again before a copy is over: torch records events for it
-                use.keep()
+    def __init__(self, run: Callable[..., object], tensors: Sequence[torch.Tensor], user: str) -> None:
+        self._run = run
+        self.uses = [memory.Use(tensor, user) for tensor in tensors]
 
     def run(self) -> None:
-        target, source = (use.tensor() for use in self.uses)
-        if target is not None and source is not None:
-            target.copy_(source)
+        tensors = [use.tensor() for use in self.uses]
+        if all(tensor is not None for tensor in tensors):
+            with no_dispatch(), torch.no_grad():  # the stream's work, not the host's
+                self._run(*tensors)
         self.end()
 
     def end(self) -> None:
@@ -76,46 +81,62 @@ class _Copy:
             use.end()
 
 
-class Stream:
-    """Copies that are run in their order, when somebody waits for them, or at once."""
+class _Wait:
+    """What comes after it on a stream comes after another one's work up to `position`."""
+
+    uses = ()
+
+    def __init__(self, stream: Stream, position: int) -> None:
+        self.run = lambda: stream.run_to(position)
+
+    def end(self) -> None:
+        pass
+
+
+class Stream(order.Agent):
+    """Work that is done in its order, when somebody waits for it, or at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
         self.device, self.cuda_stream = DEVICE, id(self)
-        self.queued = self.done = 0
-        self.knows = 0  # the default stream's operations that it has waited for
-        self._copies: deque[_Copy] = deque()
-        self._lock = threading.RLock()
-        _STREAMS.append(self)
+        self._queue: deque[tuple[int, _Work | _Wait]] = deque()
 
-    def queue(self, copy: _Copy) -> None:
-        self.queued += 1
-        for use in copy.uses:
-            use.keep_if_recorded(id(self))
-            if self is not _DEFAULT and use.written > self.knows:
-                OBSERVED.fault(f"{use.user} did not wait for what the default stream was doing with the memory")
-        self._copies.append(copy)
-        if OBSERVED.early:
-            self.run_to(self.queued)
+    def put(self, item: _Work | _Wait, position: int) -> None:
+        with order.LOCK:
+            for use in item.uses:
+                use.keep_if_recorded(self.number)
+            self._queue.append((position, item))
+            _BUSY.add(self)
+            if OBSERVED.early:
+                self.run_to(position)
 
     def run_to(self, position: int) -> None:
-        with self._lock:
-            while self.done < position:
-                self.done += 1
-                self._copies.popleft().run()
+        with order.LOCK:
+            while not self.is_done(position):
+                self._queue.popleft()[1].run()
+            if not self._queue:
+                _BUSY.discard(self)
+
+    def is_done(self, position: int) -> bool:
+        return not self._queue or self._queue[0][0] > position
+
+    def left(self) -> int:
+        """How much work is to be done."""
+        return sum(isinstance(item, _Work) for _, item in self._queue)
 
     def keep(self, host: torch.Tensor) -> None:
         """The allocator waits for this stream before it gives this memory to somebody else."""
-        memory.record(host, id(self))
-        for copy in self._copies:
-            for use in copy.uses:
-                if use.is_of(host):
-                    use.keep()
+        with order.LOCK:
+            memory.record(host, self.number)
+            for _, item in self._queue:
+                for use in item.uses:
+                    if use.is_of(host):
+                        use.keep()
 
     def clear(self) -> None:
-        for copy in self._copies:
-            copy.end()
-        self._copies.clear()
-        self.done = self.queued
+        for _, item in self._queue:
+            item.end()
+        self._queue.clear()
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -123,33 +144,53 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        if event.stream is None or OBSERVED.leaves_out("wait_event"):
-            return
-        self.knows = max(self.knows, event.clock)
-        if event.stream is not _DEFAULT:  # what that one copies to the host, the host alone waits for
-            event.stream.run_to(event.position)
+        if not OBSERVED.leaves_out("wait_event"):
+            self._wait(event)
 
     def wait_stream(self, stream: Stream) -> None:
         event = Event()
         event.record(stream)
         if not OBSERVED.leaves_out("wait_stream"):
-            self.wait_event(event)
+            self._wait(event)
+
+    def _wait(self, event: Event) -> None:
+        if event.stream is None:
+            return
+        self.learn(event.moment)
+        if self is _DEFAULT:  # which computes at once
+            if event.stream is not _DEFAULT:
+                event.stream.run_to(event.position)
+        elif event.stream is not _DEFAULT:  # what that one copies to the host, the host alone waits for
+            self.put(_Wait(event.stream, event.position), self.tick())
 
     def synchronize(self) -> None:
         if OBSERVED.leaves_out("stream.synchronize"):
             return
         OBSERVED.wait("stream.synchronize")
-        self.run_to(self.queued)
+        self.run_to(self.time)
+        order.HOST.learn(self.moment())
 
     def query(self) -> bool:
-        if self is _DEFAULT:
-            self.run_to(self.queued)
-        return self.done == self.queued
+        return self.record_event().query()
 
 
-_STREAMS: list[Stream] = []
-_DEFAULT = Stream()
-AT_WAIT.append(lambda: _DEFAULT.run_to(_DEFAULT.queued))
+class _Default(Stream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = order.DEFAULT.number
+        self._knows = order.DEFAULT._knows
+
+
+_BUSY: set[Stream] = set()  # those with something in their queue
+_DEFAULT: Stream = _Default()
+
+
+def _host_waits_for_default() -> None:
+    _DEFAULT.run_to(_DEFAULT.time)
+    order.HOST.learn(_DEFAULT.moment())
+
+
+AT_WAIT.append(_host_waits_for_default)
 
 
 class _Current(threading.local):
@@ -184,44 +225,77 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 def run_all() -> int:
-    """Run what is left of every side stream; how many copies nobody had waited for."""
-    left = 0
-    for stream in _STREAMS:
-        left += 0 if stream is _DEFAULT else stream.queued - stream.done
-        stream.run_to(stream.queued)
+    """Run what is left of every side stream; how much work nobody had waited for."""
+    with order.LOCK:
+        left = sum(stream.left() for stream in _BUSY if stream is not _DEFAULT)
+        while _BUSY:
+            stream = next(iter(_BUSY))
+            stream.run_to(stream.time)
+        order.host_waited_for_all()
     return left
 
 
 def forget() -> None:
     """Leave undone what is left, as a run has failed or ended."""
-    for stream in _STREAMS:
-        stream.clear()
+    with order.LOCK:
+        for stream in _BUSY:
+            stream.clear()
+        _BUSY.clear()
+        order.host_waited_for_all()
 
 
-def refuse_on_side_stream(operation: Any) -> None:
-    """Raises NotImplementedError: of a side stream only copies are known."""
-    if not is_default() and not operation.is_view:
+def refuse_on_side_stream(what: object) -> None:
+    """Raises NotImplementedError: a side stream allocates nothing, and tells the host nothing."""
+    if not is_default():
         raise NotImplementedError(
-            f"{operation} on a side stream, in {place()}: the pretended device knows copies alone there"
+            f"{what} on a side stream, in {place()}: the pretended device does there what writes to memory that is "
+            "there, and nothing else"
         )
+
+
+def at_once(uses: Uses) -> None:
+    """The default stream does something with memory of the device."""
+    with order.LOCK:
+        order.DEFAULT.tick()
+        for tensor, writes in uses:
+            order.use(order.DEFAULT, tensor, writes)
+
+
+def queue(run: Callable[..., object], name: str, tensors: Sequence[torch.Tensor], uses: Uses) -> None:
+    """Give the current side stream an operation on memory of the device: `run` of the tensors."""
+    stream, user = current_stream(), f"{name} on a side stream, in {place()},"
+    with order.LOCK:
+        position = stream.tick()
+        for tensor, writes in uses:
+            order.use(stream, tensor, writes, user)
+        stream.put(_Work(run, tensors, user), position)
 
 
 def copy(target: torch.Tensor, source: torch.Tensor, to_device: bool, from_device: bool, waits: bool) -> None:
     """Copy between host tensors on the current stream; `to_device`, `from_device`: which of them is memory of the
     device; `waits`: the host does."""
     stream = current_stream()
-    if waits:
-        stream.run_to(stream.queued)
-    if waits or (stream is _DEFAULT and to_device):
-        target.copy_(source)
-        if to_device:
-            memory.wrote(target)
-        return
-    if stream is _DEFAULT:
-        source = source.clone()  # as it is now, whatever the stream computes next
-    queued = _Copy(target, source, to_device, from_device and stream is not _DEFAULT)
-    poison(target)
-    stream.queue(queued)
+    user = None if stream is _DEFAULT else f"a copy on a side stream, in {place()},"
+    with order.LOCK:
+        position = stream.tick()
+        # What is not pinned is read and written by the host, which waits.
+        order.use(stream, source, False, user)
+        order.use(stream, target, True, user)
+        if waits:
+            stream.run_to(position)
+            order.HOST.learn(stream.moment())
+        if waits or (stream is _DEFAULT and to_device):
+            target.copy_(source)
+            return
+        if stream is _DEFAULT:
+            source, from_device = source.clone(), False  # as it is now, whatever the stream computes next
+        work = _Work(torch.Tensor.copy_, [target, source], user or f"a copy to the host, in {place()},")
+        for use, is_device in zip(work.uses, (to_device, from_device), strict=True):
+            if not is_device:  # pinned memory is not used again before a copy is over: torch records events for it
+                use.keep()
+        if not memory.is_used(target, besides=work.uses):  # what is queued may be about to read it
+            poison(target)
+        stream.put(work, position)
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -250,7 +324,6 @@ def record(source: torch.Tensor, stream: Stream) -> None:
 def synchronize(_device: Any = None) -> None:
     """In the place of `torch.cuda.synchronize`."""
     OBSERVED.wait("device synchronize")
-    for stream in _STREAMS:
-        stream.run_to(stream.queued)
+    run_all()
     for run in AT_SYNCHRONIZE:
         run()
