@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from memory.budgets import HOST
 from memory.lanes import Done, Lane
 
 
@@ -59,6 +60,8 @@ class LayerInputs:
         self.counts = Counts()
         self.host_bytes = sum(buffer.numel() for buffer in buffers)
         self._device, self._up, self._down = device, up, down
+        for buffer in buffers:
+            HOST.count(buffer, "layer inputs")
         self._buffers = [_Buffer(memory) for memory in buffers]
         self.begin()
 

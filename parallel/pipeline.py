@@ -58,4 +58,4 @@ def offloaded_layer_inputs(config: Config, world_size: int, stage: int, room: fl
         return 0
     waiting = most_in_flight(config, world_size, stage, [len(layers) for layers in layers_of_stage(config, stage)])
     budget = room if offload == "auto" else float(offload) * 2**20
-    return int(min(budget // derived.layer_input_bytes(config), waiting))
+    return int(min(budget / derived.layer_input_bytes(config), waiting))

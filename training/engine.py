@@ -21,6 +21,7 @@ from megatron.core.utils import get_model_config
 
 from configs import derived
 from configs.schema import Config
+from memory.budgets import open_budgets
 from models.build import build_model, family_module
 from models.folder import load_logical_folder
 from models.parallelize import frozen_weights, parallelize
@@ -45,6 +46,7 @@ class Engine:
     def __init__(self, config: Config, topology: Topology, vocab_size: int):
         """A collective call. Raises ConfigError."""
         self.config, self.topology, self.vocab_size = config, topology, vocab_size
+        open_budgets(config.memory)
         self.family = family_module(config)
         self.bare_chunks = build_model(config, topology, vocab_size)
         self.chunks = parallelize(config, topology, self.bare_chunks)

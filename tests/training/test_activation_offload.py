@@ -13,6 +13,8 @@ import pytest
 
 from configs import derived
 from configs.schema import ConfigError
+from simulator.layer_inputs import layer_inputs
+from simulator.parameters import places
 from tests import distributed
 from tests.training.helpers import make_config
 
@@ -154,7 +156,15 @@ def test_numbers_are_the_same(name: str, budget: str) -> None:
     for outcome in outcomes:
         assert outcome.copies_out > 0 and 0 < outcome.restored_peak <= 2
         assert [there for there, _ in outcome.seen] == [counted for _, counted in outcome.seen]
-        assert outcome.host_bytes > 0
+    _compare_with_plan(ranks, (*overrides, f"training.activation_offload={offload}"), outcomes)
+
+
+def _compare_with_plan(ranks: int, overrides: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+    config = make_config([*COMMON, *overrides], ranks)
+    plans = [layer_inputs(config, ranks, place.stage) for place in places(config, ranks)]
+    for plan, outcome in zip(plans, outcomes, strict=True):
+        assert (plan.host, plan.device_peak) == (outcome.host_bytes, outcome.device_peak)
+        assert (plan.copies_out, plan.copies_back) == (outcome.copies_out, outcome.copies_back)
 
 
 def test_each_step_of_the_budget_takes_from_the_devices_peak() -> None:
@@ -180,7 +190,7 @@ def _refused(overrides: Sequence[str]) -> str:
     from training.starting import activations
 
     # one rank has nothing left
-    room = mock.patch.object(activations, "_host_room", lambda config: 2**30 * (1 - dist_rank()))
+    room = mock.patch.object(activations, "_host_room", lambda: 2**30 * (1 - dist_rank()))
     with room, pytest.raises(ConfigError) as caught:
         _train(overrides)
     return str(caught.value)

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from configs import derived
-from configs.ranks import launched
 from configs.schema import Config, ConfigError
 from configs.show import show
-from memory import host_memory
+from memory.budgets import HOST
 from memory.lanes import Lane
 from memory.layer_inputs import LayerInputs
 from parallel.megatron.checkpoints import around_checkpoints
@@ -21,7 +20,6 @@ from parallel.topology import Topology
 
 KEY = "training.activation_offload"
 MIB = 2**20
-SHARE = 0.8  # of what is free, where no budget is given
 
 
 def offload_layer_inputs(config: Config, topology: Topology, chunks: Sequence[torch.nn.Module]) -> LayerInputs | None:
@@ -31,7 +29,7 @@ def offload_layer_inputs(config: Config, topology: Topology, chunks: Sequence[to
     """
     if config.training.activation_offload == "none":
         return None
-    size, room = derived.layer_input_bytes(config), _host_room(config)
+    size, room = derived.layer_input_bytes(config), _host_room()
     number = offloaded_layer_inputs(config, topology.world_size, topology.pipeline.rank, _least(room, topology))
     memory = _allocate(number, size, topology.device) if number * size <= room else None
     if not _least(memory is not None, topology):
@@ -47,11 +45,8 @@ def offload_layer_inputs(config: Config, topology: Topology, chunks: Sequence[to
     return store
 
 
-def _host_room(config: Config) -> int:
-    if config.memory.host_budget is not None:
-        return int(config.memory.host_budget * MIB)
-    launch = launched()
-    return int(SHARE * host_memory.available() / (launch.local_world_size or launch.world_size))
+def _host_room() -> int:
+    return int(min(HOST.limit - HOST.total, 2**62))
 
 
 def _allocate(number: int, size: int, device: torch.device) -> list[torch.Tensor] | None:
