@@ -31,10 +31,12 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from checkpoint import manifest, safetensors_header
 from checkpoint import state as checkpoint_state
 from checkpoint.manifest import FileSum
-from checkpoint.shards import Cancelled, Snapshot
+from checkpoint.shards import Cancelled, NotFinite, Snapshot
 from configs.compose import to_yaml
 from configs.schema import Config
 from models.parallelize import frozen_weights
+from optim.tiers.hold import StateHold
+from optim.tiers.tiers import tiers_of
 
 WRITE_TIMEOUT = 3600.0  # seconds that one rank's file, or the commit, may take before the run gives up
 CLOSE_TIMEOUT = 10.0  # seconds that a run which failed waits for its writer to notice
@@ -67,6 +69,7 @@ class Saver:
         self._snapshot = Snapshot(pinned=device.type == "cuda")
         self.last_step: int | None = None  # the step that was saved last, unless the model was loaded since
         self._save: _Save | None = None
+        self._hold: StateHold | None = None  # of the save that was started last
         # Called on rank 0, in the writing thread, before a checkpoint gets its name; what it raises fails the save.
         self.before_name: Callable[[], None] = _nothing
         self.config_text = to_yaml(config)  # now, because it takes longer than a snapshot
@@ -102,13 +105,16 @@ class Saver:
         earlier = self.finish()
         begin = time.perf_counter()
         with frozen_weights(chunks):
-            self._snapshot.take(checkpoint_state.tensors_to_save(chunks, optimizer))
+            tensors, tiers = checkpoint_state.tensors_to_save(chunks, optimizer), tiers_of(optimizer)
+            self._hold = None if tiers is None else tiers.hold()
+            self._snapshot.take(tensors, self._hold)
         text = json.dumps(checkpoint_state.describe(optimizer, state), indent=1)
         self._save = _Save(
             folder,
             step,
             {manifest.CONFIG: self.config_text, manifest.STATE: text},
             self._snapshot,
+            self._hold,
             keep,
             keep_every,
             begin,
@@ -169,6 +175,8 @@ class Saver:
             self._save.part.wait(CLOSE_TIMEOUT)
             self._save.delete()
             self._save = None
+        if self._hold is not None:
+            self._hold.close()
 
 
 def _nothing() -> None:
@@ -184,6 +192,7 @@ class _Save:
         step: int,
         small: dict[str, str],
         snapshot: Snapshot,
+        hold: StateHold | None,
         keep: int,
         keep_every: int,
         begin: float,
@@ -193,6 +202,7 @@ class _Save:
         self.cancelled = threading.Event()
         self.committing = False
         self._small, self._snapshot, self._keep, self._keep_every = small, snapshot, keep, keep_every
+        self._hold = hold
         self._reason = "cancelled"
         self.before_name: Callable[[], None] = _nothing
         self._rank = dist.get_rank()
@@ -200,17 +210,22 @@ class _Save:
         self.pause = time.perf_counter() - begin
 
     def _write(self) -> tuple[str, FileSum]:
+        try:
+            return self._write_file()
+        finally:
+            self._release()
+
+    def _write_file(self) -> tuple[str, FileSum]:
         # Not its parents: a run's folder that was taken away must not be made again with nothing but this in it.
         for folder in (self.temporary.parent, self.temporary):
             folder.mkdir(exist_ok=True)
-        broken = self._snapshot.first_not_finite()
-        if broken is not None:
-            raise _Broken(f"{broken} is not finite")
         name = f"rank_{self._rank:05d}{safetensors_header.SUFFIX}"
         try:
             return name, self._snapshot.write(self.temporary / name, self.cancelled)
         except Cancelled:
             raise _Broken(self._reason) from None
+        except NotFinite as error:
+            raise _Broken(str(error)) from None
 
     def commit(self, files: list[tuple[str, FileSum]]) -> None:
         """Let rank 0 complete the folder, whose files of all ranks these are."""
@@ -246,6 +261,11 @@ class _Save:
             complaint = f"checkpoints older than {self.folder} cannot be deleted: {error}"
         return sum(entry.size for entry in files.values()), complaint
 
+    def _release(self) -> None:
+        """Let updates go on that wait until the state off the device is written."""
+        if self._hold is not None:
+            self._hold.close()
+
     def cancel(self, reason: str) -> None:
         """Have the writing end soon."""
         self._reason = reason
@@ -255,6 +275,7 @@ class _Save:
         """Free the space of what was written: the disk may be full. A collective call."""
         self.cancel("another rank failed")
         self.part.wait(CLOSE_TIMEOUT)
+        self._release()  # also where the writer hangs
         dist.barrier(group)  # no rank adds to the folder any more
         self.delete()
 

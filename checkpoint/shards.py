@@ -1,5 +1,5 @@
 """Tensors on their way to a checkpoint's files and back: a snapshot in host memory, one file per rank, and a reader of
-boxes.
+boxes. State off the device is in no snapshot: it is read bucket by bucket while the file is written.
 
 What goes in and out are Megatron's ShardedTensors: views into this rank's tensors, each a box of a global tensor.
 Layouts meet in the global tensors: a reader fills any box from whatever boxes were written.
@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors import SafetensorError, safe_open
 
 from checkpoint import manifest, safetensors_header
-from checkpoint.manifest import CHUNK_BYTES, FileSum, sum_of
+from checkpoint.manifest import CHUNK_BYTES, FileSum
 from configs.files import writing
 from configs.schema import ConfigError
+from optim.tiers.hold import StateHold
+from optim.tiers.stored import StoredTensor
 
 DTYPES = {
     torch.float64: "F64",
@@ -48,31 +50,39 @@ class Cancelled(Exception):
     """The run ended while a file was being written."""
 
 
+class NotFinite(Exception):
+    """A tensor that holds NaN or Inf, by name: what was saved could never be gone on with, and would displace what
+    can."""
+
+
 class Snapshot:
-    """Host memory that holds a file's body, used again by every save: pinned beside a GPU, so that it fills at full
-    speed."""
+    """A rank's part of a checkpoint: what is on the device is copied to host memory, which every save uses again, and
+    is pinned beside a GPU, so that it fills at full speed. State off the device is read while the file is written."""
 
     def __init__(self, pinned: bool):
         self.pinned = pinned
         self.header = b""
         self._body = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-        self._parts: list[tuple[str, torch.dtype, int, int]] = []
+        self._copies: list[tuple[str, int, torch.Tensor]] = []  # name, place in the file's body, where it was copied to
+        self._stored: list[tuple[int, StoredTensor]] = []  # place in the file's body, box
+        self._hold: StateHold | None = None
 
-    def take(self, tensors: Sequence[ShardedTensor]) -> None:
-        """Copy the tensors as they are now. Returns when the copies are done: the originals may change then."""
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that it keeps."""
+        return self._body.numel()
+
+    def take(self, tensors: Sequence[ShardedTensor], hold: StateHold | None = None) -> None:
+        """Copy the tensors as they are now. Returns when the copies are done: the originals may change then.
+
+        `hold` keeps the buckets of StoredTensors as they are until they are written.
+        """
+        self._hold = hold
         # Wide elements first: each tensor then starts at a multiple of its element size.
         order = sorted(tensors, key=lambda tensor: -tensor.data.element_size())
         ends = list(itertools.accumulate((tensor.data.nbytes for tensor in order), initial=0))
-        self._used = ends[-1]
-        if self._body.numel() < self._used:
-            self._body = torch.empty(self._used, dtype=torch.uint8, pin_memory=self.pinned)
-        for tensor, start, end in zip(order, ends, ends[1:]):
-            place = self._body[start:end].view(tensor.data.dtype).view(tensor.data.shape)
-            place.copy_(tensor.data, non_blocking=True)
-        if self.pinned:
-            torch.cuda.current_stream().synchronize()
-        self._parts = [(t.key, t.data.dtype, start, end) for t, start, end in zip(order, ends, ends[1:])]
+        self._copy([(tensor, start) for tensor, start in zip(order, ends) if not isinstance(tensor, StoredTensor)])
+        self._stored = [(start, tensor) for tensor, start in zip(order, ends) if isinstance(tensor, StoredTensor)]
         self.header = safetensors_header.encode(
             safetensors_header.Entry(
                 t.key,
@@ -86,35 +96,77 @@ class Snapshot:
             for t, start, end in zip(order, ends, ends[1:])
         )
 
-    def first_not_finite(self) -> str | None:
-        """A tensor that holds NaN or Inf: what was saved could never be gone on with, and would displace what can. None
-        if none does."""
-        for key, dtype, start, end in self._parts:
-            if dtype.is_floating_point and end > start:
-                low, high = self._body[start:end].view(dtype).aminmax()  # NaN if any is
-                if not (math.isfinite(low) and math.isfinite(high)):
-                    return key
-        return None
+    def _copy(self, tensors: list[tuple[ShardedTensor, int]]) -> None:
+        ends = list(itertools.accumulate((tensor.data.nbytes for tensor, _ in tensors), initial=0))
+        if self._body.numel() < ends[-1]:
+            self._body = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=self.pinned)
+        self._copies = []
+        for (tensor, place), start, end in zip(tensors, ends, ends[1:]):
+            copy = self._body[start:end].view(tensor.data.dtype).view(tensor.data.shape)
+            copy.copy_(tensor.data.detach(), non_blocking=True)
+            self._copies.append((tensor.key, place, copy))
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
 
     def write(self, path: Path, cancelled: threading.Event) -> FileSum:
-        """Write the file through to the disk and read it back. Raises OSError, also where other bytes come back, and
-        Cancelled."""
-        digest = xxhash.xxh3_128()
-        body = memoryview(self._body.numpy())[: self._used]
+        """Write the file through to the disk and read it back. Raises OSError, also where other bytes come back,
+        NotFinite and Cancelled."""
+        sums: dict[int, tuple[int, int]] = {}  # place in the file -> bytes written there at once, and their checksum
         with writing(path), open(path, "wb", buffering=0) as stream:
-            for chunk in itertools.chain(
-                [memoryview(self.header)], (body[i : i + CHUNK_BYTES] for i in range(0, self._used, CHUNK_BYTES))
-            ):
-                if cancelled.is_set():
-                    raise Cancelled
-                digest.update(chunk)
-                while chunk:  # a write to a disk that is almost full may be short
-                    chunk = chunk[stream.write(chunk) :]
+            for place, content in itertools.chain([(0, memoryview(self.header))], self._contents(cancelled)):
+                for start in range(0, len(content), CHUNK_BYTES):
+                    if cancelled.is_set():
+                        raise Cancelled
+                    chunk = content[start : start + CHUNK_BYTES]
+                    at = place + start
+                    sums[at] = len(chunk), xxhash.xxh3_64_intdigest(chunk)
+                    while chunk:  # a write to a disk that is almost full may be short
+                        written = os.pwrite(stream.fileno(), chunk, at)
+                        chunk, at = chunk[written:], at + written
             os.fsync(stream.fileno())
-        expected = FileSum(len(self.header) + self._used, digest.hexdigest())
-        if sum_of(path) != expected:
-            raise OSError(f"{path} reads back other bytes than were written")
-        return expected
+        return _read_back(path, sums)
+
+    def _contents(self, cancelled: threading.Event) -> Iterator[tuple[int, memoryview]]:
+        """What comes after the header, with its place in the file; valid until the next. Buckets first: updates wait
+        for them."""
+        for bucket, boxes in itertools.groupby(sorted(self._stored, key=_bucket), key=_bucket):
+            if cancelled.is_set():
+                raise Cancelled
+            assert self._hold is not None
+            held = self._hold.read(bucket)
+            for place, box in boxes:
+                yield len(self.header) + place, _bytes_of(box.key, box.within(held))
+            self._hold.release(bucket)
+        for key, place, copy in self._copies:
+            yield len(self.header) + place, _bytes_of(key, copy)
+
+
+def _bucket(part: tuple[int, StoredTensor]) -> int:
+    return part[1].bucket
+
+
+def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview:
+    """A tensor of the host as bytes, without a copy where it is dense. Raises NotFinite."""
+    if tensor.dtype.is_floating_point and tensor.numel() > 0:
+        low, high = tensor.aminmax()  # NaN if any is
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise NotFinite(f"{name} is not finite")
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _read_back(path: Path, sums: dict[int, tuple[int, int]]) -> FileSum:
+    """Size and checksum of a file, every part of which must have the given checksum. Raises OSError."""
+    digest, size = xxhash.xxh3_128(), 0
+    with open(path, "rb") as stream:
+        for place, (length, expected) in sorted(sums.items()):
+            part = stream.read(length)
+            if place != size or len(part) != length or xxhash.xxh3_64_intdigest(part) != expected:
+                raise OSError(f"{path} reads back other bytes than were written")
+            digest.update(part)
+            size += length
+        if stream.read(1):
+            raise OSError(f"{path} reads back more bytes than were written")
+    return FileSum(size, digest.hexdigest())
 
 
 class Reader:

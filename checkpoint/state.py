@@ -25,6 +25,7 @@ from checkpoint.state_file import read_state
 from configs.schema import ConfigError
 from models.parallelize import bare, frozen_weights
 from optim import state as optimizer_state
+from optim.tiers.stored import StoredTensor
 from parallel.random_state import random_states, restore_random_states
 from parallel.refusal import raise_together
 
@@ -48,7 +49,8 @@ def describe(optimizer: MegatronOptimizer, state: dict[str, Any]) -> dict[str, A
 
 
 def tensors_to_save(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[ShardedTensor]:
-    """What this rank writes of a model between two steps: views, but for the random number states."""
+    """What this rank writes of a model between two steps: views, but for the random number states, and for state off
+    the device, of which it is told where it lies."""
     tensors = [*_model_tensors(chunks, optimizer), *_random_tensors(random_states())]
     return [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
 
@@ -77,8 +79,11 @@ def _load(
     state, reader = read_state(folder), Reader(folder)
     optimizer_state.allocate(optimizer, chunks, state["optimizer_steps"])
     with frozen_weights(chunks):  # a gather of old weights that is still due must not come after the new ones
-        for tensor in _model_tensors(chunks, optimizer):
-            reader.fill(tensor)
+        tensors = _model_tensors(chunks, optimizer)
+        for tensor in tensors:
+            if not isinstance(tensor, StoredTensor):
+                reader.fill(tensor)
+        optimizer_state.fill_stored(optimizer, tensors, reader.fill)
     optimizer_state.restore_scaler(optimizer, state["loss_scaler"])
     if state["layout"] == layout:
         states = {name: torch.empty_like(value) for name, value in random_states().items()}

@@ -11,7 +11,7 @@ communicates.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from optim.tiers import stored
+from optim.tiers.stored import StoredTensor
+from optim.tiers.tiers import Tiers, tiers_of
 from parallel.megatron.optimizer import (
     Owned,
     find_owned,
@@ -50,7 +53,7 @@ def sharded_state(
     optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], model_state: dict[str, Any]
 ) -> list[ShardedTensor]:
     """This rank's optimizer state: views into it, each a box of a parameter's state. Makes no copy and asks no other
-    rank.
+    rank. Of state off the device StoredTensors: places without data.
 
     `model_state` is the sharded state dict of the same chunks. A sharded optimizer owns of a parameter a range of its
     elements, which is a few boxes; as every element has one owner, every box is the main replica among the data
@@ -58,6 +61,9 @@ def sharded_state(
     """
     parameters = list(_parameters(chunks))
     sharded_by_id = get_param_id_to_sharded_param_map(model_state, (parameter for _, parameter in parameters))
+    tiers = tiers_of(optimizer)
+    if tiers is not None:
+        return _stored_state(tiers, parameters, sharded_by_id)
     sharded, steps = any(map(is_sharded, members(optimizer))), steps_taken(optimizer)
     result: list[ShardedTensor] = []
     for i, ((_, parameter), owned) in enumerate(zip(parameters, _owned(optimizer, parameters), strict=True)):
@@ -70,15 +76,40 @@ def sharded_state(
             held = {kind: value if value.numel() else torch.zeros_like(owned.main) for kind, value in held.items()}
         whole = _shards(sharded_by_id[i], parameter.shape)
         for kind, value in held.items():
-            for shard in whole:
-                replica_id = (*shard.replica_id[:-1], 0) if sharded else shard.replica_id
-                result += _owned_boxes(
-                    replace(shard, key=f"optimizer.{kind}.{shard.key}", replica_id=replica_id),
-                    parameter.shape,
-                    owned,
-                    value,
-                )
+            result += _state_boxes(whole, parameter.shape, kind, (owned.start, owned.end), value, sharded)
     return result
+
+
+def _stored_state(
+    tiers: Tiers, parameters: list[tuple[str, torch.nn.Parameter]], sharded_by_id: dict[int, Any]
+) -> list[ShardedTensor]:
+    order = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
+    result: list[ShardedTensor] = []
+    for index, bucket in enumerate(tiers.buckets):
+        for piece in bucket.pieces:
+            parameter = tiers.slices[piece.index].parameter
+            whole = _shards(sharded_by_id[order[id(parameter)]], parameter.shape)
+            for kind, dtype in stored.kinds(tiers).items():
+                place = torch.empty(bucket.numel, dtype=dtype, device="meta")[piece.offset :]
+                for box in _state_boxes(whole, parameter.shape, kind, (piece.start, piece.end), place, sharded=True):
+                    result.append(StoredTensor.of(box, index, kind))
+    return result
+
+
+def _state_boxes(
+    whole: list[ShardedTensor],
+    shape: torch.Size,
+    kind: str,
+    span: tuple[int, int],
+    value: torch.Tensor,
+    sharded: bool,
+) -> Iterator[ShardedTensor]:
+    """The boxes of a range of a parameter's elements, whose state `value` holds, under the names that checkpoints
+    have."""
+    for shard in whole:
+        replica_id = (*shard.replica_id[:-1], 0) if sharded else shard.replica_id
+        named = replace(shard, key=f"optimizer.{kind}.{shard.key}", replica_id=replica_id)
+        yield from _owned_boxes(named, shape, span, value)
 
 
 def _shards(sharded: ShardedTensor | ShardedTensorFactory, shape: torch.Size) -> list[ShardedTensor]:
@@ -92,9 +123,10 @@ def _shards(sharded: ShardedTensor | ShardedTensorFactory, shape: torch.Size) ->
     return list(nested_values(shards)) if shards is not None else [replace(sharded, data=shadow, dtype=shadow.dtype)]
 
 
-def _owned_boxes(shard: ShardedTensor, shape: torch.Size, owned: Owned, value: torch.Tensor) -> Iterator[ShardedTensor]:
-    """What lies both in a shard of a parameter (a view into it) and in the owned range, whose elements `value`
-    holds."""
+def _owned_boxes(
+    shard: ShardedTensor, shape: torch.Size, span: tuple[int, int], value: torch.Tensor
+) -> Iterator[ShardedTensor]:
+    """What lies both in a shard of a parameter (a view into it) and in a range of its elements, which `value` holds."""
     view = shard.data
     strides = torch.empty(shape, device="meta").stride()
     assert view.dim() == len(shape) and view.stride() == strides, (
@@ -102,12 +134,12 @@ def _owned_boxes(shard: ShardedTensor, shape: torch.Size, owned: Owned, value: t
     )
     first = [view.storage_offset() // stride % size for stride, size in zip(strides, shape)]
     flat, prepended = value.detach().view(-1), shard.prepend_axis_num
-    for start, sizes in boxes(tuple(shape), owned.start, owned.end):
+    for start, sizes in boxes(tuple(shape), *span):
         low = [max(a, b) for a, b in zip(start, first)]
         high = [min(a + n, b + m) for a, n, b, m in zip(start, sizes, first, view.shape)]
         if any(a >= b for a, b in zip(low, high)):
             continue
-        at = sum(a * stride for a, stride in zip(low, strides)) - owned.start + flat.storage_offset()
+        at = sum(a * stride for a, stride in zip(low, strides)) - span[0] + flat.storage_offset()
         data = flat.as_strided([b - a for a, b in zip(low, high)], strides, at)
         inner = [offset + a - b for offset, a, b in zip(shard.global_offset[prepended:], low, first)]
         yield replace(
@@ -146,6 +178,12 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[
 def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps: int) -> None:
     """Make the optimizer look as it does after `steps` steps, with zeros for moments, so that `sharded_state` has views
     to fill."""
+    tiers = tiers_of(optimizer)
+    if tiers is not None:
+        tiers.drop()
+        tiers.settle()  # no weight of an earlier step comes back any more
+        tiers.steps = steps
+        return
     parameters = list(_parameters(chunks))
     for owned in _owned(optimizer, parameters):
         if owned is None:
@@ -170,6 +208,9 @@ def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps:
 def steps_taken(optimizer: MegatronOptimizer) -> int:
     """Optimizer steps taken so far (fp16 skips some), the same on every rank that holds parameters; 0 before the
     first."""
+    tiers = tiers_of(optimizer)
+    if tiers is not None:
+        return int(tiers.steps)
     for member in members(optimizer):
         if member.optimizer is None:
             continue
@@ -204,8 +245,14 @@ def named_state(
     optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]
 ) -> Iterator[tuple[int, str, str, torch.Tensor]]:
     """What this rank's optimizer holds beside the model's parameters: (chunk, parameter's name, kind, tensor) of each
-    part."""
+    part. Of state off the device a part is of one bucket, read from where it lies, and valid until the next."""
     parameters = list(_parameters(chunks))
+    tiers = tiers_of(optimizer)
+    if tiers is not None:
+        for name, kind, value in stored.named(tiers, {id(parameter): name for name, parameter in parameters}):
+            chunk, _, rest = name.partition(".")
+            yield int(chunk), rest, kind, value
+        return
     for (name, parameter), owned in zip(parameters, _owned(optimizer, parameters), strict=True):
         if owned is None:
             continue
@@ -213,3 +260,12 @@ def named_state(
         held |= {kind: owned.state[kind] for kind in MOMENTS if kind in owned.state}
         chunk, _, rest = name.partition(".")
         yield from ((int(chunk), rest, kind, value) for kind, value in held.items())
+
+
+def fill_stored(
+    optimizer: MegatronOptimizer, tensors: Sequence[ShardedTensor], read: Callable[[ShardedTensor], None]
+) -> None:
+    """Have `read` fill what `sharded_state` gave of state off the device, if any, a bucket at a time."""
+    tiers = tiers_of(optimizer)
+    if tiers is not None:
+        stored.fill(tiers, tensors, read)

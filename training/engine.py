@@ -6,6 +6,7 @@ The functions over it are in training/step.py.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from configs import derived
 from configs.schema import Config
+from memory.budgets import open_budgets
 from models.build import build_model, family_module
 from models.folder import load_logical_folder
 from models.parallelize import frozen_weights, parallelize
@@ -41,13 +43,14 @@ class Engine:
     language-model loss.
     """
 
-    def __init__(self, config: Config, topology: Topology, vocab_size: int):
-        """A collective call. Raises ConfigError."""
+    def __init__(self, config: Config, topology: Topology, vocab_size: int, device_room: float = math.inf):
+        """A collective call. `device_room`: bytes of the device that optimizer state may take. Raises ConfigError."""
+        open_budgets(config.memory)
         self.config, self.topology, self.vocab_size = config, topology, vocab_size
         self.family = family_module(config)
         self.bare_chunks = build_model(config, topology, vocab_size)
         self.chunks = parallelize(config, topology, self.bare_chunks)
-        self.optimizer = build_optimizer(config, topology, self.chunks)
+        self.optimizer = build_optimizer(config, topology, self.chunks, device_room)
         self.schedule = get_forward_backward_func()
         _connect(config, self.chunks, self.optimizer)
         self.norms = GradNorms(self.optimizer, self.bare_chunks, topology)

@@ -17,13 +17,14 @@ class StateHold:
     def __init__(self, memory: TierMemory, layout: RecordLayout, numels: Sequence[int]):
         """The main thread's call, between two steps."""
         self._memory, self._layout, self._numels = memory, layout, numels
-        off = [index for index, tier in enumerate(memory.tiers) if tier != "device"]
+        off = [index for index, tier in enumerate(memory.arrangement.tiers) if tier != "device"]
         self._stored = {index: place for place, index in enumerate(off)}
         self._hold = memory.store.hold(off, memory.buffer)
         self._so_far = Done.so_far(memory.lanes.device)
-        self._resident = {
-            index: memory.hold_resident(index) for index, tier in enumerate(memory.tiers) if tier == "device"
-        }
+        self._held = [
+            self._hold.held[self._stored[index]] if index in self._stored else memory.hold_resident(index)
+            for index in range(len(memory.arrangement.tiers))
+        ]
 
     def read(self, index: int) -> dict[str, torch.Tensor]:
         """A bucket's state by kind, flat tensors of the host, until the next `read` or its release. Raises what its
@@ -44,12 +45,14 @@ class StateHold:
 
     def release(self, index: int) -> None:
         """It may change."""
-        if index in self._stored:
-            self._hold.release(self._stored[index])
-        else:
-            self._resident[index].finish()
+        self._held[index].finish()
 
     def close(self) -> None:
         """All may."""
-        for index in range(len(self._numels)):
-            self.release(index)
+        for held in self._held:
+            held.finish()
+
+    def wait(self) -> None:
+        """Until all are released. Raises TimeoutError."""
+        for held in self._held:
+            held.wait()

@@ -55,7 +55,7 @@ class Tiers:
         self.slices, self.buckets, self.layout, self.memory = slices, buckets, layout, memory
         self.hyperparameters, self.device = hyperparameters, memory.lanes.device
         self.jobs = Ways(slices, buckets, layout, memory)
-        self.ways = list(memory.ways)
+        self.ways = list(memory.arrangement.ways)
         self.steps = 0  # taken
         self.num_committed = self.num_dropped = 0  # early updates of buckets
         self._of: dict[torch.nn.Parameter, list[int]] = {}
@@ -68,6 +68,7 @@ class Tiers:
         self._left: dict[int, Done] = {}  # buckets whose gradient of this step is on its way to the host
         self._early: dict[int, Done] = {}  # buckets whose update of this step is on its way to their shadow
         self._clipped: deque[bool] = deque(maxlen=CLIPPED_WINDOW)
+        self._hold: StateHold | None = None
         self._may_leave = self._may_update = False
         self._inverse_scale: torch.Tensor | None = None
         self._unscaled: dict[int, Done] = {}
@@ -186,8 +187,12 @@ class Tiers:
     # -----------------------------------------------------------------------------------------------------------------
 
     def hold(self) -> StateHold:
-        """The state as it is now, to be read bucket by bucket; a bucket changes no more before it is released."""
-        return StateHold(self.memory, self.layout, [bucket.numel for bucket in self.buckets])
+        """The state as it is now, to be read bucket by bucket; a bucket changes no more before it is released. Waits
+        until all of an earlier one are."""
+        if self._hold is not None:
+            self._hold.wait()
+        self._hold = StateHold(self.memory, self.layout, [bucket.numel for bucket in self.buckets])
+        return self._hold
 
     def empty(self, index: int) -> dict[str, torch.Tensor]:
         """Host tensors for a bucket's state, flat, that `fill` takes; the same memory for every bucket."""
