@@ -9,23 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
+from memory.disk import Disk, padded
 from memory.lanes import Done, Lanes
 
 NUM_SLOTS = 2  # of host memory, that records of the disk pass through
-
-
-class ScratchFile(Protocol):
-    """What a store needs of a disk: see memory/disk.py."""
-
-    def read_into(self, offset: int, tensor: torch.Tensor) -> None:
-        """Fill a host tensor from the bytes at `offset`."""
-
-    def write_from(self, offset: int, tensor: torch.Tensor) -> None:
-        """Write a host tensor to the bytes at `offset`."""
 
 
 @dataclass
@@ -66,7 +56,7 @@ class Store:
         sizes: Sequence[int],
         host: Sequence[torch.Tensor | None],
         slots: Sequence[torch.Tensor],
-        disk: ScratchFile | None,
+        disk: Disk | None,
         offsets: Sequence[int],
     ):
         """host: memory of each record, None for those of the disk, which begin at `offsets`. slots: host memory for the
@@ -86,10 +76,10 @@ class Store:
             return Loan(place.memory, target.memory, place.written, self._unheld(target), target, None)
         slot = self._slots[self._turn % len(self._slots)]
         self._turn += 1
-        disk, padded = self._disk, slot.memory[: _padded(self.sizes[index])]
+        disk, memory = self._disk, slot.memory[: padded(self.sizes[index])]
         assert disk is not None and target.memory is None
         there = self.lanes.read.submit(
-            lambda: disk.read_into(place.offset, padded), (slot.free, place.written), padded.numel()
+            lambda: disk.read_into(place.offset, memory), (slot.free, place.written), memory.numel()
         )
         slot.free = there  # until somebody says more
         record = slot.memory[: self.sizes[index]]
@@ -100,7 +90,7 @@ class Store:
         if loan.slot is None:
             loan.to.written = after
             return after
-        disk, memory = self._disk, loan.slot.memory[: _padded(loan.target.numel())]
+        disk, memory = self._disk, loan.slot.memory[: padded(loan.target.numel())]
         assert disk is not None
         place = loan.to
         written = self.lanes.write.submit(
@@ -142,9 +132,7 @@ class Store:
 class Hold:
     """Records as they were at one moment. Any one thread may read and release; a change of a record waits for that."""
 
-    def __init__(
-        self, places: Sequence[_Place], sizes: Sequence[int], disk: ScratchFile | None, buffer: torch.Tensor | None
-    ):
+    def __init__(self, places: Sequence[_Place], sizes: Sequence[int], disk: Disk | None, buffer: torch.Tensor | None):
         self._places, self._sizes, self._disk, self._buffer = places, sizes, disk, buffer
         # As they are now: later changes wait for this hold, and a later hold has others.
         self.held, self._written = [place.held for place in places], [place.written for place in places]
@@ -158,7 +146,7 @@ class Hold:
         if place.memory is not None:
             return place.memory
         assert self._disk is not None and self._buffer is not None
-        self._disk.read_into(place.offset, self._buffer[: _padded(size)])
+        self._disk.read_into(place.offset, self._buffer[: padded(size)])
         return self._buffer[:size]
 
     def release(self, index: int) -> None:
@@ -169,10 +157,3 @@ class Hold:
         """All of them may."""
         for index in range(len(self._places)):
             self.release(index)
-
-
-BLOCK = 4096  # what the disk is read and written in multiples of
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK) * BLOCK
