@@ -6,6 +6,7 @@ The functions over it are in training/step.py.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,14 @@ class Engine:
     language-model loss.
     """
 
-    def __init__(self, config: Config, topology: Topology, vocab_size: int):
-        """A collective call. Raises ConfigError."""
-        self.config, self.topology, self.vocab_size = config, topology, vocab_size
+    def __init__(self, config: Config, topology: Topology, vocab_size: int, device_room: float = math.inf):
+        """A collective call. `device_room`: bytes of the device that optimizer state may take. Raises ConfigError."""
         open_budgets(config.memory)
+        self.config, self.topology, self.vocab_size = config, topology, vocab_size
         self.family = family_module(config)
         self.bare_chunks = build_model(config, topology, vocab_size)
         self.chunks = parallelize(config, topology, self.bare_chunks)
-        self.optimizer = build_optimizer(config, topology, self.chunks)
+        self.optimizer = build_optimizer(config, topology, self.chunks, device_room)
         self.layer_inputs = offload_layer_inputs(config, topology, self.bare_chunks)
         self.schedule = get_forward_backward_func()
         _connect(config, self.chunks, self.optimizer)
