@@ -25,7 +25,7 @@ from tests.cuda.pretended.observed import OBSERVED
 pytestmark = [pytest.mark.cuda_pretended, pytest.mark.timeout(300)]
 
 LATE = [name for name in CASES if name not in cases.MATRIX_ONLY]
-EARLY = ["keep, chunks", "offload, chunks", "hierarchical", "pipeline"]
+EARLY = ["keep, chunks", "offload, chunks", "hierarchical", "pipeline", "layer inputs on the host"]
 
 
 @functools.cache
