@@ -141,6 +141,7 @@ def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
     def said(name: str, function: Any) -> Any:
         def call(self: Any, index: int) -> Any:
             calls.append((name, index))
+            assert name != "read" or threading.current_thread().name == "checkpoint writer"
             return function(self, index)
 
         return call
@@ -300,7 +301,7 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
     from checkpoint.saver import SaveError
 
     model = trained(config)
-    pwrite, seen = os.pwrite, {}
+    pwrite, preadv, seen = os.pwrite, os.preadv, {}
     rank = int(os.environ["RANK"])
 
     def attempt(name: str, write: Any) -> None:
@@ -308,12 +309,20 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
         savers: list[Any] = []
 
         def counted(descriptor: int, data: Any, at: int) -> int:
-            calls[0] += 1
-            if calls[0] == 10:
-                data = write(savers, bytearray(data))
+            if threading.current_thread().name == "checkpoint writer":
+                calls[0] += 1
+                if calls[0] == 10:
+                    data = write(savers, bytearray(data))
             return pwrite(descriptor, data, at)
 
+        def unreadable(descriptor: int, buffers: Any, at: int) -> int:
+            if threading.current_thread().name == "checkpoint writer" and calls[0] > 10:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return preadv(descriptor, buffers, at)
+
         vars(os)["pwrite"] = counted
+        if name == "unreadable":
+            vars(os)["preadv"] = unreadable
         try:
             savers.append(begin_save(model, folder / name))
             if name == "end":
@@ -323,7 +332,7 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
         except SaveError as error:
             text = str(error)
         finally:
-            vars(os)["pwrite"] = pwrite
+            vars(os)["pwrite"], vars(os)["preadv"] = pwrite, preadv
         step_on(model, 3)  # which waits for every bucket
         model.settle()
         seen[name] = (text, all(free_buckets(model)))
@@ -352,7 +361,8 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
     def fine(savers: Any, data: bytearray) -> bytearray:
         return data
 
-    for name, write in (("full", full), ("cancelled", cancelled), ("end", endless), ("flipped", flipped)):
+    ways = {"full": full, "cancelled": cancelled, "end": endless, "flipped": flipped, "unreadable": fine}
+    for name, write in ways.items():
         attempt(name, write)
     spoil(model, float("inf"))
     attempt("broken", fine)
@@ -374,15 +384,21 @@ def spoil(model: Any, value: float) -> None:
     tiers.fill(3)
 
 
-def test_a_save_that_fails_holds_nothing(tmp_path: Path) -> None:
-    for seen in distributed.run(failing_saves, 2, small(BF16, *HOST, ranks=2), tmp_path):
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_save_that_fails_holds_nothing(tier: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    scratch = tmp_path_factory.mktemp("scratch")
+    config = small(BF16, *TIERS[tier], f"memory.disk_dir={scratch}", ranks=2)
+    for seen in distributed.run(failing_saves, 2, config, tmp_path):
         assert all(is_free for _, is_free in seen.values()), seen
         assert "(rank 1: No space left on device" in seen["full"][0]
         assert "(rank 0: no room)" in seen["cancelled"][0]
         assert "reads back other bytes than were written" in seen["flipped"][0]
         assert ": optimizer.exp_avg_sq." in seen["broken"][0] and "is not finite" in seen["broken"][0]
         assert seen["end"][0] == "nothing"
-    assert [path.name for path in tmp_path.iterdir()] == ["fine"] and manifest.verify(tmp_path / "fine") is None
+        says = f"memory.disk_dir ({scratch}) cannot be read: Input/output error" if tier == "disk" else "nothing"
+        assert says in seen["unreadable"][0]
+    left = {"fine"} if tier == "disk" else {"fine", "unreadable"}
+    assert {path.name for path in tmp_path.iterdir()} == left and manifest.verify(tmp_path / "fine") is None
 
 
 def find_damage(config: Any) -> list[str | None]:
