@@ -19,17 +19,12 @@ import torch
 
 from configs.files import FULL
 from configs.schema import ConfigError
+from memory.arrange import BLOCK, padded
 
 KEY = "memory.disk_dir"
-BLOCK = 4096  # bytes: what direct I/O wants offsets, lengths and addresses in multiples of
 GIB = 2**30
 # Of statfs(2): file systems that are the host's memory.
 IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
-
-
-def padded(num_bytes: int) -> int:
-    """Rounded up to whole blocks."""
-    return -(-num_bytes // BLOCK) * BLOCK
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:

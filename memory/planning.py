@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-Way = Literal["device", "device_stream", "host"]  # where a bucket is updated; device: in place
+from memory.arrange import GRAD_BYTES, NUM_SLOTS, Way
+
 Engine = Literal["device_stream", "host", "split"]
 ENGINES: tuple[Engine, ...] = ("device_stream", "host", "split")
-GRAD_BYTES = 4
 SHARES = 64  # into how many parts `split` cuts the elements at most
-SLOTS = 2  # buckets of a way that are under way at once
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,11 @@ def work(way: Way, on_disk: bool, numel: int, element: ElementBytes, rates: Rate
         disk=disk,
         memory=traffic / rates.memory,
     )
-    under_way = (seconds.up + seconds.down + seconds.host + seconds.device) / SLOTS
+    under_way = (seconds.up + seconds.down + seconds.host + seconds.device) / NUM_SLOTS
     if way == "device_stream":
-        slots = Work(device_slots=under_way, disk_slots=(under_way + disk / SLOTS) * on_disk)
+        slots = Work(device_slots=under_way, disk_slots=(under_way + disk / NUM_SLOTS) * on_disk)
     else:
-        slots = Work(stages=under_way * (not early), disk_slots=(seconds.host + disk) / SLOTS * on_disk)
+        slots = Work(stages=under_way * (not early), disk_slots=(seconds.host + disk) / NUM_SLOTS * on_disk)
     return seconds + slots
 
 

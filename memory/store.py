@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memory.disk import Disk, padded
+from memory.arrange import padded
+from memory.disk import Disk
 from memory.lanes import Done, Lanes
-
-NUM_SLOTS = 2  # of host memory, that records of the disk pass through
 
 
 @dataclass

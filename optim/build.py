@@ -4,6 +4,7 @@ missing."""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,13 +23,17 @@ from parallel.megatron.tiered import building_tiered
 from parallel.topology import Topology
 
 
-def build_optimizer(config: Config, topology: Topology, chunks: list[torch.nn.Module]) -> MegatronOptimizer:
-    """The optimizer of this rank's model chunks, which must be wrapped in Megatron's DistributedDataParallel."""
+def build_optimizer(
+    config: Config, topology: Topology, chunks: list[torch.nn.Module], device_room: float = math.inf
+) -> MegatronOptimizer:
+    """The optimizer of this rank's model chunks, which must be wrapped in Megatron's DistributedDataParallel.
+    `device_room`: bytes of the device that its state may take. A collective call. Raises ConfigError where a rank's
+    state does not fit."""
     tiered = derived.has_tiers(config)
     with building_tiered() if tiered else contextlib.nullcontext():
         optimizer = _build(config, topology, chunks)
     share_scaler(optimizer)
-    optimizer.tiers = build_tiers(config, optimizer, chunks, topology.device) if tiered else None
+    optimizer.tiers = build_tiers(config, optimizer, chunks, topology.device, device_room) if tiered else None
     for member in members(optimizer):
         if isinstance(member.optimizer, torch.optim.AdamW):
             for group in member.optimizer.param_groups:

@@ -17,6 +17,7 @@ FAST = {
     *("test_files", "test_keys", "test_last_words", "test_ranks", "test_validate", "test_weights"),
     *("test_corpus", "test_identity", "test_loader", "data/test_samples", "test_split"),
     *("test_load", "test_planner", "test_route", "test_trial"),
+    *("memory/test_disk", "memory/test_store"),
     *("test_costs", "test_events", "optim/test_schedule", "test_start", "test_submit"),
 }
 

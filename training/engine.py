@@ -6,6 +6,7 @@ The functions over it are in training/step.py.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from configs import derived
 from configs.schema import Config
+from memory.budgets import open_budgets
 from models.build import build_model, family_module
 from models.folder import load_logical_folder
 from models.parallelize import frozen_weights, parallelize
@@ -31,6 +33,7 @@ from optim.tiers.tiers import tiers_of
 from parallel.megatron.ddp import release
 from parallel.topology import Topology
 from training.resilience.rewind import Mark
+from training.starting.activations import offload_layer_inputs
 from training.sums import StepSums
 
 
@@ -41,13 +44,15 @@ class Engine:
     language-model loss.
     """
 
-    def __init__(self, config: Config, topology: Topology, vocab_size: int):
-        """A collective call. Raises ConfigError."""
+    def __init__(self, config: Config, topology: Topology, vocab_size: int, device_room: float = math.inf):
+        """A collective call. `device_room`: bytes of the device that optimizer state may take. Raises ConfigError."""
+        open_budgets(config.memory)
         self.config, self.topology, self.vocab_size = config, topology, vocab_size
         self.family = family_module(config)
         self.bare_chunks = build_model(config, topology, vocab_size)
         self.chunks = parallelize(config, topology, self.bare_chunks)
-        self.optimizer = build_optimizer(config, topology, self.chunks)
+        self.optimizer = build_optimizer(config, topology, self.chunks, device_room)
+        self.layer_inputs = offload_layer_inputs(config, topology, self.bare_chunks)
         self.schedule = get_forward_backward_func()
         _connect(config, self.chunks, self.optimizer)
         self.norms = GradNorms(self.optimizer, self.bare_chunks, topology)
@@ -80,6 +85,8 @@ class Engine:
         """Let go of the model, so that a process may train one after the other."""
         if (tiers := tiers_of(self.optimizer)) is not None:
             tiers.close()
+        if self.layer_inputs is not None:
+            self.layer_inputs.close()
         release(self.chunks)
         get_moe_layer_wise_logging_tracker().clear()  # it holds a process group
 

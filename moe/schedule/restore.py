@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from memory.budgets import HOST
 from memory.pool import WORKSPACE
 from moe.experts.blocks import SPARE_ROWS
 from moe.route import Chunk, Chunks
@@ -33,6 +34,7 @@ class HostStore:
             self._stored[index] = WORKSPACE.take(tensor.shape, tensor).copy_(tensor)
             return
         stored = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        HOST.count(stored, "experts")
         stream = _copy_stream(tensor.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

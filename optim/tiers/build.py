@@ -2,57 +2,85 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from configs.schema import Config
+from configs.schema import Config, ConfigError
+from memory.arrange import Arrangement, Rooms, Wanted, arrange, least
+from memory.budgets import DISK, HOST
+from memory.disk import Disk
 from memory.lanes import Lanes
 from optim.tiers.buckets import RecordLayout, cut
-from optim.tiers.memory import Layout, Tier, Way, allocate
+from optim.tiers.memory import allocate
 from optim.tiers.tiers import Hyperparameters, Tiers
 from parallel.dtypes import DTYPES
 from parallel.megatron.optimizer import members
 from parallel.megatron.tiered import TieredOptimizer, gate_weights, owned_slices, watch_reduced
+from parallel.refusal import raise_together
 
 
 def build_tiers(
-    config: Config, optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], device: torch.device
+    config: Config,
+    optimizer: MegatronOptimizer,
+    chunks: Sequence[DistributedDataParallel],
+    device: torch.device,
+    device_room: float = math.inf,
 ) -> Tiers:
-    """The tiers of an optimizer whose members keep no state; all that needs memory is taken here."""
+    """The tiers of an optimizer whose members keep no state; all memory that they need is taken here. A collective
+    call. `device_room`: bytes of the device that may hold state. Raises ConfigError on every rank where a rank's state
+    does not fit."""
     settings, dtype = config.optimizer, DTYPES[config.training.precision]
     slices = owned_slices(optimizer, chunks)
     buckets = cut(slices, settings.bucket_parameters)
     layout = RecordLayout(dtype != torch.float32, DTYPES[settings.moment_dtype])
-    tier: Tier = settings.state_device  # type: ignore[assignment]
-    tiers: list[Tier] = [tier] * len(buckets)
-    ways = [_way(settings.engine, tier) for tier in tiers]
-    # Without overlap DDP reduces gradients when the backward pass is over.
-    overlaps = config.parallel.overlap_grad_reduce
-    leaving = [overlaps and way == "host" and not bucket.late for way, bucket in zip(ways, buckets, strict=True)]
-    early = [
-        overlaps and settings.early_update != "never" and way != "device" and not bucket.late
-        for way, bucket in zip(ways, buckets, strict=True)
-    ]
-    numels = [bucket.numel for bucket in buckets]
-    memory = allocate(
-        Layout(numels, layout.bytes_per_element, tiers, ways, leaving, early, dtype),
-        Lanes(device, timeout=config.parallel.timeout_seconds),
+    wanted = Wanted(
+        numels=[bucket.numel for bucket in buckets],
+        late=[bucket.late for bucket in buckets],
+        bytes_per_element=layout.bytes_per_element,
+        weight_bytes=dtype.itemsize,
+        state_device=settings.state_device,
+        ways=["host" if settings.engine == "host" else "device_stream"] * len(buckets),
+        # Without overlap DDP reduces gradients when the backward pass is over.
+        overlaps=config.parallel.overlap_grad_reduce,
+        early_update=settings.early_update,
     )
+    arrangement, disk, problem = None, None, None
+    try:
+        arrangement = _arrange(wanted, device_room, config)
+        if arrangement.disk_bytes:
+            assert config.memory.disk_dir is not None
+            disk = Disk(config.memory.disk_dir, arrangement.disk_bytes)
+    except ConfigError as error:
+        problem = str(error)
+    raise_together(problem)
+    assert arrangement is not None
+    lanes = Lanes(device, timeout=config.parallel.timeout_seconds)
+    memory = allocate(arrangement, dtype, lanes, disk)
     shared = Hyperparameters(settings.beta1, settings.beta2, settings.epsilon, settings.early_update)
-    tiers_ = Tiers(slices, buckets, layout, memory, shared)
-    tiers_.begin()
-    gate_weights(chunks, tiers_.gate)
-    watch_reduced(chunks, tiers_.reduced)
+    tiers = Tiers(slices, buckets, layout, memory, shared)
+    tiers.begin()
+    gate_weights(chunks, tiers.gate)
+    watch_reduced(chunks, tiers.reduced)
     for member in members(optimizer):
-        assert isinstance(member, TieredOptimizer)
-        member.reload = tiers_.reload  # type: ignore[method-assign]
-    return tiers_
+        if isinstance(member, TieredOptimizer):
+            member.reload = tiers.reload  # type: ignore[method-assign]
+    return tiers
 
 
-def _way(engine: str, tier: Tier) -> Way:
-    if tier == "device":
-        return "device"
-    return "host" if engine == "host" else "device_stream"
+def _arrange(wanted: Wanted, device_room: float, config: Config) -> Arrangement:
+    """Where this rank's buckets lie, within the budgets, which count it from now on. Raises ConfigError."""
+    on_disk = DISK.limit - DISK.total if config.memory.disk_dir is not None else 0.0
+    found = arrange(wanted, Rooms(device_room, HOST.limit - HOST.total, on_disk))
+    if found is None:
+        found = least(wanted)
+    # In one sum, so that a refusal names what would do for all of it.
+    HOST.take(found.host_bytes, "optimizer state off the device")
+    HOST.give(found.host_bytes, "optimizer state off the device")
+    DISK.take(found.disk_bytes, "optimizer state")
+    for what, num_bytes in found.host_parts.items():
+        HOST.take(num_bytes, what)
+    return found

@@ -17,13 +17,13 @@ class StateHold:
     def __init__(self, memory: TierMemory, layout: RecordLayout, numels: Sequence[int]):
         """The main thread's call, between two steps."""
         self._memory, self._layout, self._numels = memory, layout, numels
-        off = [index for index, tier in enumerate(memory.tiers) if tier != "device"]
+        off = [index for index, tier in enumerate(memory.arrangement.tiers) if tier != "device"]
         self._stored = {index: place for place, index in enumerate(off)}
         self._hold = memory.store.hold(off, memory.buffer)
         self._so_far = Done.so_far(memory.lanes.device)
         self._held = [
             self._hold.held[self._stored[index]] if index in self._stored else memory.hold_resident(index)
-            for index in range(len(memory.tiers))
+            for index in range(len(memory.arrangement.tiers))
         ]
 
     def read(self, index: int) -> dict[str, torch.Tensor]:

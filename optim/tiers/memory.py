@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
+from memory.arrange import NUM_SLOTS, Arrangement
+from memory.budgets import DISK, HOST
+from memory.disk import Disk, aligned, offsets
 from memory.lanes import Done, Lanes
-from memory.store import NUM_SLOTS, Store
-
-Tier = Literal["device", "host", "disk"]
-Way = Literal["device", "device_stream", "host"]  # where a bucket is updated; device: in place
+from memory.store import Store
 
 
 @dataclass
@@ -38,8 +37,7 @@ class StagingSlot:
 class TierMemory:
     """Where each bucket's record is, and what it passes through."""
 
-    tiers: Sequence[Tier]
-    ways: Sequence[Way]
+    arrangement: Arrangement
     lanes: Lanes
     store: Store  # index for index the buckets'; those of the device have no place in it
     resident: Sequence[torch.Tensor | None]  # records of the device
@@ -50,6 +48,7 @@ class TierMemory:
     grad_areas: Sequence[torch.Tensor | None]
     weight_areas: Sequence[torch.Tensor | None]
     buffer: torch.Tensor  # of the host, for the largest record: what saves and loads pass through
+    disk: Disk | None
     _held: dict[int, Done] = field(default_factory=dict)  # residents that a save has not read
 
     def held(self, index: int) -> tuple[Done, ...]:
@@ -63,64 +62,59 @@ class TierMemory:
         return self._held[index]
 
     def close(self) -> list[str]:
-        """End the lanes; the names of those that did not end in time."""
-        return self.lanes.close()
-
-    @property
-    def device_bytes(self) -> int:
-        """Of optimizer state on the device."""
-        residents = sum(record.numel() for record in self.resident if record is not None)
-        return residents + sum(slot.record.numel() for slot in self.device_slots)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What `allocate` allocates: one entry a bucket."""
-
-    numels: Sequence[int]
-    bytes_per_element: int
-    tiers: Sequence[Tier]
-    ways: Sequence[Way]
-    leaving: Sequence[bool]  # its gradient leaves during the backward pass
-    early: Sequence[bool]  # it may be updated then
-    weights_dtype: torch.dtype
+        """End the lanes, and give back the disk's room; the names of lanes that did not end in time."""
+        running = self.lanes.close()
+        if self.disk is not None and not running:
+            self.disk.close()
+        for what, num_bytes in self.arrangement.host_parts.items():
+            HOST.give(num_bytes, what)
+        DISK.give(self.arrangement.disk_bytes, "optimizer state")
+        return running
 
 
-def allocate(layout: Layout, lanes: Lanes) -> TierMemory:
-    """All of it, zeroed where state will be."""
-    device = lanes.device
+def allocate(arrangement: Arrangement, weights_dtype: torch.dtype, lanes: Lanes, disk: Disk | None) -> TierMemory:
+    """All of it, as `arrangement` counts it, zeroed where state of the host or the device will be."""
+    device, sizes = lanes.device, arrangement.sizes
     pinned = device.type == "cuda"
-    sizes = [numel * layout.bytes_per_element for numel in layout.numels]
+    tiers, numels = arrangement.tiers, arrangement.numels
 
-    def host(num: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    def host(num: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(num, dtype=dtype, pin_memory=pinned)
 
-    def largest(way: Way) -> int:
-        return max((numel for numel, of in zip(layout.numels, layout.ways, strict=True) if of == way), default=0)
+    def record(size: int) -> torch.Tensor:
+        return aligned(size, pinned).zero_()[:size]
 
     resident = [
         torch.zeros(size, dtype=torch.uint8, device=device) if tier == "device" else None
-        for size, tier in zip(sizes, layout.tiers, strict=True)
+        for size, tier in zip(sizes, tiers, strict=True)
     ]
-    records = [host(size) if tier == "host" else None for size, tier in zip(sizes, layout.tiers, strict=True)]
+    records = [record(size) if tier == "host" else None for size, tier in zip(sizes, tiers, strict=True)]
     shadows = [
-        host(size) if early and tier == "host" else None
-        for size, tier, early in zip(sizes, layout.tiers, layout.early, strict=True)
+        record(size) if early and tier == "host" else None
+        for size, tier, early in zip(sizes, tiers, arrangement.early, strict=True)
     ]
-    streamed, staged = largest("device_stream"), largest("host")
-    slots = [
+    streamed, staged = arrangement.largest("device_stream"), arrangement.largest("host")
+    device_slots = [
         DeviceSlot(
-            torch.empty(streamed * layout.bytes_per_element, dtype=torch.uint8, device=device),
-            torch.empty(streamed, dtype=layout.weights_dtype, device=device) if any(layout.early) else None,
+            torch.empty(streamed * arrangement.bytes_per_element, dtype=torch.uint8, device=device),
+            torch.empty(streamed, dtype=weights_dtype, device=device) if any(arrangement.early) else None,
         )
         for _ in range(NUM_SLOTS)
         if streamed
     ]
-    stages = [
-        StagingSlot(host(staged, torch.float32), host(staged, layout.weights_dtype)) for _ in range(NUM_SLOTS) if staged
-    ]
-    grads = [host(n, torch.float32) if leaves else None for n, leaves in zip(layout.numels, layout.leaving)]
-    weights = [host(n, layout.weights_dtype) if early else None for n, early in zip(layout.numels, layout.early)]
-    store = Store(lanes, 2 * sizes, records + shadows, [], None, [0] * 2 * len(sizes))
-    buffer = host(max(sizes, default=0))
-    return TierMemory(layout.tiers, layout.ways, lanes, store, resident, slots, stages, grads, weights, buffer)
+    stages = [StagingSlot(host(staged, torch.float32), host(staged, weights_dtype)) for _ in range(NUM_SLOTS) if staged]
+    disk_slots = [aligned(size, pinned) for _ in range(NUM_SLOTS) if (size := arrangement.largest_on_disk)]
+    on_disk = [size if tier == "disk" else 0 for size, tier in zip(sizes, tiers, strict=True)]
+    behind = [size if early else 0 for size, early in zip(on_disk, arrangement.early, strict=True)]
+    return TierMemory(
+        arrangement,
+        lanes,
+        Store(lanes, 2 * sizes, records + shadows, disk_slots, disk, offsets(on_disk + behind)[:-1]),
+        resident,
+        device_slots,
+        stages,
+        [host(n, torch.float32) if it else None for n, it in zip(numels, arrangement.leaving, strict=True)],
+        [host(n, weights_dtype) if it else None for n, it in zip(numels, arrangement.early, strict=True)],
+        aligned(max(sizes, default=0), pinned),
+        disk,
+    )

@@ -55,7 +55,7 @@ class Tiers:
         self.slices, self.buckets, self.layout, self.memory = slices, buckets, layout, memory
         self.hyperparameters, self.device = hyperparameters, memory.lanes.device
         self.jobs = Ways(slices, buckets, layout, memory)
-        self.ways = list(memory.ways)
+        self.ways = list(memory.arrangement.ways)
         self.steps = 0  # taken
         self.num_committed = self.num_dropped = 0  # early updates of buckets
         self._of: dict[torch.nn.Parameter, list[int]] = {}

@@ -25,7 +25,7 @@ from tests.cuda.pretended.observed import OBSERVED
 pytestmark = [pytest.mark.cuda_pretended, pytest.mark.timeout(300)]
 
 LATE = [name for name in CASES if name not in cases.MATRIX_ONLY]
-EARLY = ["keep, chunks", "offload, chunks", "hierarchical", "pipeline"]
+EARLY = ["keep, chunks", "offload, chunks", "hierarchical", "pipeline", "layer inputs on the host"]
 
 
 @functools.cache
@@ -166,6 +166,28 @@ def test_non_blocking_copies_of_memory_that_is_not_pinned_are_refused() -> None:
     ]
 
 
+def _kept_on_the_host() -> list[int]:
+    from memory.budgets import HOST
+    from moe.schedule.restore import HostStore
+    from tests.cuda.pretended.device import Device
+
+    with Device():
+        OBSERVED.start(None)
+        store, rows, kept = HostStore(), torch.ones(6, 4, device="cuda"), [HOST.held["experts"]]
+        store.put(0, rows)
+        store.put(1, rows[:2])
+        kept.append(HOST.held["experts"])
+        for index in (0, 1):
+            store.fetch(index, rows.device)
+            store.get(index)
+            kept.append(HOST.held["experts"])
+        return kept
+
+
+def test_the_budget_counts_what_experts_keep_on_the_host() -> None:
+    assert distributed.run(_kept_on_the_host, 1, backend=distributed.PRETENDED) == [[0, 128, 32, 0]]
+
+
 def _read_before_it_has_come() -> tuple[int, int]:
     from tests.cuda.pretended.device import Device
 
@@ -294,7 +316,8 @@ def _written_under_way() -> tuple[float, float, list[str]]:
 def test_results_are_no_numbers_until_somebody_waits() -> None:
     for early, late, faults in distributed.run(_written_under_way, 2, backend=distributed.PRETENDED):
         assert math.isnan(early) and late == 8
-        assert len(faults) == 1 and "was under way when somebody wrote to its result" in faults[0]
+        assert any("was under way when somebody wrote to its result" in fault for fault in faults)
+        assert any("did not wait for what allreduce" in fault for fault in faults)
 
 
 def _mix() -> None:

@@ -15,7 +15,8 @@ import torch
 
 from configs.schema import ConfigError
 from memory import disk as disk_module
-from memory.disk import BLOCK, Disk, aligned, offsets
+from memory.arrange import BLOCK
+from memory.disk import Disk, aligned, offsets
 
 BLOCKS = 16
 

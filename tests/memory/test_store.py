@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from memory.disk import BLOCK, Disk, aligned, offsets
+from memory.arrange import BLOCK, NUM_SLOTS
+from memory.disk import Disk, aligned, offsets
 from memory.lanes import Done, Lanes
-from memory.store import NUM_SLOTS, Store
+from memory.store import Store
 
 SIZES = [5000, 8192, 1, 8192, 12288]
 TIERS = ["host", "disk", "disk", "disk", "host"]

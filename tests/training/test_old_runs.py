@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,14 +47,44 @@ def one_thread(config: Config) -> helpers.Lines:
     return helpers.train(config)
 
 
+TIERS: dict[str, dict[str, Any]] = {
+    "host": {"state_device": "host", "engine": "host"},
+    "device_stream": {"state_device": "host", "engine": "device_stream"},
+    "disk": {"state_device": "disk"},
+}
+
+
+@pytest.fixture(scope="module")
+def gone_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[dict[str, Any]]]:
+    """The metrics of five more steps of an old run, with its state in a tier."""
+
+    @functools.cache
+    def run(name: str, tier: str) -> list[dict[str, Any]]:
+        config = unpack(name, tmp_path_factory.mktemp(tier))
+        if tier != "device":
+            config.optimizer.distributed, config.optimizer.bucket_parameters = True, 4096
+            config.memory.disk_dir = config.run_dir
+            for key, value in TIERS[tier].items():
+                setattr(config.optimizer, key, value)
+        distributed.run(one_thread, RECORDED["runs"][name]["ranks"], config, timeout=helpers.TIMEOUT)
+        lines = helpers.read_metrics(config.run_dir)[RECORDED["runs"][name]["step"] :]
+        return [{key: line[key] for key in ("step", "loss", "grad_norm")} for line in lines]
+
+    return run
+
+
 @pytest.mark.parametrize("name", RECORDED["runs"])
-def test_an_old_run_goes_on_as_it_would_have(name: str, tmp_path: Path) -> None:
-    recorded = RECORDED["runs"][name]
-    config = unpack(name, tmp_path)
-    distributed.run(one_thread, recorded["ranks"], config, timeout=helpers.TIMEOUT)
-    lines = helpers.read_metrics(config.run_dir)[recorded["step"] :]
+def test_an_old_run_goes_on_as_it_would_have(name: str, gone_on: Callable[[str, str], list[dict[str, Any]]]) -> None:
+    ours, recorded = gone_on(name, "device"), RECORDED["runs"][name]["next"]
     if cpu_name() == RECORDED["cpu"] and torch.__version__.startswith(RECORDED["torch"]):
-        ours = [{key: line[key] for key in ("step", "loss", "grad_norm")} for line in lines]
-        assert ours == recorded["next"]
+        assert ours == recorded
     else:
-        assert helpers.largest_difference(lines, recorded["next"], "loss") < FP32_LOSS
+        assert helpers.largest_difference(ours, recorded, "loss") < FP32_LOSS
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", RECORDED["runs"])
+def test_an_old_run_goes_on_under_a_tier(
+    name: str, tier: str, gone_on: Callable[[str, str], list[dict[str, Any]]]
+) -> None:
+    assert gone_on(name, tier) == gone_on(name, "device")

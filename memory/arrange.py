@@ -1,0 +1,188 @@
+"""Where an optimizer's buckets lie, by which way they are updated, and what memory that takes. Pure, and without torch:
+a run allocates by it, and its plan counts by it.
+
+A record is a bucket's state: `bytes_per_element` of it for each of its parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["device", "host", "disk"]
+Way = Literal["device", "device_stream", "host"]  # where a bucket is updated; device: in place
+
+NUM_SLOTS = 2  # that records, or gradients and weights, pass through
+BLOCK = 4096  # bytes that a disk is read and written in multiples of
+GRAD_BYTES = 4  # of a parameter's gradient, which is in fp32
+
+
+def padded(num_bytes: int) -> int:
+    """Rounded up to whole blocks."""
+    return -(-num_bytes // BLOCK) * BLOCK
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Buckets in the order of first use in the forward pass, one entry each."""
+
+    numels: Sequence[int]
+    bytes_per_element: int  # of a record
+    weight_bytes: int  # of a parameter of the model
+    tiers: Sequence[Tier]
+    ways: Sequence[Way]
+    leaving: Sequence[bool]  # its gradient goes to memory of its own on the host during the backward pass
+    early: Sequence[bool]  # it may be updated then: it has a shadow, and memory for its new weights on the host
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each record."""
+        return [numel * self.bytes_per_element for numel in self.numels]
+
+    def largest(self, way: Way) -> int:
+        """Parameters of the largest bucket of this way."""
+        return max((numel for numel, of in zip(self.numels, self.ways, strict=True) if of == way), default=0)
+
+    @property
+    def largest_on_disk(self) -> int:
+        """Bytes of the largest record there, in whole blocks."""
+        return max(
+            (padded(size) for size, tier in zip(self.sizes, self.tiers, strict=True) if tier == "disk"), default=0
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        """Residents, and slots for the records that come by."""
+        residents = sum(size for size, tier in zip(self.sizes, self.tiers, strict=True) if tier == "device")
+        each = self.bytes_per_element + (self.weight_bytes if any(self.early) else 0)
+        return residents + NUM_SLOTS * self.largest("device_stream") * each
+
+    @property
+    def host_parts(self) -> dict[str, int]:
+        """Bytes on the host by what they are for."""
+        on_host = [tier == "host" for tier in self.tiers]
+        return {
+            "optimizer state": sum(padded(size) for size, here in zip(self.sizes, on_host, strict=True) if here),
+            "optimizer shadows": sum(
+                padded(size)
+                for size, here, early in zip(self.sizes, on_host, self.early, strict=True)
+                if here and early
+            ),
+            "optimizer staging": NUM_SLOTS * self.largest_on_disk
+            + NUM_SLOTS * self.largest("host") * (GRAD_BYTES + self.weight_bytes)
+            + padded(max(self.sizes, default=0)),
+            "gradients": sum(GRAD_BYTES * n for n, leaves in zip(self.numels, self.leaving, strict=True) if leaves),
+            "new weights": sum(
+                self.weight_bytes * n for n, early in zip(self.numels, self.early, strict=True) if early
+            ),
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host_parts.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of the file: records, then shadows."""
+        on_disk = [tier == "disk" for tier in self.tiers]
+        return sum(
+            padded(size) * (1 + early)
+            for size, here, early in zip(self.sizes, on_disk, self.early, strict=True)
+            if here
+        )
+
+    @property
+    def early_share(self) -> float:
+        """Of the parameters, those whose gradient can leave, or be used, during the backward pass."""
+        total = sum(self.numels)
+        some = zip(self.numels, self.leaving, self.early, strict=True)
+        return sum(n for n, leaves, early in some if leaves or early) / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Buckets in the order of first use, and what a config asks for them."""
+
+    numels: Sequence[int]
+    late: Sequence[bool]  # its gradient is not final when DDP has reduced it
+    bytes_per_element: int
+    weight_bytes: int
+    state_device: str  # device, host, disk, auto
+    ways: Sequence[Literal["device_stream", "host"]]  # of buckets off the device
+    overlaps: bool  # DDP reduces gradients during the backward pass
+    early_update: str  # auto, always, never
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Bytes that each tier has left."""
+
+    device: float = math.inf
+    host: float = math.inf
+    disk: float = math.inf
+
+    def hold(self, found: Arrangement) -> bool:
+        """Whether an arrangement fits."""
+        return found.device_bytes <= self.device and found.host_bytes <= self.host and found.disk_bytes <= self.disk
+
+
+def arrange(wanted: Wanted, rooms: Rooms) -> Arrangement | None:
+    """Early updates, and gradients that leave early, where they may and there is room; None where the state does not
+    fit without them.
+
+    state_device=auto fills the device, then the host, then the disk, with whole buckets: those used last go first.
+    """
+    early, leaves = wanted.overlaps and wanted.early_update != "never", wanted.overlaps
+    choices = [(early, leaves), (False, leaves), (False, False)]
+    for early, leaves in choices[:1] if wanted.early_update == "always" else choices:
+        if (found := _arranged(wanted, rooms, early, leaves)) is not None:
+            return found
+    return None
+
+
+def least(wanted: Wanted) -> Arrangement:
+    """What the config asks for in the least memory: what is refused without it. auto: all on the host."""
+    early = wanted.early_update == "always"
+    tier = "host" if wanted.state_device == "auto" else wanted.state_device
+    return _with_tiers(wanted, [tier] * len(wanted.numels), early, early)  # type: ignore[list-item]
+
+
+def _arranged(wanted: Wanted, rooms: Rooms, early: bool, leaves: bool) -> Arrangement | None:
+    count, tier = len(wanted.numels), wanted.state_device
+    if tier != "auto":
+        found = _with_tiers(wanted, [tier] * count, early, leaves)  # type: ignore[list-item]
+        return found if rooms.hold(found) else None
+    # What a tier holds beside its records depends on which these are: as many as leave room for it, the fast tier
+    # first.
+    on_device = count
+    while on_device and _filled(wanted, on_device, count, early, leaves).device_bytes > rooms.device:
+        on_device -= 1
+    for on_host in range(count, on_device - 1, -1):
+        found = _filled(wanted, on_device, on_host, early, leaves)
+        if rooms.hold(found):
+            return found
+    return None
+
+
+def _filled(wanted: Wanted, on_device: int, until_host: int, early: bool, leaves: bool) -> Arrangement:
+    count = len(wanted.numels)
+    tiers: list[Tier] = ["device"] * on_device
+    tiers += ["host"] * (until_host - on_device)
+    tiers += ["disk"] * (count - until_host)
+    return _with_tiers(wanted, tiers, early, leaves)
+
+
+def _with_tiers(wanted: Wanted, tiers: Sequence[Tier], early: bool, leaves: bool) -> Arrangement:
+    ways: list[Way] = ["device" if tier == "device" else way for tier, way in zip(tiers, wanted.ways, strict=True)]
+    may = [way != "device" and not late for way, late in zip(ways, wanted.late, strict=True)]
+    return Arrangement(
+        wanted.numels,
+        wanted.bytes_per_element,
+        wanted.weight_bytes,
+        tiers,
+        ways,
+        [leaves and each and way == "host" for each, way in zip(may, ways, strict=True)],
+        [early and each for each in may],
+    )
