@@ -28,6 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from benchmarks.accelerator import Clock
 from configs.compose import compose
 from configs.schema import Config
+from memory.budgets import open_budgets
 from memory.lanes import Lane
 from optim import update
 from optim.build import build_optimizer
@@ -65,9 +66,10 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.clock, self.seconds = clock, (forward, backward)
         shapes = [*sizes.matrices, (sizes.width,), (sizes.width,)]
-        self.weights = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.full(shape, 0.5, dtype=torch.bfloat16)) for shape in shapes
-        )
+        for index, shape in enumerate(shapes):
+            weight = torch.nn.Parameter(torch.full(shape, 0.5, dtype=torch.bfloat16))
+            self.register_parameter(f"weight{index}", weight)
+        self.weights = list(self.parameters())
         # Gradients that autograd hands on, and nobody reads: what counts is in DDP's buffer.
         self.unread = torch.zeros(max(weight.numel() for weight in self.weights), dtype=torch.bfloat16)
 
@@ -116,12 +118,14 @@ class Rig:
         """passes: seconds of the forward and of the backward pass."""
         self.sizes, self.passes = sizes, passes
         config = config_of(sizes, overrides)
+        open_budgets(config.memory)
         model = Model(sizes, *passes)
         for parameter in model.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=True,
+            overlap_param_gather=True,
             use_distributed_optimizer=True,
             bucket_size=sizes.bucket + 2 * sizes.width,
         )

@@ -181,10 +181,10 @@ class Lane:
         while not (self._is_closing and num_over == self._count):
             item = self._ready.get()
             num_over += 1
+            if not item.done.begin():
+                continue
             try:
                 self._wait(item)
-                if not item.done.begin():
-                    continue
                 before = time.perf_counter()
                 if self._stream is None:
                     item.work()
@@ -205,8 +205,7 @@ class Lane:
                 self.busy_seconds += seconds
                 item.done.finish(event=event)
             except BaseException as error:  # whoever waits must hear of it
-                if not isinstance(item.done.error, CalledOff):
-                    item.done.finish(error)
+                item.done.finish(error)
             del item
 
     def _wait(self, item: _Item) -> None:

@@ -34,8 +34,20 @@ class State:
     exp_avg_sqs: Sequence[torch.Tensor]
 
 
-def adamw(state: State, grads: Sequence[torch.Tensor], step: torch.Tensor, rates: Rates, scratch: torch.Tensor) -> None:
-    """One step, the `step`-th (fp32 []). `scratch` (fp32 [SCRATCH]) is used where exp_avg is in bf16."""
+def adamw(
+    state: State, grads: Sequence[torch.Tensor], step: torch.Tensor, rates: Sequence[Rates], scratch: torch.Tensor
+) -> None:
+    """One step, the `step`-th (fp32 []); `rates` are the pieces'. `scratch` (fp32 [SCRATCH]) is used where exp_avg is
+    in bf16."""
+    for own in dict.fromkeys(rates):
+        chosen = [index for index, each in enumerate(rates) if each == own]
+        part = State(*([tensors[i] for i in chosen] for tensors in (state.masters, state.exp_avgs, state.exp_avg_sqs)))
+        _one_group(part, [grads[index] for index in chosen], step, own, scratch)
+
+
+def _one_group(
+    state: State, grads: Sequence[torch.Tensor], step: torch.Tensor, rates: Rates, scratch: torch.Tensor
+) -> None:
     if state.exp_avgs[0].dtype == torch.float32:
         _fused(state.masters, grads, state.exp_avgs, state.exp_avg_sqs, step, rates)
         return

@@ -67,6 +67,7 @@ class Tiers:
         self._back: dict[int, Done] = {}  # buckets whose weights are on their way, until somebody has waited for them
         self._left: dict[int, Done] = {}  # buckets whose gradient of this step is on its way to the host
         self._early: dict[int, Early] = {}  # buckets whose update of this step is on its way to their shadow
+        self._newest: list[int] = []  # whose gradient came last
         self._clipped: deque[bool] = deque(maxlen=CLIPPED_WINDOW)
         self._hold: StateHold | None = None
         self._may_leave = self._may_update = False
@@ -101,7 +102,10 @@ class Tiers:
         if not self._may_leave:
             return
         final = (Done.so_far(self.device), _Reduction(group.grad_reduce_handle))
-        for index in dict.fromkeys(index for parameter in group.params for index in self._of.get(parameter, ())):
+        indices = dict.fromkeys(index for parameter in group.params for index in self._of.get(parameter, ()))
+        self._call_off(keep=self._newest)
+        self._newest = list(indices)
+        for index in indices:
             if not self.buckets[index].late:
                 self._start(index, final)
 
@@ -163,14 +167,17 @@ class Tiers:
             self._back.update(started)
         self._unscaled, self._left, self._early = {}, {}, {}
 
-    def _call_off(self) -> None:
-        """Leave out what was to be done ahead and has not begun: the backward pass went through the buckets the other
-        way round, and now those that the next forward pass uses first shall come first."""
-        for index in reversed(list(self._early)):
+    def _call_off(self, keep: Sequence[int] = ()) -> None:
+        """Leave out what was to be done ahead and has not begun.
+
+        The backward pass goes through the buckets the other way round than the next forward pass will. Where not all
+        get done ahead, first come first served would leave the first ones, for which that pass would stand waiting.
+        """
+        for index in [index for index in self._early if index not in keep]:
             if self._early[index].call_off():
                 del self._early[index]
-        for index in reversed(list(self._left)):
-            if index not in self._early and self._left[index].call_off():
+        for index in [index for index in self._left if index not in keep and index not in self._early]:
+            if self._left[index].call_off():
                 del self._left[index]
 
     def gate(self, parameter: torch.nn.Parameter) -> None:
@@ -258,10 +265,11 @@ class Tiers:
             for piece, weights in zip(self.buckets[index].pieces, self.jobs.weights[index], strict=True):
                 kinds["master"][piece.offset : piece.offset + piece.end - piece.start].copy_(weights)
 
-    def _rates(self, index: int) -> Rates:
-        group = self.slices[self.buckets[index].pieces[0].index].group
-        shared = self.hyperparameters
-        return Rates(group["lr"], group["weight_decay"], shared.beta1, shared.beta2, shared.epsilon)
+    def _rates(self, index: int) -> list[Rates]:
+        shared, groups = self.hyperparameters, [self.slices[p.index].group for p in self.buckets[index].pieces]
+        return [
+            Rates(group["lr"], group["weight_decay"], shared.beta1, shared.beta2, shared.epsilon) for group in groups
+        ]
 
 
 class _Reduction(Done):

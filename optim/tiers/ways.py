@@ -28,7 +28,7 @@ class Job:
     """What an update needs to know of its step, as it was when the job was made."""
 
     step: int  # from 1
-    rates: Rates
+    rates: Sequence[Rates]  # of the bucket's pieces
     coefficient: float = 1.0  # that the gradients are clipped with; 1: they are not
 
 

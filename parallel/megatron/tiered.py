@@ -68,7 +68,8 @@ class OwnedSlice:
     start: int
     end: int
     group: dict[str, Any]  # of the member's inner optimizer: lr and weight decay
-    place: tuple[int, int, int, int]  # member, group, DDP's buffer and bucket: what one bucket of ours stays inside
+    # What one bucket of ours stays inside: member, DDP's buffer and bucket; the member alone where it is late.
+    place: tuple[int, ...]
     late: bool  # its gradient is not final when DDP has reduced it
     order: int  # of first use in the forward pass
 
@@ -96,7 +97,7 @@ def owned_slices(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataP
             span = member._get_model_param_range_map(parameter)["param"]
             if span.start < span.end:
                 late = is_late(name, parameter, settings)
-                place = (index, group, buffer, bucket)
+                place = (index,) if late else (index, buffer, bucket)
                 param_group = member.optimizer.param_groups[group]
                 found.append(OwnedSlice(parameter, span.start, span.end, param_group, place, late, order))
     return sorted(found, key=lambda owned: owned.order)
