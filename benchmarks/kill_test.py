@@ -1,7 +1,7 @@
 """Kill trainings again and again, and compare them with ones that were left alone.
 
 `python -m benchmarks.kill_test [--kills 200] [--disk 0.3] [--seed 0] [--layouts single,ep2,tp2,pp2_ep2] [--steps 40]
-[--json] [KEY=VALUE]`
+[--tiers device,host] [--json] [KEY=VALUE]`
 
 GPT-MoE runs in several layouts are killed with SIGKILL and started again until each has had its share of the kills and
 ends by itself. Each kill falls at a random moment of a random kind: any moment from the start on, while a checkpoint is
@@ -16,6 +16,10 @@ good; it becomes read-only, as after an error; the run's folder is moved away. T
 a line that names the file; nothing may be made in the place of a folder that is gone, and half a checkpoint must give
 its room back. Then the disk is mended and the same command goes on. The runs then lie in a file system of their own, an
 image that is mounted: this takes root.
+
+`--tiers` names where the optimizer's state lies: each start of a run takes another of them than the one before, and the
+undisturbed run keeps it on the device. A third of the kills then falls while state off the device is changed, a third
+while it is saved, a third inside a resume; there are more until each third is complete.
 
 After every start no process may be left, and after every run no temporary file and no lock.
 
@@ -42,6 +46,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -61,6 +66,8 @@ from configs.compose import compose
 from configs.files import WriteError
 from configs.schema import Config, ConfigError
 from configs.validate import validate
+from memory import lanes
+from memory.lanes import Lane
 from training.callbacks import evaluation
 from training.trainer import Trainer
 
@@ -70,10 +77,24 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2": (2, ["parallel.tensor=2", "parallel.sequence=true", "optimizer.distributed=false"]),
     "pp2_ep2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
 }
+TIERS = {
+    "device": [],
+    "host": ["optimizer.state_device=host", "optimizer.engine=host"],
+    "device_stream": ["optimizer.state_device=host", "optimizer.engine=device_stream"],
+    "early": ["optimizer.state_device=host", "optimizer.engine=host", "optimizer.early_update=always"],
+}
+TIERED = ["optimizer.distributed=true", "optimizer.bucket_parameters=65536"]  # of all runs, so that all can take all
+CHANGING = ("from device", "host update", "disk write")  # lanes that change a tier's state
 KINDS = {"any": 0.25, "save": 0.35, "load": 0.2, "evaluate": 0.2}  # shares of the kills
-PHASES = ("any", "save", "load", "evaluate")  # what a rank says that it does, by index
-LONGEST_DELAY = {"any": 2.0, "save": 0.03, "load": 0.015, "evaluate": 0.015}  # seconds after the phase began
-MAX_COUNT = 6  # times that a phase is let pass at most
+TIER_KINDS = ("tier", "save", "resume")
+# What a rank says that it does; of several at once what a kill was meant for, else the first here. A resume is the part
+# of a load that comes once the checkpoint was chosen.
+PHASES = ("save", "load", "evaluate", "tier", "resume")
+# Seconds after the phase began.
+LONGEST_DELAY = {"any": 2.0, "save": 0.03, "load": 0.015, "evaluate": 0.015, "tier": 0.0003, "resume": 0.03}
+# Times on each rank that a phase is let pass at most; a start looks for a checkpoint, then loads it.
+MAX_COUNT = {"any": 6, "save": 6, "load": 2, "evaluate": 6, "tier": 120, "resume": 1}
+MOST = 255  # of what a byte counts
 SURVIVORS = 0.5  # seconds at most that the other ranks outlive one that was killed
 POLL = 0.0005  # seconds
 LIMIT = 240.0  # seconds that one start may take
@@ -121,15 +142,19 @@ def main() -> int:
         help="of the kills that are faults of the disk instead; takes root",
     )
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"of {', '.join(LAYOUTS)}")
+    parser.add_argument("--tiers", help=f"of {', '.join(TIERS)}, in turns; default: as the overrides say")
     parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for all runs")
     arguments = parser.parse_args()
     layouts = arguments.layouts.split(",")
-    if unknown := set(layouts) - set(LAYOUTS):
-        parser.error(f"no such layout: {min(unknown)}; there are {', '.join(LAYOUTS)}")
+    tiers = [] if arguments.tiers is None else arguments.tiers.split(",")
+    for what, names, known in (("layout", layouts, LAYOUTS), ("tier", tiers, TIERS)):
+        if unknown := set(names) - set(known):
+            parser.error(f"no such {what}: {min(unknown)}; there are {', '.join(known)}")
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
-    print(f"seed {seed}: {arguments.kills} kills over {', '.join(layouts)}", flush=True)
+    over = ", ".join(layouts) + (f"; tiers: {', '.join(tiers)}" if tiers else "")
+    print(f"seed {seed}: {arguments.kills} kills over {over}", flush=True)
     _adopt_orphans()
     rng, begin = random.Random(seed), time.monotonic()
     landed: Counter[str] = Counter()
@@ -142,7 +167,8 @@ def main() -> int:
             place = Path(folder) / name
             place.mkdir()
             with Disk(place) if arguments.disk > 0 else contextlib.nullcontext() as disk:
-                result = kill_runs(name, share, arguments.steps, rng, place, arguments.overrides, disk, arguments.disk)
+                plan = Plan(share, arguments.disk, tiers, rng)
+                result = kill_runs(name, plan, arguments.steps, place, arguments.overrides, disk)
             landed += result.landed
             victims += result.victims
             found += result.found
@@ -180,17 +206,57 @@ class Result:
     unfinished: int = 0
 
 
+@dataclass
+class Plan:
+    """Which kills there are in one layout, and where the optimizer's state lies in each start."""
+
+    kills: int
+    disk_share: float
+    tiers: Sequence[str]
+    rng: random.Random
+    _last: str = ""
+
+    def is_done(self, landed: Counter[str]) -> bool:
+        """Whether the kills so far are enough, by what they landed in."""
+        enough = sum(landed.values()) >= self.kills
+        return enough and (not self.tiers or not self._lacking(landed))
+
+    def _lacking(self, landed: Counter[str]) -> list[str]:
+        return [kind for kind in TIER_KINDS if landed[kind] < -(-self.kills // len(TIER_KINDS))]
+
+    def next(self, ranks: int, landed: Counter[str], has_checkpoint: bool) -> tuple[Kill, str]:
+        """A kill, and the tier of the start that it ends."""
+        rng = self.rng
+        if self.tiers:
+            kinds = [kind for kind in self._lacking(landed) if has_checkpoint or kind != "resume"]
+            kind = rng.choice(kinds or ["save"])
+        else:
+            (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+        rank = rng.randrange(ranks) if ranks > 1 and rng.random() < 0.5 else None
+        count = rng.randint(1, ranks * MAX_COUNT[kind])
+        fault = rng.choice(FAULTS) if rng.random() < self.disk_share else None
+        if fault is not None and kind not in ("save", "evaluate") and (kind == "load" or fault == "moved"):
+            kind = "save"  # a folder that is moved before the run works in it is another folder
+        kill = Kill(kind, count, rng.uniform(0, LONGEST_DELAY[kind]), rank, rng.uniform(0, SURVIVORS), fault)
+        return kill, self.next_tier(kind != "resume")
+
+    def next_tier(self, off_device: bool = False) -> str:
+        """Another one than before, where there is one; with `off_device` none that keeps state on the device."""
+        tiers = [tier for tier in self.tiers if tier != "device"] if off_device else self.tiers
+        if tiers:
+            self._last = self.rng.choice([tier for tier in tiers if tier != self._last] or list(tiers))
+        return self._last
+
+
 def kill_runs(
     name: str,
-    kills: int,
+    plan: Plan,
     steps: int,
-    rng: random.Random,
     folder: Path,
     overrides: Sequence[str],
     disk: Disk | None = None,
-    disk_share: float = 0.0,
 ) -> Result:
-    """Kill runs of one layout that often. Raises RuntimeError where a start fails by itself."""
+    """Kill runs of one layout as often as planned. Raises RuntimeError where a start fails by itself."""
     ranks, layout = LAYOUTS[name]
     common = [
         *(
@@ -206,33 +272,30 @@ def kill_runs(
             "checkpoint.keep=2",
             "checkpoint.keep_every=10",
         ),
-        *("logging=quiet", "sample.prompts=[]", *layout, *overrides),
+        *("logging=quiet", "sample.prompts=[]", *layout, *(TIERED if plan.tiers else []), *overrides),
     ]
 
-    def new_run(label: str) -> tuple[Config, Run]:
+    def new_run(label: str) -> Run:
         run = Run((folder if disk is None else disk.folder) / label, folder / f"{label}.log", disk)
         run.run_dir.mkdir(parents=True)
-        config = compose([*common, f"run_dir={run.run_dir}"])
-        validate(config, ranks)
-        return config, run
+        return run
 
-    result = Result()
-    config, whole = new_run("whole")
-    if start(config, ranks, whole) is not None:
+    def config_of(run: Run, tier: str) -> Config:
+        config = compose([*common, f"run_dir={run.run_dir}", *TIERS.get(tier, [])])
+        validate(config, ranks)
+        return config
+
+    result, whole, run = Result(), new_run("whole"), new_run("run0")
+    if start(config_of(whole, ""), ranks, whole) is not None:
         raise AssertionError("nobody asked for a kill")
-    print(f"{name}: {'kill':>5} {'in':>9} {'after s':>8}  {'victims':<8} {'steps':>6}  good checkpoints", flush=True)
-    config, run = new_run("run0")
-    while sum(result.landed.values()) < kills:
-        (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
-        rank = rng.randrange(ranks) if ranks > 1 and rng.random() < 0.5 else None
-        # a start looks for a checkpoint, then loads it
-        count = rng.randint(1, ranks * (2 if kind == "load" else MAX_COUNT))
-        fault = rng.choice(FAULTS) if rng.random() < disk_share else None
-        if fault is not None and kind not in ("save", "evaluate") and (kind == "load" or fault == "moved"):
-            kind = "save"  # a folder that is moved before the run works in it is another folder
-        kill = Kill(kind, count, rng.uniform(0, LONGEST_DELAY[kind]), rank, rng.uniform(0, SURVIVORS), fault)
-        during = start(config, ranks, run, kill)
-        problems = [*lost(run, config.checkpoint.keep), *run.found]
+    keep = config_of(whole, "").checkpoint.keep
+    columns = f"{'kill':>5} {'in':>9} {'after s':>8}  {'victims':<8} {'steps':>6}  good checkpoints"
+    print(f"{name}: {'tier':>13} {columns}" if plan.tiers else f"{name}: {columns}", flush=True)
+    good: list[int] = []
+    while not plan.is_done(result.landed):
+        kill, tier = plan.next(ranks, result.landed, bool(good))
+        during = start(config_of(run, tier), ranks, run, kill)
+        problems = [*lost(run, keep), *run.found]
         run.found = []
         if during is None:
             if run.met is not None:
@@ -242,23 +305,24 @@ def kill_runs(
             problems += [*differences(run.run_dir, whole.run_dir), *leftovers(run.run_dir)]
             result.found += [f"{name}, {run.run_dir.name}: {text}" for text in problems]
             _forget(run)
-            config, run = new_run(f"run{result.runs}")
+            run, good = new_run(f"run{result.runs}"), []
             continue
         result.landed[during] += 1
-        victim = "disk" if kill.fault is not None else "all" if rank is None else "one"
+        victim = "disk" if kill.fault is not None else "all" if kill.rank is None else "one"
         result.victims[victim] += 1
         result.unfinished += any((run.run_dir / "checkpoints").glob("*.*"))
         result.found += [f"{name}, {run.run_dir.name}: {text}" for text in problems]
         good = [int(path.name[5:]) for path in manifest.list_checkpoints(run.run_dir) if manifest.verify(path) is None]
+        whom = victim if victim != "one" else f"rank {kill.rank}"
         print(
-            f"{name}: {sum(result.landed.values()):>5} {during:>9} {kill.delay:>8.3f}  "
-            f"{victim if victim != 'one' else f'rank {rank}':<8} {len(read_steps(run.run_dir)):>6}  {sorted(good)}",
+            f"{name}: {f'{tier:>13} ' if tier else ''}{sum(result.landed.values()):>5} {during:>9} "
+            f"{kill.delay:>8.3f}  {whom:<8} {len(read_steps(run.run_dir)):>6}  {sorted(good)}",
             flush=True,
         )
-    if start(config, ranks, run) is not None:
+    if start(config_of(run, plan.next_tier()), ranks, run) is not None:
         raise AssertionError("nobody asked for a kill")
     result.runs += 1
-    texts = [*lost(run, config.checkpoint.keep), *differences(run.run_dir, whole.run_dir), *leftovers(run.run_dir)]
+    texts = [*lost(run, keep), *differences(run.run_dir, whole.run_dir), *leftovers(run.run_dir)]
     result.found += [f"{name}, {run.run_dir.name}: {text}" for text in texts]
     return result
 
@@ -397,8 +461,8 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # A byte for what each rank does, and a byte that counts how often it began a phase of each kind.
-    board = mmap.mmap(-1, ranks * (1 + len(PHASES)))
+    # For each rank and phase a byte that counts how often it is in it now, and one how often it began it.
+    board = mmap.mmap(-1, ranks * 2 * len(PHASES))
     living = {_fork(partial(_rank_main, config, rank, ranks, port, board), run.log): rank for rank in range(ranks)}
     begin, moment, said = time.monotonic(), None, run.log.stat().st_size if run.log.exists() else 0
     broken: str | None = None  # the fault of the disk
@@ -422,8 +486,7 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str
             if kill is None or broken is not None:
                 time.sleep(POLL)
                 continue
-            begun = sum(board[ranks + rank * len(PHASES) + PHASES.index(kill.kind)] for rank in range(ranks))
-            if moment is None and (kill.kind == "any" or begun >= kill.count):
+            if moment is None and (kill.kind == "any" or _begun(board, ranks, kill.kind) >= kill.count):
                 moment = now + kill.delay
             if moment is None or now < moment:
                 time.sleep(POLL)
@@ -437,12 +500,12 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str
                 continue
             victim = next((pid for pid, rank in living.items() if rank == kill.rank), None)
             if kill.rank is not None and victim is not None:
-                during = PHASES[board[kill.rank]]
+                during = _doing(board, [kill.rank], kill.kind)
                 os.kill(victim, signal.SIGKILL)
                 time.sleep(kill.gap)
                 return during
             if kill.rank is None:
-                return PHASES[board[0]]
+                return _doing(board, range(ranks), kill.kind)
             kill = None  # that rank has already ended by itself: so will the others
     finally:
         for pid in living:
@@ -464,6 +527,21 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str
             f"{run.log.read_text(errors='replace')[said:][-2000:]}"
         )
     return run.met if any(ended) else None
+
+
+def _place(rank: int, phase: str) -> int:
+    return 2 * (rank * len(PHASES) + PHASES.index(phase))
+
+
+def _begun(board: mmap.mmap, ranks: int, phase: str) -> int:
+    return sum(board[_place(rank, phase) + 1] for rank in range(ranks))
+
+
+def _doing(board: mmap.mmap, ranks: Sequence[int], meant: str) -> str:
+    """What a kill of these ranks lands in."""
+    if meant in PHASES and any(board[_place(rank, meant)] for rank in ranks):
+        return meant
+    return next((phase for phase in PHASES if board[_place(ranks[0], phase)]), "any")
 
 
 def _reap(living: dict[int, int], log: Path, any_status: bool) -> list[int]:
@@ -496,23 +574,34 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
     torch.set_num_threads(1)
 
+    lock = threading.Lock()  # several threads do something
+
     def told(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        place = _place(rank, phase)
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            counter = ranks + rank * len(PHASES) + PHASES.index(phase)
-            board[counter] = (board[counter] + 1) % 256
-            board[rank] = PHASES.index(phase)
+            with lock:
+                board[place] += 1
+                board[place + 1] = min(board[place + 1] + 1, MOST)
             try:
                 return function(*args, **kwargs)
             finally:
-                board[rank] = 0
+                with lock:
+                    board[place] -= 1
 
         return call
 
+    submit = Lane.submit
+
+    def submit_told(lane: Lane, work: Callable[[], None], *rest: Any, **named: Any) -> Any:
+        return submit(lane, told("tier", work) if lane.name in CHANGING else work, *rest, **named)
+
     vars(resume)["find"] = told("load", resume.find)
-    vars(checkpoint_state)["load"] = told("load", checkpoint_state.load)
+    vars(checkpoint_state)["load"] = told("load", told("resume", checkpoint_state.load))
     vars(evaluation)["evaluate"] = told("evaluate", evaluation.evaluate)
     vars(saver)["Saver"].start = told("save", saver.Saver.start)
     vars(saver)["_Part"]._run = told("save", saver._Part._run)
+    vars(lanes)["Lane"].submit = submit_told
     try:
         Trainer(config).fit()
     except (WriteError, SaveError, ConfigError) as error:

@@ -105,6 +105,13 @@ def element_size(config: Config) -> int:
     return 4 if config.training.precision == "fp32" else 2
 
 
+def layer_input_bytes(config: Config) -> int:
+    """What goes into a layer on one rank: of a micro-batch, its part of the tokens."""
+    parallel = config.parallel
+    tokens = config.training.micro_batch_size * config.model.sequence_length // parallel.context
+    return tokens // (parallel.tensor if parallel.sequence else 1) * config.model.hidden_size * element_size(config)
+
+
 def decay_steps(config: Config) -> int:
     """Step at which the learning rate reaches `min_lr`."""
     return config.training.steps if config.optimizer.decay_steps is None else config.optimizer.decay_steps

@@ -48,3 +48,14 @@ def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequen
         held += of_chunk[chunk] if is_forward else -of_chunk[chunk]
         most = max(most, held)
     return most
+
+
+def offloaded_layer_inputs(config: Config, world_size: int, stage: int, room: float) -> int:
+    """How many inputs of layers each rank of a stage has memory of the host for, where the ranks have `room` bytes left
+    there: at most as many as wait for their backward pass at once, each micro-batch's anew."""
+    offload = config.training.activation_offload
+    if offload == "none":
+        return 0
+    waiting = most_in_flight(config, world_size, stage, [len(layers) for layers in layers_of_stage(config, stage)])
+    budget = room if offload == "auto" else float(offload) * 2**20
+    return int(min(budget / derived.layer_input_bytes(config), waiting))

@@ -74,13 +74,14 @@ class Activations:
             "vocabulary_embedding": self._vocabulary_embedding,
         }
 
-    def profile(self, part: blueprint.Part) -> Profile:
+    def profile(self, part: blueprint.Part, leaving: int = 0) -> Profile:
         """What a micro-batch takes in one part of the model, with the state that comes in and, at the end, its
-        gradient.
+        gradient. The inputs of its first `leaving` layers are on the host in between.
 
         Raises ValueError for an operation, a kind of weight or an axis that it does not know.
         """
         tape, state = Tape(), None
+        self._to_leave = leaving
         if not part.is_first:
             received = tape.new(self.sizes.own_tokens * self.config.model.hidden_size * self.sizes.element)
             state = tape.hold(received)  # the schedule holds what it received
@@ -95,6 +96,8 @@ class Activations:
         if self.on_gpu and not part.is_last:
             kept -= state.bytes  # what was sent on is let go
             tape.drop(state)
+        if tape.leaving is not None:
+            kept -= tape.leaving.bytes
         tape.peak = 0
         tape.backward(state)
         return Profile(forward, kept, tape.peak)
@@ -165,7 +168,11 @@ class Activations:
         def body(inner: Tape, *tensors: Tensor) -> Tensor:
             return self._run(inner, operation.body, dict(zip(operation.inputs, tensors, strict=True)))
 
-        return [recomputed(tape, body, *(held[name] for name in operation.inputs))]
+        output = recomputed(tape, body, *(held[name] for name in operation.inputs))
+        if operation.name == "layer":
+            tape.end_layer(held[operation.inputs[0]], leaves=self._to_leave > 0)
+            self._to_leave -= 1
+        return [output]
 
     def _vocabulary_embedding(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
         weight = self._weight_bytes(operation.weights)

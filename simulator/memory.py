@@ -11,6 +11,7 @@ positions. What a GPU's libraries hold and what its allocator loses between tens
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,8 @@ from models.blueprint import parts
 from moe.schedule.chunk_plan import Plan
 from parallel.pipeline import passes
 from simulator.activations import Activations
+from simulator.layer_inputs import layer_inputs
+from simulator.memory_tape import Profile
 from simulator.parameters import Parameter, parameters, places
 from simulator.sizes import FP32, Sizes
 
@@ -33,7 +36,7 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank."""
+    """Bytes of one rank; `host_activations` are on the host, beside the total."""
 
     rank: int
     stage: int
@@ -42,6 +45,7 @@ class RankMemory:
     optimizer: int
     activations: int
     buffers: int
+    host_activations: int = 0
 
     @property
     def total(self) -> int:
@@ -145,6 +149,7 @@ def rank_memory(
         for stage in range(stages)
     ]
     staying = [_staying(config, stage) for stage in range(stages)]
+    leaving = [layer_inputs(config, world_size, stage).host for stage in range(stages)]
     distributed = config.optimizer.distributed
 
     @cache
@@ -165,6 +170,7 @@ def rank_memory(
                 state,
                 most[place.stage],
                 staying[place.stage],
+                leaving[place.stage],
             )
         )
     return result
@@ -201,14 +207,22 @@ def _after_backward(config: Config, of_stage: dict[str, list[Buffer]], device: s
 
 def activations_of_stage(config: Config, activations: Activations, world_size: int, stage: int) -> int:
     """The most that a stage's micro-batches hold at once."""
-    profiles = [activations.profile(part) for part in parts(config)[stage]]
+    of_stage, leaving = parts(config)[stage], iter(layer_inputs(config, world_size, stage).leaving)
+    in_flight: list[deque[Profile]] = [deque() for _ in of_stage]
+
+    @cache
+    def profiled(chunk: int, leaving: int) -> Profile:
+        return activations.profile(of_stage[chunk], leaving)
+
     live = peak = 0
     for is_forward, chunk in passes(config, derived.num_micro_batches(config, world_size), stage):
-        profile = profiles[chunk]
         if is_forward:
+            profile = profiled(chunk, next(leaving))
+            in_flight[chunk].append(profile)
             peak = max(peak, live + profile.forward)
             live += profile.kept
         else:
+            profile = in_flight[chunk].popleft()
             live -= profile.kept
             peak = max(peak, live + profile.backward)
     return peak

@@ -31,6 +31,8 @@ class _Operation:
     weight: int = 0
     weight_waits: bool = False
     in_place: Tensor | None = None  # its gradient is written over what was kept
+    is_layer: bool = False
+    away: int = 0  # bytes of its input on the host
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,14 @@ class Profile:
 
 @dataclass
 class Tape:
-    """Records operations as they are applied; `backward` undoes them. `now` and `peak` are bytes."""
+    """Records operations as they are applied; `backward` undoes them. `now` and `peak` are bytes; `leaving` is on
+    its way to the host."""
 
     keeps: bool = True  # false: there will be no backward pass
     now: int = 0
     peak: int = 0
     _operations: list[_Operation] = field(default_factory=list)
+    leaving: Tensor | None = None
 
     def new(self, num_bytes: int) -> Tensor:
         """A tensor that the caller holds."""
@@ -107,6 +111,33 @@ class Tape:
         self._operations.append(_Operation([result], inputs, passes, kept, work, weight, weight_waits, in_place))
         return result
 
+    def end_layer(self, tensor: Tensor, leaves: bool) -> None:
+        """The last operation was a layer that keeps its input alone; `leaves`: on the host, from the next layer's end
+        until the layer above goes back."""
+        self._settle()
+        layer = self._operations[-1]
+        layer.is_layer = True
+        if leaves:
+            layer.kept.remove(tensor)
+            layer.away, self.leaving = tensor.bytes, tensor
+
+    def _settle(self) -> None:
+        if self.leaving is not None:
+            self.drop(self.leaving)
+        self.leaving = None
+
+    def _come_back(self, layer: _Operation) -> None:
+        """It has its input, and that of the layer below is on its way."""
+        if layer.away and self.leaving is not None:  # it has not left
+            layer.kept.append(self.leaving)
+            layer.away, self.leaving = 0, None
+        self._settle()
+        below = next((each for each in reversed(self._operations) if each.is_layer), layer)
+        for each in (layer, below):
+            if each.away:
+                each.kept.append(self.new(each.away))
+                each.away = 0
+
     def split(self, tensor: Tensor, *parts: int) -> list[Tensor]:
         """Views of parts of a tensor; nobody needs to drop them. Going back, the parts' gradients are copied into
         one."""
@@ -121,6 +152,8 @@ class Tape:
         waiting: list[Tensor] = []
         while self._operations:
             operation = self._operations.pop()
+            if operation.is_layer:
+                self._come_back(operation)
             above = [gradients.pop(each) for each in operation.outputs]
             below = [(tensor, self.hold(above[0])) for tensor in operation.passes]
             if operation.in_place is not None:

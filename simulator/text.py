@@ -144,6 +144,8 @@ def _memory(plan: RunPlan) -> str:
             [str(stage), str(worst.rank), *(size(getattr(worst, kind)) for kind in KINDS), size(worst.total), mark]
         )
     lines = ["Memory of a rank (the fullest of each stage):", _table(["stage", "rank", *KINDS, "total", ""], rows)]
+    if host := max(rank.host_activations for rank in plan.memory):
+        lines.append(f"  Layer inputs on the host come beside these: up to {size(host)} a rank.")
     lines.append("  Tensors alone: a GPU's libraries and its allocator's gaps come on top, some GiB.")
     if derived.is_moe(plan.config):
         lines.append(

@@ -34,6 +34,7 @@ from parallel.megatron.ddp import release
 from parallel.refusal import raise_together
 from parallel.topology import Topology
 from training.resilience.rewind import Mark
+from training.starting.activations import offload_layer_inputs
 from training.sums import StepSums
 
 
@@ -56,6 +57,7 @@ class Engine:
         self.bare_chunks = build_model(config, topology, vocab_size)
         self.chunks = parallelize(config, topology, self.bare_chunks)
         self.optimizer = build_optimizer(config, topology, self.chunks, device_room)
+        self.layer_inputs = offload_layer_inputs(config, topology, self.bare_chunks)
         self.schedule = get_forward_backward_func()
         _connect(config, self.chunks, self.optimizer)
         self.norms = GradNorms(self.optimizer, self.bare_chunks, topology)
@@ -90,6 +92,8 @@ class Engine:
         """Let go of the model, so that a process may train one after the other."""
         if (tiers := tiers_of(self.optimizer)) is not None:
             tiers.close()
+        if self.layer_inputs is not None:
+            self.layer_inputs.close()
         release(self.chunks)
         get_moe_layer_wise_logging_tracker().clear()  # it holds a process group
 

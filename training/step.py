@@ -172,6 +172,8 @@ def _run(engine: Engine, batches: Sequence[Batch], *, forward_only: bool) -> tup
         batch = _to_device(engine, next(iterator))
         return engine.family.forward(chunk, batch), partial(_loss, engine, batch, scale, losses)
 
+    if engine.layer_inputs is not None and not forward_only:
+        engine.layer_inputs.begin()
     engine.schedule(
         forward_step_func=forward_step,
         data_iterator=_iterators(engine, batches),

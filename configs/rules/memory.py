@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from configs import derived
 from configs.rules.problem import Fix, Problem, set_to
 from configs.schema import Config
 from configs.show import show
@@ -41,6 +43,13 @@ def activations(config: Config, world_size: int) -> Iterator[Problem]:
             "training.activation_offload",
             rule,
             [{"training.recompute": "full"}, {"training.activation_offload": "none"}],
+        )
+    size = derived.layer_input_bytes(config)
+    if not isinstance(offload, str) and offload * 2**20 < size:
+        yield Problem(
+            "training.activation_offload",
+            f"must hold at least one layer's input, {size / 2**20:.3g} MiB",
+            [{"training.activation_offload": "auto"}, {"training.activation_offload": math.ceil(size / 2**20)}],
         )
     if not isinstance(offload, str) and budget is not None and offload > budget:
         rule = f"must not exceed memory.host_budget ({show(budget)}), of which it is a part"

@@ -390,3 +390,25 @@ def find_damage(config: Any) -> list[str | None]:
 def test_damage_of_state_off_the_device_is_found() -> None:
     ((none, found),) = distributed.run(find_damage, 1, small(BF16, *HOST))
     assert none is None and found is not None and found.startswith("the optimizer's exp_avg_sq of ")
+
+
+def steps_after_other_weights(config: Any, tiered: Any) -> bool:
+    """Whether a step after weights were put in by hand is the same from the device and from a tier."""
+    model = trained(config, 1)
+    other = another(model, tiered)
+    step_on(other, 1)
+    for engine in (model, other):
+        with engine.frozen_weights(), torch.no_grad():
+            for parameter in engine.bare_chunks[0].parameters():
+                parameter.mul_(0.5)
+        engine.optimizer.reload_model_params()
+    same_steps = [step_on(model, step) == step_on(other, step) for step in (2, 3)]
+    other.close()
+    return all(same_steps)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_masters_are_taken_from_weights(precision: str) -> None:
+    common = [f"training.precision={precision}"]
+    configs = small(*common, ranks=2), small(*common, *HOST, ranks=2)
+    assert distributed.run(steps_after_other_weights, 2, *configs) == [True, True]

@@ -95,6 +95,12 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     (["memory.host_budget=0"], 1, "memory.host_budget", "greater than 0"),
     (["training.activation_offload=0"], 1, "training.activation_offload", "none, auto or a number greater than 0"),
     (["training.activation_offload=true"], 1, "training.activation_offload", "none, auto or a number greater than 0"),
+    (
+        ["training.activation_offload=0.001", "training.recompute=full"],
+        1,
+        "training.activation_offload",
+        "at least one layer's input",
+    ),
     (["training.activation_offload=auto"], 1, "training.activation_offload", "training.recompute=full"),
     (
         ["training.activation_offload=9", "training.recompute=full", "memory.host_budget=8"],

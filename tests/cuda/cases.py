@@ -62,6 +62,7 @@ def _expert_parallel(strategy: str, *overrides: str) -> tuple[str, ...]:
     return _experts("parallel.expert=2", f"moe.memory_strategy={strategy}", *overrides)
 
 
+LAYERS_OFFLOADED = ("training.recompute=full", "training.activation_offload=auto")
 FLAT = places.waits(places.FLAT, NUM_LAYERS * 2)
 CASES = {
     "dense": Case(1, ("model=gpt_tiny",), places.waits({}, 0), "fp32"),
@@ -82,6 +83,16 @@ CASES = {
     "capacity": Case(2, _expert_parallel("keep", "moe.capacity_factor=1.0"), FLAT),
     "recompute layers": Case(
         2, _expert_parallel("keep", "training.recompute=full"), places.waits(places.FLAT_TWICE, NUM_LAYERS * 2)
+    ),
+    "layer inputs on the host": Case(1, (*LAYERS_OFFLOADED, "model=gpt_tiny"), places.waits({}, 0), "fp32"),
+    "some layer inputs on the host": Case(
+        4,
+        (
+            *_expert_parallel("keep", "parallel.pipeline=2"),
+            "training.recompute=full",
+            "training.activation_offload=0.02",
+        ),
+        places.waits(places.FLAT_TWICE, NUM_LAYERS * 2 // 2),
     ),
     "tensor": Case(
         2,

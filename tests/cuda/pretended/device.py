@@ -163,7 +163,9 @@ def _uses(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[t
     found = []
     for index, argument in enumerate(operation._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        found += [(leaf, argument.is_write) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        # Fused optimizers write to gradients where they scale them.
+        writes = argument.is_write and not (argument.name == "grads" and kwargs.get("grad_scale") is None)
+        found += [(leaf, writes) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return found
 
 

@@ -7,7 +7,8 @@ a log, which logs.py compares over the ranks.
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -16,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from tests.cuda.pretended import memory
+from tests.cuda.pretended import memory, order
 from tests.cuda.pretended.device import host_of
 from tests.cuda.pretended.logs import Key, Log, Operation
 from tests.cuda.pretended.observed import OBSERVED
-from tests.cuda.pretended.streams import at_once, is_default, is_poisoned, poison
+from tests.cuda.pretended.streams import current_stream, is_default, is_poisoned, poison
 
 LIMIT = timedelta(seconds=60)  # that the other ranks have to do their part
 MOST_ON_THEIR_WAY = 64  # messages
@@ -33,10 +34,15 @@ class _State:
         self.all: list[Exchange] = []  # the Python half of what C++ still holds
         self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # messages on their way, and gloo's works
         self.log: Log = {}
-        self.is_running = False  # what is called now is gloo's
+        self.agents: dict[Key, order.Agent] = defaultdict(order.Agent)  # a communicator has a stream of its own
+        self.locks: dict[Key, Any] = defaultdict(threading.RLock)  # who holds it does its operations
 
 
-_STATE = _State()
+class _Thread(threading.local):
+    is_running = False  # what is called now is gloo's
+
+
+_STATE, _THREAD = _State(), _Thread()
 
 
 class Exchange(Work):  # type: ignore[misc]
@@ -65,18 +71,26 @@ class Exchange(Work):  # type: ignore[misc]
         if not is_default():
             raise NotImplementedError(f"{user} on a side stream")
         _STATE.all.append(self)
-        self._touch()
+        self._moment = self._touch()
         if is_at_once or OBSERVED.early:
             self._enqueue()
             self._complete()
+            if is_at_once:
+                current_stream().learn(self._moment)
         else:
             self._poison(is_gather)
             self._enqueue()
 
-    def _touch(self) -> None:
-        tensors = [(tensor, False) for tensor in self._inputs] + [(tensor, True) for tensor in self._outputs]
-        here = [(self._uses[id(tensor)].tensor(), writes) for tensor, writes in tensors]
-        at_once([(host, writes) for host, writes in here if host is not None])
+    def _touch(self) -> order.Moment:
+        agent, user = _STATE.agents[self._key], f"{self.operation.name}, issued in {self.operation.place},"
+        with order.LOCK:
+            agent.learn(current_stream().moment())
+            agent.tick()
+            for tensors, are_written in ((self._inputs, False), (self._outputs, True)):
+                for tensor in tensors:
+                    order.use(agent, host_of(tensor), are_written, user)
+                    memory.record(host_of(tensor), agent.number)  # as NCCL's does; `_uses` are those under way
+            return agent.moment()
 
     def _enqueue(self) -> None:
         queue = _STATE.queues.setdefault(self._key, deque())
@@ -106,23 +120,24 @@ class Exchange(Work):  # type: ignore[misc]
             self._poisoned = list(self._outputs)
 
     def wait(self, timeout: Any = None) -> bool:
-        """The operations of the communicator up to this one."""
-        if not is_default():
-            raise NotImplementedError(f"a wait for {self.operation} on a side stream")
-        if not self._is_done and not OBSERVED.leaves_out("wait"):
+        """The operations of the communicator up to this one; what the current stream is given next comes after them. A
+        worker's side stream is so late as its thread is: it does them at once."""
+        if not OBSERVED.leaves_out("wait"):
             self._complete()
+            current_stream().learn(self._moment)
         return True
 
     def is_completed(self) -> bool:
         return self._is_done
 
     def _complete(self) -> None:
-        if _STATE.overtaken.get(self._key) is self:  # nothing has come to overtake it
-            del _STATE.overtaken[self._key]
-            note(self._key, self.operation)
-            _STATE.queues[self._key].append(self)
-        while not self._is_done:
-            _STATE.queues[self._key].popleft().run()
+        with _STATE.locks[self._key]:
+            if _STATE.overtaken.get(self._key) is self:  # nothing has come to overtake it
+                del _STATE.overtaken[self._key]
+                note(self._key, self.operation)
+                _STATE.queues[self._key].append(self)
+            while not self._is_done:
+                _STATE.queues[self._key].popleft().run()
 
     def run(self) -> None:
         if self.operation.name != "send":  # that does not wait for other ranks
@@ -141,14 +156,13 @@ class Exchange(Work):  # type: ignore[misc]
                 hosts[key].copy_(values)
             else:
                 hosts[key] = values
-        _STATE.is_running = True
+        _THREAD.is_running = True
         try:
             self._run(lambda tensor: hosts[id(tensor)] if id(tensor) in hosts else host_of(tensor))
         except RuntimeError as error:
             raise RuntimeError(f"{self.operation}, on rank {dist.get_rank()}, over {self._key}: {error}") from error
         finally:
-            _STATE.is_running = False
-            self._touch()
+            _THREAD.is_running = False
             self.end()
 
     def end(self) -> None:
@@ -177,7 +191,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def is_running() -> bool:
     """Whether what is called now is the work of an exchange that runs."""
-    return _STATE.is_running
+    return _THREAD.is_running
 
 
 def note(key: Key, operation: Operation) -> None:
@@ -205,9 +219,13 @@ def run_all() -> int:
 def _send_what_waits() -> None:
     # Before this rank stands still until another one has done its part: that one may need a message of this rank, which
     # NCCL would have sent without anybody's wait.
-    for queue in list(_STATE.queues.values()):
-        while queue and queue[0].operation.name == "send":
-            queue.popleft().run()
+    for key, queue in list(_STATE.queues.items()):
+        if _STATE.locks[key].acquire(blocking=False):
+            try:
+                while queue and queue[0].operation.name == "send":
+                    queue.popleft().run()
+            finally:
+                _STATE.locks[key].release()
 
 
 def send(work: Any, message: torch.Tensor) -> None:
