@@ -99,14 +99,51 @@ class Done:
             raise TimeoutError(f"a copy or an update beside the training was not done within {timeout:g} s")
 
 
+class Users:
+    """Who has been given a piece of memory, one after the other: the next one comes after them, whatever came of
+    that."""
+
+    def __init__(self) -> None:
+        self._given: list[tuple[Done, int]] = []
+        self.last = 0.0  # time at which it was given away last
+
+    def add(self, done: Done, size: int = 0) -> None:
+        """It has been given to work that is over with `done`."""
+        self._given.append((done, size))
+        self.last = time.perf_counter()
+
+    def all(self) -> list[Done]:
+        """Whom the next one must wait for."""
+        self._given = [item for item in self._given if not isinstance(item[0].error, CalledOff)]
+        while len(self._given) > 1 and self._given[0][0].is_issued and self._given[1][0].is_issued:
+            del self._given[0]  # on a stream the later one comes after it
+        return [done for done, _ in self._given]
+
+    @property
+    def waiting(self) -> int:
+        """Sizes of all that is not over."""
+        return sum(size for done, size in self._given if not done.is_issued)
+
+
+def soonest_free(users: Sequence[Users]) -> int:
+    """Which of several pieces of memory will be free first, as far as can be told."""
+    return min(range(len(users)), key=lambda index: (users[index].waiting, users[index].last))
+
+
 @dataclass(order=True)
 class _Item:
     number: int
-    work: Callable[[], None] = field(compare=False)
+    work: Callable[[], object] = field(compare=False)
     after: Sequence[Done] = field(compare=False)
     free: Sequence[Done] = field(compare=False)
     num_bytes: int = field(compare=False)
     done: Done = field(compare=False)
+
+
+def _pass_on(before: Done, done: Done) -> None:
+    """What comes after work that is called off is so at once, whoever else it waits for."""
+    if isinstance(before.error, CalledOff):
+        done.call_off()
 
 
 def _when_all_issued(dones: Sequence[Done], call: Callable[[], None]) -> None:
@@ -145,7 +182,7 @@ class Lane:
         self._thread: threading.Thread | None = None
 
     def submit(
-        self, work: Callable[[], None], after: Sequence[Done] = (), num_bytes: int = 0, free: Sequence[Done] = ()
+        self, work: Callable[[], object], after: Sequence[Done] = (), num_bytes: int = 0, free: Sequence[Done] = ()
     ) -> Done:
         """Do `work` once all of `after` and `free` is over; it must not allocate memory of the device, nor submit and
         wait.
@@ -158,6 +195,8 @@ class Lane:
             self._thread.start()
         self._count += 1
         item = _Item(self._count, work, after, free, num_bytes, Done())
+        for before in after:
+            before.when_issued(lambda before=before: _pass_on(before, item.done))  # type: ignore[misc]
         _when_all_issued([*after, *free], lambda: self._ready.put(item))
         return item.done
 

@@ -14,7 +14,7 @@ import torch
 
 from memory.arrange import padded
 from memory.disk import Disk
-from memory.lanes import Done, Lanes
+from memory.lanes import Done, Lanes, Users, soonest_free
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Place:
 @dataclass
 class _Slot:
     memory: torch.Tensor
-    free: Done = field(default_factory=Done.already)
+    users: Users = field(default_factory=Users)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Store:
         self.lanes, self.sizes = lanes, sizes
         self._places = [_Place(memory, offset) for memory, offset in zip(host, offsets, strict=True)]
         self._slots = [_Slot(memory) for memory in slots]
-        self._disk, self._turn = disk, 0
+        self._disk = disk
         self.waits_for_save = 0  # changes that had to wait until a save had read the record
 
     def fetch(self, index: int, to: int | None = None) -> Loan:
@@ -73,14 +73,13 @@ class Store:
         if place.memory is not None:
             assert target.memory is not None
             return Loan(place.memory, target.memory, place.written, self._unheld(target), target, None)
-        slot = self._slots[self._turn % len(self._slots)]
-        self._turn += 1
+        slot = self._slots[soonest_free([slot.users for slot in self._slots])]
         disk, memory = self._disk, slot.memory[: padded(self.sizes[index])]
         assert disk is not None and target.memory is None
         there = self.lanes.read.submit(
-            lambda: disk.read_into(place.offset, memory), (place.written,), memory.numel(), free=(slot.free,)
+            lambda: disk.read_into(place.offset, memory), (place.written,), memory.numel(), free=slot.users.all()
         )
-        slot.free = there  # until somebody says more
+        slot.users.add(there, self.sizes[index])
         record = slot.memory[: self.sizes[index]]
         return Loan(record, record, there, (), target, slot)
 
@@ -95,13 +94,14 @@ class Store:
         written = self.lanes.write.submit(
             lambda: disk.write_from(place.offset, memory), (after, *self._unheld(place)), memory.numel()
         )
-        place.written = loan.slot.free = written
+        place.written = written
+        loan.slot.users.add(written, loan.target.numel())
         return written
 
     def release(self, loan: Loan, after: Done) -> None:
         """Nothing was changed; the loan is over with `after`."""
         if loan.slot is not None:
-            loan.slot.free = after
+            loan.slot.users.add(after, loan.target.numel())
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two records of the same size, without a copy."""

@@ -11,7 +11,7 @@ import torch
 from memory.arrange import NUM_SLOTS, Arrangement
 from memory.budgets import DISK, HOST
 from memory.disk import Disk, aligned, offsets
-from memory.lanes import Done, Lanes
+from memory.lanes import Done, Lanes, Users
 from memory.store import Store
 
 
@@ -21,7 +21,7 @@ class DeviceSlot:
 
     record: torch.Tensor
     weights: torch.Tensor | None  # where early updates put new weights, flat, in the model's dtype
-    free: Done = field(default_factory=Done.already)
+    users: Users = field(default_factory=Users)
 
 
 @dataclass
@@ -30,7 +30,7 @@ class StagingSlot:
 
     grads: torch.Tensor  # fp32, flat
     weights: torch.Tensor  # of the model's dtype, flat
-    free: Done = field(default_factory=Done.already)
+    users: Users = field(default_factory=Users)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memory.lanes import CalledOff, Done, Lanes
+from memory.lanes import CalledOff, Done, Lanes, soonest_free
 from memory.store import Loan, Store
 from optim.tiers.buckets import Bucket, RecordLayout
 from optim.tiers.kernel import SCRATCH, Rates, State, adamw
@@ -56,7 +56,6 @@ class Ways:
         self.weights = [_views(bucket, [owned.weights for owned in slices], slices) for bucket in buckets]
         self._grads = [_views(bucket, [owned.grads for owned in slices], slices) for bucket in buckets]
         self._states: dict[tuple[int, int], State] = {}
-        self._device_turns, self._host_turns = _Turns(len(memory.device_slots)), _Turns(len(memory.stages))
         self._watched: list[Done] = []
         device = self._lanes.device
         # Filled by the lanes themselves, in the order of their work.
@@ -94,17 +93,19 @@ class Ways:
     def on_host(self, index: int, job: Job, before: Sequence[Done], left: Done | None) -> Done:
         """The gradient leaves, unless it has (`left`), and the weights come back."""
         numel = self.buckets[index].numel
-        stage = self._memory.stages[self._host_turns.next(numel)]
+        stage = self._memory.stages[soonest_free([stage.users for stage in self._memory.stages])]
+        free = stage.users.all()
         area, weights = self._memory.grad_areas[index], stage.weights[:numel]
         grads = stage.grads[:numel] if area is None else area
         if left is None:
-            left = self._gather(index, grads, self._grads[index], before, [stage.free] * (area is None))
+            left = self._gather(index, grads, self._grads[index], before, free if area is None else [])
         before = (*before, left)
         if not self._layout.has_master:
-            before = (*before, self._gather(index, weights, self.weights[index], before, [stage.free]))
-        updated, _ = self._host_update(index, job, before, grads, weights, [stage.free], early=False)
-        stage.free = self._scatter(index, weights, (updated,))
-        return stage.free
+            before = (*before, self._gather(index, weights, self.weights[index], before, free))
+        updated, _ = self._host_update(index, job, before, grads, weights, free, early=False)
+        back = self._scatter(index, weights, (updated,))
+        stage.users.add(back, numel)
+        return back
 
     # -----------------------------------------------------------------------------------------------------------------
     # While the backward pass goes on
@@ -152,10 +153,10 @@ class Ways:
     def _streamed(
         self, index: int, job: Job, before: Sequence[Done], weights: list[torch.Tensor] | None, early: bool
     ) -> tuple[Done, Done]:
-        slot = self._memory.device_slots[self._device_turns.next(self.buckets[index].numel)]
+        slot = self._memory.device_slots[soonest_free([slot.users for slot in self._memory.device_slots])]
         loan, record = self._borrow(index, early), slot.record[: self._store.sizes[index]]
         source, target, size = loan.source, loan.target, record.numel()
-        up = self._lanes.up.submit(lambda: _copy(record, source), (loan.there,), num_bytes=size, free=(slot.free,))
+        up = self._lanes.up.submit(lambda: _copy(record, source), (loan.there,), num_bytes=size, free=slot.users.all())
         lanes, new_weights = self._lanes, None
         if early:
             assert slot.weights is not None
@@ -173,8 +174,9 @@ class Ways:
                 _copy(area, new_weights)
 
         num_bytes = size + (0 if area is None else area.nbytes)
-        slot.free = lanes.down.submit(back, (updated, *loan.change_after), num_bytes=num_bytes)
-        there = self._watch(self._store.put(loan, slot.free))
+        gone = lanes.down.submit(back, (updated, *loan.change_after), num_bytes=num_bytes)
+        slot.users.add(gone, self.buckets[index].numel)
+        there = self._watch(self._store.put(loan, gone))
         return there if early else updated, up if loan.slot is None else loan.there
 
     def _device_update(
@@ -276,20 +278,6 @@ class Ways:
     def _watch(self, done: Done) -> Done:
         self._watched.append(done)
         return done
-
-
-class _Turns:
-    """Which of several slots is next: the one that the fewest elements have passed through, so that large buckets take
-    turns also where small ones are between them."""
-
-    def __init__(self, num_slots: int):
-        self._passed = [0] * num_slots
-
-    def next(self, numel: int) -> int:
-        """For a bucket of so many elements."""
-        slot = self._passed.index(min(self._passed))
-        self._passed[slot] += numel
-        return slot
 
 
 def _views(bucket: Bucket, flats: Sequence[torch.Tensor], slices: Sequence[OwnedSlice]) -> list[torch.Tensor]:
