@@ -197,7 +197,14 @@ class Lane:
         item = _Item(self._count, work, after, free, num_bytes, Done())
         for before in after:
             before.when_issued(lambda before=before: _pass_on(before, item.done))  # type: ignore[misc]
-        _when_all_issued([*after, *free], lambda: self._ready.put(item))
+        given = threading.Lock()
+
+        def give() -> None:
+            if given.acquire(blocking=False):
+                self._ready.put(item)
+
+        item.done.when_issued(give)  # called off: the thread is to see that, too
+        _when_all_issued([*after, *free], give)
         return item.done
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> bool:

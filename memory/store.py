@@ -31,6 +31,7 @@ class _Place:
 class _Slot:
     memory: torch.Tensor
     users: Users = field(default_factory=Users)
+    is_lent: bool = False  # and nobody has said until when
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ class Store:
         if place.memory is not None:
             assert target.memory is not None
             return Loan(place.memory, target.memory, place.written, self._unheld(target), target, None)
-        slot = self._slots[soonest_free([slot.users for slot in self._slots])]
+        slots = [slot for slot in self._slots if not slot.is_lent] or self._slots
+        slot = slots[soonest_free([slot.users for slot in slots])]
+        slot.is_lent = True
         disk, memory = self._disk, slot.memory[: padded(self.sizes[index])]
         assert disk is not None and target.memory is None
         there = self.lanes.read.submit(
@@ -96,12 +99,14 @@ class Store:
         )
         place.written = written
         loan.slot.users.add(written, loan.target.numel())
+        loan.slot.is_lent = False
         return written
 
     def release(self, loan: Loan, after: Done) -> None:
         """Nothing was changed; the loan is over with `after`."""
         if loan.slot is not None:
             loan.slot.users.add(after, loan.target.numel())
+            loan.slot.is_lent = False
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two records of the same size, without a copy."""
