@@ -44,8 +44,8 @@ NAMES = (
     *("DP2xTP2+SP", "TP2+SPxPP2", "DP2xPP2xEP2", "DP2xPP2xVPP2xEP2", "TP2+SPxEP2xETP2"),
 )
 PRECISIONS = ("fp32", "bf16", "fp16")
-DEVICES = ("host",)
-ENGINES = ("device_stream", "host")
+DEVICES = ("host", "disk", "auto")
+ENGINES = ("device_stream", "host", "split")
 MOMENTS = ("fp32", "bf16")
 TIMEOUT = 600.0  # seconds for all ways of one training
 

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from configs.schema import Config
+from memory import arrange, planning
 from tests.training.helpers import make_config
 
 VOCAB_SIZE = 256  # a whole number of padded blocks
@@ -27,6 +28,7 @@ DDP_BUCKET = 20_000  # parameters of DDP's buckets: several are reduced while th
 SLOW = 4e7  # bytes per second of the link and of the host: a step's update takes longer than its forward pass
 CLIPS = ("most", "some", "none")  # of the steps are clipped
 PACES = ("free", "eager", "slow")
+CHOOSE_AGAIN = 3  # the step before which ways are chosen anew
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,12 @@ class Training:
 
         self.topology = topology.initialize(self.config)
         self._built.callback(topology.leave_layout)
+        self._built.enter_context(mock.patch("optim.tiers.tiers.choose", _Alternate()))
         settings = functools.partial(DistributedDataParallelConfig, bucket_size=self.ddp_bucket)
-        with mock.patch("models.parallelize.DistributedDataParallelConfig", settings):
+        with (
+            mock.patch("models.parallelize.DistributedDataParallelConfig", settings),
+            mock.patch("optim.tiers.build.arrange", _in_thirds),
+        ):
             self.engine = Engine(self.config, self.topology, VOCAB_SIZE)
         self._built.callback(self.engine.close)
         self.tiers = tiers_of(self.engine.optimizer)
@@ -147,6 +153,8 @@ class Training:
         """Take it; its numbers."""
         from training.step import train_step
 
+        if step == CHOOSE_AGAIN and self.tiers is not None and self.tiers.memory.arrangement.flexible:
+            self.tiers.choose(self.config.optimizer.engine)
         data = self.topology.data
         result = train_step(self.engine, batches_of(self.config, step, data.rank, data.size), step)
         return (result.loss, result.grad_norm, result.updated, *result.extra.values())
@@ -161,9 +169,35 @@ class Training:
             return Snapshot(numbers, tensors | _state_on_device(self.engine.optimizer, named))
         assert self.tiers.problem() is None, self.tiers.problem()
         tensors |= held_state(self.tiers, {id(parameter): name for name, parameter in named})
-        places = [list(self.tiers.memory.tiers).count(tier) for tier in ("device", "host", "disk")]
+        memory = self.tiers.memory
+        places = [list(memory.arrangement.tiers).count(tier) for tier in ("device", "host", "disk")]
         early = self.tiers.num_committed, self.tiers.num_dropped
-        return Snapshot(numbers, tensors, *early, self.tiers.memory.device_bytes, tuple(places))
+        return Snapshot(numbers, tensors, *early, memory.arrangement.device_bytes, tuple(places))
+
+
+class _Alternate:
+    """How ways are chosen, but for `split`, which on so small a model would come to one way for all: there buckets take
+    turns, and change at each call."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self, engine: str, numels: Any, tiers: Sequence[arrange.Tier], *rest: Any) -> list[arrange.Way]:
+        self._calls += 1
+        if engine != "split":
+            return planning.choose(engine, numels, tiers, *rest)
+        turns: itertools.cycle[arrange.Way] = itertools.cycle(("device_stream", "host"))
+        ways = [next(turns) for _ in range(self._calls + len(tiers))][self._calls :]
+        return ["device" if tier == "device" else way for tier, way in zip(tiers, ways, strict=True)]
+
+
+def _in_thirds(wanted: arrange.Wanted, rooms: arrange.Rooms) -> arrange.Arrangement | None:
+    """`arrange` with room for a third of the buckets on the device and on the host each, where it has a choice."""
+    if wanted.state_device == "auto":
+        count, early = len(wanted.numels), wanted.early_update != "never"
+        thirds = arrange._filled(wanted, count // 3, count - count // 3, early and wanted.overlaps, wanted.overlaps)
+        rooms = replace(rooms, device=thirds.device_bytes, host=thirds.host_bytes)
+    return arrange.arrange(wanted, rooms)
 
 
 def held_state(tiers: Any, names: dict[int, str]) -> dict[str, torch.Tensor]:
@@ -262,11 +296,14 @@ def outcomes(config: Config, clip: str, variants: Sequence[Variant], steps: int,
 
 def problems(variant: Variant, clip: str, ranks: Sequence[Outcome]) -> list[str]:
     """What is wrong with a variant: bits that differ, or a case that did not come to what it is there for."""
+    used = {"host": [1], "disk": [2], "auto": [0, 1, 2]}[variant.device]
     found = [f"rank {rank}: {', '.join(each.differences[:4])}" for rank, each in enumerate(ranks) if each.differences]
     committed, dropped = sum(each.committed for each in ranks), sum(each.dropped for each in ranks)
     clipped, taken = ranks[0].clipped, ranks[0].taken
     if {"most": clipped <= taken / 2, "some": not 0 < clipped < taken, "none": clipped > 0}[clip]:
         found.append(f"{clip} were to be clipped, {clipped} of {taken} steps were")
+    if any((number > 0) != (place in used) for each in ranks for place, number in enumerate(each.places)):
+        found.append(f"buckets are on {[each.places for each in ranks]}")
     if variant.early == "always" and clipped < taken and committed == 0:
         found.append("no early update was kept")
     if variant.early == "always" and clipped > 0 and dropped == 0:
