@@ -1,11 +1,11 @@
 """Optimizer state off the device changes no bit: losses, gradient norms, weights and state against those of a training
 with its state on the device.
 
-`python -m benchmarks.offload_parity [--models gpt ...] [--layouts TP2+SP ...] [--every 40] [--json] [--markdown]`
+`python -m benchmarks.offload_parity [--models gpt ...] [--layouts TP2+SP ...] [--every 80] [--json] [--markdown]`
 
 Tiny models in fp32, bf16 and fp16, with the first moment in fp32 or bf16, on one process and in layouts of two and four
 ranks; most, some or none of the steps clipped; global batches of several micro-batches. Each of these trainings meets
-every 40th way to keep its state elsewhere, in turns: tier, engine, early or waiting updates, size of buckets, and a
+every 80th way to keep its state elsewhere, in turns: tier, engine, early or waiting updates, size of buckets, and a
 pace: free; eager, where early updates are over before the backward pass goes on; slow, where the link and the host are
 held to a rate, so that a step's updates are not over when the next step begins. Every rank compares each step's
 numbers, its weights and what it owns of the state bit by bit. A way that is to update early fails where no early update
@@ -147,8 +147,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="all unless given")
     parser.add_argument("--layouts", nargs="+", choices=NAMES, default=list(NAMES), metavar="LAYOUT", help=str(NAMES))
-    parser.add_argument("--every", type=int, default=40, help="of the ways to keep state, for each training")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--every", type=int, default=80, help="of the ways to keep state, for each training")
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
         "--disk-dir", help="folder on a disk, for state there; one under the system's for temporary files"
     )
