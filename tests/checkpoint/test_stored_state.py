@@ -26,6 +26,8 @@ TIERS = {
     "device_stream": [*HOST, "optimizer.engine=device_stream"],
     "disk": [BUCKETS, "optimizer.state_device=disk", "optimizer.engine=device_stream"],
     "disk to host": [BUCKETS, "optimizer.state_device=disk", "optimizer.engine=host"],
+    "early": [*HOST, "optimizer.engine=host", "optimizer.early_update=always", "optimizer.clip_grad=0"],
+    "early on disk": [BUCKETS, "optimizer.state_device=disk", "optimizer.early_update=always", "optimizer.clip_grad=0"],
 }
 LAYOUTS = {
     "alone": (1, []),
