@@ -82,6 +82,7 @@ TIERS = {
     "host": ["optimizer.state_device=host", "optimizer.engine=host"],
     "device_stream": ["optimizer.state_device=host", "optimizer.engine=device_stream"],
     "early": ["optimizer.state_device=host", "optimizer.engine=host", "optimizer.early_update=always"],
+    "disk": ["optimizer.state_device=disk", "optimizer.early_update=always"],
 }
 TIERED = ["optimizer.distributed=true", "optimizer.bucket_parameters=65536"]  # of all runs, so that all can take all
 CHANGING = ("from device", "host update", "disk write")  # lanes that change a tier's state
@@ -272,7 +273,14 @@ def kill_runs(
             "checkpoint.keep=2",
             "checkpoint.keep_every=10",
         ),
-        *("logging=quiet", "sample.prompts=[]", *layout, *(TIERED if plan.tiers else []), *overrides),
+        *(
+            "logging=quiet",
+            "sample.prompts=[]",
+            *layout,
+            *(TIERED if plan.tiers else []),
+            f"memory.disk_dir={folder}",
+            *overrides,
+        ),
     ]
 
     def new_run(label: str) -> Run:

@@ -35,6 +35,7 @@ class Arrangement:
     ways: Sequence[Way]
     leaving: Sequence[bool]  # its gradient goes to memory of its own on the host during the backward pass
     early: Sequence[bool]  # it may be updated then: it has a shadow, and memory for its new weights on the host
+    flexible: bool = False  # the ways may change: there is memory for both
 
     @property
     def sizes(self) -> list[int]:
@@ -42,8 +43,9 @@ class Arrangement:
         return [numel * self.bytes_per_element for numel in self.numels]
 
     def largest(self, way: Way) -> int:
-        """Parameters of the largest bucket of this way."""
-        return max((numel for numel, of in zip(self.numels, self.ways, strict=True) if of == way), default=0)
+        """Parameters of the largest bucket that goes this way, or may."""
+        may = (of == way or (self.flexible and of != "device") for of in self.ways)
+        return max((numel for numel, goes in zip(self.numels, may, strict=True) if goes), default=0)
 
     @property
     def largest_on_disk(self) -> int:
@@ -110,7 +112,7 @@ class Wanted:
     bytes_per_element: int
     weight_bytes: int
     state_device: str  # device, host, disk, auto
-    ways: Sequence[Literal["device_stream", "host"]]  # of buckets off the device
+    engine: str  # auto, device_stream, host, split
     overlaps: bool  # DDP reduces gradients during the backward pass
     early_update: str  # auto, always, never
 
@@ -175,14 +177,15 @@ def _filled(wanted: Wanted, on_device: int, until_host: int, early: bool, leaves
 
 
 def _with_tiers(wanted: Wanted, tiers: Sequence[Tier], early: bool, leaves: bool) -> Arrangement:
-    ways: list[Way] = ["device" if tier == "device" else way for tier, way in zip(tiers, wanted.ways, strict=True)]
-    may = [way != "device" and not late for way, late in zip(ways, wanted.late, strict=True)]
+    way: Way = "host" if wanted.engine == "host" else "device_stream"
+    may = [tier != "device" and not late for tier, late in zip(tiers, wanted.late, strict=True)]
     return Arrangement(
         wanted.numels,
         wanted.bytes_per_element,
         wanted.weight_bytes,
         tiers,
-        ways,
-        [leaves and each and way == "host" for each, way in zip(may, ways, strict=True)],
+        ["device" if tier == "device" else way for tier in tiers],
+        [leaves and each and wanted.engine != "device_stream" for each in may],
         [early and each for each in may],
+        wanted.engine in ("auto", "split"),
     )

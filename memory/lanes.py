@@ -82,12 +82,12 @@ class Lane:
         self._device, self._timeout = device, timeout
         self._on_stream = on_device and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_stream else None
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Done], Done, int] | None] = (
+        self._queue: queue.SimpleQueue[tuple[Callable[[], object], Sequence[Done], Done, int] | None] = (
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Callable[[], None], after: Sequence[Done] = (), num_bytes: int = 0) -> Done:
+    def submit(self, work: Callable[[], object], after: Sequence[Done] = (), num_bytes: int = 0) -> Done:
         """Do `work` once all of `after` is over; it must not allocate memory of the device, nor submit and wait.
 
         Where something before it failed it is left out, and fails alike.

@@ -31,10 +31,15 @@ from optim.build import build_optimizer
 from optim.grad_norms import GradNorms
 from optim.tiers.tiers import tiers_of
 from parallel.megatron.ddp import release
+from parallel.refusal import raise_together
 from parallel.topology import Topology
 from training.resilience.rewind import Mark
 from training.starting.activations import offload_layer_inputs
 from training.sums import StepSums
+
+
+class TierError(RuntimeError):
+    """What a rank keeps off the device cannot be read, written or updated any more."""
 
 
 class Engine:
@@ -68,9 +73,11 @@ class Engine:
         self.optimizer.reload_model_params()
 
     def settle(self) -> None:
-        """Have all weights as the last step leaves them. Raises RuntimeError where an update failed."""
+        """Have all weights as the last step leaves them. A collective call. Raises TierError on every rank where a
+        rank's update failed."""
         if (tiers := tiers_of(self.optimizer)) is not None:
             tiers.settle()
+            raise_together(tiers.problem(), TierError)
 
     def frozen_weights(self) -> AbstractContextManager[None]:
         """Context for reading weights between steps: gathers that are still due are finished first, dropout is off."""

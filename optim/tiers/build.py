@@ -43,7 +43,7 @@ def build_tiers(
         bytes_per_element=layout.bytes_per_element,
         weight_bytes=dtype.itemsize,
         state_device=settings.state_device,
-        ways=["host" if settings.engine == "host" else "device_stream"] * len(buckets),
+        engine=settings.engine,
         # Without overlap DDP reduces gradients when the backward pass is over.
         overlaps=config.parallel.overlap_grad_reduce,
         early_update=settings.early_update,
@@ -62,6 +62,8 @@ def build_tiers(
     memory = allocate(arrangement, dtype, lanes, disk)
     shared = Hyperparameters(settings.beta1, settings.beta2, settings.epsilon, settings.early_update)
     tiers = Tiers(slices, buckets, layout, memory, shared)
+    if arrangement.flexible:
+        tiers.choose(settings.engine)
     tiers.begin()
     gate_weights(chunks, tiers.gate)
     watch_reduced(chunks, tiers.reduced)

@@ -52,6 +52,11 @@ class StateHold:
         for held in self._held:
             held.finish()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all are released."""
+        return all(held.is_issued for held in self._held)
+
     def wait(self) -> None:
         """Until all are released. Raises TimeoutError."""
         for held in self._held:

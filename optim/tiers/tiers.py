@@ -18,10 +18,12 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from memory.lanes import Done
+from memory.planning import ElementBytes, Rates, choose
 from memory.store import Store
 from optim.tiers.buckets import Bucket, RecordLayout
 from optim.tiers.hold import StateHold
-from optim.tiers.kernel import Rates
+from optim.tiers.kernel import Rates as KernelRates
+from optim.tiers.measure import measure
 from optim.tiers.memory import TierMemory
 from optim.tiers.ways import Job, Ways
 from parallel.megatron.tiered import OwnedSlice
@@ -56,6 +58,7 @@ class Tiers:
         self.hyperparameters, self.device = hyperparameters, memory.lanes.device
         self.jobs = Ways(slices, buckets, layout, memory)
         self.ways = list(memory.arrangement.ways)
+        self.rates: Rates | None = None  # of the tiers, as `choose` measured them
         self.steps = 0  # taken
         self.num_committed = self.num_dropped = 0  # early updates of buckets
         self._of: dict[torch.nn.Parameter, list[int]] = {}
@@ -107,7 +110,7 @@ class Tiers:
 
     def _start(self, index: int, final: Sequence[Done]) -> None:
         """Do what can be done for a bucket before the step's norm is known."""
-        leaves = self.memory.grad_areas[index] is not None
+        leaves = self.memory.grad_areas[index] is not None and self.ways[index] == "host"
         updates = self._may_update and self.memory.weight_areas[index] is not None
         if not leaves and not updates:
             return
@@ -178,6 +181,18 @@ class Tiers:
         """What a copy or an update raised, in one line; None where all is well so far. Once there is one it stays."""
         return self.jobs.problem()
 
+    def choose(self, engine: str) -> bool:
+        """Measure the tiers and give each bucket its way (memory/planning.py); whether any was changed. A collective
+        call, between two steps, while no save is under way."""
+        assert self._hold is None or self._hold.is_over
+        self.settle()
+        arrangement = self.memory.arrangement
+        self.rates = measure(self.memory, self.layout)
+        element = ElementBytes(arrangement.bytes_per_element, arrangement.weight_bytes, self.layout.has_master)
+        before = self.ways
+        self.ways = choose(engine, arrangement.numels, arrangement.tiers, element, self.rates)
+        return self.ways != before
+
     def close(self) -> list[str]:
         """End the lanes; the names of those that did not end in time."""
         return self.memory.close()
@@ -245,10 +260,10 @@ class Tiers:
             for piece, weights in zip(self.buckets[index].pieces, self.jobs.weights[index], strict=True):
                 kinds["master"][piece.offset : piece.offset + piece.end - piece.start].copy_(weights)
 
-    def _rates(self, index: int) -> Rates:
+    def _rates(self, index: int) -> KernelRates:
         group = self.slices[self.buckets[index].pieces[0].index].group
         shared = self.hyperparameters
-        return Rates(group["lr"], group["weight_decay"], shared.beta1, shared.beta2, shared.epsilon)
+        return KernelRates(group["lr"], group["weight_decay"], shared.beta1, shared.beta2, shared.epsilon)
 
 
 class _Reduction(Done):

@@ -19,7 +19,14 @@ from tests.training.helpers import make_config
 from tests.training.test_step import SAMPLES, SMALL, batches_of, build
 
 BF16 = "training.precision=bf16"
-HOST = ["optimizer.state_device=host", "optimizer.bucket_parameters=4096"]
+BUCKETS = "optimizer.bucket_parameters=4096"
+HOST = [BUCKETS, "optimizer.state_device=host"]
+TIERS = {
+    "host": [*HOST, "optimizer.engine=host"],
+    "device_stream": [*HOST, "optimizer.engine=device_stream"],
+    "disk": [BUCKETS, "optimizer.state_device=disk", "optimizer.engine=device_stream"],
+    "disk to host": [BUCKETS, "optimizer.state_device=disk", "optimizer.engine=host"],
+}
 LAYOUTS = {
     "alone": (1, []),
     "tensor": (2, ["parallel.tensor=2", "parallel.sequence=true"]),
@@ -30,8 +37,8 @@ LAYOUTS = {
 CASES = [
     ("alone", "bf16", "device_stream"),
     ("alone", "fp32", "host"),
-    ("tensor", "bf16", "host"),
-    ("experts", "fp32", "device_stream"),
+    ("tensor", "bf16", "disk"),
+    ("experts", "fp32", "disk to host"),
     ("data", "bf16", "device_stream"),
     ("pipeline", "bf16", "host"),
 ]
@@ -134,6 +141,7 @@ def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
     def said(name: str, function: Any) -> Any:
         def call(self: Any, index: int) -> Any:
             calls.append((name, index))
+            assert name != "read" or threading.current_thread().name == "checkpoint writer"
             return function(self, index)
 
         return call
@@ -170,12 +178,12 @@ def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize(("layout", "precision", "engine"), CASES)
-def test_tiers_and_device_write_and_read_the_same(layout: str, precision: str, engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "precision", "tier"), CASES)
+def test_tiers_and_device_write_and_read_the_same(layout: str, precision: str, tier: str, tmp_path: Path) -> None:
     ranks, overrides = LAYOUTS[layout]
     common = [*overrides, f"training.precision={precision}"]
     config = small(*common, ranks=ranks)
-    tiered = small(*common, *HOST, f"optimizer.engine={engine}", ranks=ranks)
+    tiered = small(*common, *TIERS[tier], f"memory.disk_dir={tmp_path}", ranks=ranks)
     for seen in distributed.run(save_both_ways, ranks, config, tiered, tmp_path):
         assert seen.pop("buckets") > 4
         assert seen.pop("snapshot") == 0  # no byte of the state
@@ -242,7 +250,7 @@ def change_moment_dtype(config: Any, narrow: list[Any], folder: Path) -> list[di
 
 def test_moments_of_another_dtype(tmp_path: Path) -> None:
     narrow = [BF16, "optimizer.moment_dtype=bf16"]
-    tiers = [small(*narrow, "optimizer.bucket_parameters=4096"), small(*narrow, *HOST)]
+    tiers = [small(*narrow, BUCKETS), small(*narrow, *TIERS["disk"], f"memory.disk_dir={tmp_path}")]
     for seen in distributed.run(change_moment_dtype, 1, small(BF16), tiers, tmp_path)[0]:
         assert all(seen.values()), seen
 
@@ -254,6 +262,8 @@ def train_while_saving(config: Any, folder: Path) -> dict[str, Any]:
     free, pwrite, seen = threading.Event(), os.pwrite, {"writes": 0}
 
     def hangs(descriptor: int, data: Any, at: int) -> int:
+        if threading.current_thread().name != "checkpoint writer":
+            return pwrite(descriptor, data, at)
         seen["writes"] += 1
         if seen["writes"] == 20:
             assert free.wait(30)
@@ -279,9 +289,10 @@ def train_while_saving(config: Any, folder: Path) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("engine", ["device_stream", "host"])
-def test_updates_wait_for_the_bucket_that_is_written(engine: str, tmp_path: Path) -> None:
-    (seen,) = distributed.run(train_while_saving, 1, small(BF16, *HOST, f"optimizer.engine={engine}"), tmp_path)
+@pytest.mark.parametrize("tier", TIERS)
+def test_updates_wait_for_the_bucket_that_is_written(tier: str, tmp_path: Path) -> None:
+    config = small(BF16, *TIERS[tier], f"memory.disk_dir={tmp_path}")
+    (seen,) = distributed.run(train_while_saving, 1, config, tmp_path)
     assert seen["held"] > 0 and seen["waits"] > 0 and seen["free"] and seen["same"] and seen["losses"]
 
 
@@ -290,7 +301,7 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
     from checkpoint.saver import SaveError
 
     model = trained(config)
-    pwrite, seen = os.pwrite, {}
+    pwrite, preadv, seen = os.pwrite, os.preadv, {}
     rank = int(os.environ["RANK"])
 
     def attempt(name: str, write: Any) -> None:
@@ -298,12 +309,20 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
         savers: list[Any] = []
 
         def counted(descriptor: int, data: Any, at: int) -> int:
-            calls[0] += 1
-            if calls[0] == 10:
-                data = write(savers, bytearray(data))
+            if threading.current_thread().name == "checkpoint writer":
+                calls[0] += 1
+                if calls[0] == 10:
+                    data = write(savers, bytearray(data))
             return pwrite(descriptor, data, at)
 
+        def unreadable(descriptor: int, buffers: Any, at: int) -> int:
+            if threading.current_thread().name == "checkpoint writer" and calls[0] > 10:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return preadv(descriptor, buffers, at)
+
         vars(os)["pwrite"] = counted
+        if name == "unreadable":
+            vars(os)["preadv"] = unreadable
         try:
             savers.append(begin_save(model, folder / name))
             if name == "end":
@@ -313,7 +332,7 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
         except SaveError as error:
             text = str(error)
         finally:
-            vars(os)["pwrite"] = pwrite
+            vars(os)["pwrite"], vars(os)["preadv"] = pwrite, preadv
         step_on(model, 3)  # which waits for every bucket
         model.settle()
         seen[name] = (text, all(free_buckets(model)))
@@ -342,7 +361,8 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
     def fine(savers: Any, data: bytearray) -> bytearray:
         return data
 
-    for name, write in (("full", full), ("cancelled", cancelled), ("end", endless), ("flipped", flipped)):
+    ways = {"full": full, "cancelled": cancelled, "end": endless, "flipped": flipped, "unreadable": fine}
+    for name, write in ways.items():
         attempt(name, write)
     spoil(model, float("inf"))
     attempt("broken", fine)
@@ -364,15 +384,21 @@ def spoil(model: Any, value: float) -> None:
     tiers.fill(3)
 
 
-def test_a_save_that_fails_holds_nothing(tmp_path: Path) -> None:
-    for seen in distributed.run(failing_saves, 2, small(BF16, *HOST, ranks=2), tmp_path):
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_save_that_fails_holds_nothing(tier: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    scratch = tmp_path_factory.mktemp("scratch")
+    config = small(BF16, *TIERS[tier], f"memory.disk_dir={scratch}", ranks=2)
+    for seen in distributed.run(failing_saves, 2, config, tmp_path):
         assert all(is_free for _, is_free in seen.values()), seen
         assert "(rank 1: No space left on device" in seen["full"][0]
         assert "(rank 0: no room)" in seen["cancelled"][0]
         assert "reads back other bytes than were written" in seen["flipped"][0]
         assert ": optimizer.exp_avg_sq." in seen["broken"][0] and "is not finite" in seen["broken"][0]
         assert seen["end"][0] == "nothing"
-    assert [path.name for path in tmp_path.iterdir()] == ["fine"] and manifest.verify(tmp_path / "fine") is None
+        says = f"memory.disk_dir ({scratch}) cannot be read: Input/output error" if tier == "disk" else "nothing"
+        assert says in seen["unreadable"][0]
+    left = {"fine"} if tier == "disk" else {"fine", "unreadable"}
+    assert {path.name for path in tmp_path.iterdir()} == left and manifest.verify(tmp_path / "fine") is None
 
 
 def find_damage(config: Any) -> list[str | None]:

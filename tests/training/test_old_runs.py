@@ -50,6 +50,7 @@ def one_thread(config: Config) -> helpers.Lines:
 TIERS: dict[str, dict[str, Any]] = {
     "host": {"state_device": "host", "engine": "host"},
     "device_stream": {"state_device": "host", "engine": "device_stream"},
+    "disk": {"state_device": "disk"},
 }
 
 
@@ -62,6 +63,7 @@ def gone_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], li
         config = unpack(name, tmp_path_factory.mktemp(tier))
         if tier != "device":
             config.optimizer.distributed, config.optimizer.bucket_parameters = True, 4096
+            config.memory.disk_dir = config.run_dir
             for key, value in TIERS[tier].items():
                 setattr(config.optimizer, key, value)
         distributed.run(one_thread, RECORDED["runs"][name]["ranks"], config, timeout=helpers.TIMEOUT)

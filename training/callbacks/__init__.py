@@ -20,6 +20,7 @@ from training.callbacks.loss_scale import LossScale
 from training.callbacks.memory_tiers import MemoryTiers
 from training.callbacks.moe.expert_planning import ExpertPlanning
 from training.callbacks.moe.moe_layers import MoELayers
+from training.callbacks.optimizer_tiers import OptimizerTiers
 from training.callbacks.profile import Profile
 from training.callbacks.samples import Samples
 from training.callbacks.stragglers import Stragglers
@@ -41,6 +42,7 @@ def default_callbacks(config: Config, guard: Guard | None = None, signals: StopS
         StepTimes(),
         GradientParts(),
         MemoryTiers(),
+        OptimizerTiers(),
         metrics_file,
         LossScale(),  # a step without an update is on record
         ProgressLine(),
