@@ -166,9 +166,10 @@ class LayerInputs:
         self._count(-kept.num_bytes)
 
     def _copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, buffer: _Buffer) -> None:
-        after = (Done.so_far(self._device), buffer.used)
         num_bytes = source.numel() * source.element_size()
         tensors = [(target, source)]  # the lane lets go of them before it says that the copy is over
+        # The stream has followed the buffer's last copy, and whatever was in the device's memory before.
+        after = (Done.so_far(self._device),)
         buffer.used = lane.submit(lambda: _copy(*tensors.pop()), after, num_bytes)
 
     def _count(self, num_bytes: int) -> None:
