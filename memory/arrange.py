@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from configs import derived
+from configs.schema import Config
+
 Tier = Literal["device", "host", "disk"]
 Way = Literal["device", "device_stream", "host"]  # where a bucket is updated; device: in place
 
@@ -113,8 +116,24 @@ class Wanted:
     weight_bytes: int
     state_device: str  # device, host, disk, auto
     engine: str  # auto, device_stream, host, split
-    overlaps: bool  # DDP reduces gradients during the backward pass
+    overlaps: bool  # DDP reduces gradients during the backward pass, and not after it
     early_update: str  # auto, always, never
+
+
+def wanted(config: Config, numels: Sequence[int], late: Sequence[bool]) -> Wanted:
+    """What a config asks for these buckets."""
+    settings, weight_bytes = config.optimizer, derived.element_size(config)
+    moments = 4 + (4 if settings.moment_dtype == "fp32" else 2)
+    return Wanted(
+        numels=numels,
+        late=late,
+        bytes_per_element=moments + (4 if weight_bytes < 4 else 0),
+        weight_bytes=weight_bytes,
+        state_device=settings.state_device,
+        engine=settings.engine,
+        overlaps=config.parallel.overlap_grad_reduce,
+        early_update=settings.early_update,
+    )
 
 
 @dataclass(frozen=True)
@@ -132,16 +151,16 @@ class Rooms:
 
 def arrange(wanted: Wanted, rooms: Rooms) -> Arrangement | None:
     """Early updates, and gradients that leave early, where they may and there is room; None where the state does not
-    fit without them.
+    fit without them. No record goes to a slower tier to make it.
 
     state_device=auto fills the device, then the host, then the disk, with whole buckets: those used last go first.
     """
     early, leaves = wanted.overlaps and wanted.early_update != "never", wanted.overlaps
     choices = [(early, leaves), (False, leaves), (False, False)]
-    for early, leaves in choices[:1] if wanted.early_update == "always" else choices:
-        if (found := _arranged(wanted, rooms, early, leaves)) is not None:
-            return found
-    return None
+    if wanted.early_update == "always":
+        choices = choices[:1]
+    fitting = [found for choice in choices if (found := _arranged(wanted, rooms, *choice)) is not None]
+    return max(fitting, key=lambda found: [found.tiers.count(tier) for tier in ("device", "host")], default=None)
 
 
 def least(wanted: Wanted) -> Arrangement:

@@ -60,6 +60,9 @@ MUTANTS = {
     "preactivations from the host": _mutant("wait_event", f"{RESTORE}get", "communicate and offload"),
     "the allocator's notice of a copy": _mutant("record_stream", f"{RESTORE}put", "offload, chunks"),
     "rows that are copied out too early": _mutant("wait_stream", f"{RESTORE}put", "offload, chunks"),
+    "layer inputs that leave and come back": _mutant(
+        "wait_event", "memory/lanes.py:Done.order", "layer inputs on the host"
+    ),
     "memory that was somebody else's": _mutant("wait_stream", f"{RESTORE}fetch", "offload"),
     "rows that pass through a relay": _mutant("wait", f"{HIERARCHY}_HierarchicalHandle.wait", "hierarchical"),
     "counts of all nodes": _mutant("wait", f"{HIERARCHY}HierarchicalAllToAll.count", "hierarchical"),
