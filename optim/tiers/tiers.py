@@ -104,24 +104,29 @@ class Tiers:
         parallel/megatron/tiered.py."""
         if not self._may_leave:
             return
-        final = (Done.so_far(self.device), _Reduction(group.grad_reduce_handle))
-        for index in dict.fromkeys(index for parameter in group.params for index in self._of.get(parameter, ())):
-            if not self.buckets[index].late:
-                self._start(index, final)
+        final: tuple[Done, ...] = (Done.so_far(self.device), _Reduction(group.grad_reduce_handle))
+        found = dict.fromkeys(index for parameter in group.params for index in self._of.get(parameter, ()))
+        indices = [index for index in found if not self.buckets[index].late]
+        if not any(self._leaves(index) or self._updates(index) for index in indices):
+            return
+        for index in indices:
+            if self._inverse_scale is not None:
+                # Also of buckets that wait: a slice in several is unscaled as a whole.
+                self._unscaled[index] = self.jobs.unscale(index, final, self._found_inf, self._inverse_scale)
+            self._start(index, (self._unscaled[index],) if index in self._unscaled else final)
+
+    def _leaves(self, index: int) -> bool:
+        return self.memory.grad_areas[index] is not None and self.ways[index] == "host"
+
+    def _updates(self, index: int) -> bool:
+        return self._may_update and self.memory.weight_areas[index] is not None
 
     def _start(self, index: int, final: Sequence[Done]) -> None:
         """Do what can be done for a bucket before the step's norm is known."""
-        leaves = self.memory.grad_areas[index] is not None and self.ways[index] == "host"
-        updates = self._may_update and self.memory.weight_areas[index] is not None
-        if not leaves and not updates:
-            return
-        if self._inverse_scale is not None:
-            self._unscaled[index] = self.jobs.unscale(index, final, self._found_inf, self._inverse_scale)
-            final = (self._unscaled[index],)
         job = Job(self.steps + 1, self._rates(index))
-        if leaves:
+        if self._leaves(index):
             self._left[index] = self.jobs.leave(index, final)
-        if updates:
+        if self._updates(index):
             if self.ways[index] == "host":
                 self._early[index] = self.jobs.on_host_early(index, job, self._left[index])
             else:
