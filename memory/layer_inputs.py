@@ -58,6 +58,7 @@ class LayerInputs:
     def __init__(self, device: torch.device, buffers: Sequence[torch.Tensor], up: Lane, down: Lane):
         """buffers: memory of the host (uint8, pinned for a GPU), for a layer's input each."""
         self.counts = Counts()
+        self.memory = buffers
         self.host_bytes = sum(buffer.numel() for buffer in buffers)
         self._device, self._up, self._down = device, up, down
         for buffer in buffers:

@@ -20,7 +20,9 @@ DEEP = (
 def _activations(offload: str) -> tuple[int, int]:
     """Planned and measured."""
     case = Case("gpt_tiny", "single", 1, (*DEEP, f"training.activation_offload={offload}"))
-    ((planned, measured),) = compare(case)["by_rank"]
+    result = compare(case)
+    assert result["planned"]["host"] == result["measured"]["host"]
+    ((planned, measured),) = result["by_rank"]
     return planned, measured
 
 
