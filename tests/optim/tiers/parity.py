@@ -247,7 +247,7 @@ def _set_pace(tiers: Any, chunks: Sequence[Any], pace: str) -> None:
 
         def reduced(group: Any) -> None:
             tiers.reduced(group)
-            for done in (*tiers._left.values(), *tiers._early.values()):
+            for done in (*tiers._left.values(), *(update.done for update in tiers._early.values())):
                 done.wait()
 
         for chunk in chunks:
