@@ -6,6 +6,7 @@ The buffers are fp32 and as large as the model's gradients: a pass over them is 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,9 @@ def _forget_gradients(self: DistributedDataParallel) -> None:
         param.grad_added_to_main_grad = False
         param.grad_is_old = True
     if any(getattr(module, "fuse_wgrad_accumulation", False) for module in self.modules()):
-        # Products that add to the buffer by themselves find zeros there.
+        # Products that add to the buffer by themselves find zeros there, once no update reads it any more.
+        for param in self.params_with_grad:
+            _gate(self, param)
         for buffer in self.buffers + self.expert_parallel_buffers:
             buffer.reset()
         for param in self.params_with_grad:
@@ -59,8 +62,7 @@ def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> 
         added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)  # type: ignore[attr-defined]
         if param.grad is not None and not added:
             if getattr(param, "grad_is_old", False):
-                if (gate := getattr(self, "gate", None)) is not None:
-                    gate(param)  # the last step's update may still read it
+                _gate(self, param)  # the last step's update may still read it
                 param.main_grad.copy_(param.grad)  # type: ignore[attr-defined]
                 param.grad_is_old = False  # type: ignore[attr-defined]
             else:
@@ -72,11 +74,18 @@ def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> 
     return hook
 
 
+def _gate(owner: Any, param: torch.nn.Parameter) -> None:
+    """Go on once nothing works on a parameter beside the passes: see parallel/megatron/tiered.py."""
+    if (gate := getattr(owner, "gate", None)) is not None:
+        gate(param)
+
+
 def _zero_what_is_old(group: _ParamAndGradBucketGroup) -> None:
     """Parameters that no micro-batch of the step had a gradient for."""
     for bucket in group.buckets:
         for param in bucket.params:
             if getattr(param, "grad_is_old", False):
+                _gate(group, param)
                 param.main_grad.zero_()
                 param.grad_is_old = False
 
@@ -91,6 +100,21 @@ class _Done:
 
     def wait(self) -> None:
         """Nothing is under way."""
+
+
+class _WaitedOnce:
+    """An exchange of gloo's that several wait for: each wait of its own would write the result once more, over what
+    has been made of it since."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle, self._lock = handle, threading.Lock()
+
+    def wait(self) -> None:
+        """Until the result is there."""
+        with self._lock:
+            if self._handle is not None:
+                self._handle.wait()
+                self._handle = None
 
 
 def _exchange_nothing_alone() -> None:
@@ -110,12 +134,13 @@ def _exchange_nothing_alone() -> None:
                     bucket.grad_data *= bucket.gradient_scaling_factor
             self.grad_reduce_handle = _Done() if self.ddp_config.overlap_grad_reduce else None
         if self.grad_reduce_handle is not None and (reduced := getattr(self, "reduced", None)) is not None:
+            if torch.distributed.get_backend(self.intra_distributed_optimizer_instance_group) == "gloo":
+                self.grad_reduce_handle = _WaitedOnce(self.grad_reduce_handle)
             reduced(self)
 
     def start_param_sync(self: Any, force_sync: bool = False) -> None:
-        if (gate := getattr(self, "gate", None)) is not None:
-            for param in self.params:
-                gate(param)
+        for param in self.params:
+            _gate(self, param)
         if _is_alone(self):
             self.param_gather_dispatched = True
         else:
