@@ -188,8 +188,9 @@ def _too_many_lane_waits(name: str, outcomes: Sequence[runs.Outcome]) -> list[st
     wrong = []
     for rank, outcome in enumerate(outcomes):
         by_lane: Counter[str] = Counter()
-        for (thread, kind, _), count in outcome.worker_waits.items():
-            by_lane[thread] += count if kind == "event.synchronize" else 0  # all others are faults
+        for (thread, kind, place), count in outcome.worker_waits.items():
+            if kind == "event.synchronize" and place != places.LANES_END:  # all other kinds are faults
+                by_lane[thread] += count
         for thread, count in by_lane.items():
             most = CASES[name].lane_waits.get(thread, 0) * runs.STEPS
             if count > most:

@@ -21,6 +21,8 @@ HIERARCHY = "moe/alltoall/hierarchical.py:"
 Waits = dict[tuple[str, str], int]  # by kind (see device.py) and place
 
 
+# Where a lane's thread waits once, when it ends, for all that its stream was given.
+LANES_END = "memory/lanes.py:Lane._run"
 PER_STEP: Waits = {("copy to host", "training/step.py:gradients"): 1}  # the step's sums
 # Of an MoE layer and micro-batch, forward and backward pass together.
 FLAT: Waits = {("tolist", "moe/alltoall/flat.py:FlatAllToAll.count"): 1}
@@ -37,10 +39,10 @@ def waits(per_layer: Waits, layers: int, also: Waits | None = None) -> Counter[t
     return Counter({**PER_STEP, **{key: count * layers for key, count in per_layer.items()}, **(also or {})})
 
 
-def lane_waits(buckets: int, *lanes: str) -> dict[str, int]:
-    """Of a step, for Case.lane_waits: each of these lanes (by its name in memory/lanes.py) waits for at most one event
-    a bucket. A lane that is not named waits for none."""
-    return {f"{lane} lane": buckets for lane in lanes}
+def lane_waits(buckets: int, **events: int) -> dict[str, int]:
+    """Of a step, for Case.lane_waits: for how many events of a bucket each of these lanes (its name in memory/lanes.py,
+    with _ for spaces) waits at most, one in each direction. A lane that is not named waits for none."""
+    return {f"{lane.replace('_', ' ')} lane": buckets * count for lane, count in events.items()}
 
 
 def _mutant(what: str, place: str, case: str) -> tuple[Mutant, str]:
