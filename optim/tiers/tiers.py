@@ -104,23 +104,30 @@ class Tiers:
         if not self._may_leave:
             return
         final = (Done.so_far(self.device), _Reduction(group.grad_reduce_handle))
-        for index in dict.fromkeys(index for parameter in group.params for index in self._of.get(parameter, ())):
-            if not self.buckets[index].late:
-                self._start(index, final)
+        of_group = dict.fromkeys(index for parameter in group.params for index in self._of.get(parameter, ()))
+        buckets = [index for index in of_group if not self.buckets[index].late]
+        ahead = [index for index in buckets if self._leaves(index) or self._updates(index)]
+        if ahead and self._inverse_scale is not None:
+            # All of the group's: several buckets that go different ways may hold parts of one gradient.
+            for index in buckets:
+                self._unscaled[index] = self.jobs.unscale(index, final, self._found_inf, self._inverse_scale)
+        for index in ahead:
+            self._start(index, (self._unscaled[index],) if index in self._unscaled else final)
+
+    def _leaves(self, index: int) -> bool:
+        """Whether a bucket's gradient goes to the host as soon as it is final."""
+        return self.memory.grad_areas[index] is not None and self.ways[index] == "host"
+
+    def _updates(self, index: int) -> bool:
+        """Whether a bucket is updated before the step's norm is known."""
+        return self._may_update and self.memory.weight_areas[index] is not None
 
     def _start(self, index: int, final: Sequence[Done]) -> None:
         """Do what can be done for a bucket before the step's norm is known."""
-        leaves = self.memory.grad_areas[index] is not None and self.ways[index] == "host"
-        updates = self._may_update and self.memory.weight_areas[index] is not None
-        if not leaves and not updates:
-            return
-        if self._inverse_scale is not None:
-            self._unscaled[index] = self.jobs.unscale(index, final, self._found_inf, self._inverse_scale)
-            final = (self._unscaled[index],)
         job = Job(self.steps + 1, self._rates(index))
-        if leaves:
+        if self._leaves(index):
             self._left[index] = self.jobs.leave(index, final)
-        if updates:
+        if self._updates(index):
             if self.ways[index] == "host":
                 self._early[index] = self.jobs.on_host_early(index, job, self._left[index])
             else:
