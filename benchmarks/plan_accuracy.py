@@ -8,6 +8,10 @@ buffers and optimizer state are known by their storages, the gather buffer and t
 activations are what the peak has on top of all that stays. Shown is the plan over the measurement, of the rank whose
 total is the largest; memory is to be within 10%, operations within 1%.
 
+Where tiers hold optimizer state, "optimizer" is what the device holds of it: residents and slots. "host" and "disk" are
+what the tensors of its tiers of the host take, and its file: on a CPU memory of the same kind, told apart by whose it
+is.
+
 The routers of a fresh model spread tokens about evenly, as the plan assumes.
 """
 
@@ -19,7 +23,7 @@ import json
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -35,7 +39,7 @@ from tests.training.helpers import make_config
 VOCAB_SIZE = 1000  # of the made-up tokens: not a multiple of what storage is padded to
 MEMORY_BOUND, FLOPS_BOUND = 0.10, 0.01
 TIMEOUT = 300.0
-KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
+KINDS = ("weights", "gradients", "optimizer", "activations", "buffers", "host", "disk")
 SMALL = 64 * 1024  # bytes: kinds below this are not judged
 STORAGE_MIB = 2**20
 
@@ -135,6 +139,86 @@ CASES = [
 ]
 
 
+def _tiered(preset: str, layout: str, ranks: int, *overrides: str) -> Case:
+    size = 2**16 if preset.endswith("tiny") else 2**18 if preset == "quickstart" else 2**20
+    return Case(
+        preset, layout, ranks, (f"optimizer.bucket_parameters={size}", "parallel.overlap_grad_reduce=true", *overrides)
+    )
+
+
+_HOST, _DISK = "optimizer.state_device=host", "optimizer.state_device=disk"
+_DISK_DIR = "memory.disk_dir=/var/tmp"
+TIER_CASES = [
+    _tiered("gpt_tiny", "host, fp32", 1, _HOST, "training.micro_batch_size=2"),
+    _tiered("gpt_tiny", "host by host, DP2", 2, _HOST, "optimizer.engine=host", "optimizer.early_update=never"),
+    _tiered(
+        "gpt_small",
+        "host, TP2+SP, bf16",
+        2,
+        *_TWO_LAYERS,
+        _HOST,
+        "parallel.tensor=2",
+        "parallel.sequence=true",
+        "training.precision=bf16",
+        "optimizer.early_update=always",
+    ),
+    _tiered("gpt_small", "disk, DP2, bf16", 2, *_TWO_LAYERS, _DISK, _DISK_DIR, "training.precision=bf16"),
+    _tiered(
+        "gpt_tiny",
+        "host by host, PP2, fp16",
+        2,
+        _HOST,
+        "parallel.pipeline=2",
+        "training.precision=fp16",
+        "optimizer.engine=host",
+        "training.micro_batch_size=2",
+    ),
+    _tiered("gpt_moe_tiny", "host, EP2, bf16", 2, _HOST, "parallel.expert=2", "training.precision=bf16"),
+    _tiered(
+        "gpt_moe_tiny",
+        "disk by host, PP2xVPP2",
+        2,
+        _DISK,
+        _DISK_DIR,
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=2",
+        "training.micro_batch_size=1",
+        "optimizer.engine=host",
+    ),
+    _tiered("bert_tiny", "host, TP2+SP", 2, _HOST, "parallel.tensor=2", "parallel.sequence=true"),
+    _tiered(
+        "gpt_moe_small",
+        "host, DP2xEP2, bf16 moment",
+        4,
+        *_TWO_LAYERS,
+        _HOST,
+        "parallel.expert=2",
+        "training.global_batch_size=8",
+        "optimizer.moment_dtype=bf16",
+        "optimizer.early_update=never",
+    ),
+    _tiered(
+        "gpt_small",
+        "auto, device and host",
+        1,
+        *_TWO_LAYERS,
+        "optimizer.state_device=auto",
+        "training.memory_limit_gib=0.18",
+    ),
+    _tiered("bert_small", "device, DP2, bf16 moment", 2, *_TWO_LAYERS, "optimizer.moment_dtype=bf16"),
+    _tiered(
+        "quickstart",
+        "auto, device, host and disk",
+        1,
+        "training.global_batch_size=4",
+        "optimizer.state_device=auto",
+        "training.memory_limit_gib=0.06",
+        "memory.host_budget=24",
+        _DISK_DIR,
+    ),
+]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # On the ranks
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,12 +261,14 @@ def measure(config: Config) -> dict[str, Any]:
 
     from memory.pool import WORKSPACE
     from parallel import topology as topology_module
+    from simulator.run_plan import make_plan, room_beside
     from training.engine import Engine
     from training.starting.dry_run import made_up_batches
     from training.step import train_step
 
     topology = topology_module.initialize(config)
-    model = Engine(config, topology, VOCAB_SIZE)
+    plan = make_plan(config, topology.world_size, VOCAB_SIZE, topology.device.type)
+    model = Engine(config, topology, VOCAB_SIZE, room_beside(plan.memory[topology.rank], plan.rooms))
     count = config.training.global_batch_size // (config.training.micro_batch_size * topology.data.size)
     batches = made_up_batches(config, count, VOCAB_SIZE, seed=topology.data.rank)
     train_step(model, batches, 1)
@@ -201,6 +287,7 @@ def measure(config: Config) -> dict[str, Any]:
         others = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _own_tensors(model)}
         bytes_of["buffers"] = sum(size for storage, size in others.items() if storage not in in_kinds)
         bytes_of["activations"] = live.peak
+        bytes_of["disk"] = _disk_bytes(model)
     finally:
         WORKSPACE.pooled = True
         model.close()
@@ -222,6 +309,7 @@ def _own_tensors(model: Any) -> list[torch.Tensor]:
 
 
 def _storages_by_kind(model: Any) -> dict[str, dict[int, int]]:
+    from optim.tiers.tiers import tiers_of
     from parallel.megatron.optimizer import members
 
     def storages(tensors: Any) -> dict[int, int]:
@@ -238,8 +326,30 @@ def _storages_by_kind(model: Any) -> dict[str, dict[int, int]]:
                 state += group["params"]
             for values in member.optimizer.state.values():
                 state += [value for value in values.values() if isinstance(value, torch.Tensor)]
+    tiers = tiers_of(model.optimizer)
+    memory = None if tiers is None else tiers.memory
+    on_device = [] if memory is None else [*memory.resident, *memory.device_slots]
+    state += _tensors(on_device)
     optimizer = {key: size for key, size in storages(state).items() if key not in weights}
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    of_tiers = storages([] if memory is None else _tensors([*vars(memory).values(), *vars(memory.store).values()]))
+    host = {key: size for key, size in of_tiers.items() if key not in optimizer}
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    """All tensors in lists of tensors and of plain records of them."""
+    if isinstance(found, torch.Tensor):
+        return [found]
+    if isinstance(found, (list, tuple)):
+        return [tensor for each in found for tensor in _tensors(each)]
+    return _tensors(list(vars(found).values())) if is_dataclass(found) else []
+
+
+def _disk_bytes(model: Any) -> int:
+    from optim.tiers.tiers import tiers_of
+
+    tiers = tiers_of(model.optimizer)
+    return 0 if tiers is None or tiers.memory.disk is None else tiers.memory.disk.num_bytes
 
 
 def _formulas() -> dict[Any, Any]:
@@ -274,11 +384,11 @@ def compare(case: Case, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The plan beside the measurement; `ratios` is plan over measurement."""
     from models.blueprint import padded_vocab_size
     from simulator.flops import executed_flops_per_token
-    from simulator.memory import rank_memory
+    from simulator.run_plan import make_plan
 
     config = make_config([f"experiment={case.preset}", "training.device=cpu", *case.overrides, *overrides], case.ranks)
     measured = distributed.run(measure, case.ranks, config, timeout=TIMEOUT)
-    plans = rank_memory(config, VOCAB_SIZE, case.ranks, "cpu")
+    plans = make_plan(config, case.ranks, VOCAB_SIZE, "cpu").memory
     rank = max(range(case.ranks), key=lambda rank: sum(measured[rank][kind] for kind in KINDS))
     planned = {kind: getattr(plans[rank], kind) for kind in KINDS}
     tokens = config.training.global_batch_size * config.model.sequence_length
@@ -325,9 +435,10 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides for all cases")
     arguments = parser.parse_args()
-    cases = CASES[:3] if arguments.quick else CASES
+    every = [*CASES, *TIER_CASES]
+    cases = CASES[:3] if arguments.quick else every
     if arguments.cases is not None:
-        cases = [CASES[number] for number in arguments.cases]
+        cases = [every[number] for number in arguments.cases]
     headings = ["preset", "layout", "ranks", "MiB", *KINDS, "total", "FLOPs", ""]
     results = []
     try:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from configs import derived
+from configs.schema import Config
+
 Tier = Literal["device", "host", "disk"]
 Way = Literal["device", "device_stream", "host"]  # where a bucket is updated; device: in place
 
@@ -113,8 +116,24 @@ class Wanted:
     weight_bytes: int
     state_device: str  # device, host, disk, auto
     engine: str  # auto, device_stream, host, split
-    overlaps: bool  # DDP reduces gradients during the backward pass
+    overlaps: bool  # DDP reduces gradients during the backward pass, and not after it
     early_update: str  # auto, always, never
+
+
+def wanted(config: Config, numels: Sequence[int], late: Sequence[bool]) -> Wanted:
+    """What a config asks for these buckets."""
+    settings, weight_bytes = config.optimizer, derived.element_size(config)
+    moments = 4 + (4 if settings.moment_dtype == "fp32" else 2)
+    return Wanted(
+        numels=numels,
+        late=late,
+        bytes_per_element=moments + (4 if weight_bytes < 4 else 0),
+        weight_bytes=weight_bytes,
+        state_device=settings.state_device,
+        engine=settings.engine,
+        overlaps=config.parallel.overlap_grad_reduce,
+        early_update=settings.early_update,
+    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from configs.ranks import launched
 from configs.schema import ConfigError, MemoryConfig
 from configs.show import show
 from memory import host_memory
-from memory.disk import free_bytes
+from memory.host_memory import free_bytes
 
 MIB = 2**20
 SHARE = 0.8  # of what is free, where no budget is given
@@ -36,7 +36,7 @@ class Budget:
         """Bytes that are kept now."""
         return sum(self.held.values())
 
-    def open(self, given: float | None, free: int) -> None:
+    def open(self, given: float | None, free: float) -> None:
         """A run begins: its limit is what is given, in MiB, or a rank's share of the bytes that the node has free."""
         launch = launched()
         ranks = launch.local_world_size or launch.world_size
@@ -84,9 +84,9 @@ HOST = Budget("memory.host_budget")  # one of each in a process: whoever keeps s
 DISK = Budget("memory.disk_budget")
 
 
-def open_budgets(config: MemoryConfig) -> None:
+def open_budgets(config: MemoryConfig, host: Budget = HOST, disk: Budget = DISK) -> None:
     """The limits of a run, to be called before its ranks take what they need. Raises ConfigError."""
-    HOST.open(config.host_budget, host_memory.available() if config.host_budget is None else 0)
+    host.open(config.host_budget, host_memory.available() if config.host_budget is None else 0)
     if config.disk_dir is not None:
         try:
             free = free_bytes(config.disk_dir)
@@ -95,4 +95,4 @@ def open_budgets(config: MemoryConfig) -> None:
                 f"memory.disk_dir ({config.disk_dir}) must be a folder that exists: {error.strerror}. "
                 f"Try mkdir -p {config.disk_dir}"
             ) from error
-        DISK.open(config.disk_budget, free)
+        disk.open(config.disk_budget, free)

@@ -20,6 +20,7 @@ import torch
 from configs.files import FULL
 from configs.schema import ConfigError
 from memory.arrange import BLOCK, padded
+from memory.host_memory import free_bytes
 
 KEY = "memory.disk_dir"
 GIB = 2**30
@@ -134,12 +135,6 @@ class DiskError(OSError):
 
     def __str__(self) -> str:
         return str(self.strerror)
-
-
-def free_bytes(folder: str) -> int:
-    """Bytes that a user may still take of a folder's disk."""
-    there = os.statvfs(folder)
-    return there.f_bavail * there.f_frsize
 
 
 def _file_system(folder: str) -> int:

@@ -1,7 +1,9 @@
-"""The memory that this host has for a run on its CPUs."""
+"""The memory that this host has for a run on its CPUs, and the room on its disks. Without torch: a run's plan asks
+too."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,12 @@ def available() -> int:
     leave."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
     return min([free, *_left_by_cgroups()])
+
+
+def free_bytes(folder: str) -> int:
+    """Bytes that a user may still take of a folder's disk."""
+    there = os.statvfs(folder)
+    return there.f_bavail * there.f_frsize
 
 
 def _left_by_cgroups() -> Iterator[int]:

@@ -13,7 +13,7 @@ from models.blueprint.operation import EXPERT, EXPERT_TENSOR, TENSOR, unknown, w
 from moe.planning.inputs import even_load, initial_plan
 from moe.planning.timing import ASSIGNMENT_BYTES, ASSIGNMENT_GRADIENT_BYTES
 from moe.schedule.chunk_plan import STRATEGIES
-from simulator.memory import buffers
+from simulator.buffers import buffers
 from simulator.sizes import FP32, Sizes
 
 KINDS = ("gradient_reduction", "parameter_gather", "tensor_parallel", "pipeline", "expert_all_to_all", "tied_embedding")

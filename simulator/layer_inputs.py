@@ -85,10 +85,12 @@ class _Step:
         self.peak = max(self.peak, self.device)
 
 
-def layer_inputs(config: Config, world_size: int, stage: int) -> LayerInputPlan:
-    """Of a rank of this stage. Where no budget is known the host has room for all."""
+def layer_inputs(config: Config, world_size: int, stage: int, room: float | None = None) -> LayerInputPlan:
+    """Of a rank of this stage. `room`: bytes of the host; by default the budget, or enough for all."""
     budget = config.memory.host_budget
-    buffers = offloaded_layer_inputs(config, world_size, stage, math.inf if budget is None else budget * 2**20)
+    if room is None:
+        room = math.inf if budget is None else budget * 2**20
+    buffers = offloaded_layer_inputs(config, world_size, stage, room)
     size, layers = derived.layer_input_bytes(config), [len(chunk) for chunk in layers_of_stage(config, stage)]
     step, leaving = _Step(buffers), []
     waiting: list[deque[list[_Input]]] = [deque() for _ in layers]

@@ -1,42 +1,43 @@
 """The memory that each rank needs, by kind, from the configuration alone.
 
-weights, gradients and optimizer follow Megatron-core's DDP buffers and distributed optimizer: parameters lie one after
-the other in reverse order, each on a multiple of 64 numbers, and each bucket is filled up so that every data parallel
-rank owns as much. activations are the most that a step has beside all that stays: what the schedule of micro-batches
-holds at once and works with (simulator/activations.py), or, where that is more, what it takes to reduce and to clip the
-gradients. buffers stay from step to step: the one that sequence parallelism gathers into, and the table of rotary
-positions. What a GPU's libraries hold and what its allocator loses between tensors comes on top.
+weights, gradients and optimizer follow Megatron-core's DDP buffers and distributed optimizer (simulator/buffers.py);
+state that is kept in tiers is arranged as a run arranges it (simulator/tiers.py). activations are the most that a step
+has beside all that stays: what the schedule of micro-batches holds at once and works with (simulator/activations.py),
+or, where that is more, what it takes to reduce and to clip the gradients. buffers stay from step to step: the one that
+sequence parallelism gathers into, and the table of rotary positions. What a GPU's libraries hold and what its allocator
+loses between tensors comes on top.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from configs import derived
 from configs.schema import Config
+from memory.arrange import Arrangement, Rooms
 from models.blueprint import parts
 from moe.schedule.chunk_plan import Plan
 from parallel.pipeline import passes
 from simulator.activations import Activations
-from simulator.layer_inputs import layer_inputs
+from simulator.buffers import Buffer, buffers
+from simulator.layer_inputs import LayerInputPlan, layer_inputs
 from simulator.memory_tape import Profile
-from simulator.parameters import Parameter, parameters, places
+from simulator.parameters import Place, places
 from simulator.sizes import FP32, Sizes
+from simulator.tiers import TierPlan
 
-ALIGNMENT = 64  # numbers: Megatron-core's _ParamAndGradBuffer starts parameters at multiples
-BUCKET_MULTIPLE = 128
-BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000  # numbers: its default
+UNLIMITED = Rooms()
 ROTARY_TABLES = 32  # that Megatron-core's cache holds
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank; `host_activations` are on the host, beside the total."""
+    """Bytes of one rank: its device's by kind, and beside them `host_activations` and what `tiers` of optimizer state
+    take of the host and the disk."""
 
     rank: int
     stage: int
@@ -46,134 +47,86 @@ class RankMemory:
     activations: int
     buffers: int
     host_activations: int = 0
+    tiers: Arrangement | None = field(default=None, repr=False)
+
+    @property
+    def host(self) -> int:
+        """Bytes of the host, beside the device's."""
+        return self.host_activations + (0 if self.tiers is None else self.tiers.host_bytes)
+
+    @property
+    def disk(self) -> int:
+        return 0 if self.tiers is None else self.tiers.disk_bytes
 
     @property
     def total(self) -> int:
         return sum(getattr(self, kind) for kind in KINDS)
 
-
-@dataclass(frozen=True)
-class Buffer:
-    """Parameters of one model chunk that are reduced over the same ranks: their places, and where buckets end."""
-
-    ranges: tuple[tuple[int, int], ...]
-    bucket_ends: tuple[int, ...]
-    num_ranks: int  # that share the optimizer's state; 1: each has it all
-
-    @property
-    def size(self) -> int:
-        """Numbers, padding included."""
-        return self.bucket_ends[-1] if self.bucket_ends else 0
-
-    def owned(self, rank: int) -> tuple[int, int]:
-        """(numbers of parameters whose optimizer state this rank has, how many parameters these belong to)."""
-        numbers = pieces = first = 0
-        start = 0
-        for end in self.bucket_ends:
-            share = (end - start) // self.num_ranks
-            low, high = start + rank * share, start + (rank + 1) * share
-            while first < len(self.ranges) and self.ranges[first][0] < end:
-                inside = min(high, self.ranges[first][1]) - max(low, self.ranges[first][0])
-                if inside > 0:
-                    numbers += inside
-                    pieces += 1
-                first += 1
-            start = end
-        return numbers, pieces
-
-
-def make_buffer(local: Sequence[Parameter], num_ranks: int, distributed: bool, bucket_size: float) -> Buffer:
-    """Lay parameters out as Megatron-core's _ParamAndGradBuffer does."""
-    multiple = math.lcm(num_ranks, BUCKET_MULTIPLE)
-    ranges: list[tuple[int, int]] = []
-    ends: list[int] = []
-    end = bucket_start = 0
-
-    def close(end: int) -> int:
-        nonlocal bucket_start
-        bucket_start = _padded(end, multiple) if distributed else end
-        ends.append(bucket_start)
-        return bucket_start
-
-    for parameter in reversed(local):
-        alone = distributed and parameter.is_shared
-        start = _padded(end, ALIGNMENT) if distributed else end
-        if alone and start > bucket_start:
-            start = close(start)
-        end = start + parameter.local
-        ranges.append((start, end))
-        if alone or end - bucket_start >= bucket_size:
-            end = close(end)
-    if end > bucket_start:
-        close(end)
-    return Buffer(tuple(ranges), tuple(ends), num_ranks if distributed else 1)
-
-
-def _padded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def buffers(config: Config, vocab_size: int, world_size: int, stage: int) -> dict[str, list[Buffer]]:
-    """The stage's buffers by model chunk: "dense", and "expert" for the experts under expert parallelism."""
-    sizes = {
-        "dense": derived.data_parallel_size(config, world_size),
-        "expert": derived.expert_data_parallel_size(config, world_size),
-    }
-    result: dict[str, list[Buffer]] = {"dense": [], "expert": []}
-    for index, part in enumerate(parts(config)[stage]):
-        whole = index > 0 or stage > 0 or not config.parallel.overlap_grad_reduce
-        bucket_size = math.inf if whole else max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * sizes["dense"])
-        local = parameters(config, part, vocab_size)
-        for kind, own in (
-            ("dense", [p for p in local if not p.is_expert]),
-            ("expert", [p for p in local if p.is_expert]),
-        ):
-            result[kind].append(make_buffer(own, sizes[kind], config.optimizer.distributed, bucket_size))
-    return result
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        numbers: dict[str, Any] = {key: getattr(self, key) for key in ("rank", "stage", *KINDS, "total")}
+        numbers |= {"host": self.host, "host_activations": self.host_activations, "disk": self.disk}
+        if self.tiers is not None:
+            numbers |= {"host_parts": self.tiers.host_parts, "early_share": self.tiers.early_share}
+        return numbers
 
 
 def rank_memory(
-    config: Config, vocab_size: int, world_size: int, device: str, plan: Plan | None = None
+    config: Config, vocab_size: int, world_size: int, device: str, plan: Plan | None = None, rooms: Rooms = UNLIMITED
 ) -> list[RankMemory]:
-    """The memory of every rank. `plan` is that of the MoE layers; by default what the config fixes."""
+    """The memory of every rank. `plan` is that of the MoE layers; by default what the config fixes. `rooms`: what a
+    rank may use of each tier in all."""
     element = derived.element_size(config)
     # both moments, and the fp32 weights of a half precision model
     state_bytes = 2 * FP32 + (FP32 if element < FP32 else 0)
     activations = Activations(config, vocab_size, device, plan)
     stages = config.parallel.pipeline
     static = [buffers(config, vocab_size, world_size, stage) for stage in range(stages)]
-    most = [
-        max(
-            activations_of_stage(config, activations, world_size, stage), _after_backward(config, static[stage], device)
-        )
-        for stage in range(stages)
-    ]
     staying = [_staying(config, stage) for stage in range(stages)]
-    leaving = [layer_inputs(config, world_size, stage).host for stage in range(stages)]
+
+    def working(room: float) -> tuple[list[int], list[int]]:
+        """By stage: activations of the device, and layer inputs on the host, which has so much room for them."""
+        inputs = [layer_inputs(config, world_size, stage, room) for stage in range(stages)]
+        live = [activations_of_stage(config, activations, world_size, stage, inputs[stage]) for stage in range(stages)]
+        after = [_after_backward(config, of_stage, device) for of_stage in static]
+        return [max(pair) for pair in zip(live, after, strict=True)], [plan.host for plan in inputs]
+
+    most, leaving = working(rooms.host)
     distributed = config.optimizer.distributed
 
     @cache
     def optimizer(stage: int, kind: str, rank: int) -> int:
-        owned = [buffer.owned(rank if distributed else 0) for buffer in static[stage][kind]]
-        return sum(numbers * state_bytes + pieces * FP32 for numbers, pieces in owned)
+        owned = [each for buffer in static[stage][kind] for each in buffer.owned(rank if distributed else 0)]
+        return sum((each.end - each.start) * state_bytes + FP32 for each in owned)
 
-    result = []
-    for place in places(config, world_size):
-        numbers = sum(buffer.size for kind in static[place.stage].values() for buffer in kind)
-        state = optimizer(place.stage, "dense", place.data) + optimizer(place.stage, "expert", place.expert_data)
-        result.append(
-            RankMemory(
-                place.rank,
-                place.stage,
-                numbers * element,
-                numbers * FP32,
-                state,
-                most[place.stage],
-                staying[place.stage],
-                leaving[place.stage],
-            )
+    everyone, found = list(places(config, world_size)), dict[int, Arrangement]()
+    numbers = [sum(buffer.size for kind in of_stage.values() for buffer in kind) for of_stage in static]
+    if derived.has_tiers(config):
+        tiers = TierPlan(config, vocab_size, world_size, rooms)
+        beside = [numbers[i] * (element + FP32) + most[i] + staying[i] for i in range(stages)]
+        found = {place.rank: tiers.of(place, beside[place.stage]) for place in everyone}
+        if any(leaving):  # layer inputs get what optimizer state leaves
+            most, leaving = working(max(rooms.host - max(of_rank.host_bytes for of_rank in found.values()), 0))
+
+    def state(place: Place) -> int:
+        if place.rank in found:
+            return found[place.rank].device_bytes
+        return optimizer(place.stage, "dense", place.data) + optimizer(place.stage, "expert", place.expert_data)
+
+    return [
+        RankMemory(
+            place.rank,
+            place.stage,
+            numbers[place.stage] * element,
+            numbers[place.stage] * FP32,
+            state(place),
+            most[place.stage],
+            staying[place.stage],
+            leaving[place.stage],
+            found.get(place.rank),
         )
-    return result
+        for place in everyone
+    ]
 
 
 def _staying(config: Config, stage: int) -> int:
@@ -205,9 +158,11 @@ def _after_backward(config: Config, of_stage: dict[str, list[Buffer]], device: s
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def activations_of_stage(config: Config, activations: Activations, world_size: int, stage: int) -> int:
-    """The most that a stage's micro-batches hold at once."""
-    of_stage, leaving = parts(config)[stage], iter(layer_inputs(config, world_size, stage).leaving)
+def activations_of_stage(
+    config: Config, activations: Activations, world_size: int, stage: int, inputs: LayerInputPlan
+) -> int:
+    """The most that a stage's micro-batches hold at once on the device."""
+    of_stage, leaving = parts(config)[stage], iter(inputs.leaving)
     in_flight: list[deque[Profile]] = [deque() for _ in of_stage]
 
     @cache

@@ -16,6 +16,14 @@ from models import blueprint
 from models.blueprint.operation import EXPERT, axis_sizes, unknown
 
 # Kinds of weights, and whether gradients train them.
+# What every tensor rank has the gradients of all tokens of.
+WHOLE_GRADIENTS = (
+    "_embeddings.weight",
+    "pooler.dense.weight",
+    "pooler.dense.bias",
+    "binary_head.weight",
+    "binary_head.bias",
+)
 TRAINED = {"matrix": True, "output_matrix": True, "norm": True, "bias": True, "router_bias": False}
 
 
@@ -30,6 +38,8 @@ class Parameter:
     is_expert: bool = False  # reduced over other ranks than the rest
     active: int = 0  # of `total`, those that work on a token
     is_shared: bool = False  # an embedding that two stages hold
+    decays: bool = True  # weight decay: Megatron-core has none for vectors
+    is_late: bool = False  # its gradient is not final when it has been reduced over the data parallel ranks
 
 
 @dataclass(frozen=True)
@@ -72,5 +82,18 @@ def parameters(config: Config, part: blueprint.Part, vocab_size: int) -> list[Pa
         # Without expert parallelism Megatron-core reduces experts' gradients with all others.
         is_expert = weight.is_expert and sizes[EXPERT] > 1
         local = math.prod(blueprint.local_shape(weight, sizes))
-        result.append(Parameter(name, local, total, is_expert, active, weight.is_shared))
+        decays, is_late = len(weight.shape) > 1 and weight.kind != "bias", _is_late(config, name, weight)
+        result.append(Parameter(name, local, total, is_expert, active, weight.is_shared, decays, is_late))
     return result
+
+
+def _is_late(config: Config, name: str, weight: blueprint.Weight) -> bool:
+    """As parallel/megatron/tiered.py's is_late, of which a model is not there to be asked."""
+    parallel = config.parallel
+    if parallel.pipeline > 1 and (weight.is_shared or "embedding" in name or "output_layer" in name):
+        return True
+    if parallel.tensor == 1:
+        return False
+    # Sequence parallelism: each tensor rank has the gradient of its own tokens of what all of them hold.
+    alike = parallel.sequence and not weight.splits and not name.endswith(WHOLE_GRADIENTS)
+    return alike or "layernorm" in name or ".router." in name

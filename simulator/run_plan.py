@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from configs.ranks import launched
 from configs.rules import first_problem
 from configs.schema import Config, ConfigError
 from memory import host_memory
+from memory.arrange import Rooms
+from memory.budgets import Budget, open_budgets
 from models.blueprint import padded_vocab_size, parts
 from moe.placement.map import PlacementMap
 from parallel.pipeline import layers_of_stage
@@ -32,6 +35,7 @@ from simulator.flops import (
 from simulator.memory import KINDS, RankMemory, rank_memory
 from simulator.parameters import Place, parameters, places
 from simulator.step_time import Prediction, predict_step
+from simulator.tiers import TierPlan, least_host_bytes, left
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +59,7 @@ class RunPlan:
     memory: list[RankMemory]
     communication: list[dict[str, int]]  # by stage
     prediction: Prediction | None
+    rooms: Rooms = Rooms()  # what a rank may use of each memory tier
 
     @property
     def worst(self) -> RankMemory:
@@ -83,7 +88,7 @@ class RunPlan:
                 "forward_operations": forward_operations(config, self.vocab_size),
             },
             "micro_batches": self.micro_batches,
-            "memory_per_rank": [{**asdict(rank), "total": rank.total} for rank in self.memory],
+            "memory_per_rank": [rank.as_dict() for rank in self.memory],
             "worst_rank": self.worst.rank,
             "layout": [
                 {**asdict(place), "layers": _layers(config, place.stage), "experts": _experts(config, place)}
@@ -94,13 +99,17 @@ class RunPlan:
         }
 
 
-def make_plan(config: Config, world_size: int, vocab_size: int, device: str | None = None) -> RunPlan:
-    """The plan of a checked config. `device`: by default where it would train if it were started here."""
+def make_plan(
+    config: Config, world_size: int, vocab_size: int, device: str | None = None, device_memory: float | None = None
+) -> RunPlan:
+    """The plan of a checked config. `device`: by default where it would train if it were started here;
+    `device_memory`: bytes that a GPU has, where it is known. Raises ConfigError."""
     device = device or device_type(config)
     padded = padded_vocab_size(vocab_size, config.parallel.tensor)
     every = [p for of_stage in parts(config) for part in of_stage for p in parameters(config, part, vocab_size)]
     sent = communication.bytes_per_step(config, vocab_size, world_size, device)
     reduced = max(stage["gradient_reduction"] + stage["parameter_gather"] for stage in sent)
+    of = rooms(config, world_size, device_memory)
     return RunPlan(
         config,
         world_size,
@@ -108,10 +117,37 @@ def make_plan(config: Config, world_size: int, vocab_size: int, device: str | No
         device,
         sum(parameter.total for parameter in every),
         sum(parameter.active for parameter in every),
-        rank_memory(config, vocab_size, world_size, device),
+        rank_memory(config, vocab_size, world_size, device, rooms=of),
         sent,
         predict_step(config, padded, world_size, device, reduced),
+        of,
     )
+
+
+def rooms(config: Config, world_size: int, device_memory: float | None) -> Rooms:
+    """Bytes of each tier that a rank may take: `training.memory_limit_gib`, or the most of `device_memory`; the
+    budgets, or a share of what is free. Nothing is known of the host and disk of ranks that were not started here."""
+    host, disk = _budgets(config, world_size)
+    device = math.inf if device_memory is None else device_memory * (1 - TOLERANCE)
+    if config.training.memory_limit_gib is not None:
+        device = config.training.memory_limit_gib * GIB
+    return Rooms(device, host.limit, 0.0 if config.memory.disk_dir is None else disk.limit)
+
+
+def room_beside(rank: RankMemory, of: Rooms) -> float:
+    """Bytes of a rank's device that optimizer state may take."""
+    return left(of, rank.total - rank.optimizer).device
+
+
+def _budgets(config: Config, world_size: int) -> tuple[Budget, Budget]:
+    """As a run opens them on its own node."""
+    host, disk = Budget("memory.host_budget"), Budget("memory.disk_budget")
+    if world_size == launched().world_size:
+        open_budgets(config.memory, host, disk)
+    else:
+        host.open(config.memory.host_budget, math.inf)
+        disk.open(config.memory.disk_budget, math.inf)
+    return host, disk
 
 
 def device_type(config: Config) -> str:
@@ -142,7 +178,9 @@ def write(plan: RunPlan, run_dir: Path) -> None:
 
 
 def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) -> None:
-    """Raise ConfigError if a rank needs more than `training.memory_limit_gib`, or clearly more than its GPU has."""
+    """Raise ConfigError if a rank needs more than `training.memory_limit_gib`, or clearly more than its GPU has, or if
+    no memory tier holds its optimizer state."""
+    _refuse_what_no_tier_holds(plan)
     limit_gib = plan.config.training.memory_limit_gib
     if limit_gib is not None:
         limit, needed = limit_gib * GIB, float(plan.worst.total)
@@ -156,6 +194,23 @@ def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) ->
         raise ConfigError(out_of_memory(plan, limit))
 
 
+def _refuse_what_no_tier_holds(plan: RunPlan) -> None:
+    """Raise ConfigError, with the least budget that would do, where what a rank keeps off its device does not fit."""
+    refused = [rank for rank in plan.memory if rank.host > plan.rooms.host or rank.disk > plan.rooms.disk]
+    if not refused:
+        return
+    worst = max(refused, key=lambda rank: (rank.host, rank.disk))
+    needed, (host, disk) = worst.host, _budgets(plan.config, plan.world_size)
+    if plan.config.optimizer.state_device == "auto":  # what the other tiers hold need not be there
+        place = list(places(plan.config, plan.world_size))[worst.rank]
+        asked = TierPlan(plan.config, plan.vocab_size, plan.world_size, plan.rooms).wanted(place)
+        least = least_host_bytes(asked, left(plan.rooms, worst.total - worst.optimizer))
+        needed = needed if least is None else worst.host_activations + least
+    what = "optimizer state and activations" if worst.host_activations else "optimizer state"
+    host.take(needed, f"{what} of rank {worst.rank}")
+    disk.take(worst.disk, f"{what} of rank {worst.rank}")
+
+
 def refuse_what_the_host_cannot_hold(plan: RunPlan) -> None:
     """Raise ConfigError if this node's ranks, as their launcher's environment names them, clearly need more than its
     memory has left.
@@ -165,13 +220,15 @@ def refuse_what_the_host_cannot_hold(plan: RunPlan) -> None:
     launch = launched()
     first = launch.rank - (launch.local_rank or 0)
     here = plan.memory[first : first + (launch.local_world_size or plan.world_size)]
-    needed, limit = sum(place.total for place in here), host_memory.available()
+    in_tiers = sum(place.host for place in here)
+    needed, limit = sum(place.total for place in here) + in_tiers, host_memory.available()
     if needed * (1 - TOLERANCE) <= limit:
         return
     kinds = ", ".join(
         f"{kind} {_size(total)}" for kind in KINDS if (total := sum(getattr(place, kind) for place in here))
     )
-    fix = what_fits(plan, limit / len(here))
+    kinds += f", optimizer state's tier of the host {_size(in_tiers)}" if in_tiers else ""
+    fix = what_fits(plan, (limit - in_tiers) / len(here))
     advice = (
         f"Try {fix.partition(' (')[0]}"
         if fix
@@ -216,7 +273,10 @@ def what_fits(plan: RunPlan, limit: float) -> str | None:
                 changed, plan.world_size
             ) is not None:
                 continue
-            most = max(rank.total for rank in rank_memory(changed, plan.vocab_size, plan.world_size, plan.device))
+            most = max(
+                rank.total
+                for rank in rank_memory(changed, plan.vocab_size, plan.world_size, plan.device, rooms=plan.rooms)
+            )
             if most <= limit:
                 fix = [f"training.micro_batch_size={number}"] if number != size else []
                 fix += [f"training.recompute={recompute}"] if recompute != config.training.recompute else []
@@ -225,11 +285,22 @@ def what_fits(plan: RunPlan, limit: float) -> str | None:
 
 
 def _more_ranks(plan: RunPlan, limit: float) -> str:
-    """What else would help: more data parallel ranks share the optimizer's state, those of a layout the model."""
+    """What else would help: other tiers or more data parallel ranks hold the optimizer's state, those of a layout the
+    model."""
+    for tier in ("host", "disk"):
+        changed = copy.deepcopy(plan.config)
+        changed.optimizer.state_device = tier
+        if plan.config.optimizer.state_device == "device" and first_problem(changed, plan.world_size) is None:
+            memory = rank_memory(changed, plan.vocab_size, plan.world_size, plan.device, rooms=plan.rooms)
+            most, on_host = max(rank.total for rank in memory), max(rank.host for rank in memory)
+            if most <= limit and on_host <= plan.rooms.host and max(rank.disk for rank in memory) <= plan.rooms.disk:
+                return f"optimizer.state_device={tier} would, with {_size(most)} each and {_size(on_host)} of the host"
     for factor in (2, 4, 8, 16, 32, 64):
         ranks, config = factor * plan.world_size, plan.config
         if config.optimizer.distributed and first_problem(config, ranks) is None:
-            most = max(rank.total for rank in rank_memory(config, plan.vocab_size, ranks, plan.device))
+            most = max(
+                rank.total for rank in rank_memory(config, plan.vocab_size, ranks, plan.device, rooms=plan.rooms)
+            )
             if most <= limit:
                 return f"{ranks} ranks would, with {_size(most)} each"
     return "give parallel.tensor, pipeline or expert more ranks"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 
 from configs import derived
 from configs.ranks import launched
 from configs.schema import Config
+from memory.arrange import Arrangement
 from models.blueprint import padded_vocab_size, parts
 from moe.placement.map import PlacementMap
 from parallel.pipeline import layers_of_stage
@@ -15,25 +17,25 @@ from simulator.communication import KINDS as SENT_KINDS
 from simulator.flops import executed_flops_per_token, forward_flops_per_token, training_flops_per_token
 from simulator.memory import KINDS
 from simulator.parameters import places
-from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit
+from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit, room_beside
 
 MOST_GROUPS = 8  # expert groups or data ranks of a stage that are drawn one by one
 
 
 def show(config: Config, world_size: int, vocab_size: int) -> int:
     """Print the plan that `plan=true` or `plan=json` asks for; the exit status. Raises ConfigError where it does not
-    fit the limit."""
+    fit the limit or the budgets."""
     plan = make_plan(config, world_size, vocab_size)
     if launched().rank == 0:
         print(json.dumps(plan.as_dict()) if config.plan == "json" else text(plan), flush=True)
-    if config.training.memory_limit_gib is not None:
-        refuse_what_cannot_fit(plan)
+    refuse_what_cannot_fit(plan)
     return 0
 
 
 def text(plan: RunPlan) -> str:
     """Everything, one section after the other."""
-    return "\n\n".join([_model(plan), _layout(plan), _memory(plan), _communication(plan), _time(plan)])
+    sections = [_model(plan), _layout(plan), _memory(plan), _tiers(plan), _communication(plan), _time(plan)]
+    return "\n\n".join(section for section in sections if section)
 
 
 def size(num_bytes: float) -> str:
@@ -153,6 +155,51 @@ def _memory(plan: RunPlan) -> str:
             "tokens."
         )
     return "\n".join(lines)
+
+
+def _tiers(plan: RunPlan) -> str:
+    """Where optimizer state lies that is kept in tiers: a line each, of the rank that has most there."""
+    found = [(rank, rank.tiers) for rank in plan.memory if rank.tiers is not None]
+    if not found:
+        return ""
+    settings, memory = plan.config.optimizer, plan.config.memory
+    lines = [f"Optimizer state by tier (optimizer.state_device={settings.state_device}), of the rank with most in it:"]
+    for tier, key, given in (
+        ("device", "training.memory_limit_gib", None),
+        ("host", "memory.host_budget", memory.host_budget),
+        ("disk", "memory.disk_budget", memory.disk_budget),
+    ):
+        rank, tiers = max(found, key=lambda each: _in_tier(each[1], tier))
+        parts = [f"{tiers.tiers.count(tier)} of {len(tiers.tiers)} buckets"]
+        if tier == "host":
+            parts += [f"{what} {size(number)}" for what, number in tiers.host_parts.items() if number]
+        room = {"device": room_beside(rank, plan.rooms), "host": plan.rooms.host, "disk": plan.rooms.disk}[tier]
+        if tier == "disk" and memory.disk_dir is None:
+            parts.append("no memory.disk_dir")
+        elif math.isfinite(room):
+            why = "beside all else" if tier == "device" else f"{key}{'' if given else ', of what is free'}"
+            parts.append(f"of {size(room)} ({why})")
+        lines.append(f"  {tier:<6} {size(_in_tier(tiers, tier)):>11}  rank {rank.rank}: {', '.join(parts)}")
+    share = min(tiers.early_share for _, tiers in found)
+    why = "" if plan.config.parallel.overlap_grad_reduce else " (parallel.overlap_grad_reduce is false)"
+    lines.append(f"  in the backward pass the gradients of {share:.1%} of the parameters can leave or be used{why}")
+    return "\n".join([*lines, f"  {_engine(plan, found[0][1])}"])
+
+
+def _in_tier(tiers: Arrangement, tier: str) -> int:
+    return {"device": tiers.device_bytes, "host": tiers.host_bytes, "disk": tiers.disk_bytes}[tier]
+
+
+def _engine(plan: RunPlan, tiers: Arrangement) -> str:
+    """What updates the weights."""
+    engine = plan.config.optimizer.engine
+    if set(tiers.tiers) == {"device"}:
+        return "weights are updated in place"
+    if tiers.flexible:
+        return (
+            f"optimizer.engine={engine}: a run measures the link and both updates, and chooses; it has memory for both"
+        )
+    return f"optimizer.engine={engine}"
 
 
 def _communication(plan: RunPlan) -> str:

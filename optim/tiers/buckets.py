@@ -1,89 +1,10 @@
-"""Buckets: runs of a rank's slices of parameters, whose optimizer state moves between the tiers as one record."""
+"""A bucket's state as one record of bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-
-# A larger slice is cut at multiples of so many elements from its start: the vectorised kernel gives other bits where
-# a cut leaves it another rest.
-CUT = 4096
-
-
-class Slice(Protocol):
-    """What a rank holds of a parameter: see parallel/megatron/tiered.py."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def end(self) -> int: ...
-
-    @property
-    def place(self) -> Hashable: ...
-
-    @property
-    def late(self) -> bool: ...
-
-    @property
-    def order(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The elements [start, end) of slice `index`'s parameter, from `offset` on in the bucket's record."""
-
-    index: int
-    start: int
-    end: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Pieces of slices of one place, all late or none; `order` is that of the first piece in the forward pass."""
-
-    pieces: tuple[Piece, ...]
-    late: bool
-    order: int
-
-    @property
-    def numel(self) -> int:
-        return sum(piece.end - piece.start for piece in self.pieces)
-
-
-def cut(slices: Sequence[Slice], limit: int) -> list[Bucket]:
-    """Buckets of at most `limit` elements (at least CUT), in the order of first use."""
-    limit = max(limit // CUT, 1) * CUT
-    runs: dict[Hashable, list[int]] = {}
-    for index, owned in enumerate(slices):
-        runs.setdefault((owned.place, owned.late), []).append(index)
-    buckets = []
-    for run in runs.values():
-        pieces: list[Piece] = []
-        for piece in _cut_slices(slices, run, limit):
-            filled = pieces[-1].offset + pieces[-1].end - pieces[-1].start if pieces else 0
-            if filled + piece.end - piece.start > limit:
-                buckets.append(_bucket(slices, pieces))
-                pieces, filled = [], 0
-            pieces.append(Piece(piece.index, piece.start, piece.end, filled))
-        buckets.append(_bucket(slices, pieces))
-    return sorted(buckets, key=lambda bucket: bucket.order)
-
-
-def _cut_slices(slices: Sequence[Slice], run: Iterable[int], limit: int) -> Iterable[Piece]:
-    for index in run:
-        owned = slices[index]
-        for start in range(owned.start, owned.end, limit):
-            yield Piece(index, start, min(start + limit, owned.end), 0)
-
-
-def _bucket(slices: Sequence[Slice], pieces: list[Piece]) -> Bucket:
-    first = slices[pieces[0].index]
-    return Bucket(tuple(pieces), first.late, min(slices[piece.index].order for piece in pieces))
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from configs.schema import Config, ConfigError
-from memory.arrange import Arrangement, Rooms, Wanted, arrange, least
+from memory.arrange import Arrangement, Rooms, Wanted, arrange, least, wanted
+from memory.buckets import cut
 from memory.budgets import DISK, HOST
 from memory.disk import Disk
 from memory.lanes import Lanes
-from optim.tiers.buckets import RecordLayout, cut
+from optim.tiers.buckets import RecordLayout
 from optim.tiers.memory import allocate
 from optim.tiers.tiers import Hyperparameters, Tiers
 from parallel.dtypes import DTYPES
@@ -37,20 +38,10 @@ def build_tiers(
     slices = owned_slices(optimizer, chunks)
     buckets = cut(slices, settings.bucket_parameters)
     layout = RecordLayout(dtype != torch.float32, DTYPES[settings.moment_dtype])
-    wanted = Wanted(
-        numels=[bucket.numel for bucket in buckets],
-        late=[bucket.late for bucket in buckets],
-        bytes_per_element=layout.bytes_per_element,
-        weight_bytes=dtype.itemsize,
-        state_device=settings.state_device,
-        engine=settings.engine,
-        # Without overlap DDP reduces gradients when the backward pass is over.
-        overlaps=config.parallel.overlap_grad_reduce,
-        early_update=settings.early_update,
-    )
+    asked = wanted(config, [bucket.numel for bucket in buckets], [bucket.late for bucket in buckets])
     arrangement, disk, problem = None, None, None
     try:
-        arrangement = _arrange(wanted, device_room, config)
+        arrangement = _arrange(asked, device_room, config)
         if arrangement.disk_bytes:
             assert config.memory.disk_dir is not None
             disk = Disk(config.memory.disk_dir, arrangement.disk_bytes)

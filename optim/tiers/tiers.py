@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from memory.buckets import Bucket
 from memory.lanes import Done
 from memory.planning import ElementBytes, Rates, choose
 from memory.store import Store
-from optim.tiers.buckets import Bucket, RecordLayout
+from optim.tiers.buckets import RecordLayout
 from optim.tiers.hold import StateHold
 from optim.tiers.kernel import Rates as KernelRates
 from optim.tiers.measure import measure

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+from memory.buckets import Bucket
 from memory.lanes import Done, Lanes
 from memory.store import Loan, Store
-from optim.tiers.buckets import Bucket, RecordLayout
+from optim.tiers.buckets import RecordLayout
 from optim.tiers.kernel import SCRATCH, Rates, State, adamw
 from optim.tiers.memory import TierMemory
 from parallel.megatron.tiered import OwnedSlice

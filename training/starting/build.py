@@ -15,7 +15,7 @@ from checkpoint.saver import Saver
 from checkpoint.state_file import in_words
 from configs import files
 from configs.ranks import launched
-from configs.schema import Config
+from configs.schema import Config, ConfigError
 from data.build import build_data
 from data.prepare import PreparedData, prepare
 from data.tokenizer import load_tokenizer
@@ -24,6 +24,7 @@ from models.specs import backend_line, resolve_backend
 from models.transformer_config import fusions
 from parallel import card
 from parallel import topology as topology_module
+from parallel.refusal import raise_together
 from simulator import run_plan
 from simulator.flops import training_flops_per_token
 from training import progress
@@ -54,10 +55,12 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
     for callback in callbacks:
         callback.on_claim(0 if folder is None else int(folder.name[5:]))
 
-    if (expected.vocab_size, expected.device) != (vocab_size, topology.device.type):
-        expected = run_plan.make_plan(config, topology.world_size, vocab_size, topology.device.type)
-    run_plan.refuse_what_cannot_fit(expected, topology.device)
-    engine = Engine(config, topology, vocab_size)
+    on_gpu = topology.device.type == "cuda"
+    if (expected.vocab_size, expected.device) != (vocab_size, topology.device.type) or on_gpu:
+        size = torch.cuda.get_device_properties(topology.device).total_memory if on_gpu else None
+        expected = run_plan.make_plan(config, topology.world_size, vocab_size, topology.device.type, size)
+    raise_together(_problem(expected, topology.device))
+    engine = Engine(config, topology, vocab_size, run_plan.room_beside(expected.memory[topology.rank], expected.rooms))
     built.callback(engine.close)
     health, position = Health(config), progress.Progress()
     if folder is not None:
@@ -107,6 +110,15 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
     if dry_run.wanted(config, topology.device):
         dry_run.first_batch(engine, expected)
     return run
+
+
+def _problem(expected: run_plan.RunPlan, device: torch.device) -> str | None:
+    """Why this rank cannot have what it needs. What is free is not the same on every node."""
+    try:
+        run_plan.refuse_what_cannot_fit(expected, device)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _prepare(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:

@@ -1,0 +1,109 @@
+"""Where parameters lie in Megatron-core's gradient buffers, and which of them a rank owns: as its DDP and its
+distributed optimizer lay them out.
+
+Parameters lie one after the other in reverse order, each on a multiple of 64 numbers, and each bucket is filled up so
+that every data parallel rank owns as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from configs import derived
+from configs.schema import Config
+from models.blueprint import parts
+from simulator.parameters import Parameter, parameters
+
+ALIGNMENT = 64  # numbers: Megatron-core's _ParamAndGradBuffer starts parameters at multiples
+BUCKET_MULTIPLE = 128
+BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000  # numbers: its default
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The elements [start, end) of the `index`-th parameter of a buffer, in the order of the modules; `bucket` is
+    Megatron-core's."""
+
+    index: int
+    bucket: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Parameters of one model chunk that are reduced over the same ranks: their places, and where buckets end."""
+
+    ranges: tuple[tuple[int, int], ...]
+    bucket_ends: tuple[int, ...]
+    num_ranks: int  # that share the optimizer's state; 1: each has it all
+
+    @property
+    def size(self) -> int:
+        """Numbers, padding included."""
+        return self.bucket_ends[-1] if self.bucket_ends else 0
+
+    def owned(self, rank: int) -> Iterator[Owned]:
+        """The parts of parameters whose optimizer state this rank has."""
+        start = first = 0
+        for bucket, end in enumerate(self.bucket_ends):
+            share = (end - start) // self.num_ranks
+            low, high = start + rank * share, start + (rank + 1) * share
+            while first < len(self.ranges) and self.ranges[first][0] < end:
+                begin, stop = self.ranges[first]
+                if max(low, begin) < min(high, stop):
+                    yield Owned(len(self.ranges) - 1 - first, bucket, max(low - begin, 0), min(high, stop) - begin)
+                first += 1
+            start = end
+
+
+def make_buffer(local: Sequence[Parameter], num_ranks: int, distributed: bool, bucket_size: float) -> Buffer:
+    """Lay parameters out as Megatron-core's _ParamAndGradBuffer does."""
+    multiple = math.lcm(num_ranks, BUCKET_MULTIPLE)
+    ranges: list[tuple[int, int]] = []
+    ends: list[int] = []
+    end = bucket_start = 0
+
+    def close(end: int) -> int:
+        nonlocal bucket_start
+        bucket_start = _padded(end, multiple) if distributed else end
+        ends.append(bucket_start)
+        return bucket_start
+
+    for parameter in reversed(local):
+        alone = distributed and parameter.is_shared
+        start = _padded(end, ALIGNMENT) if distributed else end
+        if alone and start > bucket_start:
+            start = close(start)
+        end = start + parameter.local
+        ranges.append((start, end))
+        if alone or end - bucket_start >= bucket_size:
+            end = close(end)
+    if end > bucket_start:
+        close(end)
+    return Buffer(tuple(ranges), tuple(ends), num_ranks if distributed else 1)
+
+
+def _padded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def buffers(config: Config, vocab_size: int, world_size: int, stage: int) -> dict[str, list[Buffer]]:
+    """The stage's buffers by model chunk: "dense", and "expert" for the experts under expert parallelism."""
+    sizes = {
+        "dense": derived.data_parallel_size(config, world_size),
+        "expert": derived.expert_data_parallel_size(config, world_size),
+    }
+    result: dict[str, list[Buffer]] = {"dense": [], "expert": []}
+    for index, part in enumerate(parts(config)[stage]):
+        whole = index > 0 or stage > 0 or not config.parallel.overlap_grad_reduce
+        bucket_size = math.inf if whole else max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * sizes["dense"])
+        local = parameters(config, part, vocab_size)
+        for kind, own in (
+            ("dense", [p for p in local if not p.is_expert]),
+            ("expert", [p for p in local if p.is_expert]),
+        ):
+            result[kind].append(make_buffer(own, sizes[kind], config.optimizer.distributed, bucket_size))
+    return result

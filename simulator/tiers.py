@@ -1,0 +1,96 @@
+"""Where a rank's optimizer state lies, as a run will arrange it: the same buckets (memory/buckets.py), arranged by the
+same function (memory/arrange.py), from the places of parameters in Megatron-core's buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from configs.schema import Config
+from memory.arrange import Arrangement, Rooms, Wanted, arrange, least, wanted
+from memory.buckets import cut
+from models.blueprint import parts
+from simulator.buffers import Buffer, buffers
+from simulator.parameters import Parameter, Place, parameters
+
+
+@dataclass(frozen=True)
+class OwnedSlice:
+    """As parallel/megatron/tiered.py's."""
+
+    start: int
+    end: int
+    place: tuple[bool, bool, int, int]  # whether experts', whether it decays, model chunk, Megatron-core's bucket
+    late: bool
+    order: int
+
+
+class TierPlan:
+    """Arrangements of the optimizer state of ranks. Ranks that own alike share one."""
+
+    def __init__(self, config: Config, vocab_size: int, world_size: int, rooms: Rooms) -> None:
+        """rooms: what each rank may use of the tiers; of the device, with all that else is there."""
+        self.config, self.rooms = config, rooms
+        self._static = [buffers(config, vocab_size, world_size, stage) for stage in range(config.parallel.pipeline)]
+        self._local = [[parameters(config, part, vocab_size) for part in of_stage] for of_stage in parts(config)]
+        self._wanted, self._arranged = cache(self._want), cache(self._arrange)
+
+    def of(self, place: Place, beside: int) -> Arrangement:
+        """A rank's, where `beside` bytes of its device are taken by all else. What does not fit is arranged in the
+        least memory all the same."""
+        return self._arranged(place.stage, place.data, place.expert_data, beside)
+
+    def wanted(self, place: Place) -> Wanted:
+        """A rank's buckets."""
+        return self._wanted(place.stage, place.data, place.expert_data)
+
+    def _arrange(self, stage: int, data: int, expert_data: int, beside: int) -> Arrangement:
+        asked = self._wanted(stage, data, expert_data)
+        return arrange(asked, left(self.rooms, beside)) or least(asked)
+
+    def _want(self, stage: int, data: int, expert_data: int) -> Wanted:
+        ranks = {"dense": data, "expert": expert_data}
+        slices = owned_slices(self._static[stage], self._local[stage], ranks)
+        found = cut(slices, self.config.optimizer.bucket_parameters)
+        return wanted(self.config, [bucket.numel for bucket in found], [bucket.late for bucket in found])
+
+
+def left(rooms: Rooms, beside: float) -> Rooms:
+    """What optimizer state may take where `beside` bytes of the device are taken."""
+    return replace(rooms, device=max(rooms.device - beside, 0.0))
+
+
+def owned_slices(
+    static: Mapping[str, Sequence[Buffer]], local: Sequence[Sequence[Parameter]], ranks: Mapping[str, int]
+) -> list[OwnedSlice]:
+    """What a rank owns of a stage's parameters, in the order of the forward pass. `static`: the stage's buffers by
+    kind and model chunk; `ranks`: its place among those that share a kind's state."""
+    found, first = [], 0
+    for chunk, of_chunk in enumerate(local):
+        for kind, is_expert in (("dense", False), ("expert", True)):
+            own = [(first + order, each) for order, each in enumerate(of_chunk) if each.is_expert == is_expert]
+            for owned in static[kind][chunk].owned(ranks[kind]):
+                order, parameter = own[owned.index]
+                place = (is_expert, parameter.decays, chunk, owned.bucket)
+                found.append(OwnedSlice(owned.start, owned.end, place, parameter.is_late, order))
+        first += len(of_chunk)
+    return sorted(found, key=lambda owned: owned.order)
+
+
+def least_host_bytes(asked: Wanted, rooms: Rooms) -> int | None:
+    """The smallest host budget with which the state fits; None where no budget is enough."""
+    most = arrange(replace(asked, early_update=_no_wish(asked)), replace(rooms, host=math.inf))
+    if most is None:
+        return None
+    low, high = 0, most.host_bytes
+    while high - low > 2**16:
+        middle = (low + high) // 2
+        fits = arrange(asked, replace(rooms, host=middle))
+        low, high = (middle, high) if fits is None else (low, fits.host_bytes)
+    return high
+
+
+def _no_wish(asked: Wanted) -> str:
+    return "always" if asked.early_update == "always" else "never"
