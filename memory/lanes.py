@@ -54,14 +54,15 @@ class Done:
     def wait(self, timeout: float = TIMEOUT) -> None:
         """The host waits until it is over. Raises TimeoutError."""
         self._wait_issued(timeout)
-        if self._event is not None:
-            self._event.synchronize()
+        if (event := self._event) is not None:
+            event.synchronize()
+            self._event = None  # nobody need wait again
 
     def order(self, timeout: float = TIMEOUT) -> None:
         """What this thread gives its current stream from now on comes after it. Raises TimeoutError."""
         self._wait_issued(timeout)
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        if (event := self._event) is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     def _wait_issued(self, timeout: float) -> None:
         if not self._issued.wait(timeout):

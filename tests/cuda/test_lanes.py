@@ -147,3 +147,19 @@ def test_a_missing_wait_is_noticed(name: str, early: bool) -> None:
 def test_a_slot_that_is_used_again_early_is_noticed(early: bool) -> None:
     faults = _run("device", "cuda", early, None, True).faults
     assert any("did not wait for what a copy on a side stream" in fault for fault in faults), faults
+
+
+def _close() -> tuple[list[str], list[float]]:
+    from tests.cuda import runs
+
+    with runs.pretended(None, False):
+        device = torch.device("cuda", 0)
+        lanes, source, target = Lanes(device), torch.ones(3, device=device), torch.zeros(3, pin_memory=True)
+        lanes.down.submit(_copy(target, source), [Done.so_far(device)])
+        lanes.close()
+        del source
+        return sorted(OBSERVED.faults), target.tolist()
+
+
+def test_a_lane_ends_when_its_last_copy_is_over() -> None:
+    assert distributed.run(_close, 1, backend=distributed.PRETENDED) == [([], [1.0, 1.0, 1.0])]
