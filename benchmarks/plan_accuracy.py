@@ -9,8 +9,8 @@ activations are what the peak has on top of all that stays. Shown is the plan ov
 total is the largest; memory is to be within 10%, operations within 1%.
 
 Where tiers hold optimizer state, "optimizer" is what the device holds of it: residents and slots. "host" and "disk" are
-what the tensors of its tiers of the host take, and its file: on a CPU memory of the same kind, told apart by whose it
-is.
+what the tensors of its tiers of the host take, with the inputs of layers that wait there, and its file: on a CPU memory
+of the same kind, told apart by whose it is.
 
 The routers of a fresh model spread tokens about evenly, as the plan assumes.
 """
@@ -333,6 +333,7 @@ def _storages_by_kind(model: Any) -> dict[str, dict[int, int]]:
     optimizer = {key: size for key, size in storages(state).items() if key not in weights}
     of_tiers = storages([] if memory is None else _tensors([*vars(memory).values(), *vars(memory.store).values()]))
     host = {key: size for key, size in of_tiers.items() if key not in optimizer}
+    host |= storages([] if model.layer_inputs is None else model.layer_inputs.memory)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
 
 

@@ -151,16 +151,16 @@ class Rooms:
 
 def arrange(wanted: Wanted, rooms: Rooms) -> Arrangement | None:
     """Early updates, and gradients that leave early, where they may and there is room; None where the state does not
-    fit without them.
+    fit without them. No record goes to a slower tier to make it.
 
     state_device=auto fills the device, then the host, then the disk, with whole buckets: those used last go first.
     """
     early, leaves = wanted.overlaps and wanted.early_update != "never", wanted.overlaps
     choices = [(early, leaves), (False, leaves), (False, False)]
-    for early, leaves in choices[:1] if wanted.early_update == "always" else choices:
-        if (found := _arranged(wanted, rooms, early, leaves)) is not None:
-            return found
-    return None
+    if wanted.early_update == "always":
+        choices = choices[:1]
+    fitting = [found for choice in choices if (found := _arranged(wanted, rooms, *choice)) is not None]
+    return max(fitting, key=lambda found: [found.tiers.count(tier) for tier in ("device", "host")], default=None)
 
 
 def least(wanted: Wanted) -> Arrangement:

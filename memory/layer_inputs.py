@@ -58,6 +58,7 @@ class LayerInputs:
     def __init__(self, device: torch.device, buffers: Sequence[torch.Tensor], up: Lane, down: Lane):
         """buffers: memory of the host (uint8, pinned for a GPU), for a layer's input each."""
         self.counts = Counts()
+        self.memory = buffers
         self.host_bytes = sum(buffer.numel() for buffer in buffers)
         self._device, self._up, self._down = device, up, down
         for buffer in buffers:
@@ -166,9 +167,10 @@ class LayerInputs:
         self._count(-kept.num_bytes)
 
     def _copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, buffer: _Buffer) -> None:
-        after = (Done.so_far(self._device), buffer.used)
         num_bytes = source.numel() * source.element_size()
         tensors = [(target, source)]  # the lane lets go of them before it says that the copy is over
+        # The stream has followed the buffer's last copy, and whatever was in the device's memory before.
+        after = (Done.so_far(self._device),)
         buffer.used = lane.submit(lambda: _copy(*tensors.pop()), after, num_bytes)
 
     def _count(self, num_bytes: int) -> None:

@@ -18,6 +18,7 @@ from simulator.flops import executed_flops_per_token, forward_flops_per_token, t
 from simulator.memory import KINDS
 from simulator.parameters import places
 from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit, room_beside
+from simulator.step_time import ASSUMED, engine_seconds
 
 MOST_GROUPS = 8  # expert groups or data ranks of a stage that are drawn one by one
 
@@ -182,7 +183,9 @@ def _tiers(plan: RunPlan) -> str:
         lines.append(f"  {tier:<6} {size(_in_tier(tiers, tier)):>11}  rank {rank.rank}: {', '.join(parts)}")
     share = min(tiers.early_share for _, tiers in found)
     why = "" if plan.config.parallel.overlap_grad_reduce else " (parallel.overlap_grad_reduce is false)"
-    lines.append(f"  in the backward pass the gradients of {share:.1%} of the parameters can leave or be used{why}")
+    lines.append(
+        f"  in the backward pass the gradients of {share:.1%} of the parameters (at least) can leave or be used{why}"
+    )
     return "\n".join([*lines, f"  {_engine(plan, found[0][1])}"])
 
 
@@ -195,11 +198,21 @@ def _engine(plan: RunPlan, tiers: Arrangement) -> str:
     engine = plan.config.optimizer.engine
     if set(tiers.tiers) == {"device"}:
         return "weights are updated in place"
-    if tiers.flexible:
-        return (
-            f"optimizer.engine={engine}: a run measures the link and both updates, and chooses; it has memory for both"
-        )
-    return f"optimizer.engine={engine}"
+    if not tiers.flexible:
+        return f"optimizer.engine={engine}"
+    words = f"optimizer.engine={engine}: a run measures the link and both updates, and chooses; it has memory for both"
+    if plan.device == "cpu" or engine == "split":
+        return words
+    busy = 0.0 if plan.prediction is None else plan.prediction.moe_seconds + plan.prediction.other_seconds
+    seconds, link = engine_seconds(tiers, busy), ASSUMED.up / 1e9
+    fastest = min(seconds, key=seconds.__getitem__)
+    beside = (
+        f"{seconds[fastest]:.3g} s with the passes" if busy else f"{seconds[fastest]:.3g} s, which the passes can hide"
+    )
+    return (
+        f"{words}.\n  With a link of {link:g} GB/s in each direction and a host's update of {ASSUMED.host / 1e9:g} "
+        f"GB/s (assumed) it takes {fastest}: {beside}"
+    )
 
 
 def _communication(plan: RunPlan) -> str:

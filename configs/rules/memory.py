@@ -29,6 +29,11 @@ def optimizer_state(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem(
             "optimizer.early_update", rule, [{"parallel.overlap_grad_reduce": True}, {"optimizer.early_update": "auto"}]
         )
+    if config.training.deterministic and device != "device" and optimizer.engine in ("auto", "split"):
+        rule = f"needs an engine that no clock chooses, and optimizer.engine is {optimizer.engine}"
+        yield Problem(
+            "training.deterministic", rule, [{"training.deterministic": False}, {"optimizer.engine": "device_stream"}]
+        )
     if device == "disk" and config.memory.disk_dir is None:
         # The run's own folder is there before the state is.
         fixes = [*set_to("memory.disk_dir", [config.run_dir]), {"optimizer.state_device": "host"}]

@@ -104,23 +104,21 @@ class Tiers:
         parallel/megatron/tiered.py."""
         if not self._may_leave:
             return
-        final = (Done.so_far(self.device), _Reduction(group.grad_reduce_handle))
-        of_group = dict.fromkeys(index for parameter in group.params for index in self._of.get(parameter, ()))
-        buckets = [index for index in of_group if not self.buckets[index].late]
-        ahead = [index for index in buckets if self._leaves(index) or self._updates(index)]
-        if ahead and self._inverse_scale is not None:
-            # All of the group's: several buckets that go different ways may hold parts of one gradient.
-            for index in buckets:
+        final: tuple[Done, ...] = (Done.so_far(self.device), _Reduction(group.grad_reduce_handle))
+        found = dict.fromkeys(index for parameter in group.params for index in self._of.get(parameter, ()))
+        indices = [index for index in found if not self.buckets[index].late]
+        if not any(self._leaves(index) or self._updates(index) for index in indices):
+            return
+        for index in indices:
+            if self._inverse_scale is not None:
+                # Also of buckets that wait: a slice in several is unscaled as a whole.
                 self._unscaled[index] = self.jobs.unscale(index, final, self._found_inf, self._inverse_scale)
-        for index in ahead:
             self._start(index, (self._unscaled[index],) if index in self._unscaled else final)
 
     def _leaves(self, index: int) -> bool:
-        """Whether a bucket's gradient goes to the host as soon as it is final."""
         return self.memory.grad_areas[index] is not None and self.ways[index] == "host"
 
     def _updates(self, index: int) -> bool:
-        """Whether a bucket is updated before the step's norm is known."""
         return self._may_update and self.memory.weight_areas[index] is not None
 
     def _start(self, index: int, final: Sequence[Done]) -> None:

@@ -17,7 +17,7 @@ LINEAR = "megatron/core/tensor_parallel/layers.py:LinearWithGradAccumulationAndA
 INTERLEAVED = "megatron/core/pipeline_parallel/schedules.py:forward_backward_pipelining_with_interleaving"
 OVER_RANKS = "moe/schedule/over_ranks.py:"
 RESTORE = "moe/schedule/restore.py:HostStore."
-LANE, TIERS, FOLLOW = "memory/lanes.py:Lane._wait", "optim/tiers/tiers.py:Tiers.", "memory/layer_inputs.py:_follow"
+LANE, TIERS = "memory/lanes.py:Lane._wait", "optim/tiers/tiers.py:Tiers."
 HIERARCHY = "moe/alltoall/hierarchical.py:"
 Waits = dict[tuple[str, str], int]  # by kind (see device.py) and place
 
@@ -68,6 +68,9 @@ MUTANTS = {
     "preactivations from the host": _mutant("wait_event", f"{RESTORE}get", "communicate and offload"),
     "the allocator's notice of a copy": _mutant("record_stream", f"{RESTORE}put", "offload, chunks"),
     "rows that are copied out too early": _mutant("wait_stream", f"{RESTORE}put", "offload, chunks"),
+    "layer inputs that leave and come back": _mutant(
+        "wait_event", "memory/lanes.py:Done.order", "layer inputs on the host"
+    ),
     "memory that was somebody else's": _mutant("wait_stream", f"{RESTORE}fetch", "offload"),
     "rows that pass through a relay": _mutant("wait", f"{HIERARCHY}_HierarchicalHandle.wait", "hierarchical"),
     "counts of all nodes": _mutant("wait", f"{HIERARCHY}HierarchicalAllToAll.count", "hierarchical"),
@@ -89,7 +92,6 @@ MUTANTS = {
     "a gradient on the host": _mutant("event.synchronize", LANE, "state updated on the host early", "host update lane"),
     "weights that are back": _mutant("wait_event", TIERS + "gate", "state updated on the host early"),
     "gradients without their scale": _mutant("wait_event", TIERS + "unscaled", "state split"),
-    "layer inputs that are back": _mutant("wait_event", FOLLOW, "layer inputs on the host"),
     "the order of two chunks": _mutant("order", f"{OVER_RANKS}_Pass.dispatch", "keep, chunks"),
     "the order of two chunks' sums": _mutant("order", f"{OVER_RANKS}_Pass.combine", "offload, chunks"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ def test_a_device_without_room_is_told_of_the_other_tiers() -> None:
 
 
 def test_the_budget_decides_what_may_leave_early() -> None:
-    early = ["optimizer.state_device=host", "parallel.overlap_grad_reduce=true"]
+    early = ["optimizer.state_device=host", "optimizer.engine=device_stream", "parallel.overlap_grad_reduce=true"]
     roomy, tight = _plan(*early).worst.tiers, _plan(*early, "memory.host_budget=5").worst.tiers
     assert roomy is not None and tight is not None
     assert roomy.early_share == 1.0 and tight.early_share == 0.0
@@ -145,5 +146,7 @@ def test_a_plan_says_where_state_lies() -> None:
     shown, kept = text(plan), plan.as_dict()["memory_per_rank"][0]
     assert "host     " in shown and "of 64.00 MiB (memory.host_budget)" in shown
     assert "gradients of 100.0% of the parameters" in shown
+    assert "it takes" not in shown  # on a CPU there is no link whose rate could be assumed
+    assert "(assumed) it takes" in text(dataclasses.replace(plan, device="cuda"))
     assert kept["host"] == plan.worst.host == sum(kept["host_parts"].values())
     assert kept["optimizer"] == plan.worst.tiers.device_bytes  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from configs.schema import ConfigError
 from simulator.layer_inputs import layer_inputs
 from simulator.parameters import places
 from tests import distributed
-from tests.training.helpers import make_config
+from tests.training.helpers import make_config, read_metrics, train
 
 VOCAB_SIZE = 500
 COMMON = (
@@ -206,3 +207,13 @@ def test_all_ranks_refuse_what_one_has_not_the_memory_for() -> None:
     ranks, overrides = CASES["pipeline"]
     refusals = distributed.run(_refused, ranks, (*COMMON, *overrides, "training.activation_offload=1"))
     assert len(refusals) == 2 and all("Try training.activation_offload=auto" in each for each in refusals)
+
+
+def test_a_run_tells_of_them(data: list[str], tmp_path: Path) -> None:
+    overrides = [*COMMON, "experiment=gpt_tiny", "training.steps=2", "training.activation_offload=auto", *data]
+    config = make_config([*overrides, f"run_dir={tmp_path}"])
+    distributed.run(train, 1, config)
+    size = derived.layer_input_bytes(config)
+    for line in read_metrics(tmp_path):
+        assert line["memory"]["layer_inputs_device_peak"] == 2 * size
+        assert line["memory"]["layer_inputs_host"] == 4 * size

@@ -18,7 +18,8 @@ DISK_EVERY_SECONDS = 30.0  # a run's folder is walked no more often
 class MemoryTiers(Callback):
     """Adds `memory`, in bytes: `device` (in use after the step) and `device_peak`, `host` (resident), each the largest
     over ranks; `disk`, the run's folder. On a CPU the device is the host. `device_peak_by_rank` is there when a rank's
-    peak has grown.
+    peak has grown. With `training.activation_offload`, `layer_inputs_device_peak` and `layer_inputs_host` count a
+    step's.
     """
 
     def __init__(self) -> None:
@@ -28,13 +29,17 @@ class MemoryTiers(Callback):
 
     def on_start(self, run: Run) -> None:
         topology = run.topology
-        sums = torch.zeros(topology.world_size, 3, dtype=torch.float64, device=topology.device)
+        layer_inputs = run.engine.layer_inputs
+        sums = torch.zeros(
+            topology.world_size, 3 if layer_inputs is None else 5, dtype=torch.float64, device=topology.device
+        )
 
         def measure() -> torch.Tensor:
             # A row per rank, filled by a kernel each: a copy from the host would wait for the device.
             host = self._process.memory_info().rss
             device = torch.cuda.memory_allocated(topology.device) if topology.device.type == "cuda" else host
-            for column, value in enumerate((device, peak_memory_bytes(topology.device), host)):
+            counted = [] if layer_inputs is None else [layer_inputs.counts.device_peak, layer_inputs.host_bytes]
+            for column, value in enumerate((device, peak_memory_bytes(topology.device), host, *counted)):
                 sums[topology.rank, column].fill_(value)
             return sums
 
@@ -42,12 +47,14 @@ class MemoryTiers(Callback):
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         assert run.result is not None
-        device, peak, host = run.result.sums["memory"].t().tolist()
+        device, peak, host, *layer_inputs = run.result.sums["memory"].t().tolist()
         tiers: dict[str, int | list[int]] = {
             "device": int(max(device)),
             "device_peak": int(max(peak)),
             "host": int(max(host)),
         }
+        for name, values in zip(("layer_inputs_device_peak", "layer_inputs_host"), layer_inputs, strict=False):
+            tiers[name] = int(max(values))
         if run.is_main and time.monotonic() >= self._next_walk:
             self._disk, self._next_walk = folder_bytes(run.run_dir), time.monotonic() + DISK_EVERY_SECONDS
         tiers["disk"] = self._disk

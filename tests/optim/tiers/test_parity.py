@@ -1,0 +1,72 @@
+"""Optimizer state off the device changes no bit of a training: ten cases that cover the tiers, engines and layouts, and
+two faults that they must notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from benchmarks.offload_parity import config_of, one
+from tests import distributed
+from tests.optim.tiers import parity
+from tests.optim.tiers.parity import LARGE, Variant
+
+STEPS = 4
+MOMENTS = {"bf16": "bf16"}  # of exp_avg; fp32 in other precisions
+# All of them: python -m benchmarks.offload_parity
+CASES = {
+    ("gpt", "single", "bf16", "most"): [Variant(pace="slow"), Variant("auto", "host", "always", pace="eager")],
+    ("gpt moe", "single", "fp32", "some"): [Variant("disk", early="auto"), Variant("host", "split", pace="slow")],
+    ("bert", "single", "fp16", "some"): [Variant("auto", "split", "always"), Variant("disk", bucket=LARGE)],
+    ("gpt tied", "PP2", "fp32", "some"): [Variant("disk", "host", "always", pace="eager")],
+    ("gpt moe", "TP2+SP", "fp32", "some"): [Variant(early="always", pace="eager")],
+    ("bert moe", "DP2", "fp16", "most"): [Variant("disk", "split", pace="slow")],
+    ("gpt", "PP2xVPP2", "bf16", "none"): [Variant("host", "host", "auto", pace="slow")],
+    ("gpt moe", "EP2", "bf16", "most"): [Variant("auto", early="always", bucket=LARGE, pace="slow")],
+    ("bert moe", "TP2+SP", "bf16", "none"): [Variant("host", "split", "always")],
+    ("gpt moe", "DP2xPP2xEP2", "bf16", "some"): [Variant("disk", "host", "always", pace="slow")],
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_same_bits(case: tuple[str, str, str, str], tmp_path: Path) -> None:
+    rows = one(*case, CASES[case], STEPS, MOMENTS.get(case[2], "fp32"), str(tmp_path))
+    assert [row.problems for row in rows] == [[]] * len(CASES[case])
+
+
+def without(fault: str, config: Any, variant: Variant) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """On a rank: what differs from the state on the device as it is, and where a part is left out."""
+    ((_, config),) = parity.limits(config, STEPS, ["none"])  # what is clipped is computed again
+    device, variant_config = parity.run(config, STEPS), parity.with_variant(config, variant, "")
+    sound = parity.run(variant_config, STEPS, variant.pace)
+    with FAULTS[fault]():
+        faulty = parity.run(variant_config, STEPS, variant.pace)
+    return parity.differences(sound, device), parity.differences(faulty, device)
+
+
+def _routers_are_never_late() -> Any:
+    from parallel.megatron import tiered
+
+    is_late = tiered.is_late
+    return mock.patch.object(tiered, "is_late", lambda name, *rest: ".router." not in name and is_late(name, *rest))
+
+
+def _nothing_waits_for_weights() -> Any:
+    return mock.patch("optim.tiers.tiers.Tiers.gate", lambda tiers, parameter: None)
+
+
+FAULTS = {"late": _routers_are_never_late, "gate": _nothing_waits_for_weights}
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "variant"),
+    [("late", "TP2+SP", Variant(early="always", pace="eager")), ("gate", "single", Variant(pace="slow"))],
+)
+def test_faults_are_noticed(fault: str, layout: str, variant: Variant) -> None:
+    config, ranks = config_of("gpt moe", layout, "fp32", "fp32")
+    for sound, faulty in distributed.run(without, ranks, fault, config, variant):
+        assert sound == () and any(name.startswith("step") for name in faulty)
+        assert fault != "late" or any(".router." in name for name in faulty)

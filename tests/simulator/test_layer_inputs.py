@@ -1,0 +1,46 @@
+"""What a plan says of layer inputs on the host, against the tensors of a step. What the store of layer inputs counts is
+compared in tests/training/test_activation_offload.py."""
+
+from __future__ import annotations
+
+from benchmarks.plan_accuracy import Case, compare
+from simulator.run_plan import make_plan
+from simulator.text import text
+from tests.training.helpers import make_config
+
+DEEP = (
+    "model.num_layers=8",
+    "model.sequence_length=256",
+    "training.recompute=full",
+    "training.micro_batch_size=2",
+    "training.global_batch_size=4",
+)
+
+
+def _activations(offload: str) -> tuple[int, int]:
+    """Planned and measured."""
+    case = Case("gpt_tiny", "single", 1, (*DEEP, f"training.activation_offload={offload}"))
+    result = compare(case)
+    assert result["planned"]["host"] == result["measured"]["host"]
+    ((planned, measured),) = result["by_rank"]
+    return planned, measured
+
+
+def test_a_step_saves_what_the_plan_says() -> None:
+    all_planned, all_measured = _activations("none")
+    for offload in ("0.3", "auto"):
+        planned, measured = _activations(offload)
+        assert all_planned - planned == all_measured - measured > 0
+
+
+def test_a_plan_tells_what_comes_to_the_host() -> None:
+    config = make_config(["experiment=gpt_tiny", "training.recompute=full", "training.activation_offload=auto"])
+    plan = make_plan(config, 1, 384, "cpu")
+    (rank,) = plan.as_dict()["memory_per_rank"]
+    assert rank["host_activations"] == config.model.num_layers * rank_input(config.training.micro_batch_size)
+    assert "Layer inputs on the host come beside these" in text(plan)
+
+
+def rank_input(samples: int) -> int:
+    config = make_config(["experiment=gpt_tiny"])
+    return samples * config.model.sequence_length * config.model.hidden_size * 4
