@@ -46,7 +46,7 @@ class Done:
     def so_far(cls, device: torch.device) -> Done:
         """All that this thread's current stream has been given."""
         done = cls()
-        done.finish(event=torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None)
+        done.finish(event=_record(torch.cuda.current_stream(device)) if device.type == "cuda" else None)
         return done
 
     def finish(self, error: BaseException | None = None, event: Any = None) -> None:
@@ -85,14 +85,15 @@ class Done:
     def wait(self, timeout: float = TIMEOUT) -> None:
         """The host waits until it is over. Raises TimeoutError."""
         self._wait_issued(timeout)
-        if self._event is not None:
-            self._event.synchronize()
+        if (event := self._event) is not None:
+            event.synchronize()
+            self._event = None  # nobody need wait again
 
     def order(self, timeout: float = TIMEOUT) -> None:
         """What this thread gives its current stream from now on comes after it. Raises TimeoutError."""
         self._wait_issued(timeout)
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        if (event := self._event) is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     def _wait_issued(self, timeout: float) -> None:
         if not self._issued.wait(timeout):
@@ -103,8 +104,8 @@ class Users:
     """Who has been given a piece of memory, one after the other: the next one comes after them, whatever came of
     that."""
 
-    def __init__(self) -> None:
-        self._given: list[tuple[Done, int]] = []
+    def __init__(self, *dones: Done) -> None:
+        self._given: list[tuple[Done, int]] = [(done, 0) for done in dones]
         self.last = 0.0  # time at which it was given away last
 
     def add(self, done: Done, size: int = 0) -> None:
@@ -162,6 +163,11 @@ def _when_all_issued(dones: Sequence[Done], call: Callable[[], None]) -> None:
     one()
 
 
+def _record(stream: Any) -> Any:
+    """An event on a stream; a thread that waits for it sleeps, and leaves the processor to others."""
+    return stream.record_event(torch.cuda.Event(blocking=True))
+
+
 class Lane:
     """A thread, and on a GPU a stream, that does one thing after the other: of what can be done, what it was given
     first. Its thread starts with the first."""
@@ -208,7 +214,7 @@ class Lane:
         return item.done
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> bool:
-        """End the thread after what it has been given; whether it did in time."""
+        """End the thread after all that it has been given is over; whether it was in time."""
         if self._thread is None:
             return True
         self._is_closing = True
@@ -238,7 +244,7 @@ class Lane:
                 else:
                     with torch.cuda.stream(self._stream):
                         item.work()
-                        event = self._stream.record_event()
+                        event = _record(self._stream)
                 seconds = time.perf_counter() - before
                 if self.rate is not None:
                     pause = item.num_bytes / self.rate - seconds - late
@@ -253,6 +259,8 @@ class Lane:
             except BaseException as error:  # whoever waits must hear of it
                 item.done.finish(error)
             del item
+        if self._stream is not None:  # no memory goes before the last copy to it or from it is over
+            _record(self._stream).synchronize()
 
     def _wait(self, item: _Item) -> None:
         """The host's part of all is over, but for what others than lanes do."""

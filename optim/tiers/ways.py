@@ -92,7 +92,8 @@ class Ways:
         return self._streamed(index, job, before, self.weights[index], early=False)[0]
 
     def on_host(self, index: int, job: Job, before: Sequence[Done], left: Done | None) -> Done:
-        """The gradient leaves, unless it has (`left`), and the weights come back."""
+        """The gradient leaves, unless it has (`left`), and the weights come back. The first of `before` is what the
+        step's gradients are final with."""
         numel = self.buckets[index].numel
         stage = self._memory.stages[soonest_free([stage.users for stage in self._memory.stages])]
         free = stage.users.all()
@@ -100,11 +101,12 @@ class Ways:
         grads = stage.grads[:numel] if area is None else area
         if left is None:
             left = self._gather(index, grads, self._grads[index], before, free if area is None else [])
-        before = (*before, left)
+        # Without the gradients, where they have left: a lane of the host would wait for the device once more.
+        after = (*before[1:], left)
         if not self._layout.has_master:
-            before = (*before, self._gather(index, weights, self.weights[index], before, free))
-        updated, _ = self._host_update(index, job, before, grads, weights, free, early=False)
-        back = self._scatter(index, weights, (updated,))
+            after = (*after, self._gather(index, weights, self.weights[index], (*before, left), free))
+        updated, _ = self._host_update(index, job, after, grads, weights, free, early=False)
+        back = self._scatter(index, weights, (updated, before[0]))
         stage.users.add(back, numel)
         return back
 

@@ -94,7 +94,7 @@ def _steps(numel: int, starts: list[int], moment: torch.dtype) -> list[torch.Ten
         grad = torch.randn(numel, generator=generator)
         parts = [slice(a, b) for a, b in zip(starts, [*starts[1:], numel], strict=True)]
         state = State(*([flat[part] for part in parts] for flat in (master, exp_avg, exp_avg_sq)))
-        adamw(state, [grad[part] for part in parts], torch.tensor(step), RATES, scratch)
+        adamw(state, [grad[part] for part in parts], torch.tensor(step), [RATES] * len(parts), scratch)
     return [master, exp_avg, exp_avg_sq]
 
 
