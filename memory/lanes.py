@@ -38,7 +38,7 @@ class Done:
     def so_far(cls, device: torch.device) -> Done:
         """All that this thread's current stream has been given."""
         done = cls()
-        done.finish(event=torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None)
+        done.finish(event=_record(torch.cuda.current_stream(device)) if device.type == "cuda" else None)
         return done
 
     def finish(self, error: BaseException | None = None, event: Any = None) -> None:
@@ -54,18 +54,24 @@ class Done:
     def wait(self, timeout: float = TIMEOUT) -> None:
         """The host waits until it is over. Raises TimeoutError."""
         self._wait_issued(timeout)
-        if self._event is not None:
-            self._event.synchronize()
+        if (event := self._event) is not None:
+            event.synchronize()
+            self._event = None  # nobody need wait again
 
     def order(self, timeout: float = TIMEOUT) -> None:
         """What this thread gives its current stream from now on comes after it. Raises TimeoutError."""
         self._wait_issued(timeout)
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        if (event := self._event) is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     def _wait_issued(self, timeout: float) -> None:
         if not self._issued.wait(timeout):
             raise TimeoutError(f"a copy or an update beside the training was not done within {timeout:g} s")
+
+
+def _record(stream: Any) -> Any:
+    """An event on a stream; a thread that waits for it sleeps, and leaves the processor to others."""
+    return stream.record_event(torch.cuda.Event(blocking=True))
 
 
 class Lane:
@@ -100,7 +106,7 @@ class Lane:
         return done
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> bool:
-        """End the thread after what it has been given; whether it did in time."""
+        """End the thread after all that it has been given is over; whether it was in time."""
         if self._thread is None:
             return True
         self._queue.put(None)
@@ -125,7 +131,7 @@ class Lane:
                 else:
                     with torch.cuda.stream(self._stream):
                         work()
-                        event = self._stream.record_event()
+                        event = _record(self._stream)
                 seconds = time.perf_counter() - before
                 if self.rate is not None:
                     pause = num_bytes / self.rate - seconds - late
@@ -140,6 +146,8 @@ class Lane:
             except BaseException as error:  # whoever waits must hear of it
                 done.finish(error)
             del item, work, after, done
+        if self._stream is not None:  # no memory goes before the last copy to it or from it is over
+            _record(self._stream).synchronize()
 
     def _wait(self, after: Sequence[Done]) -> None:
         for before in after:

@@ -21,7 +21,7 @@ class DeviceSlot:
 
     record: torch.Tensor
     weights: torch.Tensor | None  # where early updates put new weights, flat, in the model's dtype
-    free: Done = field(default_factory=Done.already)
+    free: Done
 
 
 @dataclass
@@ -98,6 +98,7 @@ def allocate(arrangement: Arrangement, weights_dtype: torch.dtype, lanes: Lanes,
         DeviceSlot(
             torch.empty(streamed * arrangement.bytes_per_element, dtype=torch.uint8, device=device),
             torch.empty(streamed, dtype=weights_dtype, device=device) if any(arrangement.early) else None,
+            Done.so_far(device),  # whoever had this memory before
         )
         for _ in range(NUM_SLOTS)
         if streamed

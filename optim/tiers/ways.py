@@ -81,7 +81,7 @@ class Ways:
         self._host_turn += 1
         stage, numel = self._memory.stages[self._host_turn % len(self._memory.stages)], self.buckets[index].numel
         grads, weights = stage.grads[:numel], stage.weights[:numel]
-        before: tuple[Done, ...] = (gradients, stage.free)
+        before: tuple[Done, ...] = (stage.free,)
         if left is not None:
             area = self._memory.grad_areas[index]
             assert area is not None
@@ -89,9 +89,9 @@ class Ways:
         leaving = [(grads, self._grads[index])] * (left is None)
         leaving += [(weights, self.weights[index])] * (not self._layout.has_master)
         if leaving:
-            before = (self._gather(index, leaving, before),)
+            before = (self._gather(index, leaving, (*before, gradients)),)
         updated = self._host_update(index, job, before, grads, weights, early=False)
-        stage.free = self._scatter(index, weights, (updated,))
+        stage.free = self._scatter(index, weights, (updated, gradients))
         return stage.free
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -17,10 +17,13 @@ LINEAR = "megatron/core/tensor_parallel/layers.py:LinearWithGradAccumulationAndA
 INTERLEAVED = "megatron/core/pipeline_parallel/schedules.py:forward_backward_pipelining_with_interleaving"
 OVER_RANKS = "moe/schedule/over_ranks.py:"
 RESTORE = "moe/schedule/restore.py:HostStore."
+LANE, TIERS = "memory/lanes.py:Lane._wait", "optim/tiers/tiers.py:Tiers."
 HIERARCHY = "moe/alltoall/hierarchical.py:"
 Waits = dict[tuple[str, str], int]  # by kind (see device.py) and place
 
 
+# Where a lane's thread waits once, when it ends, for all that its stream was given.
+LANES_END = "memory/lanes.py:Lane._run"
 PER_STEP: Waits = {("copy to host", "training/step.py:gradients"): 1}  # the step's sums
 # Of an MoE layer and micro-batch, forward and backward pass together.
 FLAT: Waits = {("tolist", "moe/alltoall/flat.py:FlatAllToAll.count"): 1}
@@ -37,14 +40,19 @@ def waits(per_layer: Waits, layers: int, also: Waits | None = None) -> Counter[t
     return Counter({**PER_STEP, **{key: count * layers for key, count in per_layer.items()}, **(also or {})})
 
 
-def lane_waits(buckets: int, *lanes: str) -> dict[str, int]:
-    """Of a step, for Case.lane_waits: each of these lanes (by its name in memory/lanes.py) waits for at most one event
-    a bucket. A lane that is not named waits for none."""
-    return {f"{lane} lane": buckets for lane in lanes}
+def host_waits(buckets: int) -> dict[str, int]:
+    """Of a step, for Case.lane_waits: so many buckets are updated on the host, and each waits for one copy a direction:
+    its gradient's, and that of the weights that were in its memory before."""
+    return {"host update lane": 2 * buckets}
 
 
-def _mutant(what: str, place: str, case: str) -> tuple[Mutant, str]:
-    return Mutant(what, place), case
+def disk_waits(buckets: int) -> dict[str, int]:
+    """So many buckets come from the disk to the device, and go back there once a copy has brought them to the host."""
+    return {"disk write lane": buckets}
+
+
+def _mutant(what: str, place: str, case: str, thread: str | None = None) -> tuple[Mutant, str]:
+    return Mutant(what, place, thread=thread), case
 
 
 # Calls that are left out, and the case that misses them; or an operation that another one of its communicator
@@ -74,6 +82,16 @@ MUTANTS = {
     "weights that are gathered": _mutant("wait", WEIGHTS, "data parallel"),
     "input gradients over tensor ranks": _mutant("wait", f"{LINEAR}.backward", "tensor, whole sequences"),
     "sequences over tensor ranks": _mutant("wait", f"{LINEAR}.backward", "tensor"),
+    "a record's slot that is free": _mutant("wait_event", LANE, "state streamed from the host", "to device lane"),
+    "a record that has come": _mutant("wait_event", LANE, "state streamed from the host", "device update lane"),
+    "a record that is updated": _mutant("wait_event", LANE, "state streamed early", "from device lane"),
+    "a record for the disk": _mutant(
+        "event.synchronize", LANE, "state streamed from the disk early", "disk write lane"
+    ),
+    "a gradient that leaves": _mutant("wait_event", LANE, "state updated on the host", "from device lane"),
+    "a gradient on the host": _mutant("event.synchronize", LANE, "state updated on the host early", "host update lane"),
+    "weights that are back": _mutant("wait_event", TIERS + "gate", "state updated on the host early"),
+    "gradients without their scale": _mutant("wait_event", TIERS + "unscaled", "state split"),
     "the order of two chunks": _mutant("order", f"{OVER_RANKS}_Pass.dispatch", "keep, chunks"),
     "the order of two chunks' sums": _mutant("order", f"{OVER_RANKS}_Pass.combine", "offload, chunks"),
 }
@@ -84,4 +102,7 @@ MUTANTS_OF_TESTS = (
     "rows that pass through a relay",
     "another stage's activations",
     "gradients that are sharded",
+    "a record's slot that is free",
+    "a gradient on the host",
+    "weights that are back",
 )

@@ -49,10 +49,11 @@ def train(
     card: str | None = None,
     early: bool = False,
     one_sided: bool = False,
+    ways_in_turn: bool = False,
 ) -> Outcome:
     """Take STEPS optimizer steps on made-up batches, and evaluate on them. `ranks_per_node`: this host's ranks pretend
     to be on several. `card`: one of CARDS. `early`: what may be late is done at once. `one_sided`: the second half of
-    the experts gets no token."""
+    the experts gets no token. `ways_in_turn`: buckets of the optimizer that may go either way do so in turn."""
     import torch.distributed as dist
 
     os.environ.pop("LOCAL_RANK", None)  # there is one device for all
@@ -66,6 +67,8 @@ def train(
                 stack.enter_context(CARDS[card]())
         if one_sided:
             stack.enter_context(_all_to_the_first_half())
+        if ways_in_turn:
+            stack.enter_context(_ways_in_turn())
         outcome = _train(device, overrides)
         if device == "cuda":
             from tests.cuda.pretended import exchanges, memory
@@ -87,6 +90,18 @@ def _all_to_the_first_half() -> Iterator[None]:
         return routing(router, logits + 100.0 * (experts < len(experts) // 2), *args, **kwargs)
 
     with mock.patch.object(Router, "routing", one_sided):
+        yield
+
+
+@contextlib.contextmanager
+def _ways_in_turn() -> Iterator[None]:
+    """Whatever was measured."""
+    from optim.tiers import tiers
+
+    def choose(engine: str, numels: Sequence[int], *_: Any) -> list[str]:
+        return [("host", "device_stream")[index % 2] for index in range(len(numels))]
+
+    with mock.patch.object(tiers, "choose", choose):
         yield
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import distributed
-from tests.cuda import places, trainings
+from tests.cuda import cases, places, trainings
 from tests.cuda.pretended.logs import compare
 from tests.cuda.run import ROOT
 from tests.tolerances import PRETENDED_HALF_GRAD_NORM, PRETENDED_HALF_LOSS
@@ -38,10 +38,12 @@ COMMON = [
 
 
 @functools.cache
-def _train(device: str, folder: Path, data: tuple[str, ...], *overrides: str) -> list[trainings.Outcome]:
-    config = make_config([*COMMON, f"training.device={device}", f"run_dir={folder}", *data, *overrides], RANKS)
+def _train(
+    device: str, folder: Path, data: tuple[str, ...], *overrides: str, ranks: int = RANKS
+) -> list[trainings.Outcome]:
+    config = make_config([*COMMON, f"training.device={device}", f"run_dir={folder}", *data, *overrides], ranks)
     backend = distributed.PRETENDED if device == "cuda" else "gloo"
-    return distributed.run(trainings.train, RANKS, device, config, timeout=200.0, backend=backend)
+    return distributed.run(trainings.train, ranks, device, config, timeout=200.0, backend=backend)
 
 
 def _compare(outcomes: list[trainings.Outcome], of_cpu: list[trainings.Outcome]) -> None:
@@ -76,6 +78,24 @@ def test_a_run_with_all_callbacks_resumes(data: list[str], tmp_path: Path) -> No
     table = places.waits(places.FLAT, NUM_LAYERS * MICRO_BATCHES)
     for outcome in by_device["cuda"][0]:
         assert outcome.waits[QUIET] == table
+
+
+def test_a_run_resumes_with_its_optimizer_state_on_another_tier(data: list[str], tmp_path: Path) -> None:
+    """Evaluation, a save and a resume with state off the device; a quiet step has the waits of one without."""
+    small = ("parallel.expert=1", "optimizer.distributed=true", "optimizer.bucket_parameters=65536")
+    on_host = ("optimizer.state_device=host", "optimizer.engine=host", "optimizer.early_update=always")
+    on_disk = ("optimizer.state_device=disk", f"memory.disk_dir={cases.DISK_DIR}", "optimizer.engine=device_stream")
+    by_device = {}
+    for device in ("cuda", "cpu"):
+        folder = tmp_path / device
+        first = _train(device, folder, tuple(data), *small, *on_host, "training.steps=4", ranks=1)
+        rest = _train(device, folder, tuple(data), *small, *on_disk, f"training.steps={STEPS}", ranks=1)
+        by_device[device] = first, rest
+    for ours, theirs in zip(by_device["cuda"], by_device["cpu"], strict=True):
+        _compare(ours, theirs)
+    for outcome in by_device["cuda"][0]:
+        assert outcome.waits[QUIET] == places.waits({}, 0)
+        assert {kind for _, kind, _ in outcome.worker_waits} == {"event.synchronize"}
 
 
 def test_layers_measure_plan_and_try(data: list[str], tmp_path: Path) -> None:
