@@ -27,6 +27,9 @@ def release(chunks: Sequence[DistributedDataParallel]) -> None:
             chunk.disable_forward_pre_hook(param_sync=False)
         chunk.grad_accs.clear()
         chunk._modules.clear()
+        chunk.gate = None  # it holds the optimizer's tiers, as those of the groups do
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.gate = group.reduced = None
 
 
 def functions_of_a_step(chunks: Sequence[DistributedDataParallel]) -> list[tuple[Any, str, str]]:

@@ -67,6 +67,11 @@ def test_groups_without_rows_were_there() -> None:
     assert sum(outcome.empty_groups for outcome in _on_device("empty groups")) > 0
 
 
+def test_a_run_leaves_no_optimizer_state_behind() -> None:
+    first, second = (cases.run("state streamed early", "cuda")[0].peak_bytes for _ in range(2))
+    assert second < first + 2**16  # what is left of DDP's own is less
+
+
 @pytest.mark.parametrize("degree", launches.DEGREES)
 def test_launches(degree: int) -> None:
     """The table in benchmarks/results/launches.md."""
