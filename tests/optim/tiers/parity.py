@@ -194,12 +194,11 @@ class _Alternate:
 
 
 def _in_thirds(wanted: arrange.Wanted, rooms: arrange.Rooms) -> arrange.Arrangement | None:
-    """`arrange` with room for a third of the buckets on the device and on the host each, where it has a choice."""
-    if wanted.state_device == "auto":
-        count, early = len(wanted.numels), wanted.early_update != "never"
-        thirds = arrange._filled(wanted, count // 3, count - count // 3, early and wanted.overlaps, wanted.overlaps)
-        rooms = replace(rooms, device=thirds.device_bytes, host=thirds.host_bytes)
-    return arrange.arrange(wanted, rooms)
+    """`arrange`, but where it has a choice a third of the buckets on the device, on the host and on the disk each."""
+    if wanted.state_device != "auto":
+        return arrange.arrange(wanted, rooms)
+    count, early = len(wanted.numels), wanted.early_update != "never"
+    return arrange._filled(wanted, count // 3, count - count // 3, early and wanted.overlaps, wanted.overlaps)
 
 
 def held_state(tiers: Any, names: dict[int, str]) -> dict[str, torch.Tensor]:

@@ -41,9 +41,15 @@ def bytes_of_tiers(config: Any) -> dict[str, Any]:
     return {**found, "after": (HOST.total, DISK.total)}
 
 
-@pytest.mark.parametrize(("device", "early"), [("host", "never"), ("host", "always"), ("disk", "always")])
-@pytest.mark.parametrize("bucket", [SMALL, LARGE])
-@pytest.mark.parametrize(("precision", "moment", "record", "weight"), [("fp32", "fp32", 8, 4), ("bf16", "bf16", 10, 2)])
+@pytest.mark.parametrize(
+    ("device", "early", "bucket", "precision", "moment", "record", "weight"),
+    [
+        ("host", "never", SMALL, "fp32", "fp32", 8, 4),
+        ("host", "always", LARGE, "fp32", "fp32", 8, 4),
+        ("host", "never", LARGE, "bf16", "bf16", 10, 2),
+        ("disk", "always", SMALL, "bf16", "fp32", 12, 2),
+    ],
+)
 def test_device_holds_two_slots(
     tmp_path: Path, device: str, early: str, bucket: int, precision: str, moment: str, record: int, weight: int
 ) -> None:

@@ -70,3 +70,34 @@ def test_faults_are_noticed(fault: str, layout: str, variant: Variant) -> None:
     for sound, faulty in distributed.run(without, ranks, fault, config, variant):
         assert sound == () and any(name.startswith("step") for name in faulty)
         assert fault != "late" or any(".router." in name for name in faulty)
+
+
+def refused(config: Any, pace: str) -> parity.Snapshot:
+    """On a rank: a training with a step that is refused, run again to look at, and an evaluation after it."""
+    from training import step
+
+    with parity.Training(config, pace) as training:
+        engine, data = training.engine, training.topology.data
+        numbers = [training.step(1)]
+        batches, before = parity.batches_of(config, 2, data.rank, data.size), engine.mark()
+        step.gradients(engine, batches, 2)
+        before.restore()
+        step.run_again(engine, batches)
+        numbers.append((step.evaluate(engine, iter([batches])), 0.0, False))
+        numbers += [training.step(3), training.step(4)]
+        return training.snapshot(numbers)
+
+
+def after_a_refusal(config: Any, variant: Variant) -> tuple[tuple[str, ...], int, int]:
+    """On a rank: what differs from the state on the device, and the early updates that were kept and dropped."""
+    device, ours = refused(config, "free"), refused(parity.with_variant(config, variant, ""), variant.pace)
+    return parity.differences(ours, device), ours.committed, ours.dropped
+
+
+def test_a_refused_step_leaves_no_trace() -> None:
+    config, ranks = config_of("gpt moe", "EP2", "fp16", "fp32")
+    ((_, config),) = parity.limits(config, STEPS, ["none"])
+    for differences, kept, dropped in distributed.run(
+        after_a_refusal, ranks, config, Variant(engine="split", early="always", pace="slow")
+    ):
+        assert differences == () and kept > 0 and dropped > 0
