@@ -264,7 +264,9 @@ class Lane:
 
     def _wait(self, item: _Item) -> None:
         """The host's part of all is over, but for what others than lanes do."""
-        for before in (*item.after, *item.free):
+        # The last user of the memory came after the others itself.
+        last = next((done for done in reversed(item.free) if not isinstance(done.error, CalledOff)), None)
+        for before in (*item.after, *(() if last is None else (last,))):
             if self._stream is None:
                 before.wait(self._timeout)
             else:
