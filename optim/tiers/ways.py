@@ -101,10 +101,12 @@ class Ways:
         grads = stage.grads[:numel] if area is None else area
         if left is None:
             left = self._gather(index, grads, self._grads[index], before, free if area is None else [])
+            free = [] if area is None else free  # that copy has waited for it
         # Without the gradients, where they have left: a lane of the host would wait for the device once more.
         after = (*before[1:], left)
         if not self._layout.has_master:
             after = (*after, self._gather(index, weights, self.weights[index], (*before, left), free))
+            free = []
         updated, _ = self._host_update(index, job, after, grads, weights, free, early=False)
         back = self._scatter(index, weights, (updated, before[0]))
         stage.users.add(back, numel)

@@ -163,35 +163,35 @@ CASES = {
         2, _expert_parallel("keep", *_tiered("host", "host", "always")), FLAT, lane_waits=places.host_waits(10)
     ),
     "state split": Case(
-        1, (DENSE, *_tiered("host", "split", "never")), NONE, "fp16", ways_in_turn=True, lane_waits=places.host_waits(6)
+        1, (DENSE, *_tiered("host", "split", "never")), NONE, "fp16", ways_in_turn=True, lane_waits=places.host_waits(7)
     ),
     "state split early": Case(
-        1, (DENSE, *_tiered("host", "split", "always")), NONE, ways_in_turn=True, lane_waits=places.host_waits(6)
+        1, (DENSE, *_tiered("host", "split", "always")), NONE, ways_in_turn=True, lane_waits=places.host_waits(7)
     ),
     "state by the fastest engine": Case(
-        1, (DENSE, *_tiered("host", "auto", "auto")), NONE, "fp32", lane_waits=places.host_waits(11)
+        1, (DENSE, *_tiered("host", "auto", "auto")), NONE, "fp32", lane_waits=places.host_waits(13)
     ),
     "state dropped where it is clipped": Case(
         1,
         (DENSE, *_tiered("host", "split", "always"), CLIPPED),
         NONE,
         ways_in_turn=True,
-        lane_waits=places.host_waits(6),
+        lane_waits=places.host_waits(7),
     ),
     "state streamed from the disk": Case(
-        1, (DENSE, *_tiered("disk", "device_stream", "never")), NONE, "fp32", lane_waits=places.disk_waits(11)
+        1, (DENSE, *_tiered("disk", "device_stream", "never")), NONE, "fp32", lane_waits=places.disk_waits(13)
     ),
     "state streamed from the disk early": Case(
-        1, (DENSE, *_tiered("disk", "device_stream", "always")), NONE, lane_waits=places.disk_waits(11)
+        1, (DENSE, *_tiered("disk", "device_stream", "always")), NONE, lane_waits=places.disk_waits(13)
     ),
     "state on the disk updated on the host": Case(
-        1, (DENSE, *_tiered("disk", "host", "never")), NONE, "fp32", lane_waits=places.host_waits(11)
+        1, (DENSE, *_tiered("disk", "host", "never")), NONE, "fp32", lane_waits=places.host_waits(13)
     ),
     "state on the disk updated on the host early": Case(
         1,
         (DENSE, *_tiered("disk", "host", "always"), "optimizer.moment_dtype=bf16"),
         NONE,
-        lane_waits=places.host_waits(11),
+        lane_waits=places.host_waits(13),
     ),
     "state and layer inputs on the host": Case(
         4,
