@@ -57,7 +57,7 @@ def set_up(rig: Rig, variant: Variant, ratio: float) -> float:
     tiers, arrangement = rig.tiers, rig.tiers.memory.arrangement
     rig.link(sum(arrangement.sizes) / (ratio * sum(rig.passes)), DEVICE_RATE)
     rates = dataclasses.replace(measured(rig), device=DEVICE_RATE)
-    element = ElementBytes(arrangement.bytes_per_element, arrangement.weight_bytes, tiers.layout.has_master)
+    element = ElementBytes.of(arrangement)
     passes = Passes(*rig.passes, variant.early)
     tiers.ways = choose(variant.engine, arrangement.numels, arrangement.tiers, element, rates, passes)
     return predict(tiers.ways, arrangement.numels, arrangement.tiers, element, rates, passes)

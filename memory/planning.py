@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from memory.arrange import GRAD_BYTES, NUM_SLOTS, Way
+from memory.arrange import GRAD_BYTES, NUM_SLOTS, Arrangement, Way
 
 Engine = Literal["device_stream", "host", "split"]
 ENGINES: tuple[Engine, ...] = ("device_stream", "host", "split")
@@ -40,6 +40,11 @@ class ElementBytes:
     record: int
     weight: int
     has_master: bool
+
+    @classmethod
+    def of(cls, arrangement: Arrangement) -> ElementBytes:
+        """Of the elements of its buckets: weights in half precision have a master."""
+        return cls(arrangement.bytes_per_element, arrangement.weight_bytes, arrangement.weight_bytes < 4)
 
 
 @dataclass(frozen=True)

@@ -213,9 +213,8 @@ class Tiers:
         self.settle()
         arrangement = self.memory.arrangement
         self.rates = measure(self.memory, self.layout)
-        element = ElementBytes(arrangement.bytes_per_element, arrangement.weight_bytes, self.layout.has_master)
         before = self.ways
-        self.ways = choose(engine, arrangement.numels, arrangement.tiers, element, self.rates)
+        self.ways = choose(engine, arrangement.numels, arrangement.tiers, ElementBytes.of(arrangement), self.rates)
         return self.ways != before
 
     def close(self) -> list[str]:
