@@ -11,6 +11,7 @@ that updates on the device. Copies over the link are real copies, each made to l
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -157,14 +158,26 @@ class Rig:
 
     def step(self, clipped: bool = False) -> None:
         """As training/step.py takes it, but for the norm."""
+        self._pass_through()
+        update.apply(self.optimizer, NORMS[clipped])
+
+    def passes_alone(self, count: int = 5) -> tuple[float, float]:
+        """Median seconds of the forward and of the backward pass of steps that update nothing."""
+        times = [self._pass_through(passive=True) for _ in range(count)]
+        forward, backward = zip(*times, strict=True)
+        return statistics.median(forward), statistics.median(backward)
+
+    def _pass_through(self, passive: bool = False) -> tuple[float, float]:
+        begin = time.perf_counter()
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        update.begin(self.optimizer)
-        hidden = torch.zeros(1, requires_grad=True)
-        self.chunk(hidden).sum().backward()
+        update.begin(self.optimizer, passive)
+        loss = self.chunk(torch.zeros(1, requires_grad=True)).sum()
+        middle = time.perf_counter()
+        loss.backward()
         self.chunk.finish_grad_sync()
         update.prepare(self.optimizer)
-        update.apply(self.optimizer, NORMS[clipped])
+        return middle - begin, time.perf_counter() - middle
 
     def steps(self, count: int, clipped: Sequence[bool] = (False,)) -> float:
         """Seconds of a step, after one more; the last one's update is what the first one's was beside."""

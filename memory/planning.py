@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from memory.arrange import GRAD_BYTES, NUM_SLOTS, Arrangement, Way
@@ -49,11 +49,13 @@ class ElementBytes:
 
 @dataclass(frozen=True)
 class Passes:
-    """What an update may hide behind. early: it runs beside both passes, else beside the forward pass alone."""
+    """What an update may hide behind. early: it runs beside both passes, else beside the forward pass alone, where
+    `leaving` but for the gradients' way to the host."""
 
     forward: float = 0.0  # seconds
     backward: float = 0.0
     early: bool = False
+    leaving: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Work:
     device: float = 0.0
     disk: float = 0.0  # it reads or writes
     memory: float = 0.0
+    leaving: float = 0.0  # the part of `down` that is gradients
     device_slots: float = 0.0
     stages: float = 0.0  # of gradients and weights on the host
     disk_slots: float = 0.0  # of records on the host
@@ -105,6 +108,7 @@ def work(way: Way, on_disk: bool, numel: int, element: ElementBytes, rates: Rate
         device=device / rates.device,
         disk=disk,
         memory=traffic / rates.memory,
+        leaving=grads / rates.down if way == "host" else 0.0,
     )
     under_way = (seconds.up + seconds.down + seconds.host + seconds.device) / NUM_SLOTS
     if way == "device_stream":
@@ -112,6 +116,17 @@ def work(way: Way, on_disk: bool, numel: int, element: ElementBytes, rates: Rate
     else:
         slots = Work(stages=under_way * (not early), disk_slots=(seconds.host + disk) / NUM_SLOTS * on_disk)
     return seconds + slots
+
+
+def total_work(
+    ways: Sequence[Way], numels: Sequence[int], tiers: Sequence[str], element: ElementBytes, rates: Rates, early: bool
+) -> tuple[Work, float]:
+    """(of all buckets that go these ways, the longest filling of one in seconds)."""
+    own = [
+        work(way, tier == "disk", numel, element, rates, early)
+        for way, numel, tier in zip(ways, numels, tiers, strict=True)
+    ]
+    return sum(own, Work()), max((each.filling for each in own), default=0.0)
 
 
 def predict(
@@ -123,12 +138,13 @@ def predict(
     passes: Passes = Passes(),
 ) -> float:
     """Seconds of a step whose buckets go these ways."""
-    total, filling = Work(), 0.0
-    for way, numel, tier in zip(ways, numels, tiers, strict=True):
-        own = work(way, tier == "disk", numel, element, rates, passes.early)
-        total, filling = total + own, max(filling, own.filling)
+    total, filling = total_work(ways, numels, tiers, element, rates, passes.early)
     if passes.early:
         return max(passes.forward + passes.backward, total.longest) + filling
+    if passes.leaving:
+        gone = min(passes.backward, total.leaving)
+        stages = total.stages - total.leaving / NUM_SLOTS  # whose gradients have memory of their own
+        total = replace(total, down=total.down - gone, leaving=total.leaving - gone, stages=stages)
     return passes.backward + max(passes.forward, total.longest) + filling
 
 
@@ -146,9 +162,15 @@ def choose(
         engine = min(ENGINES, key=seconds.__getitem__)
     if engine != "split":
         return _shared(numels, tiers, 1.0 if engine == "host" else 0.0)
-    tried = [_shared(numels, tiers, part / SHARES) for part in range(1, SHARES)]
+    tried = [_shared(numels, tiers, part / SHARES) for part in reversed(range(1, SHARES))]
     both = [ways for ways in tried if {"host", "device_stream"} <= set(ways)]
-    return min(both or tried, key=lambda ways: predict(ways, numels, tiers, element, rates, passes))
+
+    def cost(ways: Sequence[Way]) -> tuple[float, float]:
+        # What hides behind the passes anyway is best as short as can be.
+        total, _ = total_work(ways, numels, tiers, element, rates, passes.early)
+        return predict(ways, numels, tiers, element, rates, passes), total.longest
+
+    return min(both or tried, key=cost)
 
 
 def predictions(
@@ -162,17 +184,17 @@ def predictions(
 
 
 def _shared(numels: Sequence[int], tiers: Sequence[str], share: float) -> list[Way]:
-    """The host updates this share of the elements off the device. All along the order, so that neither the link nor the
-    host waits for the other's buckets."""
+    """The host updates at least this share of the elements off the device. All along the order, so that neither the
+    link nor the host waits for the other's buckets, the host first: a record takes longer to come and go than what the
+    host's updates move, and what is used last has the most time."""
     ways: list[Way] = []
-    seen = hosted = 0
+    seen = streamed = 0
     for numel, tier in zip(numels, tiers, strict=True):
         if tier == "device":
             ways.append("device")
             continue
         seen += numel
-        # The nearer of both to what the host should have had so far.
-        on_host = share * seen - hosted > numel / 2 or share == 1.0
-        hosted += numel * on_host
-        ways.append("host" if on_host else "device_stream")
+        streams = streamed + numel <= (1 - share) * seen
+        streamed += numel * streams
+        ways.append("device_stream" if streams else "host")
     return ways

@@ -125,5 +125,5 @@ def _call(config: Config, layer: LayerCosts, load: LayerLoad, chosen: Limits) ->
 def engine_seconds(tiers: Arrangement, passes: float = 0.0, rates: Rates = ASSUMED) -> dict[Engine, float]:
     """Seconds of a step of one rank with each engine, whose passes take so long: a third of it forward."""
     element = ElementBytes.of(tiers)
-    both = Passes(passes / 3, passes * 2 / 3, any(tiers.early))
+    both = Passes(passes / 3, passes * 2 / 3, any(tiers.early), any(tiers.leaving))
     return dict(predictions(tiers.numels, tiers.tiers, element, rates, both))

@@ -38,16 +38,26 @@ def _forget_gradients(self: DistributedDataParallel) -> None:
     for param in self.params_with_grad:
         param.grad_added_to_main_grad = False
         param.grad_is_old = True
-    if any(getattr(module, "fuse_wgrad_accumulation", False) for module in self.modules()):
-        # Products that add to the buffer by themselves find zeros there, once no update reads it any more.
-        for param in self.params_with_grad:
-            _gate(self, param)
+    if getattr(self, "gate", None) is None and any(adds_by_itself(module) for module in self.modules()):
+        # At once; where an update may still read the buffer each weight's part is zeroed in the forward pass.
         for buffer in self.buffers + self.expert_parallel_buffers:
             buffer.reset()
         for param in self.params_with_grad:
             param.grad_is_old = False
     for group in self.bucket_groups + self.expert_parallel_bucket_groups:
         group.reset()
+
+
+def adds_by_itself(module: torch.nn.Module) -> bool:
+    """Whether a module's products add their gradients to the buffer, and must find zeros there."""
+    return bool(getattr(module, "fuse_wgrad_accumulation", False))
+
+
+def zero_if_old(param: torch.nn.Parameter) -> None:
+    """Forget the gradient of the last step, which nothing reads any more."""
+    if getattr(param, "grad_is_old", False):
+        param.main_grad.zero_()  # type: ignore[attr-defined]
+        param.grad_is_old = False  # type: ignore[attr-defined]
 
 
 def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> Callable[..., None]:
@@ -86,8 +96,7 @@ def _zero_what_is_old(group: _ParamAndGradBucketGroup) -> None:
         for param in bucket.params:
             if getattr(param, "grad_is_old", False):
                 _gate(group, param)
-                param.main_grad.zero_()
-                param.grad_is_old = False
+                zero_if_old(param)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

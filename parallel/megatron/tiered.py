@@ -21,6 +21,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from parallel.megatron import require_version
+from parallel.megatron.grad_buffers import adds_by_itself, zero_if_old
 from parallel.megatron.optimizer import is_sharded, members
 
 require_version()
@@ -122,10 +123,12 @@ def gate_weights(chunks: Sequence[DistributedDataParallel], gate: Callable[[torc
     """Have `gate` called with a parameter before a pass reads it, before its gradient of a step is first written, and
     before it is gathered."""
 
-    def hook(parameters: list[torch.nn.Parameter]) -> Callable[..., None]:
+    def hook(parameters: list[torch.nn.Parameter], adds: bool) -> Callable[..., None]:
         def before_forward(*_: Any) -> None:
             for parameter in parameters:
                 gate(parameter)
+                if adds:
+                    zero_if_old(parameter)
 
         return before_forward
 
@@ -135,7 +138,7 @@ def gate_weights(chunks: Sequence[DistributedDataParallel], gate: Callable[[torc
             group.gate = gate
         for module in chunk.module.modules():
             if own := [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]:
-                module.register_forward_pre_hook(hook(own), prepend=True)
+                module.register_forward_pre_hook(hook(own, adds_by_itself(module)), prepend=True)
 
 
 def watch_reduced(chunks: Sequence[DistributedDataParallel], reduced: Callable[[Any], None]) -> None:

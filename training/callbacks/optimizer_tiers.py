@@ -68,6 +68,8 @@ class OptimizerTiers(Callback):
         total = max(sum(numels), 1)
         ways = "; ".join(f"{part / total:.0%} on {where}" for where, part in share.items())
         text = f"optimizer state of rank 0 in {len(numels)} buckets: {ways}"
+        if (disk := tiers.memory.disk) is not None and not disk.is_direct:
+            text += f"; {disk.folder} refuses direct I/O: the page cache, which is the host's memory, is used"
         run.say(text)
         measured = {} if tiers.rates is None else vars(tiers.rates)
         rates = {name: rate for name, rate in measured.items() if math.isfinite(rate)}

@@ -198,7 +198,7 @@ def _in_thirds(wanted: arrange.Wanted, rooms: arrange.Rooms) -> arrange.Arrangem
     if wanted.state_device != "auto":
         return arrange.arrange(wanted, rooms)
     count, early = len(wanted.numels), wanted.early_update != "never"
-    return arrange._filled(wanted, count // 3, count - count // 3, early and wanted.overlaps, wanted.overlaps)
+    return arrange._filled(wanted, count // 3, count - (count + 1) // 3, early and wanted.overlaps, wanted.overlaps)
 
 
 def held_state(tiers: Any, names: dict[int, str]) -> dict[str, torch.Tensor]:
@@ -306,7 +306,7 @@ def problems(variant: Variant, clip: str, ranks: Sequence[Outcome]) -> list[str]
     clipped, taken = ranks[0].clipped, ranks[0].taken
     if {"most": clipped <= taken / 2, "some": not 0 < clipped < taken, "none": clipped > 0}[clip]:
         found.append(f"{clip} were to be clipped, {clipped} of {taken} steps were")
-    if any((number > 0) != (place in used) for each in ranks for place, number in enumerate(each.places)):
+    if not all(_is_placed(each.places, used) for each in ranks):
         found.append(f"buckets are on {[each.places for each in ranks]}")
     if variant.early == "always" and clipped < taken and committed == 0:
         found.append("no early update was kept")
@@ -317,6 +317,12 @@ def problems(variant: Variant, clip: str, ranks: Sequence[Outcome]) -> list[str]
     if variant.early == "never" and committed + dropped > 0:
         found.append("an early update was made")
     return found
+
+
+def _is_placed(places: Sequence[int], used: Sequence[int]) -> bool:
+    """Whether a rank's buckets are on the tiers that it is to use, and on each where it has as many buckets."""
+    filled = [place for place, number in enumerate(places) if number > 0]
+    return set(filled) <= set(used) and len(filled) == min(len(used), sum(places))
 
 
 def variants(devices: Sequence[str], engines: Sequence[str]) -> list[Variant]:

@@ -3,6 +3,8 @@ two faults that they must notice."""
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +12,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.offload_parity import config_of, one
+from configs.schema import Config
 from tests import distributed
 from tests.optim.tiers import parity
 from tests.optim.tiers.parity import LARGE, Variant
@@ -101,3 +104,28 @@ def test_a_refused_step_leaves_no_trace() -> None:
         after_a_refusal, ranks, config, Variant(engine="split", early="always", pace="slow")
     ):
         assert differences == () and kept > 0 and dropped > 0
+
+
+def with_products_that_add(config: Config, variant: Variant) -> tuple[tuple[str, ...], int]:
+    """On a rank, where linear layers' gradients are added to the buffer, as TransformerEngine's: what differs from the
+    state on the device, and how many buckets' updates go on when a step begins."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    with contextlib.ExitStack() as marked:
+        for layer in (ColumnParallelLinear, RowParallelLinear):
+            marked.enter_context(mock.patch.object(layer, "fuse_wgrad_accumulation", True, create=True))
+        device, elsewhere = parity.run(config, STEPS), parity.with_variant(config, variant, "")
+        ours = parity.run(elsewhere, STEPS, variant.pace)
+        with parity.Training(elsewhere, variant.pace) as training:
+            training.step(1)
+            for chunk in training.engine.chunks:
+                chunk.zero_grad_buffer()
+            assert training.tiers is not None
+            return parity.differences(ours, device), len(training.tiers._back)
+
+
+def test_products_that_add_to_the_buffer_find_zeros_and_wait_for_their_bucket_alone() -> None:
+    config, ranks = config_of("gpt", "single", "bf16", "fp32")
+    config = replace(config, optimizer=replace(config.optimizer, clip_grad=1e4))
+    ((differences, going_on),) = distributed.run(with_products_that_add, ranks, config, Variant(pace="slow"))
+    assert differences == () and going_on > 1
