@@ -47,10 +47,7 @@ class PlacementMap:
         ranks = experts // self.num_slots
         return ranks, experts.sub(ranks, alpha=self.num_slots)
 
-    def experts_of(self, rank: int) -> list[int]:
-        """The logical experts at home on a rank, in the order of its slots."""
-        places = range(rank * self.num_slots, (rank + 1) * self.num_slots)
-        if self.homes is None:
-            return list(places)
-        expert_at = {place: expert for expert, place in enumerate(self.homes)}
-        return [expert_at[place] for place in places]
+    def experts_of(self, rank: int) -> range:
+        """The logical experts of a rank where all are at home in order."""
+        assert self.homes is None
+        return range(rank * self.num_slots, (rank + 1) * self.num_slots)
