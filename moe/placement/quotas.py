@@ -22,7 +22,7 @@ class Costs:
 
     piece: int = 0  # an expert with any assignments at all, on each rank that computes it
     copy_in_node: int = 0  # sending an expert's weights and receiving its gradient, and the other way round
-    copy_between: int = 0  # the same between nodes
+    copy_between: int | None = 0  # the same between nodes; None: there are to be no such copies
     row_between: int = 0  # thousandths: an assignment whose token comes from another node
 
 
@@ -88,7 +88,7 @@ def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: 
     experts, ranks = np.nonzero(used & ~held(placement))
     homes = placement.home_ranks[experts]
     between = homes // limits.ranks_per_node != ranks // limits.ranks_per_node
-    seconds = np.where(between, costs.copy_between, costs.copy_in_node)
+    seconds = np.where(between, costs.copy_between or 0, costs.copy_in_node)
     loads_R = quotas_ER.sum(0)
     work_R = loads_R + costs.piece * used.sum(0)
     copying_R = np.bincount(ranks, seconds, placement.num_ranks) + np.bincount(homes, seconds, placement.num_ranks)
