@@ -18,7 +18,10 @@ from moe.alltoall import factory
 from moe.alltoall.flat import AllToAll
 from moe.experts.compute import ExpertCompute
 from moe.experts.weights import Weights
+from moe.placement.copies import CallCopies
+from moe.placement.live import LayerPlacement
 from moe.placement.map import PlacementMap
+from moe.route import Places
 from moe.schedule import execute
 from moe.schedule.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan, pass_degrees
 from moe.schedule.on_one_rank import LocalCall
@@ -39,13 +42,14 @@ def routed_experts(
     experts: ExpertCompute | None = None,
     timer: PassTimer | None = None,
     most_per_token: int | None = None,
+    placement: LayerPlacement | None = None,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts' outputs [T, H], plus the shared expert's, differentiable in x, probs and
     weights: route, place, plan, then dispatch - experts - combine in chunks.
 
     x [T, H]; probs [T, E] and routing map [T, E] (bool) over the experts of all ranks of `exchange` (None: this rank
     has them all). `assignments_per_token` is the number of experts of every token where none is dropped, else
-    `most_per_token` the most.
+    `most_per_token` the most. `placement`: what moves assignments to copies of their experts; None: all go home.
     """
     experts, timer = experts or ExpertCompute(), timer or PassTimer()
     choice = route.choose(routing_map_TE, assignments_per_token, most_per_token)
@@ -57,15 +61,21 @@ def routed_experts(
     # own.
     inside = shared_expert if keep and exchange is not None else None
     call: LocalCall | SpreadCall
+    copies: CallCopies | None = None
     with timer.measure("forward" if keep else "evaluation", x_TH.device):
         if exchange is None:
             call = LocalCall(choice, plan, strategy, experts, weights, x_TH, both=keep)
         else:
-            placement, degrees = PlacementMap(routing_map_TE.size(1), exchange.size), pass_degrees(plan, both=keep)
-            order = route.dispatch_order(choice, placement, degrees)
-            sizes = exchange_sizes(order, degrees, placement.num_slots, exchange)
+            degrees, num_slots = pass_degrees(plan, both=keep), len(weights.fc1)
+            if placement is None:
+                places = Places.at_home(choice, PlacementMap(routing_map_TE.size(1), exchange.size))
+            else:
+                places, copies = placement.place(choice, routing_map_TE, weights, keep)
+                num_slots += copies.num_here
+            order = route.dispatch_order(choice, places, degrees)
+            sizes = exchange_sizes(order, degrees, num_slots, exchange)
             call = SpreadCall(choice, order, sizes, plan, strategy, exchange, experts, inside)
-        output_TH = execute.run(call, timer, x_TH, probs_P, weights)
+        output_TH = execute.run(call, timer, x_TH, probs_P, weights, copies)
     return output_TH if shared_expert is None or inside is not None else output_TH + shared_expert(x_TH)
 
 
