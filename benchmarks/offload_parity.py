@@ -47,6 +47,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("host", "disk", "auto")
 ENGINES = ("device_stream", "host", "split")
 MOMENTS = ("fp32", "bf16")
+STRIDE = 53  # between the first ways of trainings in a row: prime to their number, so that a layout meets all kinds
 TIMEOUT = 600.0  # seconds for all ways of one training
 
 
@@ -160,7 +161,7 @@ def main() -> int:
         try:
             for i, training in enumerate(trainings(arguments.models, arguments.layouts)):
                 model, layout, precision, clip, moment = training
-                some = ways[i % arguments.every :: arguments.every]
+                some = ways[STRIDE * i % arguments.every :: arguments.every]
                 found = one(model, layout, precision, clip, some, arguments.steps, moment, folder) if some else []
                 for row in found:
                     _show(row)
