@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import sys
 import tempfile
 import time
@@ -47,7 +48,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("host", "disk", "auto")
 ENGINES = ("device_stream", "host", "split")
 MOMENTS = ("fp32", "bf16")
-STRIDE = 53  # between the first ways of trainings in a row: prime to their number, so that a layout meets all kinds
 TIMEOUT = 600.0  # seconds for all ways of one training
 
 
@@ -157,11 +157,12 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true", help="print the table in markdown")
     arguments = parser.parse_args()
     ways, rows, begin = parity.variants(DEVICES, ENGINES), [], time.perf_counter()
+    random.Random(1).shuffle(ways)  # so that each layout and precision meets all kinds
     with tempfile.TemporaryDirectory(dir=arguments.disk_dir) as folder:
         try:
             for i, training in enumerate(trainings(arguments.models, arguments.layouts)):
                 model, layout, precision, clip, moment = training
-                some = ways[STRIDE * i % arguments.every :: arguments.every]
+                some = ways[i % arguments.every :: arguments.every]
                 found = one(model, layout, precision, clip, some, arguments.steps, moment, folder) if some else []
                 for row in found:
                     _show(row)
