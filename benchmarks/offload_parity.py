@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import sys
 import tempfile
 import time
@@ -156,6 +157,7 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true", help="print the table in markdown")
     arguments = parser.parse_args()
     ways, rows, begin = parity.variants(DEVICES, ENGINES), [], time.perf_counter()
+    random.Random(1).shuffle(ways)  # so that each layout and precision meets all kinds
     with tempfile.TemporaryDirectory(dir=arguments.disk_dir) as folder:
         try:
             for i, training in enumerate(trainings(arguments.models, arguments.layouts)):
