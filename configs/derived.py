@@ -51,6 +51,11 @@ def pipeline_degrees(config: Config) -> tuple[int | None, int | None]:
     return forward, forward if config.moe.backward_pipeline_degree is None else config.moe.backward_pipeline_degree
 
 
+def places_experts(config: Config) -> bool:
+    """Whether experts may be computed on other ranks than their homes."""
+    return is_moe(config) and config.moe.placement.policy != "static"
+
+
 def plans_moe(config: Config) -> bool:
     """Whether something of the MoE layers' schedule is left to the planner."""
     moe = config.moe

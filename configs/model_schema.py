@@ -102,14 +102,21 @@ class ModelConfig:
     )
 
 
+PLACEMENT_POLICIES = ("static", "solve")
+
+
 @dataclass
 class PlacementConfig:
     policy: str = key(
-        "static", "static: each expert stays at its home rank", "free", needed_for="moving and copying experts"
+        "static",
+        "static: each expert is computed at its home; solve: where a rank gets more than others, copies on other ranks "
+        "take part, as long as a call gets faster",
+        "free",
+        choices=PLACEMENT_POLICIES,
     )
-    interval: int = key(100, "steps between decisions", "free", low=1)
+    interval: int = key(0, "steps between moves of homes; 0: never", "free", needed_for="moving homes")
     extra_slots: int = key(
-        0, "expert copies a rank may hold beyond its own", "free", needed_for="moving and copying experts"
+        0, "copies of other ranks' experts that a rank may hold for each MoE layer", "free", low=0, high=64
     )
 
 

@@ -16,9 +16,12 @@ from moe import route
 from moe.experts.weights import Weights
 from moe.placement.copies import CallCopies, CopySlots
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits, Planner, shares
+from moe.placement.quotas import Costs, Limits, Planner, at_home, shares
 from moe.route import Choice, Places
 
+# What a layer counts on each rank: calls, the busiest rank's assignments by the mean's where all are computed at home
+# and where the plan has them, and copies whose weights came here.
+TALLY = ("calls", "at_home", "placed", "copies")
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -43,12 +46,14 @@ class LayerPlacement:
         self._held: list[list[int | None]] = [[None] * limits.slots for _ in range(group.size())]  # experts by slot
         self._pinned: Counter[tuple[int, int]] = Counter()  # (expert, rank) that backward passes will need
         self._planned: deque[CallPlan] = deque()  # of forward passes that will be computed again
+        self.tally = np.zeros(len(TALLY))  # of these passes: see `TALLY`
 
     def begin_step(self) -> None:
         """Weights have changed: copies are stale. No call's backward pass is to come any more."""
         self._held = [[None] * self.limits.slots for _ in self._held]
         self._pinned.clear()
         self._planned.clear()
+        self.tally[:] = 0
 
     def place(
         self, choice: Choice, routing_map_TE: torch.Tensor, weights: Weights, keep: bool, again: bool = False
@@ -65,9 +70,15 @@ class LayerPlacement:
             plan = CallPlan(counts_RE, self.planner(counts_RE, placement, self.costs, self.limits))
             if again:
                 self._planned.append(plan)
+            self._count(plan)
         used_by_rank = self._used(plan.quotas_ER)
         copies = self._copies(used_by_rank, weights, keep)
         return self._places(choice, plan, used_by_rank), copies
+
+    def _count(self, plan: CallPlan) -> None:
+        mean = max(plan.counts_RE.sum() / self.map.num_ranks, 1.0)
+        loads = (at_home(plan.counts_RE, self.map), plan.quotas_ER)
+        self.tally[:3] += 1, *(quotas_ER.sum(0).max() / mean for quotas_ER in loads)
 
     def _gather(self, routing_map_TE: torch.Tensor) -> Integers:
         """counts_RE of all ranks: the host waits."""
@@ -97,6 +108,7 @@ class LayerPlacement:
                     sends.append((places[expert], rank))
                 if rank == self.rank:
                     receives.append((slot, int(homes[expert])))
+        self.tally[3] += len(receives)
         arriving = self.slots.fetch(weights, sends, receives)
         own = used_by_rank[self.rank]
         here = [self._held[self.rank].index(expert) for expert in own]
