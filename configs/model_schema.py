@@ -102,15 +102,16 @@ class ModelConfig:
     )
 
 
-PLACEMENT_POLICIES = ("static", "solve")
+PLACEMENT_POLICIES = ("static", "flex", "quota", "least_loaded", "solve")
 
 
 @dataclass
 class PlacementConfig:
     policy: str = key(
         "static",
-        "static: each expert is computed at its home; solve: where a rank gets more than others, copies on other ranks "
-        "take part, as long as a call gets faster",
+        "static: each expert is computed at its home. Others: where a rank gets more than others, copies on other "
+        "ranks take part; flex: FlexMoE's, quota: UltraEP's, least_loaded: LLEP's, solve: ours, which keeps copies for "
+        "the step and makes those that pay",
         "free",
         choices=PLACEMENT_POLICIES,
     )

@@ -67,7 +67,9 @@ class LayerPlacement:
         else:
             fresh = [(expert, rank) for rank, held in enumerate(self._held) for expert in held if expert is not None]
             placement = PlacementMap(self.map.num_experts, self.map.num_ranks, self.map.homes, tuple(fresh))
-            plan = CallPlan(counts_RE, self.planner(counts_RE, placement, self.costs, self.limits))
+            quotas_ER = self.planner(counts_RE, placement, self.costs, self.limits)
+            self._leave_pinned(quotas_ER)
+            plan = CallPlan(counts_RE, quotas_ER)
             if again:
                 self._planned.append(plan)
             self._count(plan)
@@ -91,6 +93,16 @@ class LayerPlacement:
         """By rank the experts that it computes as copies, ascending."""
         homes = self.map.home_ranks
         return [[int(e) for e in np.flatnonzero(quotas_ER[:, r]) if homes[e] != r] for r in range(self.map.num_ranks)]
+
+    def _leave_pinned(self, quotas_ER: Integers) -> None:
+        """Send home what would go to new copies for which no slot is left: some hold what backward passes will need."""
+        for rank, used in enumerate(self._used(quotas_ER)):
+            held = self._held[rank]
+            new = sorted((e for e in used if e not in held), key=lambda e: -quotas_ER[e, rank])
+            taken = sum(e is not None and (e in used or self._pinned[e, rank] > 0) for e in held)
+            for expert in new[len(held) - taken :]:
+                quotas_ER[expert, self.map.home_ranks[expert]] += quotas_ER[expert, rank]
+                quotas_ER[expert, rank] = 0
 
     def _copies(self, used_by_rank: list[list[int]], weights: Weights, keep: bool) -> CallCopies:
         if self.slots is None:

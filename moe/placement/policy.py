@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from configs import derived
 from configs.schema import Config
+from moe.placement.flex import flex
+from moe.placement.least_loaded import least_loaded
+from moe.placement.quota import quota
 from moe.placement.quotas import Costs, Planner
 from moe.placement.solve import solve
 
-POLICIES: Mapping[str, Planner] = {"solve": solve}
+POLICIES: Mapping[str, Planner] = {"flex": flex, "quota": quota, "least_loaded": least_loaded, "solve": solve}
 # Where nothing was measured. A copy's weights and gradients against an assignment's six products, both grow with the
 # expert's size: at 400 TFLOP/s, 400 GB/s inside a node and 50 between nodes; a host at 50 GFLOP/s and 2 GB/s.
 ASSUMED = {
