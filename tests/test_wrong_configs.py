@@ -162,7 +162,12 @@ WRONG: dict[str, Wrong] = {
     "memory_strategy": Wrong(
         ["moe.memory_strategy=reuse"], ("moe.memory_strategy (reuse)", "one of keep, recompute, communicate")
     ),
-    "placement": Wrong(["moe.placement.policy=dynamic"], ("moe.placement.policy (dynamic)", "not available yet")),
+    "placement": Wrong(["moe.placement.policy=dynamic"], ("moe.placement.policy (dynamic)", "one of static, flex")),
+    "placement_without_slots": Wrong(
+        ["moe.placement.policy=solve", "parallel.expert=2"],
+        ("moe.placement.extra_slots (0)", "moe.placement.extra_slots=2"),
+        world_size=2,
+    ),
     # Optimizer state and activations off the device
     "disk_without_a_folder": Wrong(["optimizer.state_device=disk"], ("memory.disk_dir (null)", "must be a folder")),
     "tier_without_a_sharded_optimizer": Wrong(
