@@ -157,7 +157,7 @@ CASES = {
     "state streamed from the host": Case(2, _expert_parallel("keep", *_tiered("host", "device_stream", "never")), FLAT),
     "state streamed early": Case(1, (DENSE, *_tiered("host", "device_stream", "always")), NONE, "fp32"),
     "state updated on the host": Case(
-        2, (DENSE, *_tiered("host", "host", "never")), NONE, "fp16", lane_waits=places.host_waits(6)
+        2, (DENSE, *_tiered("host", "host", "never")), NONE, "fp16", lane_waits=places.host_waits(7)
     ),
     "state updated on the host early": Case(
         2, _expert_parallel("keep", *_tiered("host", "host", "always")), FLAT, lane_waits=places.host_waits(10)
