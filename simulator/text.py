@@ -153,8 +153,8 @@ def _memory(plan: RunPlan) -> str:
     if derived.places_experts(plan.config):
         copies, slots = derived.copy_bytes(plan.config), plan.config.moe.placement.extra_slots
         lines.append(
-            f"  Buffers have {slots} slots for copies of experts in each MoE layer, {size(copies)}; their gradients take "
-            "as much, in one layer at a time."
+            f"  Buffers have {slots} slots for copies of experts in each MoE layer, {size(copies)}; their gradients "
+            "take as much, in one layer at a time."
         )
     if derived.is_moe(plan.config):
         lines.append(

@@ -1,10 +1,14 @@
-"""Trainings whose experts are computed at copies, beside those whose experts stay at home."""
+"""Trainings whose experts are computed at copies, beside those whose experts stay at home; and what they record."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from benchmarks.placement_parity import PASSES, SCATTERED, Case, compare
+from moe.placement.trace import read, read_header
+from tests.training.helpers import read_metrics, train_on_ranks
 
 # All of them: python -m benchmarks.placement_parity
 CASES = [
@@ -24,3 +28,22 @@ def test_copies_change_no_loss(data: list[str], case: Case) -> None:
     row = compare(case, [*data, "training.steps=4"])
     assert row.passed and row.copies > 0, row
     assert case.policy == SCATTERED or row.placed < row.at_home
+
+
+def test_a_run_records_what_its_routers_chose(data: list[str], tmp_path: Path) -> None:
+    words = [
+        *data,
+        "experiment=gpt_moe_tiny",
+        "moe.placement.record=true",
+        "training.recompute=full",
+        f"run_dir={tmp_path}",
+    ]
+    words += ["parallel.expert=2", "training.micro_batch_size=2", "training.steps=3", "checkpoint.interval=2"]
+    train_on_ranks(words, 2)
+    assert read_header(tmp_path / "routing.trace").num_ranks == 2
+    found = dict(read(tmp_path / "routing.trace"))
+    assert list(found) == [1, 2, 3]
+    for line in read_metrics(tmp_path):
+        counts_LMRE = found[line["step"]]
+        assert counts_LMRE.shape[2] == 2
+        assert counts_LMRE.sum((1, 2)).tolist() == line["tokens_per_expert"]["counts"]

@@ -21,6 +21,7 @@ from training.callbacks.memory_tiers import MemoryTiers
 from training.callbacks.moe.expert_placement import ExpertPlacement
 from training.callbacks.moe.expert_planning import ExpertPlanning
 from training.callbacks.moe.moe_layers import MoELayers
+from training.callbacks.moe.routing_trace import RoutingTrace
 from training.callbacks.optimizer_tiers import OptimizerTiers
 from training.callbacks.profile import Profile
 from training.callbacks.samples import Samples
@@ -39,6 +40,7 @@ def default_callbacks(config: Config, guard: Guard | None = None, signals: StopS
         *([planning] if planning else []),
         *([MoELayers(planning)] if is_moe(config) else []),  # these add to the metrics that the next ones write
         *([ExpertPlacement()] if places_experts(config) else []),
+        *([RoutingTrace()] if is_moe(config) and config.moe.placement.record else []),
         Environment(),
         Evaluation(),
         StepTimes(),
