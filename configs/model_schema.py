@@ -149,6 +149,9 @@ class MoEConfig:
     )
     aux_loss_coeff: float = key(0.0, "load-balancing loss over a micro-batch (Switch Transformer)", "say", low=0)
     sequence_aux_loss_coeff: float = key(0.0, "the same loss over each sequence", "say", low=0)
+    global_aux_loss_coeff: float = key(
+        0.0, "the same loss over the global batch, by the choices of the update before", "say", low=0
+    )
     z_loss_coeff: float = key(0.0, "ST-MoE router z-loss", "say", low=0)
     expert_bias: bool = key(
         False, "aux-loss-free balancing (DeepSeek-V3); needs router_score=sigmoid", architecture=True

@@ -137,6 +137,15 @@ WRONG: dict[str, Wrong] = {
         [TINY, "parallel.virtual_pipeline=2"], ("parallel.virtual_pipeline (2)", "parallel.pipeline (1)")
     ),
     "expert_in_dense": Wrong([TINY, "parallel.expert=2"], ("parallel.expert (2)", "dense"), 2),
+    "global_loss_in_dense": Wrong(
+        [TINY, "moe.global_aux_loss_coeff=0.01"], ("moe.global_aux_loss_coeff (0.01)", "must be 0", "dense")
+    ),
+    "negative_global_loss": Wrong(
+        [MOE, "moe.global_aux_loss_coeff=-0.01"], ("moe.global_aux_loss_coeff (-0.01)", "at least 0")
+    ),
+    "text_for_global_loss": Wrong(
+        [MOE, "moe.global_aux_loss_coeff=auto"], ("moe.global_aux_loss_coeff", "auto", "number")
+    ),
     "expert_tensor_alone": Wrong(
         [MOE, "parallel=tp2_sp", "parallel.expert_tensor=1"], ("parallel.expert_tensor (1)", "tensor (2)"), 2
     ),

@@ -77,7 +77,7 @@ def moe(config: Config, world_size: int) -> Iterator[Problem]:
     moe, experts = config.moe, config.moe.num_experts
     if experts is None:
         unset: Fix = {"ffn_hidden_size": None, "shared_expert_ffn_hidden_size": None, "expert_bias": False}
-        unset |= {"capacity_factor": None, "num_groups": None, "group_top_k": None}
+        unset |= {"global_aux_loss_coeff": 0.0, "capacity_factor": None, "num_groups": None, "group_top_k": None}
         for name, value in unset.items():
             if getattr(moe, name) != value:
                 rule = f"must be {show(value)} in a dense model (moe.num_experts is null)"

@@ -110,6 +110,7 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     ),
     (["moe.expert_bias=true"], 1, "moe.expert_bias", "dense"),
     (["moe.capacity_factor=1.0"], 1, "moe.capacity_factor", "dense"),
+    (["moe.global_aux_loss_coeff=0.1"], 1, "moe.global_aux_loss_coeff", "dense"),
     (["model=gpt_moe_tiny", "moe.top_k=5"], 1, "moe.top_k", "moe.num_experts (4)"),
     (["model=gpt_moe_tiny", "moe.top_k=1"], 1, "moe.normalize_top_k", "gradient"),
     (

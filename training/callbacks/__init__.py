@@ -20,6 +20,7 @@ from training.callbacks.loss_scale import LossScale
 from training.callbacks.memory_tiers import MemoryTiers
 from training.callbacks.moe.expert_placement import ExpertPlacement
 from training.callbacks.moe.expert_planning import ExpertPlanning
+from training.callbacks.moe.global_aux_loss import GlobalAuxLoss
 from training.callbacks.moe.moe_layers import MoELayers
 from training.callbacks.moe.routing_trace import RoutingTrace
 from training.callbacks.optimizer_tiers import OptimizerTiers
@@ -38,6 +39,7 @@ def default_callbacks(config: Config, guard: Guard | None = None, signals: StopS
     return [
         StepNumbers(),
         *([planning] if planning else []),
+        *([GlobalAuxLoss()] if config.moe.global_aux_loss_coeff > 0 else []),
         *([MoELayers(planning)] if is_moe(config) else []),  # these add to the metrics that the next ones write
         *([ExpertPlacement()] if places_experts(config) else []),
         *([RoutingTrace()] if is_moe(config) and config.moe.placement.record else []),
