@@ -3,7 +3,6 @@ go."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from moe.route import Choice, Places
 # What a layer counts on each rank: calls, the busiest rank's assignments by the mean's where all are computed at home
 # and where the plan has them, and copies whose weights came here.
 TALLY = ("calls", "at_home", "placed", "copies")
-GOLDEN = (math.sqrt(5) - 1) / 2
+GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class LayerPlacement:
         for rank, used in enumerate(used_by_rank):
             slots_ER[used, rank] = num_home + np.arange(len(used))
         num_slots = num_home + max(map(len, used_by_rank))
-        shares_ER = shares(plan.counts_RE, plan.quotas_ER, self.limits.ranks_per_node)[self.rank]
+        shares_ER = shares(plan.counts_RE, plan.quotas_ER, self.limits.ranks_per_node, self.rank)
         experts, ranks = np.nonzero(shares_ER)
         of_places = ranks * num_slots + slots_ER[experts, ranks]
         codes = np.repeat(of_places, shares_ER[experts, ranks])
@@ -171,11 +170,13 @@ class LayerPlacement:
 def _interleave(codes: Integers, shares_ER: Integers) -> None:
     """Spread the places of an expert's assignments over its tokens, so that each chunk of consecutive tokens has its
     share of each: assignment i takes the place that stood at i times a stride of the golden section."""
-    ends = shares_ER.sum(1).cumsum()
-    for expert in np.flatnonzero((shares_ER > 0).sum(1) > 1):
-        count = int(shares_ER[expert].sum())
-        part = codes[ends[expert] - count : ends[expert]]
-        stride = max(1, round(GOLDEN * count))
-        while math.gcd(stride, count) > 1:
-            stride += 1
-        part[:] = part[np.arange(count) * stride % count]
+    counts = shares_ER.sum(1)
+    starts = counts.cumsum() - counts
+    several = np.flatnonzero((shares_ER > 0).sum(1) > 1)
+    counts, starts = counts[several], starts[several]
+    strides = np.maximum(np.rint(GOLDEN * counts).astype(np.int64), 1)
+    while (shared := np.gcd(strides, counts) > 1).any():
+        strides[shared] += 1
+    first = np.repeat(starts, counts)
+    within = np.arange(len(first)) - np.repeat(counts.cumsum() - counts, counts)
+    codes[first + within] = codes[first + within * np.repeat(strides, counts) % np.repeat(counts, counts)]

@@ -95,30 +95,27 @@ def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: 
     return Outcome(loads_R, len(experts), int(between.sum()), int((work_R + copying_R.astype(np.int64)).max()))
 
 
-def shares(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int) -> Integers:
-    """[R, E, R]: how many of a rank's assignments of an expert go to which rank. A rank's own stay as far as the quota
-    lasts, then those of its node, then what is left, in the order of ranks."""
-    num_ranks, num_experts = counts_RE.shape
-    result = np.zeros((num_ranks, num_experts, num_ranks), dtype=np.int64)
+def shares(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int, rank: int) -> Integers:
+    """[E, R]: how many of a rank's assignments of an expert go to which rank. A rank's own stay as far as the quota
+    lasts, then those of its node, then what is left: both sides one rank after the other."""
+    num_experts, num_ranks = quotas_ER.shape
+    assert num_ranks % ranks_per_node == 0
     demand_ER, room_ER = counts_RE.T.copy(), quotas_ER.copy()
-    own = np.minimum(demand_ER, room_ER)
-    demand_ER -= own
-    room_ER -= own
-    diagonal = np.arange(num_ranks)
-    result[diagonal, :, diagonal] = own.T
-    nodes = [slice(first, first + ranks_per_node) for first in range(0, num_ranks, ranks_per_node)]
-    for ranks in (*nodes, slice(0, num_ranks)):
-        _fill(result, demand_ER, room_ER, ranks)
-    return result
-
-
-def _fill(result: Integers, demand_ER: Integers, room_ER: Integers, ranks: slice) -> None:
-    """Of each expert the demand of these ranks meets their room, both one after the other."""
-    ends_d, ends_r = demand_ER[:, ranks].cumsum(1), room_ER[:, ranks].cumsum(1)
-    begin_d, begin_r = ends_d - demand_ER[:, ranks], ends_r - room_ER[:, ranks]
-    low = np.maximum(begin_d[:, :, None], begin_r[:, None, :])
-    high = np.minimum(ends_d[:, :, None], ends_r[:, None, :])
-    moved = np.maximum(high - low, 0)  # [E, sources, destinations]
-    result[ranks, :, ranks] += moved.transpose(1, 0, 2)
-    demand_ER[:, ranks] -= moved.sum(2)
-    room_ER[:, ranks] -= moved.sum(1)
+    stays_ER = np.minimum(demand_ER, room_ER)
+    demand_ER -= stays_ER
+    room_ER -= stays_ER
+    mine_ER = np.zeros_like(quotas_ER)
+    mine_ER[:, rank] = stays_ER[:, rank]
+    for size in dict.fromkeys((ranks_per_node, num_ranks)):
+        groups = num_experts, num_ranks // size, size  # of ranks, all at once
+        demand, room, mine = (each.reshape(groups) for each in (demand_ER, room_ER, mine_ER))
+        demand_end, room_end = demand.cumsum(2), room.cumsum(2)
+        demand_begin, room_begin = demand_end - demand, room_end - room
+        own, place = rank // size, rank % size
+        low = np.maximum(room_begin[:, own], demand_begin[:, own, place, None])
+        high = np.minimum(room_end[:, own], demand_end[:, own, place, None])
+        mine[:, own] += np.maximum(high - low, 0)
+        met = np.minimum(demand_end[:, :, -1:], room_end[:, :, -1:])
+        demand -= np.clip(met - demand_begin, 0, demand)
+        room -= np.clip(met - room_begin, 0, room)
+    return mine_ER

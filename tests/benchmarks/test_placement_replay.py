@@ -97,7 +97,7 @@ def test_rows_are_those_of_the_shares() -> None:
             counts_RE = rng.poisson(rng.lognormal(2, 1, 2 * ranks), (ranks, 2 * ranks))
             plan = PLANNERS["moonep"].plan
             quotas_ER = plan(counts_RE, PlacementMap(2 * ranks, ranks), Costs(), Limits(0, node))
-            sent_RR = shares(counts_RE, quotas_ER, node).sum(1)
+            sent_RR = np.stack([shares(counts_RE, quotas_ER, node, rank).sum(0) for rank in range(len(counts_RE))])
             ranks_R = np.arange(ranks)
             between = int(sent_RR[ranks_R[:, None] // node != ranks_R // node].sum())
             assert rows(counts_RE, quotas_ER, node) == (int(sent_RR.sum() - sent_RR.trace()), between)

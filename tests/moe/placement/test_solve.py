@@ -102,9 +102,16 @@ def test_shares_are_exact_and_prefer_what_is_near() -> None:
     counts_RE = skewed(8, 16, 2.0, 3, tokens=500)
     placement, limits = PlacementMap(16, 8), Limits(3, 4)
     quotas_ER = solve(counts_RE, placement, FREE, limits)
-    found = shares(counts_RE, quotas_ER, limits.ranks_per_node)
+    found = np.stack([shares(counts_RE, quotas_ER, limits.ranks_per_node, rank) for rank in range(8)])
     assert (found >= 0).all()
     np.testing.assert_array_equal(found.sum(2), counts_RE)
     np.testing.assert_array_equal(found.sum(0), quotas_ER)
     ranks = np.arange(8)
     np.testing.assert_array_equal(found[ranks, :, ranks], np.minimum(counts_RE, quotas_ER.T))
+    # What a node's ranks could do for each other they do.
+    away = found.copy()
+    away[ranks, :, ranks] = 0
+    inside = away.reshape(2, 4, 16, 2, 4)[[0, 1], :, :, [0, 1]].sum((1, 3))
+    demand = (counts_RE - np.minimum(counts_RE, quotas_ER.T)).reshape(2, 4, 16).sum(1)
+    room = (quotas_ER.T - np.minimum(counts_RE, quotas_ER.T)).reshape(2, 4, 16).sum(1)
+    np.testing.assert_array_equal(inside, np.minimum(demand, room))
