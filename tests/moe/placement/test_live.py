@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe.alltoall.flat import FlatAllToAll
+from moe.alltoall.hierarchical import HierarchicalAllToAll
 from moe.placement.live import LayerPlacement
 from moe.placement.quotas import Costs, Limits
 from tests.distributed import run
@@ -16,14 +17,15 @@ from tests.tolerances import MOE
 SLOTS = 2
 
 
-def _scattered_calls(routing: str, bias: bool) -> float:
+def _scattered_calls(routing: str, bias: bool, ranks_per_node: int = 0) -> float:
     group = torch.distributed.group.WORLD
     assert group is not None
     rank, ranks, worst = group.rank(), group.size(), 0.0
     case = Case(routing=routing, bias=bias, activation="gelu" if bias else "swiglu", shared=True)
     placement = LayerPlacement(group, case.num_experts, Scattered(), Costs(), Limits(SLOTS, ranks))
-    exchange, expected = FlatAllToAll(group), expected_on(case, rank, ranks)
-    for number, plan in enumerate(plans([(1, 1), (2, 3)])):
+    exchange = HierarchicalAllToAll(group, ranks_per_node) if ranks_per_node else FlatAllToAll(group)
+    expected = expected_on(case, rank, ranks)
+    for number, plan in enumerate(plans([(1, 1), (2, 3)])[:: 4 if ranks_per_node else 1]):
         if number % 4 == 0:
             placement.begin_step()
         actual = ours(case, problem(case, rank), plan, exchange, rank, ranks, placement)
@@ -37,3 +39,7 @@ def _scattered_calls(routing: str, bias: bool) -> float:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_quotas_give_the_sums_and_gradients_of_the_loop(ranks: int, routing: str, bias: bool) -> None:
     run(_scattered_calls, ranks, routing, bias)
+
+
+def test_rows_to_copies_pass_through_relays() -> None:
+    run(_scattered_calls, 4, "skewed", False, 2)
