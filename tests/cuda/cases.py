@@ -242,7 +242,15 @@ CASES = {
 
 # Left to the matrix: what they add to others is their combination.
 MATRIX_ONLY = (
+    "recompute",
     "recompute, chunks",
+    "communicate",
+    "offload and recompute",
+    "loop on one rank",
+    "experts at copies, offload",
+    "some layer inputs on the host",
+    "gradients not sharded",
+    "state by the fastest engine",
     "offload",
     "nothing overlapped",
     "state streamed early",
