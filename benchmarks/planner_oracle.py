@@ -14,8 +14,8 @@ subset of ranks, its costs and the experts that compute nowhere else fit into T 
 largest of these quotients, rounded up. A pair that gets nothing in the split costs too much, but the same split is also
 tried without it. No split is searched, so the number of tokens does not matter.
 
-Sets are left out early where this bound, with the homes' pieces that are not decided yet for nothing, is no better than
-the best plan so far.
+Sets are left out early where this bound is no better than the best plan so far, a home's piece being free as long as it
+is not decided. With a free piece the bound is never too high, and when all are decided it is the time itself.
 """
 
 from __future__ import annotations
@@ -87,54 +87,43 @@ def case(seed: int, number: int) -> Case:
 
 def exact(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> int:
     """The least time of the busiest rank, in the unit of Costs."""
-    ranks, homes_E = placement.num_ranks, placement.home_ranks
     worked_E = np.flatnonzero(counts_RE.sum(0))
-    totals_E = counts_RE.sum(0)[worked_E]
-    inside_MA, sizes_A = _subsets(ranks)
+    totals_E, homes_E = counts_RE.sum(0)[worked_E], placement.home_ranks[worked_E]
+    inside_MA, sizes_A = _subsets(placement.num_ranks)
+    best = outcome(at_home(counts_RE, placement), placement, costs, limits).seconds
 
-    def bound(where_NE: np.ndarray, costs_NR: Integers) -> Integers:
-        """[N]: the least time, were the costs all."""
-        demand_NA = costs_NR @ inside_MA[1 << np.arange(ranks)]
+    def bound(where_NE: Integers, costs_NR: Integers) -> Integers:
+        """[N]: the least time, were these costs all."""
+        demand_NA = costs_NR @ inside_MA[1 << np.arange(placement.num_ranks)]
         for total, mask_N in zip(totals_E, where_NE.T, strict=True):
             demand_NA += total * inside_MA[mask_N]
         return (-(-demand_NA // sizes_A)).max(1)
 
-    best = outcome(at_home(counts_RE, placement), placement, costs, limits).seconds
-    for copied_NE, costs_NR in _sets_of_copies(worked_E, placement, costs, limits):
-        is_home_open = (copied_NE > 0) & (costs.piece > 0)  # else it takes part, which costs nothing or must be
-        where_NE = copied_NE | 1 << homes_E[worked_E]
-        for index, home in enumerate(homes_E[worked_E]):
-            costs_NR[:, home] += costs.piece * ~is_home_open[:, index]
-        where_NE, costs_NR, is_home_open = _better(bound, best, where_NE, costs_NR, is_home_open)
-        for index, home in enumerate(homes_E[worked_E]):
-            without = is_home_open[:, index]
-            costs_without = costs_NR[without]
-            where_without = where_NE[without]
+    def better(where_NE: Integers, costs_NR: Integers) -> tuple[Integers, Integers]:
+        keep = bound(where_NE, costs_NR) < best
+        return where_NE[keep], costs_NR[keep]
+
+    for where_NE, costs_NR in _sets_of_copies(worked_E, placement, costs, limits):
+        for index, home in enumerate(homes_E):  # with copies, a home's piece is decided below
+            costs_NR[:, home] += costs.piece * (where_NE[:, index] == 0)
+        where_NE, costs_NR = better(where_NE | 1 << homes_E, costs_NR)
+        for index, home in enumerate(homes_E if costs.piece else ()):
+            has_copies = where_NE[:, index] != 1 << home
+            where_without, costs_without = where_NE[has_copies], costs_NR[has_copies]
             where_without[:, index] ^= 1 << home
-            costs_NR[without, home] += costs.piece
-            where_NE, costs_NR, is_home_open = _better(
-                bound,
-                best,
-                np.concatenate([where_NE, where_without]),
-                np.concatenate([costs_NR, costs_without]),
-                np.concatenate([is_home_open, is_home_open[without]]),
-            )
+            costs_NR[has_copies, home] += costs.piece
+            both = np.concatenate([where_NE, where_without]), np.concatenate([costs_NR, costs_without])
+            where_NE, costs_NR = better(*both)
         if len(where_NE):
             best = int(bound(where_NE, costs_NR).min())
     return best
 
 
 def _subsets(ranks: int) -> tuple[Integers, Integers]:
-    """[masks of ranks, subsets]: whether the ranks of a mask are in a subset, no rank in none but of those that are
-    empty; and the subsets' sizes."""
+    """[masks of ranks, subsets of ranks]: whether all ranks of a mask are in a subset; and the subsets' sizes."""
     masks, subsets = np.arange(1 << ranks), np.arange(1, 1 << ranks)
     inside = (masks[:, None] & ~subsets == 0).astype(np.int64)
     return inside, np.array([int(subset).bit_count() for subset in subsets])
-
-
-def _better(bound, best, where_NE, costs_NR, is_home_open):  # type: ignore[no-untyped-def]
-    keep = bound(where_NE, costs_NR) < best
-    return where_NE[keep], costs_NR[keep], is_home_open[keep]
 
 
 def _sets_of_copies(
