@@ -109,13 +109,13 @@ void add_new(const Problem& p, Attempt& a, const std::vector<std::vector<Number>
             for (Number i = 1; i < static_cast<Number>(experts.size()); ++i)
                 if (a.left[experts[i]] > a.left[experts[which]]) which = i;
             const Number expert = experts[which], wanted = std::min(a.work[donor] - threshold, a.left[expert]);
-            Number target = -1, floor = p.piece + p.near;
+            Number cost = p.near;
             const auto search = [&](Number from, Number to) {
                 Number exact = -1, filled = -1, last = -1;
                 for (Number r = from; r < to; ++r) {
-                    if (a.used[r] >= p.slots || a.work[r] + p.piece >= threshold || r == donor) continue;
-                    if (std::find(holds[expert].begin(), holds[expert].end(), r) != holds[expert].end()) continue;
                     const Number room = threshold - p.piece - a.work[r];
+                    if (a.used[r] >= p.slots || room <= cost || r == donor) continue;
+                    if (std::find(holds[expert].begin(), holds[expert].end(), r) != holds[expert].end()) continue;
                     if (room < wanted) {
                         if (filled < 0 || std::pair(-a.used[r], a.work[r]) < std::pair(-a.used[filled], a.work[filled]))
                             filled = r;
@@ -126,21 +126,35 @@ void add_new(const Problem& p, Attempt& a, const std::vector<std::vector<Number>
                 }
                 return exact >= 0 ? exact : filled >= 0 ? filled : last;
             };
-            target = search(first, end);
+            Number target = search(first, end);
             if (target < 0 && p.far >= 0) {
-                floor = p.piece + p.far;
+                cost = p.far;
                 target = search(0, p.ranks);
             }
             const Number count = target < 0 ? 0 : std::min(wanted, threshold - p.piece - a.work[target]);
-            if (count <= floor) {
+            if (count <= cost + (count < a.left[expert] ? p.piece : 0)) {
                 experts.erase(experts.begin() + which);
                 continue;
             }
-            a.copies.push_back({expert, target, 0, true});
+            const auto fresh = p.fresh_ranks + p.fresh_starts[expert], last = p.fresh_ranks + p.fresh_starts[expert + 1];
+            a.copies.push_back({expert, target, 0, std::find(fresh, last, target) == last});
             give(p, a, a.copies.back(), count);
             holds[expert].push_back(target);
         }
     }
+}
+
+Number most_of(const Attempt& a) { return *std::max_element(a.work.begin(), a.work.end()); }
+
+Number mean_of(const Problem& p, const Ranks& work) {
+    const Number size = p.far >= 0 ? p.ranks : p.node;
+    Number most = 0;
+    for (Number first = 0; first < p.ranks; first += size) {
+        const Number end = std::min(first + size, p.ranks);
+        const Number sum = std::accumulate(work.begin() + first, work.begin() + end, Number{0});
+        most = std::max(most, (sum + end - first - 1) / (end - first));
+    }
+    return most;
 }
 
 struct Score {
@@ -177,11 +191,11 @@ Score score(const Problem& p, const Attempt& a, Number most) {
 extern "C" Number mixtrain_placement(Number experts, Number ranks, Number slots, Number node, Number piece, Number near,
                                      Number far, Number most, const Number* totals, const Number* homes,
                                      const Number* fresh_starts, const Number* fresh_ranks, const Number* steps,
-                                     Number num_steps, Number rounds, Number* left, Number* copies) {
+                                     Number num_steps, Number rounds, Number enough, Number* left, Number* copies) {
     const Problem p{experts, ranks, slots, node, piece, near, far, totals, homes, fresh_starts, fresh_ranks};
     const Attempt home = at_home(p);
     Attempt best = home;
-    const Number mean = std::accumulate(home.work.begin(), home.work.end(), Number{0}) / ranks + 1;
+    const Number base = mean_of(p, home.work);
     const Number highest = *std::max_element(home.work.begin(), home.work.end());
     Score least = score(p, best, most);
     const auto keep_if_less = [&](const Attempt& attempt) {
@@ -200,23 +214,36 @@ extern "C" Number mixtrain_placement(Number experts, Number ranks, Number slots,
     std::iota(falling.begin(), falling.end(), Number{0});
     std::stable_sort(falling.begin(), falling.end(), [&](Number x, Number y) { return home.work[x] > home.work[y]; });
     rising.assign(falling.rbegin(), falling.rend());
+    std::vector<Number> thresholds;
+    std::vector<Attempt> of_fresh;
     for (Number step = 0; step < num_steps; ++step) {
-        const Number threshold = mean + mean * steps[step] / 1000;
+        const Number threshold = base + base * steps[step] / 1000;
         if (threshold >= highest) break;
-        Attempt fresh = home;
-        use_fresh(p, fresh, threshold);
-        keep_if_less(fresh);
-        if (*std::max_element(fresh.work.begin(), fresh.work.end()) <= threshold) break;
-        bool is_reached = false;
-        for (const Ranks& start : {falling, rising}) {
-            Ranks donors = start;
-            for (Number round = 0; round < rounds && !is_reached; ++round) {
-                Attempt attempt = fresh;
-                add_new(p, attempt, experts_of, donors, threshold);
-                keep_if_less(attempt);
-                const auto is_over = [&](Number r) { return attempt.work[r] > threshold; };
-                is_reached = std::none_of(donors.begin(), donors.end(), is_over);
-                std::stable_partition(donors.begin(), donors.end(), is_over);
+        thresholds.push_back(threshold);
+        of_fresh.push_back(home);
+        use_fresh(p, of_fresh.back(), threshold);
+        keep_if_less(of_fresh.back());
+        if (most_of(of_fresh.back()) <= threshold) break;
+    }
+    const bool is_enough = least.over <= 0 && least.seconds <= base + base * enough / 1000;
+    for (size_t i = 0; i < of_fresh.size() && !is_enough; ++i) {
+        for (bool from_home : {false, true}) {
+            if (!from_home && fresh_starts[experts] == 0) continue;
+            bool is_reached = false;
+            for (const Ranks* start : {&falling, &rising}) {
+                Ranks donors = *start;
+                Number before = -1;
+                for (Number round = 0; round < rounds && !is_reached; ++round) {
+                    Attempt attempt = from_home ? home : of_fresh[i];
+                    add_new(p, attempt, experts_of, donors, thresholds[i]);
+                    keep_if_less(attempt);
+                    const Number now = most_of(attempt);
+                    is_reached = now <= thresholds[i];
+                    if (now == before) break;
+                    before = now;
+                    std::stable_partition(donors.begin(), donors.end(),
+                                          [&](Number r) { return attempt.work[r] > thresholds[i]; });
+                }
             }
         }
     }

@@ -28,6 +28,7 @@ from moe.placement.quotas import Costs, Limits
 
 STEPS = (2, 5, 9, 15, 25, 50, 100, 200, 400, 800)  # thousandths of the mean work above it
 ROUNDS = 6  # tries at a threshold, from the busiest rank and from the idlest
+ENOUGH = 10  # thousandths above the mean that are left alone
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -47,7 +48,9 @@ def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Li
     addresses = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
     outputs = [ctypes.c_void_p(array.ctypes.data) for array in (left, copies)]
     integers = [ctypes.c_int64(number) for number in (*numbers, far, most)]
-    count = library.mixtrain_placement(*integers, *addresses, *map(ctypes.c_int64, (len(STEPS), ROUNDS)), *outputs)
+    count = library.mixtrain_placement(
+        *integers, *addresses, *map(ctypes.c_int64, (len(STEPS), ROUNDS, ENOUGH)), *outputs
+    )
     return _quotas(placement, left, copies[:count])
 
 
@@ -79,20 +82,24 @@ def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits
     """As `solve`, in Python."""
     problem = _Problem.of(counts_RE, placement, costs, limits)
     home = best = problem.at_home()
-    mean, highest, least = sum(home.work) // problem.ranks + 1, max(home.work), problem.score(home)
+    base, least = problem.mean(home.work), problem.score(home)
+    thresholds = [base + base * step // 1000 for step in STEPS]
+    thresholds = [threshold for threshold in thresholds if threshold < max(home.work)]
+    of_fresh = []
+    for threshold in thresholds:
+        of_fresh.append(home.copy())
+        problem.use_fresh(of_fresh[-1], threshold)
+        if (now := problem.score(of_fresh[-1])) < least:
+            least, best = now, of_fresh[-1]
+        if max(of_fresh[-1].work) <= threshold:
+            break
     falling = sorted(range(problem.ranks), key=lambda rank: -home.work[rank])
-    for step in STEPS:
-        threshold = mean + mean * step // 1000
-        if threshold >= highest:
-            break
-        fresh = home.copy()
-        problem.use_fresh(fresh, threshold)
-        is_enough = max(fresh.work) <= threshold
-        for attempt in (fresh, *(() if is_enough else problem.with_new(fresh, falling, threshold))):
-            if (now := problem.score(attempt)) < least:
-                least, best = now, attempt
-        if is_enough:
-            break
+    if least[0] > 0 or least[1] > base + base * ENOUGH // 1000:
+        for threshold, fresh in zip(thresholds, of_fresh):
+            starts = [fresh, home] if placement.copies else [home]
+            for attempt in (each for start in starts for each in problem.with_new(start, falling, threshold)):
+                if (now := problem.score(attempt)) < least:
+                    least, best = now, attempt
     copies = np.array([(c.expert, c.rank, c.count) for c in best.copies if c.count], np.int64).reshape(-1, 3)
     return _quotas(placement, np.array(best.left, np.int64), copies)
 
@@ -154,6 +161,12 @@ class _Problem:
                 attempt.work[home] += total + self.costs.piece
         return attempt
 
+    def mean(self, work: list[int]) -> int:
+        """Of a rank's work; of the busiest node's ranks where nothing is copied between nodes."""
+        size = self.ranks if self.far >= 0 else self.limits.ranks_per_node
+        groups = [work[first : first + size] for first in range(0, self.ranks, size)]
+        return max(-(-sum(group) // len(group)) for group in groups)
+
     def give(self, attempt: _Attempt, copy: _Copy, count: int) -> None:
         """To a copy from its home; below zero: back."""
         home, piece, work, left = self.homes[copy.expert], self.costs.piece, attempt.work, attempt.left
@@ -210,14 +223,17 @@ class _Problem:
     def with_new(self, fresh: _Attempt, falling: list[int], threshold: int) -> Iterator[_Attempt]:
         """Attempts with new copies until one keeps all ranks at the threshold."""
         for start in (falling, falling[::-1]):
-            donors = list(start)
+            donors, before = list(start), -1
             for _ in range(ROUNDS):
                 attempt = fresh.copy()
                 self.add_new(attempt, donors, threshold)
                 yield attempt
-                if max(attempt.work) <= threshold:
+                if (most := max(attempt.work)) <= threshold:
                     return
+                if most == before:
+                    break
                 donors.sort(key=lambda rank, work=attempt.work: work[rank] <= threshold)  # type: ignore[misc]
+                before = most
 
     def add_new(self, attempt: _Attempt, donors: list[int], threshold: int) -> None:
         work, piece, node = attempt.work, self.costs.piece, self.limits.ranks_per_node
@@ -228,14 +244,16 @@ class _Problem:
             experts, first = list(self.experts_of[donor]), donor // node * node
             while work[donor] > threshold and experts:
                 expert = max(experts, key=attempt.left.__getitem__)
-                wanted, floor = min(work[donor] - threshold, attempt.left[expert]), piece + self.costs.copy_in_node
+                wanted, cost = min(work[donor] - threshold, attempt.left[expert]), self.costs.copy_in_node
 
-                def target(ranks: range, expert: int = expert, wanted: int = wanted, donor: int = donor) -> int:
+                def target(
+                    ranks: range, least: int, expert: int = expert, wanted: int = wanted, donor: int = donor
+                ) -> int:
                     room = {rank: threshold - piece - work[rank] for rank in ranks}
                     may = [
                         rank
                         for rank in ranks
-                        if attempt.used[rank] < self.limits.slots and room[rank] > 0
+                        if attempt.used[rank] < self.limits.slots and room[rank] > least
                         if rank != donor and rank not in holds[expert]
                     ]
                     fits = [rank for rank in may if room[rank] >= wanted]
@@ -245,14 +263,15 @@ class _Problem:
                         return max(exact or fits, key=work.__getitem__, default=-1)
                     return min(filled, key=lambda rank: (-attempt.used[rank], work[rank]))
 
-                rank = target(range(first, min(first + node, self.ranks)))
+                rank = target(range(first, min(first + node, self.ranks)), cost)
                 if rank < 0 and self.far >= 0:
-                    rank, floor = target(range(self.ranks)), piece + self.far
+                    cost = self.far
+                    rank = target(range(self.ranks), cost)
                 count = 0 if rank < 0 else min(wanted, threshold - piece - work[rank])
-                if count <= floor:
+                if count <= cost + piece * (count < attempt.left[expert]):  # a whole expert's piece goes with it
                     experts.remove(expert)
                     continue
-                attempt.copies.append(_Copy(expert, rank, 0, is_new=True))
+                attempt.copies.append(_Copy(expert, rank, 0, rank not in self.fresh[expert]))
                 self.give(attempt, attempt.copies[-1], count)
                 holds[expert].append(rank)
 
