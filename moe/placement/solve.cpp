@@ -191,7 +191,8 @@ Score score(const Problem& p, const Attempt& a, Number most) {
 extern "C" Number mixtrain_placement(Number experts, Number ranks, Number slots, Number node, Number piece, Number near,
                                      Number far, Number most, const Number* totals, const Number* homes,
                                      const Number* fresh_starts, const Number* fresh_ranks, const Number* steps,
-                                     Number num_steps, Number rounds, Number enough, Number* left, Number* copies) {
+                                     Number num_steps, Number rounds, Number enough, Number patience, Number* left,
+                                     Number* copies) {
     const Problem p{experts, ranks, slots, node, piece, near, far, totals, homes, fresh_starts, fresh_ranks};
     const Attempt home = at_home(p);
     Attempt best = home;
@@ -226,7 +227,10 @@ extern "C" Number mixtrain_placement(Number experts, Number ranks, Number slots,
         if (most_of(of_fresh.back()) <= threshold) break;
     }
     const bool is_enough = least.over <= 0 && least.seconds <= base + base * enough / 1000;
-    for (size_t i = 0; i < of_fresh.size() && !is_enough; ++i) {
+    Number misses = 0;
+    for (size_t i = of_fresh.size(); i-- > 0 && !is_enough && misses < patience;) {
+        if (least.over <= 0 && thresholds[i] >= least.seconds) continue;
+        const Score earlier = least;
         for (bool from_home : {false, true}) {
             if (!from_home && fresh_starts[experts] == 0) continue;
             bool is_reached = false;
@@ -246,6 +250,7 @@ extern "C" Number mixtrain_placement(Number experts, Number ranks, Number slots,
                 }
             }
         }
+        misses = least < earlier ? 0 : misses + 1;
     }
     std::copy(best.left.begin(), best.left.end(), left);
     Number* out = copies;

@@ -28,6 +28,7 @@ from moe.placement.quotas import Costs, Limits
 
 STEPS = (2, 5, 9, 15, 25, 50, 100, 200, 400, 800)  # thousandths of the mean work above it
 ROUNDS = 6  # tries at a threshold, from the busiest rank and from the idlest
+PATIENCE = 2  # tighter and tighter thresholds that may bring nothing
 ENOUGH = 10  # thousandths above the mean that are left alone
 _LOGGER = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Li
     outputs = [ctypes.c_void_p(array.ctypes.data) for array in (left, copies)]
     integers = [ctypes.c_int64(number) for number in (*numbers, far, most)]
     count = library.mixtrain_placement(
-        *integers, *addresses, *map(ctypes.c_int64, (len(STEPS), ROUNDS, ENOUGH)), *outputs
+        *integers, *addresses, *map(ctypes.c_int64, (len(STEPS), ROUNDS, ENOUGH, PATIENCE)), *outputs
     )
     return _quotas(placement, left, copies[:count])
 
@@ -95,11 +96,17 @@ def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits
             break
     falling = sorted(range(problem.ranks), key=lambda rank: -home.work[rank])
     if least[0] > 0 or least[1] > base + base * ENOUGH // 1000:
-        for threshold, fresh in zip(thresholds, of_fresh):
-            starts = [fresh, home] if placement.copies else [home]
+        misses = 0
+        for threshold, fresh in reversed(list(zip(thresholds, of_fresh))):
+            if misses == PATIENCE:
+                break
+            if least[0] <= 0 and threshold >= least[1]:
+                continue
+            starts, before = [fresh, home] if placement.copies else [home], least
             for attempt in (each for start in starts for each in problem.with_new(start, falling, threshold)):
                 if (now := problem.score(attempt)) < least:
                     least, best = now, attempt
+            misses = 0 if least < before else misses + 1
     copies = np.array([(c.expert, c.rank, c.count) for c in best.copies if c.count], np.int64).reshape(-1, 3)
     return _quotas(placement, np.array(best.left, np.int64), copies)
 
