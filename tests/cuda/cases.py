@@ -251,6 +251,7 @@ MATRIX_ONLY = (
     "some layer inputs on the host",
     "gradients not sharded",
     "state by the fastest engine",
+    "state on the disk updated on the host",
     "offload",
     "nothing overlapped",
     "state streamed early",

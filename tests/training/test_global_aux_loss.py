@@ -35,7 +35,7 @@ OTHERS = {
         ["training.micro_batch_size=1", "training.eval_interval=1", "training.eval_batches=1"],
     ),
     "DP2, one micro-batch, full recompute": (2, ["training.micro_batch_size=4", "training.recompute=full"]),
-    **{name: (LAYOUTS[name].ranks, list(LAYOUTS[name].overrides)) for name in ("TP2+SP", "PP2", "EP2")},
+    **{name: (LAYOUTS[name].ranks, list(LAYOUTS[name].overrides)) for name in ("TP2+SP",)},
     "DP2xPP2xVPP2xEP2": (4, [*LAYOUTS["DP2xPP2xVPP2xEP2"].overrides, "training.micro_batch_size=1"]),
 }
 
