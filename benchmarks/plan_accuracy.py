@@ -100,6 +100,15 @@ CASES = [
         "moe.pipeline_degree=4",
         "moe.memory_strategy=recompute",
     ),
+    _case(
+        "gpt_moe_small",
+        "EP2, slots for copies",
+        2,
+        *_TWO_LAYERS,
+        "parallel.expert=2",
+        "moe.placement.policy=quota",
+        "moe.placement.extra_slots=2",
+    ),
     _case("quickstart", "single", 1, "training.global_batch_size=4"),
     _case(
         "quickstart",
@@ -295,8 +304,8 @@ def measure(config: Config) -> dict[str, Any]:
 
 
 def _own_tensors(model: Any) -> list[torch.Tensor]:
-    """What stays between steps besides weights, gradients and optimizer: the gather buffer, tables of positions, small
-    module buffers."""
+    """What stays between steps besides weights, gradients and optimizer: the gather buffer, tables of positions, slots
+    for copies of experts."""
     from megatron.core import parallel_state
 
     found = list(parallel_state.get_global_memory_buffer().buffer.values())
@@ -305,6 +314,8 @@ def _own_tensors(model: Any) -> list[torch.Tensor]:
             rotary = getattr(module, "rotary_pos_emb", None)
             if rotary is not None:
                 found.append(rotary(model.config.model.sequence_length, packed_seq=False))
+            if (slots := getattr(getattr(module, "placement", None), "slots", None)) is not None:
+                found += slots.tensors
     return found
 
 

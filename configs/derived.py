@@ -51,6 +51,22 @@ def pipeline_degrees(config: Config) -> tuple[int | None, int | None]:
     return forward, forward if config.moe.backward_pipeline_degree is None else config.moe.backward_pipeline_degree
 
 
+def places_experts(config: Config) -> bool:
+    """Whether experts may be computed on other ranks than their homes."""
+    return is_moe(config) and config.moe.placement.policy != "static"
+
+
+def copy_bytes(config: Config) -> int:
+    """Of the weights of all copies of experts that a rank may hold of a layer."""
+    width, matrices = (
+        expert_ffn_hidden_size(config) // expert_tensor_size(config),
+        3 if config.model.activation == "swiglu" else 2,
+    )
+    biases = config.model.hidden_size + (matrices - 1) * width if config.model.linear_bias else 0
+    numbers = matrices * config.model.hidden_size * width + biases
+    return config.moe.placement.extra_slots * numbers * element_size(config)
+
+
 def plans_moe(config: Config) -> bool:
     """Whether something of the MoE layers' schedule is left to the planner."""
     moe = config.moe

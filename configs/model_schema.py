@@ -102,14 +102,23 @@ class ModelConfig:
     )
 
 
+PLACEMENT_POLICIES = ("static", "flex", "quota", "least_loaded", "solve")
+
+
 @dataclass
 class PlacementConfig:
     policy: str = key(
-        "static", "static: each expert stays at its home rank", "free", needed_for="moving and copying experts"
+        "static",
+        "static: each expert is computed at its home. Others: where a rank gets more than others, copies on other "
+        "ranks take part; flex: FlexMoE's, quota: UltraEP's, least_loaded: LLEP's, solve: ours, which keeps copies for "
+        "the step and makes those that pay",
+        "free",
+        choices=PLACEMENT_POLICIES,
     )
-    interval: int = key(100, "steps between decisions", "free", low=1)
+    interval: int = key(0, "steps between moves of homes; 0: never", "free", needed_for="moving homes")
+    record: bool = key(False, "write every call's routing counts to routing.trace in the run folder", "free")
     extra_slots: int = key(
-        0, "expert copies a rank may hold beyond its own", "free", needed_for="moving and copying experts"
+        0, "copies of other ranks' experts that a rank may hold for each MoE layer", "free", low=0, high=64
     )
 
 
@@ -140,6 +149,9 @@ class MoEConfig:
     )
     aux_loss_coeff: float = key(0.0, "load-balancing loss over a micro-batch (Switch Transformer)", "say", low=0)
     sequence_aux_loss_coeff: float = key(0.0, "the same loss over each sequence", "say", low=0)
+    global_aux_loss_coeff: float = key(
+        0.0, "the same loss over the global batch, by the choices of the update before", "say", low=0
+    )
     z_loss_coeff: float = key(0.0, "ST-MoE router z-loss", "say", low=0)
     expert_bias: bool = key(
         False, "aux-loss-free balancing (DeepSeek-V3); needs router_score=sigmoid", architecture=True

@@ -32,6 +32,7 @@ from configs.schema import Config, ConfigError, ModelConfig
 from models.attention import LatentAttention, RotarySelfAttention, ScaledDotProductAttention
 from models.feed_forward import FeedForward
 from models.norm import AllHeadsRMSNorm, LatentNorm, norm_class
+from moe.placement.policy import policy_of
 from moe.planning.inputs import initial_plan
 from moe.spec import moe_spec
 from parallel.megatron.startup import transformer_engine_fault
@@ -137,7 +138,14 @@ def block_spec(
 def _moe_spec(config: Config, topology: Topology, backend: Backend) -> ModuleSpec:
     all_to_all = "flat" if config.moe.all_to_all == "auto" else config.moe.all_to_all
     linear = MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear)
-    return moe_spec(topology.groups, linear, config.model.activation, initial_plan(config), all_to_all)
+    return moe_spec(
+        topology.groups,
+        linear,
+        config.model.activation,
+        initial_plan(config),
+        all_to_all,
+        policy_of(config, topology.device.type),
+    )
 
 
 def _layer(

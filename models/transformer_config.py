@@ -119,7 +119,11 @@ def _moe(config: Config) -> dict[str, Any]:
     moe = config.moe
     if moe.num_experts is None:
         return {}
-    losses = {"aux_loss": moe.aux_loss_coeff, "seq_aux_loss": moe.sequence_aux_loss_coeff}
+    losses = {
+        "aux_loss": moe.aux_loss_coeff,
+        "seq_aux_loss": moe.sequence_aux_loss_coeff,
+        "global_aux_loss": moe.global_aux_loss_coeff,
+    }
     losses = {name: coeff for name, coeff in losses.items() if coeff > 0}
     return {
         "num_moe_experts": moe.num_experts,

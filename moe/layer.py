@@ -16,9 +16,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from moe import route
 from moe.alltoall import factory
 from moe.alltoall.flat import AllToAll
+from moe.alltoall.hierarchical import ranks_per_node
 from moe.experts.compute import ExpertCompute
 from moe.experts.weights import Weights
+from moe.placement.copies import CallCopies
+from moe.placement.live import LayerPlacement
 from moe.placement.map import PlacementMap
+from moe.placement.policy import Policy
+from moe.placement.quotas import Limits
+from moe.route import Places
 from moe.schedule import execute
 from moe.schedule.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan, pass_degrees
 from moe.schedule.on_one_rank import LocalCall
@@ -39,13 +45,16 @@ def routed_experts(
     experts: ExpertCompute | None = None,
     timer: PassTimer | None = None,
     most_per_token: int | None = None,
+    placement: LayerPlacement | None = None,
+    again: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts' outputs [T, H], plus the shared expert's, differentiable in x, probs and
     weights: route, place, plan, then dispatch - experts - combine in chunks.
 
     x [T, H]; probs [T, E] and routing map [T, E] (bool) over the experts of all ranks of `exchange` (None: this rank
     has them all). `assignments_per_token` is the number of experts of every token where none is dropped, else
-    `most_per_token` the most.
+    `most_per_token` the most. `placement`: what moves assignments to copies of their experts; None: all go home.
+    `again`: a call that keeps nothing will come again with a backward pass.
     """
     experts, timer = experts or ExpertCompute(), timer or PassTimer()
     choice = route.choose(routing_map_TE, assignments_per_token, most_per_token)
@@ -57,15 +66,21 @@ def routed_experts(
     # own.
     inside = shared_expert if keep and exchange is not None else None
     call: LocalCall | SpreadCall
+    copies: CallCopies | None = None
     with timer.measure("forward" if keep else "evaluation", x_TH.device):
         if exchange is None:
             call = LocalCall(choice, plan, strategy, experts, weights, x_TH, both=keep)
         else:
-            placement, degrees = PlacementMap(routing_map_TE.size(1), exchange.size), pass_degrees(plan, both=keep)
-            order = route.dispatch_order(choice, placement, degrees)
-            sizes = exchange_sizes(order, degrees, placement.num_slots, exchange)
+            degrees, num_slots = pass_degrees(plan, both=keep), len(weights.fc1)
+            if placement is None:
+                places = Places.at_home(choice, PlacementMap(routing_map_TE.size(1), exchange.size))
+            else:
+                places, copies = placement.place(choice, routing_map_TE, weights, keep, again and not keep)
+                num_slots += copies.num_here
+            order = route.dispatch_order(choice, places, degrees)
+            sizes = exchange_sizes(order, degrees, num_slots, exchange)
             call = SpreadCall(choice, order, sizes, plan, strategy, exchange, experts, inside)
-        output_TH = execute.run(call, timer, x_TH, probs_P, weights)
+        output_TH = execute.run(call, timer, x_TH, probs_P, weights, copies)
     return output_TH if shared_expert is None or inside is not None else output_TH + shared_expert(x_TH)
 
 
@@ -84,6 +99,7 @@ class MixtrainMoELayer(MoELayer):
         pg_collection: ProcessGroupCollection | None = None,
         plan: Plan | None = None,
         all_to_all: str = "flat",
+        placement: Policy | None = None,
     ) -> None:
         assert pg_collection is not None, "moe_spec puts it into the layer's spec"
         super().__init__(config, submodules, layer_number, pg_collection)
@@ -91,6 +107,13 @@ class MixtrainMoELayer(MoELayer):
         self.token_dispatcher = None  # Megatron's is built by its constructor and does nothing here
         self.expert_tensor_group = pg_collection.expt_tp
         self.exchange: AllToAll | None = factory.shared(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
+        self.placement: LayerPlacement | None = None
+        if placement is not None:
+            assert self.exchange is not None and config.num_moe_experts is not None
+            limits = Limits(placement.extra_slots, ranks_per_node(self.ep_group) or self.ep_group.size())
+            self.placement = LayerPlacement(
+                self.ep_group, config.num_moe_experts, placement.planner, placement.costs, limits
+            )
         dropless = config.moe_expert_capacity_factor is None
         self._most_per_token = config.moe_router_topk
         self._assignments_per_token = config.moe_router_topk if dropless else None
@@ -140,6 +163,8 @@ class MixtrainMoELayer(MoELayer):
             assignments_per_token=self._assignments_per_token,
             timer=self.timer,
             most_per_token=self._most_per_token,
+            placement=self.placement,
+            again=self.training,
         )
 
 

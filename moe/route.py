@@ -46,6 +46,21 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where each assignment is computed."""
+
+    ranks: torch.Tensor  # [P] int64
+    slots: torch.Tensor  # [P] int64, of the rank's
+    num_ranks: int
+    num_slots: int  # that a rank has at most
+
+    @classmethod
+    def at_home(cls, choice: Choice, placement: PlacementMap) -> Places:
+        """At their experts' homes."""
+        return cls(*placement.locate(choice.experts), placement.num_ranks, placement.num_slots)
+
+
+@dataclass(frozen=True)
 class Sum:
     """How rows of a buffer are added up: output i is the sum of `source[index[starts[i] : starts[i + 1]]]`."""
 
@@ -89,7 +104,8 @@ class DispatchOrder:
     assignments: torch.Tensor  # [P] the assignments' places in the `Choice`
     tokens: torch.Tensor  # [P]
     rows: torch.Tensor  # [P] of each its row among all that are sent
-    packed_ids: torch.Tensor  # [P] int64: row within the rank's rows * slots + slot
+    packed_ids: torch.Tensor  # [P] int64: row within the rank's rows * num_slots + slot
+    num_slots: int
     counts: (
         torch.Tensor
     )  # [ranks, 2, chunks]: rows and assignments for each rank in each chunk, of every degree in turn
@@ -222,11 +238,11 @@ def add_up(
     return result if out is None else out.copy_(result)
 
 
-def dispatch_order(choice: Choice, placement: PlacementMap, degrees: Sequence[int]) -> DispatchOrder:
-    """Sort the assignments by the rank of their expert, find the unique rows, and count them by chunks, of so many
+def dispatch_order(choice: Choice, places: Places, degrees: Sequence[int]) -> DispatchOrder:
+    """Sort the assignments by the rank that computes them, find the unique rows, and count them by chunks, of so many
     degrees."""
-    num_tokens, num_ranks, num_slots = choice.num_tokens, placement.num_ranks, placement.num_slots
-    ranks_P, slots_P = placement.locate(choice.experts)
+    num_tokens, num_ranks, num_slots = choice.num_tokens, places.num_ranks, places.num_slots
+    ranks_P, slots_P = places.ranks, places.slots
     if ranks_P.device.type == "cpu":
         order = stable_argsort(ranks_P, num_ranks)
         ranks_P, slots_P, tokens_P = ranks_P[order], slots_P[order], choice.tokens[order]
@@ -258,7 +274,7 @@ def dispatch_order(choice: Choice, placement: PlacementMap, degrees: Sequence[in
         ranks_P = ranks_P.clamp(max=num_ranks - 1)
     rows_P = rows_P[:-1]
     packed_P = slots_P.add(rows_P - first_rows.index_select(0, ranks_P), alpha=num_slots)
-    return DispatchOrder(order, tokens_P, rows_P, packed_P, both[:, 1] - both[:, 0])
+    return DispatchOrder(order, tokens_P, rows_P, packed_P, num_slots, both[:, 1] - both[:, 0])
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,18 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moe.experts.module import StackedExperts
 from moe.layer import MixtrainMoELayer
+from moe.placement.policy import Policy
 from moe.router import Router
 from moe.schedule.chunk_plan import Plan
 
 
 def moe_spec(
-    groups: ProcessGroupCollection, linear: MLPSubmodules, activation: str, plan: Plan, all_to_all: str = "flat"
+    groups: ProcessGroupCollection,
+    linear: MLPSubmodules,
+    activation: str,
+    plan: Plan,
+    all_to_all: str = "flat",
+    placement: Policy | None = None,
 ) -> ModuleSpec:
     """MoE in place of a feed-forward layer, over the process groups of a Topology.
 
@@ -24,7 +30,7 @@ def moe_spec(
     """
     return ModuleSpec(
         module=MixtrainMoELayer,
-        params={"pg_collection": groups, "plan": plan, "all_to_all": all_to_all},
+        params={"pg_collection": groups, "plan": plan, "all_to_all": all_to_all, "placement": placement},
         submodules=MoESubmodules(
             experts=ModuleSpec(module=StackedExperts, params={"activation": activation}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),

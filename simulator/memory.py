@@ -19,6 +19,7 @@ from configs import derived
 from configs.schema import Config
 from memory.arrange import Arrangement, Rooms
 from models.blueprint import parts
+from moe.planning.inputs import moe_layers
 from moe.schedule.chunk_plan import Plan
 from parallel.pipeline import passes
 from simulator.activations import Activations
@@ -130,8 +131,8 @@ def rank_memory(
 
 
 def _staying(config: Config, stage: int) -> int:
-    """The buffer that sequence parallelism gathers into, and the tables of rotary positions: one for each model chunk,
-    with latent attention one for each layer, as far as they are remembered."""
+    """The buffer that sequence parallelism gathers into, slots for copies of experts, and the tables of rotary
+    positions: one for each model chunk, with latent attention one for each layer, as far as they are remembered."""
     model, of_stage = config.model, parts(config)[stage]
     latent = model.attention == "latent"
     # What goes into the widest layer that is split by its outputs.
@@ -141,6 +142,8 @@ def _staying(config: Config, stage: int) -> int:
         channels = model.rotary_head_dim if latent else int(derived.head_dim(config) * model.rotary_fraction)
         tables = sum(len(part.layers) for part in of_stage) if latent else len(of_stage)
         result += min(tables, ROTARY_TABLES) * model.sequence_length * channels * FP32
+    if derived.places_experts(config):
+        result += sum(moe_layers(config, stage)) * derived.copy_bytes(config)
     return result
 
 

@@ -150,6 +150,12 @@ def _memory(plan: RunPlan) -> str:
     if host := max(rank.host_activations for rank in plan.memory):
         lines.append(f"  Layer inputs on the host come beside these: up to {size(host)} a rank.")
     lines.append("  Tensors alone: a GPU's libraries and its allocator's gaps come on top, some GiB.")
+    if derived.places_experts(plan.config):
+        copies, slots = derived.copy_bytes(plan.config), plan.config.moe.placement.extra_slots
+        lines.append(
+            f"  Buffers have {slots} slots for copies of experts in each MoE layer, {size(copies)}; their gradients "
+            "take as much, in one layer at a time."
+        )
     if derived.is_moe(plan.config):
         lines.append(
             "  With every expert equally busy; the busiest rank's experts take as many times more as it has more "

@@ -137,6 +137,15 @@ WRONG: dict[str, Wrong] = {
         [TINY, "parallel.virtual_pipeline=2"], ("parallel.virtual_pipeline (2)", "parallel.pipeline (1)")
     ),
     "expert_in_dense": Wrong([TINY, "parallel.expert=2"], ("parallel.expert (2)", "dense"), 2),
+    "global_loss_in_dense": Wrong(
+        [TINY, "moe.global_aux_loss_coeff=0.01"], ("moe.global_aux_loss_coeff (0.01)", "must be 0", "dense")
+    ),
+    "negative_global_loss": Wrong(
+        [MOE, "moe.global_aux_loss_coeff=-0.01"], ("moe.global_aux_loss_coeff (-0.01)", "at least 0")
+    ),
+    "text_for_global_loss": Wrong(
+        [MOE, "moe.global_aux_loss_coeff=auto"], ("moe.global_aux_loss_coeff", "auto", "number")
+    ),
     "expert_tensor_alone": Wrong(
         [MOE, "parallel=tp2_sp", "parallel.expert_tensor=1"], ("parallel.expert_tensor (1)", "tensor (2)"), 2
     ),
@@ -162,7 +171,12 @@ WRONG: dict[str, Wrong] = {
     "memory_strategy": Wrong(
         ["moe.memory_strategy=reuse"], ("moe.memory_strategy (reuse)", "one of keep, recompute, communicate")
     ),
-    "placement": Wrong(["moe.placement.policy=dynamic"], ("moe.placement.policy (dynamic)", "not available yet")),
+    "placement": Wrong(["moe.placement.policy=dynamic"], ("moe.placement.policy (dynamic)", "one of static, flex")),
+    "placement_without_slots": Wrong(
+        ["moe.placement.policy=solve", "parallel.expert=2"],
+        ("moe.placement.extra_slots (0)", "moe.placement.extra_slots=2"),
+        world_size=2,
+    ),
     # Optimizer state and activations off the device
     "disk_without_a_folder": Wrong(["optimizer.state_device=disk"], ("memory.disk_dir (null)", "must be a folder")),
     "tier_without_a_sharded_optimizer": Wrong(

@@ -26,6 +26,7 @@ from memory.budgets import open_budgets
 from models.build import build_model, family_module
 from models.folder import load_logical_folder
 from models.parallelize import frozen_weights, parallelize
+from moe.layer import layers_of
 from moe.watch import RouterWatch
 from optim.build import build_optimizer
 from optim.grad_norms import GradNorms
@@ -62,6 +63,9 @@ class Engine:
         _connect(config, self.chunks, self.optimizer)
         self.norms = GradNorms(self.optimizer, self.bare_chunks, topology)
         self.sums = StepSums()
+        self._placements = [
+            layer.placement for layer in layers_of(self.bare_chunks).values() if layer.placement is not None
+        ]
         self.watch = _watch(config, topology, self.bare_chunks)
         self.extra_losses = ["sentence_loss"] if config.model.sentence_head != "none" else []
         self._buffers = [buffer for chunk in self.bare_chunks for buffer in chunk.buffers()]
@@ -83,6 +87,13 @@ class Engine:
         """Context for reading weights between steps: gathers that are still due are finished first, dropout is off."""
         self.settle()
         return frozen_weights(self.chunks)
+
+    def begin_passes(self, forward_only: bool) -> None:
+        """The weights stay until the passes over some micro-batches are over."""
+        if self.layer_inputs is not None and not forward_only:
+            self.layer_inputs.begin()
+        for placement in self._placements:
+            placement.begin_step()
 
     def mark(self) -> Mark:
         """What passes change beside gradients, as it is now, to be put back."""

@@ -139,6 +139,7 @@ def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
 
     micro_batches = engine.topology.pipeline.size if len(engine.chunks) > 1 else 1
     batch_size, sequence_length = micro_batch["tokens"].shape
+    engine.begin_passes(forward_only=True)
     with engine.frozen_weights(), torch.no_grad():
         outputs = engine.schedule(
             forward_step_func=forward_step,
@@ -172,8 +173,7 @@ def _run(engine: Engine, batches: Sequence[Batch], *, forward_only: bool) -> tup
         batch = _to_device(engine, next(iterator))
         return engine.family.forward(chunk, batch), partial(_loss, engine, batch, scale, losses)
 
-    if engine.layer_inputs is not None and not forward_only:
-        engine.layer_inputs.begin()
+    engine.begin_passes(forward_only)
     engine.schedule(
         forward_step_func=forward_step,
         data_iterator=_iterators(engine, batches),

@@ -77,7 +77,7 @@ def moe(config: Config, world_size: int) -> Iterator[Problem]:
     moe, experts = config.moe, config.moe.num_experts
     if experts is None:
         unset: Fix = {"ffn_hidden_size": None, "shared_expert_ffn_hidden_size": None, "expert_bias": False}
-        unset |= {"capacity_factor": None, "num_groups": None, "group_top_k": None}
+        unset |= {"global_aux_loss_coeff": 0.0, "capacity_factor": None, "num_groups": None, "group_top_k": None}
         for name, value in unset.items():
             if getattr(moe, name) != value:
                 rule = f"must be {show(value)} in a dense model (moe.num_experts is null)"
@@ -125,6 +125,7 @@ def moe(config: Config, world_size: int) -> Iterator[Problem]:
             [{"moe.backward_pipeline_degree": None}, {"moe.memory_strategy": "keep"}],
         )
     yield from _expert_groups(config)
+    yield from _placement(config)
     if config.model.linear_bias and moe.shared_expert_ffn_hidden_size is not None:
         rule = "must be false with moe.shared_expert_ffn_hidden_size: Megatron-core's shared experts have no biases"
         fixes = [{"model.linear_bias": False}, {"moe.shared_expert_ffn_hidden_size": None}]
@@ -170,3 +171,22 @@ def _expert_groups(config: Config) -> Iterator[Problem]:
             off,
         ]
         yield Problem("moe.top_k", rule, fixes)
+
+
+def _placement(config: Config) -> Iterator[Problem]:
+    placement, is_static = config.moe.placement, config.moe.placement.policy == "static"
+    static: Fix = {"moe.placement.policy": "static", "moe.placement.extra_slots": 0}
+    if is_static and placement.extra_slots > 0:
+        rule = "must be 0 where moe.placement.policy is static, which copies nothing"
+        yield Problem("moe.placement.extra_slots", rule, [{"moe.placement.policy": "solve"}, static])
+    if is_static:
+        return
+    if config.parallel.expert == 1:
+        rule = "must be static where parallel.expert is 1: a rank has all experts"
+        yield Problem("moe.placement.policy", rule, [static, {"parallel.expert": 2}])
+    if placement.extra_slots == 0:
+        rule = f"must be at least 1 for moe.placement.policy={placement.policy}, whose copies lie there"
+        yield Problem("moe.placement.extra_slots", rule, [{"moe.placement.extra_slots": 2}, static])
+    if config.moe.capacity_factor is not None:
+        rule = f"must be null for moe.placement.policy={placement.policy}, which balances ranks without dropping tokens"
+        yield Problem("moe.capacity_factor", rule, [{"moe.capacity_factor": None}, static])

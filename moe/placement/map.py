@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # the planner, which has no tensors, is imported without torch
     import torch
 
+Integers = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class PlacementMap:
-    """Logical expert -> (rank of the expert parallel group, slot on that rank): in order, as many on each rank."""
+    """Logical expert -> home (rank of the expert parallel group, slot on that rank), and the ranks that hold a copy.
+
+    A home owns the parameter, its gradient and its state; a copy is a cache of the weights. Each rank is home to as
+    many experts as every other.
+    """
 
     num_experts: int
     num_ranks: int = 1
+    # Of each expert its home, rank * slots + slot; None: in order, which is the static map.
+    homes: tuple[int, ...] | None = None
+    copies: tuple[tuple[int, int], ...] = ()  # (expert, rank) of copies with the weights of this step
 
     @property
     def num_slots(self) -> int:
-        """Experts of one rank."""
+        """Experts that a rank is home to."""
         return self.num_experts // self.num_ranks
 
+    @cached_property
+    def home_ranks(self) -> Integers:
+        """[E]: the rank that each expert is at home on."""
+        places = np.arange(self.num_experts) if self.homes is None else np.asarray(self.homes)
+        return places // self.num_slots
+
     def locate(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ranks, slots) of logical experts, int64 of any shape."""
+        """(ranks, slots) of logical experts' homes, int64 of any shape."""
+        if self.homes is not None:
+            experts = experts.new_tensor(self.homes).index_select(0, experts.reshape(-1)).view_as(experts)
         ranks = experts // self.num_slots
         return ranks, experts.sub(ranks, alpha=self.num_slots)
 
     def experts_of(self, rank: int) -> range:
-        """The logical experts of a rank, in the order of its slots."""
+        """The logical experts of a rank where all are at home in order."""
+        assert self.homes is None
         return range(rank * self.num_slots, (rank + 1) * self.num_slots)

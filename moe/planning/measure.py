@@ -324,10 +324,10 @@ class _Bench:
         places = torch.arange(shape.tokens * shape.top_k, device=self.device)
         tokens, of = places // shape.top_k, places % shape.num_experts
         choice = route.Choice(tokens, of, tokens * shape.num_experts + of, shape.tokens, shape.top_k)
-        placement = PlacementMap(shape.num_experts, exchange.size)
+        homes = route.Places.at_home(choice, PlacementMap(shape.num_experts, exchange.size))
 
         def call() -> None:
-            sent = route.dispatch_order(choice, placement, [4, 4])
+            sent = route.dispatch_order(choice, homes, [4, 4])
             exchange.count(sent.counts.flatten(1))
             sent.row_tokens(len(places), len(places))
 

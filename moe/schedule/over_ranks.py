@@ -239,12 +239,12 @@ class _Forward(_Pass):
 
     @named("dispatch")
     def _sort_assignments(self, message: torch.Tensor) -> None:
-        call, num_slots = self.call, len(self.weights.fc1)
+        call, num_slots, own_slots = self.call, self.call.order.num_slots, len(self.weights.fc1)
         ids_Q = message[:, 0].long()
         probs_Q = message[:, 1].contiguous().view(torch.promote_types(self.probs_P.dtype, torch.float32))
         rows_Q = ids_Q // num_slots  # in their ranks'
         slots_Q = ids_Q.sub(rows_Q, alpha=num_slots)
-        passes = [each.chunks(rows_Q, slots_Q, num_slots) for each in dict.fromkeys((self.sizes, call.backward_sizes))]
+        passes = [each.chunks(rows_Q, slots_Q, own_slots) for each in dict.fromkeys((self.sizes, call.backward_sizes))]
         if needs_host_ends(self.weights):
             route.read_ends([chunk for chunks in passes for chunk in chunks])
         chunks, backward_chunks = passes[0], passes[-1]

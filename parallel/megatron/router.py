@@ -1,4 +1,4 @@
-"""Megatron-core 0.16.1's top-k router with one of its private methods mended and one of its back doors used."""
+"""Megatron-core 0.16.1's top-k router with two of its private methods mended and one of its back doors used."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import router
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel.megatron import require_version
@@ -19,9 +20,14 @@ require_version()
 # k]).
 Choose = Callable[[torch.Tensor, int, int | None, int | None, Callable[..., Any]], tuple[torch.Tensor, torch.Tensor]]
 
+# (number of the layer from 0, scores [T, E], routing map [T, E]) -> the loss of these tokens, free of its coefficient.
+Balance = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 class TopKRouter(router.TopKRouter):
     """Megatron-core's router, whose experts `choose` picks; everything else is Megatron's."""
+
+    global_balance: Balance | None = None  # the `global_aux_loss`, once somebody has set it
 
     # Without this each rank's first step takes a second more: Megatron compiles this sum of a map, with a bias or
     # without one.
@@ -35,6 +41,23 @@ class TopKRouter(router.TopKRouter):
         # wanted. Megatron has no hook for it, but asks a replayer of recorded choices first, where there is one.
         if not config.moe_enable_routing_replay:
             self.router_replay: Any = _InPlaceOfReplay(choose)
+        # Without this every step copies (for a refusal) and clears two tensors a layer that nothing reads.
+        self.global_tokens_per_expert = self.ga_steps = None
+
+    def _apply_global_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        # Without this the loss of a micro-batch depends on how many came before it, and waits for all ranks.
+        coefficient = self.get_aux_loss_coeff("global_aux_loss")
+        if coefficient == 0 or self.global_balance is None:
+            return probs
+        loss = self.global_balance(self.layer_number - 1, scores_for_aux_loss, routing_map)
+        # The tokens of a micro-batch lie evenly on the tensor and context ranks, whose gradients are summed.
+        return MoEAuxLossAutoScaler.apply(probs, loss * (coefficient / self.tp_cp_group.size()))
 
 
 class _InPlaceOfReplay:

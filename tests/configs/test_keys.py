@@ -77,7 +77,12 @@ def test_changes_name_each_key_that_differs() -> None:
         (["training.steps=9", "optimizer.schedule=constant"], "training.steps", "free"),
         (["training.micro_batch_size=1"], "training.micro_batch_size", "free"),
         (
-            ["training.micro_batch_size=1", "model=gpt_moe_tiny", "moe.aux_loss_coeff=0"],
+            [
+                "training.micro_batch_size=1",
+                "model=gpt_moe_tiny",
+                "moe.aux_loss_coeff=0",
+                "moe.global_aux_loss_coeff=0.1",
+            ],
             "training.micro_batch_size",
             "free",
         ),

@@ -77,6 +77,7 @@ def _tiered(where: str, engine: str, early: str) -> tuple[str, ...]:
 
 
 DENSE, NONE = "model=gpt_tiny", places.waits({}, 0)
+PLACED = ("moe.placement.policy=quota", "moe.placement.extra_slots=2")
 CLIPPED = "optimizer.clip_grad=0.1"  # in every step
 LAYERS_OFFLOADED = ("training.recompute=full", "training.activation_offload=auto")
 FLAT = places.waits(places.FLAT, NUM_LAYERS * 2)
@@ -97,6 +98,18 @@ CASES = {
     ),
     "communicate": Case(2, _expert_parallel("communicate_recompute", *_chunks(2, 2)), FLAT),
     "capacity": Case(2, _expert_parallel("keep", "moe.capacity_factor=1.0"), FLAT),
+    "experts at copies": Case(
+        2,
+        _expert_parallel("keep", SHARED_EXPERT, *_chunks(4, 2), *PLACED),
+        places.waits(places.PLACED, NUM_LAYERS * 2),
+        one_sided=True,
+    ),
+    "experts at copies, offload": Case(
+        4,
+        _experts("parallel.expert=4", "moe.memory_strategy=offload", *PLACED),
+        places.waits(places.PLACED, NUM_LAYERS),
+        one_sided=True,
+    ),
     "recompute layers": Case(
         2, _expert_parallel("keep", "training.recompute=full"), places.waits(places.FLAT_TWICE, NUM_LAYERS * 2)
     ),
@@ -229,7 +242,16 @@ CASES = {
 
 # Left to the matrix: what they add to others is their combination.
 MATRIX_ONLY = (
+    "recompute",
     "recompute, chunks",
+    "communicate",
+    "offload and recompute",
+    "loop on one rank",
+    "experts at copies, offload",
+    "some layer inputs on the host",
+    "gradients not sharded",
+    "state by the fastest engine",
+    "state on the disk updated on the host",
     "offload",
     "nothing overlapped",
     "state streamed early",

@@ -28,6 +28,8 @@ PER_STEP: Waits = {("copy to host", "training/step.py:gradients"): 1}  # the ste
 # Of an MoE layer and micro-batch, forward and backward pass together.
 FLAT: Waits = {("tolist", "moe/alltoall/flat.py:FlatAllToAll.count"): 1}
 HIERARCHICAL: Waits = {("tolist", "moe/alltoall/hierarchical.py:HierarchicalAllToAll.count"): 1}
+# Where a policy places experts the host learns all ranks' counts first.
+PLACED: Waits = {**FLAT, ("copy to host", "moe/placement/live.py:LayerPlacement._gather"): 1}
 # Full recomputation runs the forward pass of each layer twice.
 FLAT_TWICE: Waits = {key: 2 * count for key, count in FLAT.items()}
 # Where a grouped product is not one kernel, the host loops over experts: it asks once for all chunks of both passes.

@@ -60,12 +60,13 @@ def _compare(outcomes: list[trainings.Outcome], of_cpu: list[trainings.Outcome])
 
 
 def test_a_run_with_all_callbacks_resumes(data: list[str], tmp_path: Path) -> None:
-    """Evaluation, checkpoints, a profile, TensorBoard, gradients by part and the probe for slow ranks, over a resume.
+    """Evaluation, checkpoints, a profile, TensorBoard, gradients by part, the balance of experts and the probe for slow
+    ranks, over a resume.
 
     What callbacks do beside a quiet step costs no wait of its own: the step's numbers are the one copy, and each MoE
     layer's counts.
     """
-    degrees = ("moe.pipeline_degree=2", "moe.memory_strategy=keep")
+    degrees = ("moe.pipeline_degree=2", "moe.memory_strategy=keep", "moe.global_aux_loss_coeff=0.01")
     by_device = {}
     for device in ("cuda", "cpu"):
         folder = tmp_path / device

@@ -13,6 +13,7 @@ from moe.alltoall.flat import AllToAll
 from moe.experts.blocks import hidden_factor
 from moe.experts.weights import Weights
 from moe.layer import routed_experts
+from moe.placement.live import LayerPlacement
 from moe.schedule.chunk_plan import STRATEGIES, Plan
 from moe.schedule.over_ranks import SharedExpert
 from tests.tolerances import MOE
@@ -143,7 +144,13 @@ def loop(case: Case, given: Problem, dtype: torch.dtype = torch.float64) -> list
 
 
 def ours(
-    case: Case, given: Problem, plan: Plan, exchange: AllToAll | None = None, rank: int = 0, num_ranks: int = 1
+    case: Case,
+    given: Problem,
+    plan: Plan,
+    exchange: AllToAll | None = None,
+    rank: int = 0,
+    num_ranks: int = 1,
+    placement: LayerPlacement | None = None,
 ) -> list[torch.Tensor]:
     """The same by `routed_experts` on one of `num_ranks` ranks, which holds its part of the experts."""
     num_local = case.num_experts // num_ranks
@@ -154,7 +161,9 @@ def ours(
     weights = Weights(fc1, fc2, fc1_bias, fc2_bias, case.activation)
     assignments_per_token = None if case.routing == "dropped" else case.top_k
     function = shared_expert(leaves[-2:] if case.shared else [])
-    output = routed_experts(x, probs, given.routing_map, weights, plan, exchange, function, assignments_per_token)
+    output = routed_experts(
+        *(x, probs, given.routing_map, weights, plan, exchange, function, assignments_per_token), placement=placement
+    )
     return [output.detach(), *_gradients(output, leaves, given.output_grad)]
 
 

@@ -31,7 +31,7 @@ def _route(shape: Shape, skew: float) -> tuple[list[float], int, int]:
         )
         counts += routing_map.sum(dim=0)
         choice = route.choose(routing_map, shape.top_k)
-        order = route.dispatch_order(choice, PlacementMap(experts, ranks), [1])
+        order = route.dispatch_order(choice, route.Places.at_home(choice, PlacementMap(experts, ranks)), [1])
         exchange_counts.append(order.counts[:, :, 0])
     table = torch.stack(exchange_counts)  # [from, to, rows and assignments]
     rows = max(int(table[..., 0].sum(dim=0).max()), int(table[..., 0].sum(dim=1).max()))

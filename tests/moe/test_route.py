@@ -26,7 +26,7 @@ def test_a_token_travels_once_to_each_rank() -> None:
     # 4 experts on 2 ranks: token 0 goes to both experts of rank 0, token 1 to one of each, token 2 nowhere.
     routing_map = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
     choice = route.choose(routing_map, None)
-    sent = route.dispatch_order(choice, PlacementMap(4, 2), [1, 2])
+    sent = route.dispatch_order(choice, route.Places.at_home(choice, PlacementMap(4, 2)), [1, 2])
     # Of each rank the rows, then the assignments: of one chunk, then of two.
     assert sent.counts.tolist() == [[[2, 2, 0], [3, 3, 0]], [[2, 1, 1], [3, 1, 2]]]
     assert sent.row_tokens(4, 6).tolist() == [0, 1, 1, 3]

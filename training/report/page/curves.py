@@ -27,7 +27,14 @@ CURVES: dict[str, list[Chart]] = {
             False,
             [
                 (key, key.replace("_", " "))
-                for key in ("aux_loss", "sequence_aux_loss", "z_loss", "sentence_loss", "validation_sentence_loss")
+                for key in (
+                    "aux_loss",
+                    "sequence_aux_loss",
+                    "global_aux_loss",
+                    "z_loss",
+                    "sentence_loss",
+                    "validation_sentence_loss",
+                )
             ],
         ),
     ],

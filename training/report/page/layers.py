@@ -13,6 +13,7 @@ LAYER_PICTURES = (
     ("router_entropy", "Entropy of the router, nats"),
     ("dropped_share", "Share of assignments dropped, %"),
     ("aux_loss", "Load-balancing loss"),
+    ("global_aux_loss", "Load-balancing loss over the global batch"),
 )
 
 

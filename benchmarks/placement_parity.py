@@ -1,0 +1,144 @@
+"""Copies of experts change no loss: trainings with each placement policy beside those whose experts stay at home.
+
+`python -m benchmarks.placement_parity [--layouts EP2 ...] [--policies solve ...] [--steps 24] [--markdown] [--json]
+[key=value ...]`
+
+gpt_moe_tiny without an auxiliary loss in fp32, the same seed, data and global batch, in layouts with experts on two and
+four ranks. `scattered` answers something else at each call, any ranks and quotas within the slots, so that copies come
+and go all the time; it meets the layer's memory strategies, pipeline degrees and full recomputation in turns. Losses
+may differ by 1e-6, other sums have other orders; each run must have computed at copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from benchmarks.layout_parity import LAYOUTS
+from benchmarks.tables import table
+from tests import distributed
+from tests.moe.placement.scattered import train_on_rank
+from tests.tolerances import PLACEMENT_LOSS
+from tests.training.helpers import largest_difference, make_config
+
+NAMES = ("EP2", "EP4", "DP2xEP2", "DP2xPP2xEP2", "DP2xPP2xVPP2xEP2", "TP2+SPxEP2xETP1", "TP2+SPxEP2xETP2")
+SCATTERED = "scattered"
+POLICIES = ("flex", "quota", "least_loaded", "solve")
+PASSES = (
+    ("moe.memory_strategy=keep",),
+    ("moe.memory_strategy=recompute", "moe.pipeline_degree=3", "moe.backward_pipeline_degree=2"),
+    ("moe.memory_strategy=communicate", "training.recompute=full"),
+    ("moe.memory_strategy=offload", "moe.pipeline_degree=2"),
+    ("moe.memory_strategy=communicate_recompute", "moe.pipeline_degree=2", "moe.weight_lag=1"),
+    ("training.recompute=full", "moe.pipeline_degree=2"),
+)
+TIMEOUT = 600.0  # seconds for one training
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    policy: str
+    passes: tuple[str, ...] = PASSES[0]
+
+    def overrides(self, policy: str, more: Sequence[str]) -> list[str]:
+        """Of its training, or of the static one."""
+        static = policy == "static"
+        return [
+            "experiment=gpt_moe_tiny",
+            "checkpoint=off",
+            "moe.aux_loss_coeff=0",
+            f"moe.placement.policy={policy if policy != SCATTERED else 'solve'}",
+            f"moe.placement.extra_slots={0 if static else 2}",
+            *LAYOUTS[self.layout].overrides,
+            *self.passes,
+            *more,
+        ]
+
+
+@dataclass(frozen=True)
+class Row:
+    case: Case
+    difference: float  # of a loss, relative
+    at_home: float  # the busiest rank's assignments by the mean's
+    placed: float
+    copies: int
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= PLACEMENT_LOSS and (self.copies > 0 or self.case.policy != SCATTERED)
+
+
+def compare(case: Case, more: Sequence[str]) -> Row:
+    """A training beside the static one."""
+    found = []
+    for policy in ("static", case.policy):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            ranks = LAYOUTS[case.layout].ranks
+            config = make_config([*case.overrides(policy, more), f"run_dir={folder}"], ranks)
+            found.append(distributed.run(train_on_rank, ranks, config, policy == SCATTERED, timeout=TIMEOUT)[0])
+    static, placed = found
+    numbers = [line["placement"] for line in placed]
+    at_home, after = (sum(each[name] for each in numbers) / len(numbers) for name in ("at_home", "placed"))
+    return Row(
+        case, largest_difference(placed, static, "loss"), at_home, after, sum(each["copies"] for each in numbers)
+    )
+
+
+def cases(layouts: Sequence[str], policies: Sequence[str]) -> Iterator[Case]:
+    """All of them."""
+    turns = itertools.cycle(PASSES)
+    for layout, policy in itertools.product(layouts, policies):
+        ways = PASSES if policy == SCATTERED else [next(turns)]
+        yield from (Case(layout, policy, passes) for passes in ways)
+
+
+def run(chosen: Sequence[Case], more: Sequence[str], on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """Compare all of these."""
+    rows = []
+    for case in chosen:
+        rows.append(compare(case, more))
+        on_row(rows[-1])
+    return rows
+
+
+def _cells(row: Row) -> list[str]:
+    passes = ", ".join(word.rpartition(".")[2] for word in row.case.passes)
+    numbers = (f"{row.difference:.1e}", f"{row.at_home:.3f}", f"{row.placed:.3f}", str(row.copies))
+    return [row.case.layout, row.case.policy, passes, *numbers, "" if row.passed else "FAILED"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=NAMES, default=list(NAMES), metavar="LAYOUT", help=str(NAMES))
+    parser.add_argument("--policies", nargs="+", choices=(SCATTERED, *POLICIES), default=[SCATTERED, *POLICIES])
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    args, more = parser.parse_known_args()
+    try:
+        rows = run(
+            list(cases(args.layouts, args.policies)),
+            [f"training.steps={args.steps}", *more],
+            lambda row: print(" | ".join(_cells(row)), flush=True),
+        )
+    finally:
+        distributed.shutdown()
+    heads = ["layout", "policy", "passes", "losses differ by", "at home", "placed", "copies", ""]
+    print(f"\n{table(heads, [_cells(row) for row in rows], args.markdown)}\n")
+    failed = sum(not row.passed for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} trainings have the static run's losses within {PLACEMENT_LOSS:g}")
+    if args.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows]}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Our planner of expert placement, and the published ones, against the best plan there is, on small cases.
+
+`python -m benchmarks.planner_oracle [--cases 200] [--seed 0] [--markdown] [--json]`
+
+A case has 2 to 4 ranks, 4 to 8 experts, 1 or 2 slots a rank, and skewed counts with a few dozen assignments of an
+expert. Some have costs of pieces, of copies, copies that are there already, or nodes of two ranks. What counts is the
+time of the busiest rank (`moe.placement.quotas.outcome`): assignments, pieces, copies sent and received.
+
+`exact` finds the least such time. A plan is a set of (expert, rank) pairs that compute, and a split of the assignments
+over them. It tries every set of copies that the slots allow, and for each expert with copies, its home with and
+without a part. Pairs fix what pieces and copies cost each rank. A split with no rank above a time T is then a flow from
+experts to ranks, and whole numbers do as well as fractions there. By Hall's theorem it exists exactly where, for each
+subset of ranks, its costs and the experts that compute nowhere else fit into T times its size. So the least T is the
+largest of these quotients, rounded up. A pair that gets nothing in the split costs too much, but the same split is also
+tried without it. No split is searched, so the number of tokens does not matter.
+
+Sets are left out early where this bound is no better than the best plan so far, a home's piece being free as long as it
+is not decided. With a free piece the bound is never too high, and when all are decided it is the time itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean
+
+import numpy as np
+
+from benchmarks.planners import PLANNERS
+from benchmarks.tables import table
+from configs import command
+from configs.schema import ConfigError
+from moe.placement.instances import may_hold
+from moe.placement.map import Integers, PlacementMap
+from moe.placement.quotas import Costs, Limits, at_home, check, held, outcome
+
+COMPARED = ("static", "least_loaded", "quota", "flex", "solve")
+SIZES = ((2, 4), (2, 6), (2, 8), (3, 6), (4, 4), (4, 8))  # ranks and experts
+AN_EXPERT = (12, 48)  # assignments of an expert, on average
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a planner is asked."""
+
+    counts_RE: Integers
+    placement: PlacementMap
+    costs: Costs
+    limits: Limits
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The classes that it belongs to."""
+        names = ("pieces",) * (self.costs.piece > 0) + ("copies cost",) * (self.costs.copy_in_node > 0)
+        names = names or ("nothing costs",)
+        names += ("fresh copies",) * bool(self.placement.copies)
+        names += ("nodes",) * (self.limits.ranks_per_node < self.placement.num_ranks)
+        return (*names, f"{self.limits.slots} slot{'s' * (self.limits.slots > 1)}")
+
+
+def case(seed: int, number: int) -> Case:
+    """Of these two numbers alone."""
+    rng = np.random.default_rng([seed, number])
+    ranks, experts = SIZES[number % len(SIZES)]
+    has_pieces, has_costs, has_fresh, has_nodes = rng.random(4) < 0.5
+    popularity = np.exp(rng.uniform(0.5, 1.5) * rng.standard_normal(experts))
+    total = experts * int(rng.integers(*AN_EXPERT))
+    counts_RE = rng.multinomial(total // ranks, popularity / popularity.sum(), ranks).astype(np.int64)
+    slots, node = int(rng.integers(1, 3)), 2 if has_nodes and ranks == 4 else ranks
+    near = int(rng.integers(1, 9)) if has_costs else 0
+    far = None if node < ranks and rng.random() < 0.5 else near * int(rng.integers(1, 5))
+    costs = Costs(int(rng.integers(1, 7)) if has_pieces else 0, near, far)
+    placement, limits = PlacementMap(experts, ranks, tuple(rng.permutation(experts).tolist())), Limits(slots, node)
+    fresh: list[tuple[int, int]] = []
+    if has_fresh:
+        may_ER = may_hold(placement, costs, limits)
+        for rank in range(ranks):
+            allowed = rng.permutation(np.flatnonzero(may_ER[:, rank]))
+            fresh += [(int(expert), rank) for expert in allowed[: int(rng.integers(0, slots + 1))]]
+    return Case(counts_RE, PlacementMap(experts, ranks, placement.homes, tuple(sorted(fresh))), costs, limits)
+
+
+def exact(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> int:
+    """The least time of the busiest rank, in the unit of Costs."""
+    worked_E = np.flatnonzero(counts_RE.sum(0))
+    totals_E, homes_E = counts_RE.sum(0)[worked_E], placement.home_ranks[worked_E]
+    inside_MA, sizes_A = _subsets(placement.num_ranks)
+    best = outcome(at_home(counts_RE, placement), placement, costs, limits).seconds
+
+    def bound(where_NE: Integers, costs_NR: Integers) -> Integers:
+        """[N]: the least time, were these costs all."""
+        demand_NA = costs_NR @ inside_MA[1 << np.arange(placement.num_ranks)]
+        for total, mask_N in zip(totals_E, where_NE.T, strict=True):
+            demand_NA += total * inside_MA[mask_N]
+        return (-(-demand_NA // sizes_A)).max(1)
+
+    def better(where_NE: Integers, costs_NR: Integers) -> tuple[Integers, Integers]:
+        keep = bound(where_NE, costs_NR) < best
+        return where_NE[keep], costs_NR[keep]
+
+    for where_NE, costs_NR in _sets_of_copies(worked_E, placement, costs, limits):
+        for index, home in enumerate(homes_E):  # with copies, a home's piece is decided below
+            costs_NR[:, home] += costs.piece * (where_NE[:, index] == 0)
+        where_NE, costs_NR = better(where_NE | 1 << homes_E, costs_NR)
+        for index, home in enumerate(homes_E if costs.piece else ()):
+            has_copies = where_NE[:, index] != 1 << home
+            where_without, costs_without = where_NE[has_copies], costs_NR[has_copies]
+            where_without[:, index] ^= 1 << home
+            costs_NR[has_copies, home] += costs.piece
+            both = np.concatenate([where_NE, where_without]), np.concatenate([costs_NR, costs_without])
+            where_NE, costs_NR = better(*both)
+        if len(where_NE):
+            best = int(bound(where_NE, costs_NR).min())
+    return best
+
+
+def _subsets(ranks: int) -> tuple[Integers, Integers]:
+    """[masks of ranks, subsets of ranks]: whether all ranks of a mask are in a subset; and the subsets' sizes."""
+    masks, subsets = np.arange(1 << ranks), np.arange(1, 1 << ranks)
+    inside = (masks[:, None] & ~subsets == 0).astype(np.int64)
+    return inside, np.array([int(subset).bit_count() for subset in subsets])
+
+
+def _sets_of_copies(
+    experts: Integers, placement: PlacementMap, costs: Costs, limits: Limits
+) -> Iterator[tuple[Integers, Integers]]:
+    """Every set of copies of the experts, many at a time: by expert the ranks as a mask [N, E], by rank what the
+    copies and their pieces cost [N, R]."""
+    ranks, homes_E, held_ER = placement.num_ranks, placement.home_ranks, held(placement)
+    may_ER = may_hold(placement, costs, limits) | held_ER
+    may_ER[np.arange(placement.num_experts), homes_E] = False
+    options = []
+    for rank in range(ranks):
+        allowed = [index for index, expert in enumerate(experts) if may_ER[expert, rank]]
+        chosen = [c for number in range(limits.slots + 1) for c in combinations(allowed, number)]
+        where, prices = np.zeros((len(chosen), len(experts)), np.int64), np.zeros((len(chosen), ranks), np.int64)
+        for place, copies in enumerate(chosen):
+            for index in copies:
+                home = homes_E[experts[index]]
+                where[place, index] = 1 << rank
+                prices[place, rank] += costs.piece
+                if not held_ER[experts[index], rank]:
+                    near = home // limits.ranks_per_node == rank // limits.ranks_per_node
+                    prices[place, [home, rank]] += costs.copy_in_node if near else costs.copy_between or 0
+        options.append((where, prices))
+    first, *others = options
+    where_NE, costs_NR = np.zeros((1, len(experts)), np.int64), np.zeros((1, ranks), np.int64)
+    for where, prices in others:
+        where_NE = (where_NE[:, None] | where).reshape(-1, len(experts))
+        costs_NR = (costs_NR[:, None] + prices).reshape(-1, ranks)
+    for where, prices in zip(*first, strict=True):
+        yield where_NE | where, costs_NR + prices
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--markdown", action="store_true", help="tables for benchmarks/results")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    arguments = parser.parse_args()
+    return command.run(lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints what the planners take by the best, over all cases, and ours by kind of case."""
+    if arguments.cases < 1:
+        raise ConfigError(f"--cases ({arguments.cases}) must be at least 1")
+    start, ratios, kinds = time.perf_counter(), {name: np.empty(arguments.cases) for name in COMPARED}, []
+    for number in range(arguments.cases):
+        asked = case(arguments.seed, number)
+        least = exact(asked.counts_RE, asked.placement, asked.costs, asked.limits)
+        kinds.append(("all", *asked.kinds))
+        for name in COMPARED:
+            quotas_ER = PLANNERS[name].plan(asked.counts_RE, asked.placement, asked.costs, asked.limits)
+            check(quotas_ER, asked.counts_RE, asked.placement, asked.limits)
+            seconds = outcome(quotas_ER, asked.placement, asked.costs, asked.limits).seconds
+            assert seconds >= least, (name, number, seconds, least)
+            ratios[name][number] = seconds / least
+    every = range(arguments.cases)
+    planners = {name: summary(ratios[name], every) for name in COMPARED}
+    by_kind = {
+        kind: summary(ratios["solve"], [number for number in every if kind in kinds[number]])
+        for kind in sorted({kind for of_case in kinds for kind in of_case})
+    }
+    show("planner", planners, arguments.markdown)
+    show("solve, where", by_kind, arguments.markdown)
+    print(f"{arguments.cases} cases, seed {arguments.seed}, {time.perf_counter() - start:.0f} s")
+    if arguments.json:
+        print(json.dumps({"seed": arguments.seed, "planners": planners, "solve": by_kind}))
+
+
+def summary(ratios: np.ndarray, numbers: Sequence[int]) -> dict[str, float]:
+    """Of the cases with these numbers: time by the least time."""
+    chosen = [float(ratios[number]) for number in numbers]
+    worst = max(numbers, key=ratios.__getitem__)
+    optimal = sum(ratio == 1 for ratio in chosen)
+    return {"cases": len(chosen), "mean": fmean(chosen), "worst": max(chosen), "case": worst, "optimal": optimal}
+
+
+def show(heading: str, results: dict[str, dict[str, float]], markdown: bool) -> None:
+    rows = [
+        [name, str(f["cases"]), f"{f['mean']:.4f}", f"{f['worst']:.3f}", str(f["case"]), str(f["optimal"])]
+        for name, f in results.items()
+    ]
+    print(table([heading, "cases", "time by the least", "worst", "its number", "optimal"], rows, markdown) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

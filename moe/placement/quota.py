@@ -1,0 +1,66 @@
+"""UltraEP's planner: the lowest threshold under which every rank can give away what is over it (arXiv 2606.04101v3).
+
+It has no memory. Under a threshold the busiest ranks give first, of each the largest experts, always to the rank with
+the most room that has a slot for a copy. Three thresholds near the mean are tried, with a floor per copy that depends
+on what is left; then the least one is searched with a fixed floor, below which only a last rest goes (UltraEP gives
+such a threshold up). It balances assignments, whatever copies cost.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe.placement.instances import SMALLEST_PIECE, Instances, by_size
+from moe.placement.map import Integers, PlacementMap
+from moe.placement.quotas import Costs, Limits, at_home
+
+ABOVE = 100  # the first threshold is a hundredth above the mean
+
+
+def quota(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+    """quotas_ER of one call."""
+    best = at_home(counts_RE, placement)
+    loads_R = best.sum(0)
+    most, mean = int(loads_R.max()), _ceil(int(loads_R.sum()), placement.num_ranks)
+    first, step = mean + _ceil(mean, ABOVE), _ceil(most, ABOVE)
+    for threshold in (first, first + step, first + 2 * step):
+        plan = _under(threshold, None, Instances(counts_RE, placement, costs, limits), loads_R)
+        if plan is not None:
+            return plan
+    low, high, floor = mean, most, max(1, mean // SMALLEST_PIECE)
+    while low < high:
+        threshold = (low + high) // 2
+        plan = _under(threshold, floor, Instances(counts_RE, placement, costs, limits), loads_R)
+        if plan is None:
+            low = threshold + 1
+        else:
+            best, high = plan, threshold
+    return best
+
+
+def _under(threshold: int, floor: int | None, plan: Instances, loads_R: Integers) -> Integers | None:
+    """quotas_ER with no rank above the threshold; None where there is no room. Without a floor, a copy takes what is
+    left by the ranks that could take it, at least."""
+    room_R = threshold - loads_R
+    sizes_E = plan.quotas_ER.sum(1)
+    for source in by_size(loads_R):
+        need = -int(room_R[source])
+        if need <= 0:
+            break
+        own = np.flatnonzero(plan.homes_E == source)
+        for expert in own[by_size(sizes_E[own])]:
+            while need > 0 and (open_R := plan.open_R(expert) & (room_R > 0)).any():
+                target = int(np.where(open_R, room_R, 0).argmax())
+                number = min(need, int(room_R[target]), plan.at_home(expert) - 1)
+                if number < (_ceil(need, int(open_R.sum())) if floor is None else min(floor, need)):
+                    break
+                plan.give(expert, target, number)
+                room_R[target] -= number
+                need -= number
+        if need > 0:
+            return None
+    return plan.quotas_ER
+
+
+def _ceil(number: int, by: int) -> int:
+    return -(-number // by)

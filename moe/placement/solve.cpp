@@ -1,0 +1,264 @@
+// The core of moe/placement/solve.py, whose functions of the same names say what these do: the same integers.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using Number = int64_t;
+
+struct Problem {
+    Number experts, ranks, slots, node, piece, near, far;
+    const Number *totals, *homes;
+    const Number *fresh_starts, *fresh_ranks;  // by expert the ranks with a copy, ascending
+};
+
+struct Copy {
+    Number expert, rank, count;
+    bool is_new;
+};
+
+struct Attempt {
+    std::vector<Number> left;  // of each expert at its home
+    std::vector<Number> work, used;
+    std::vector<Copy> copies;
+};
+
+Attempt at_home(const Problem& p) {
+    Attempt a{std::vector<Number>(p.totals, p.totals + p.experts), std::vector<Number>(p.ranks),
+              std::vector<Number>(p.ranks), {}};
+    for (Number e = 0; e < p.experts; ++e)
+        if (p.totals[e] > 0) a.work[p.homes[e]] += p.totals[e] + p.piece;
+    return a;
+}
+
+using Ranks = std::vector<Number>;
+
+void give(const Problem& p, Attempt& a, Copy& copy, Number count) {
+    const Number home = p.homes[copy.expert];
+    if (a.left[copy.expert] == 0) a.work[home] += p.piece;  // taken back
+    a.left[copy.expert] -= count;
+    a.work[home] -= count + (a.left[copy.expert] == 0 ? p.piece : 0);
+    if (copy.count == 0) a.used[copy.rank] += 1, a.work[copy.rank] += p.piece;
+    copy.count += count;
+    a.work[copy.rank] += count;
+    if (copy.count == 0) a.used[copy.rank] -= 1, a.work[copy.rank] -= p.piece;
+}
+
+// Augmenting paths (Edmonds and Karp 1972) from ranks above the threshold to ranks with room: over a copy to its rank,
+// or back from a copy's rank to its home.
+void use_fresh(const Problem& p, Attempt& a, Number threshold) {
+    std::vector<std::vector<Number>> at_home(p.ranks), at_rank(p.ranks);
+    for (Number e = 0; e < p.experts; ++e)
+        for (Number i = p.fresh_starts[e]; i < p.fresh_starts[e + 1]; ++i) {
+            at_home[p.homes[e]].push_back(a.copies.size());
+            at_rank[p.fresh_ranks[i]].push_back(a.copies.size());
+            a.copies.push_back({e, p.fresh_ranks[i], 0, false});
+        }
+    for (Number tries = 4 * a.copies.size(); tries > 0; --tries) {
+        std::vector<Number> over(p.ranks, -2);  // by rank the copy that the path comes over; -1: it begins here
+        std::vector<Number> queue;
+        for (Number r = 0; r < p.ranks; ++r)
+            if (a.work[r] > threshold) over[r] = -1, queue.push_back(r);
+        Number end = -1, room = 0;
+        const auto reach = [&](Number rank, Number index, Number needed) {
+            if (over[rank] != -2) return;
+            over[rank] = index;
+            queue.push_back(rank);
+            if (end < 0 && a.work[rank] + needed < threshold) end = rank, room = threshold - needed - a.work[rank];
+        };
+        for (size_t next = 0; next < queue.size() && end < 0; ++next) {
+            for (Number index : at_home[queue[next]]) {
+                const Copy& copy = a.copies[index];
+                if (a.left[copy.expert] > 0) reach(copy.rank, index, copy.count == 0 ? p.piece : 0);
+            }
+            for (Number index : at_rank[queue[next]]) {
+                const Copy& copy = a.copies[index];
+                if (copy.count > 0) reach(p.homes[copy.expert], index, a.left[copy.expert] == 0 ? p.piece : 0);
+            }
+        }
+        if (end < 0) break;
+        std::vector<std::pair<Number, bool>> path;  // copies, and whether they take
+        Number amount = room, rank = end;
+        while (over[rank] != -1) {
+            const Copy& copy = a.copies[over[rank]];
+            const bool takes = copy.rank == rank;
+            path.emplace_back(over[rank], takes);
+            amount = std::min(amount, takes ? a.left[copy.expert] : copy.count);
+            rank = takes ? p.homes[copy.expert] : copy.rank;
+        }
+        amount = std::min(amount, a.work[rank] - threshold);
+        for (const auto& [index, takes] : path) give(p, a, a.copies[index], takes ? amount : -amount);
+    }
+}
+
+void add_new(const Problem& p, Attempt& a, const std::vector<std::vector<Number>>& experts_of, const Ranks& donors,
+             Number threshold) {
+    std::vector<std::vector<Number>> holds(p.experts);
+    for (const Copy& copy : a.copies) holds[copy.expert].push_back(copy.rank);
+    for (Number donor : donors) {
+        if (a.work[donor] <= threshold) continue;
+        std::vector<Number> experts = experts_of[donor];
+        const Number first = donor / p.node * p.node, end = std::min(first + p.node, p.ranks);
+        while (a.work[donor] > threshold && !experts.empty()) {
+            Number which = 0;
+            for (Number i = 1; i < static_cast<Number>(experts.size()); ++i)
+                if (a.left[experts[i]] > a.left[experts[which]]) which = i;
+            const Number expert = experts[which], wanted = std::min(a.work[donor] - threshold, a.left[expert]);
+            Number cost = p.near;
+            const auto search = [&](Number from, Number to) {
+                Number exact = -1, filled = -1, last = -1;
+                for (Number r = from; r < to; ++r) {
+                    const Number room = threshold - p.piece - a.work[r];
+                    if (a.used[r] >= p.slots || room <= cost || r == donor) continue;
+                    if (std::find(holds[expert].begin(), holds[expert].end(), r) != holds[expert].end()) continue;
+                    if (room < wanted) {
+                        if (filled < 0 || std::pair(-a.used[r], a.work[r]) < std::pair(-a.used[filled], a.work[filled]))
+                            filled = r;
+                        continue;
+                    }
+                    Number& fits = a.used[r] + 2 <= p.slots || room == wanted ? exact : last;
+                    if (fits < 0 || a.work[r] > a.work[fits]) fits = r;
+                }
+                return exact >= 0 ? exact : filled >= 0 ? filled : last;
+            };
+            Number target = search(first, end);
+            if (target < 0 && p.far >= 0) {
+                cost = p.far;
+                target = search(0, p.ranks);
+            }
+            const Number count = target < 0 ? 0 : std::min(wanted, threshold - p.piece - a.work[target]);
+            if (count <= cost + (count < a.left[expert] ? p.piece : 0)) {
+                experts.erase(experts.begin() + which);
+                continue;
+            }
+            const auto fresh = p.fresh_ranks + p.fresh_starts[expert], last = p.fresh_ranks + p.fresh_starts[expert + 1];
+            a.copies.push_back({expert, target, 0, std::find(fresh, last, target) == last});
+            give(p, a, a.copies.back(), count);
+            holds[expert].push_back(target);
+        }
+    }
+}
+
+Number most_of(const Attempt& a) { return *std::max_element(a.work.begin(), a.work.end()); }
+
+Number mean_of(const Problem& p, const Ranks& work) {
+    const Number size = p.far >= 0 ? p.ranks : p.node;
+    Number most = 0;
+    for (Number first = 0; first < p.ranks; first += size) {
+        const Number end = std::min(first + size, p.ranks);
+        const Number sum = std::accumulate(work.begin() + first, work.begin() + end, Number{0});
+        most = std::max(most, (sum + end - first - 1) / (end - first));
+    }
+    return most;
+}
+
+struct Score {
+    Number over, seconds, copies;
+    bool operator<(const Score& other) const {
+        return std::tie(over, seconds, copies) < std::tie(other.over, other.seconds, other.copies);
+    }
+};
+
+Score score(const Problem& p, const Attempt& a, Number most) {
+    std::vector<Number> load(p.ranks), copying(p.ranks);
+    for (Number e = 0; e < p.experts; ++e) load[p.homes[e]] += a.left[e];
+    Number copies = 0;
+    for (const Copy& copy : a.copies) {
+        load[copy.rank] += copy.count;
+        if (!copy.is_new) continue;
+        const Number home = p.homes[copy.expert];
+        const Number cost = home / p.node == copy.rank / p.node ? p.near : std::max<Number>(p.far, 0);
+        copying[home] += cost;
+        copying[copy.rank] += cost;
+        ++copies;
+    }
+    Number over = 0, seconds = 0;
+    for (Number r = 0; r < p.ranks; ++r) {
+        if (most >= 0) over = std::max(over, load[r] - most);
+        seconds = std::max(seconds, a.work[r] + copying[r]);
+    }
+    return {over, seconds, copies};
+}
+
+}  // namespace
+
+// Returns the number of copies that take part: triples (expert, rank, count) in `copies`, what stays home in `left`.
+extern "C" Number mixtrain_placement(Number experts, Number ranks, Number slots, Number node, Number piece, Number near,
+                                     Number far, Number most, const Number* totals, const Number* homes,
+                                     const Number* fresh_starts, const Number* fresh_ranks, const Number* steps,
+                                     Number num_steps, Number rounds, Number enough, Number patience, Number* left,
+                                     Number* copies) {
+    const Problem p{experts, ranks, slots, node, piece, near, far, totals, homes, fresh_starts, fresh_ranks};
+    const Attempt home = at_home(p);
+    Attempt best = home;
+    const Number base = mean_of(p, home.work);
+    const Number highest = *std::max_element(home.work.begin(), home.work.end());
+    Score least = score(p, best, most);
+    const auto keep_if_less = [&](const Attempt& attempt) {
+        const Score now = score(p, attempt, most);
+        if (now < least) {
+            least = now;
+            best = attempt;
+        }
+    };
+    std::vector<std::vector<Number>> experts_of(ranks);
+    for (Number e = 0; e < experts; ++e)
+        if (totals[e] > 0) experts_of[homes[e]].push_back(e);
+    for (auto& own : experts_of)
+        std::stable_sort(own.begin(), own.end(), [&](Number x, Number y) { return totals[x] > totals[y]; });
+    Ranks falling(ranks), rising;
+    std::iota(falling.begin(), falling.end(), Number{0});
+    std::stable_sort(falling.begin(), falling.end(), [&](Number x, Number y) { return home.work[x] > home.work[y]; });
+    rising.assign(falling.rbegin(), falling.rend());
+    std::vector<Number> thresholds;
+    std::vector<Attempt> of_fresh;
+    for (Number step = 0; step < num_steps; ++step) {
+        const Number threshold = base + base * steps[step] / 1000;
+        if (threshold >= highest) break;
+        thresholds.push_back(threshold);
+        of_fresh.push_back(home);
+        use_fresh(p, of_fresh.back(), threshold);
+        keep_if_less(of_fresh.back());
+        if (most_of(of_fresh.back()) <= threshold) break;
+    }
+    const bool is_enough = least.over <= 0 && least.seconds <= base + base * enough / 1000;
+    Number misses = 0;
+    for (size_t i = of_fresh.size(); i-- > 0 && !is_enough && misses < patience;) {
+        if (least.over <= 0 && thresholds[i] >= least.seconds) continue;
+        const Score earlier = least;
+        for (bool from_home : {false, true}) {
+            if (!from_home && fresh_starts[experts] == 0) continue;
+            bool is_reached = false;
+            for (const Ranks* start : {&falling, &rising}) {
+                Ranks donors = *start;
+                Number before = -1;
+                for (Number round = 0; round < rounds && !is_reached; ++round) {
+                    Attempt attempt = from_home ? home : of_fresh[i];
+                    add_new(p, attempt, experts_of, donors, thresholds[i]);
+                    keep_if_less(attempt);
+                    const Number now = most_of(attempt);
+                    is_reached = now <= thresholds[i];
+                    if (now == before) break;
+                    before = now;
+                    std::stable_partition(donors.begin(), donors.end(),
+                                          [&](Number r) { return attempt.work[r] > thresholds[i]; });
+                }
+            }
+        }
+        misses = least < earlier ? 0 : misses + 1;
+    }
+    std::copy(best.left.begin(), best.left.end(), left);
+    Number* out = copies;
+    for (const Copy& copy : best.copies) {
+        if (copy.count == 0) continue;
+        *out++ = copy.expert;
+        *out++ = copy.rank;
+        *out++ = copy.count;
+    }
+    return (out - copies) / 3;
+}

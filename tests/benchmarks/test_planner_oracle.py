@@ -1,0 +1,85 @@
+"""The exact plan is the best of all plans, tried one by one; and the benchmark's command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+
+from benchmarks import planner_oracle
+from benchmarks.planner_oracle import COMPARED, case, exact
+from moe.placement.instances import may_hold
+from moe.placement.map import Integers, PlacementMap
+from moe.placement.quotas import Costs, Limits, held, outcome
+from moe.placement.solve import solve
+
+
+def splits(total: int, ranks: int) -> Iterator[tuple[int, ...]]:
+    """Every way to cut so many assignments into a part for each rank."""
+    if ranks == 1:
+        yield (total,)
+        return
+    for first in range(total + 1):
+        for others in splits(total - first, ranks - 1):
+            yield (first, *others)
+
+
+def brute_force(totals: list[int], placement: PlacementMap, costs: Costs, limits: Limits) -> int:
+    experts, ranks = placement.num_experts, placement.num_ranks
+    may_ER = may_hold(placement, costs, limits) | held(placement)
+    is_home = np.zeros_like(may_ER)
+    is_home[np.arange(experts), placement.home_ranks] = True
+    best = 10**9
+    for quotas in product(*(splits(total, ranks) for total in totals)):
+        quotas_ER = np.array(quotas, dtype=np.int64)
+        used_ER = quotas_ER > 0
+        if (used_ER & ~may_ER & ~is_home).any() or ((used_ER & ~is_home).sum(0) > limits.slots).any():
+            continue
+        best = min(best, outcome(quotas_ER, placement, costs, limits).seconds)
+    return best
+
+
+@pytest.mark.parametrize(("ranks", "experts", "most", "cases"), [(2, 4, 5, 25), (3, 3, 5, 12), (4, 4, 2, 6)])
+def test_exact_is_the_best_of_all_plans(ranks: int, experts: int, most: int, cases: int) -> None:
+    for number in range(cases):
+        rng = np.random.default_rng([ranks, number])
+        counts_RE: Integers = np.zeros((ranks, experts), np.int64)
+        counts_RE[0] = rng.integers(0, most, experts)
+        counts_RE[0, rng.integers(experts)] = most
+        homes, slots = rng.permutation(experts), int(rng.integers(1, 3))
+        copies = [(int(e), r) for r in range(ranks) for e in rng.permutation(experts)[:slots] if rng.random() < 0.3]
+        copies = [(e, r) for e, r in copies if homes[e] // (experts // ranks) != r]
+        placement = PlacementMap(experts, ranks, tuple(homes.tolist()), tuple(sorted(copies)))
+        far = None if rng.random() < 0.3 else int(rng.integers(0, 3))
+        costs = Costs(int(rng.integers(0, 3)), int(rng.integers(0, 2)), far)
+        limits = Limits(slots, int(rng.choice([2, ranks])))
+        expected = brute_force(counts_RE.sum(0).tolist(), placement, costs, limits)
+        assert exact(counts_RE, placement, costs, limits) == expected, number
+
+
+def test_no_plan_of_ours_is_better_than_exact() -> None:
+    kinds = set()
+    for number in range(24):
+        asked = case(1, number)
+        kinds |= set(asked.kinds)
+        arguments = asked.counts_RE, asked.placement, asked.costs, asked.limits
+        found = outcome(solve(*arguments), asked.placement, asked.costs, asked.limits).seconds
+        assert found >= exact(*arguments)
+    assert kinds == {"nothing costs", "pieces", "copies cost", "fresh copies", "nodes", "1 slot", "2 slots"}
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["planner_oracle", "--cases", "4", "--json", "--markdown"])
+    assert planner_oracle.main() == 0
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])
+    assert list(found["planners"]) == list(COMPARED) and found["solve"]["all"] == found["planners"]["solve"]
+    assert all(1 <= figures["mean"] <= figures["worst"] for figures in found["planners"].values())
+    assert "| planner | cases |" in out
+    monkeypatch.setattr(sys, "argv", ["planner_oracle", "--cases", "0"])
+    assert planner_oracle.main() == 2
+    assert "--cases (0) must be at least 1" in capsys.readouterr().err

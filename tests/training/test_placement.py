@@ -1,0 +1,49 @@
+"""Trainings whose experts are computed at copies, beside those whose experts stay at home; and what they record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.placement_parity import PASSES, SCATTERED, Case, compare
+from moe.placement.trace import read, read_header
+from tests.training.helpers import read_metrics, train_on_ranks
+
+# All of them: python -m benchmarks.placement_parity
+CASES = [
+    Case("EP2", "least_loaded", PASSES[4]),
+    Case("EP2", "flex", PASSES[5]),
+    Case("EP4", SCATTERED, PASSES[1]),
+    Case("DP2xEP2", "quota", PASSES[0]),
+    Case("DP2xPP2xEP2", SCATTERED, PASSES[2]),
+    Case("DP2xPP2xVPP2xEP2", SCATTERED, PASSES[0]),
+    Case("TP2+SPxEP2xETP1", SCATTERED, PASSES[3]),
+    Case("TP2+SPxEP2xETP2", "solve", PASSES[3]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}, {case.policy}")
+def test_copies_change_no_loss(data: list[str], case: Case) -> None:
+    row = compare(case, [*data, "training.steps=3"])
+    assert row.passed and row.copies > 0, row
+    assert case.policy == SCATTERED or row.placed < row.at_home
+
+
+def test_a_run_records_what_its_routers_chose(data: list[str], tmp_path: Path) -> None:
+    words = [
+        *data,
+        "experiment=gpt_moe_tiny",
+        "moe.placement.record=true",
+        "training.recompute=full",
+        f"run_dir={tmp_path}",
+    ]
+    words += ["parallel.expert=2", "training.micro_batch_size=2", "training.steps=3", "checkpoint.interval=2"]
+    train_on_ranks(words, 2)
+    assert read_header(tmp_path / "routing.trace").num_ranks == 2
+    found = dict(read(tmp_path / "routing.trace"))
+    assert list(found) == [1, 2, 3]
+    for line in read_metrics(tmp_path):
+        counts_LMRE = found[line["step"]]
+        assert counts_LMRE.shape[2] == 2
+        assert counts_LMRE.sum((1, 2)).tolist() == line["tokens_per_expert"]["counts"]
