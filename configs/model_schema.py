@@ -115,7 +115,7 @@ class PlacementConfig:
         "free",
         choices=PLACEMENT_POLICIES,
     )
-    interval: int = key(0, "steps between moves of homes; 0: never", "free", needed_for="moving homes")
+    interval: int = key(100, "steps between moves of homes; 0: never", "free", needed_for="moving homes")
     record: bool = key(False, "write every call's routing counts to routing.trace in the run folder", "free")
     extra_slots: int = key(
         0, "copies of other ranks' experts that a rank may hold for each MoE layer", "free", low=0, high=64

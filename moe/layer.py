@@ -78,6 +78,7 @@ def routed_experts(
                 places, copies = placement.place(choice, routing_map_TE, weights, keep, again and not keep)
                 num_slots += copies.num_here
             order = route.dispatch_order(choice, places, degrees)
+            del places  # its memory is free while experts compute
             sizes = exchange_sizes(order, degrees, num_slots, exchange)
             call = SpreadCall(choice, order, sizes, plan, strategy, exchange, experts, inside)
         output_TH = execute.run(call, timer, x_TH, probs_P, weights, copies)

@@ -267,8 +267,8 @@ def dispatch_order(choice: Choice, places: Places, degrees: Sequence[int]) -> Di
         [[rank * num_tokens + token for cut in cuts for token in cut[side : len(cut) - 1 + side]] for side in (0, 1)]
         for rank in range(num_ranks)
     ]
-    places = torch.searchsorted(keys_P, to_device(torch.tensor(ends), keys_P.device))  # [ranks, 2 ends, chunks]
-    both = torch.stack([rows_P.take(places), places], dim=2)  # [ranks, 2 ends, rows or assignments, chunks]
+    bounds = torch.searchsorted(keys_P, to_device(torch.tensor(ends), keys_P.device))  # [ranks, 2 ends, chunks]
+    both = torch.stack([rows_P.take(bounds), bounds], dim=2)  # [ranks, 2 ends, rows or assignments, chunks]
     first_rows = both[:, 0, 0, 0]
     if choice.may_be_padded:
         ranks_P = ranks_P.clamp(max=num_ranks - 1)
