@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.placement_parity import PASSES, SCATTERED, Case, compare
-from moe.placement.trace import read, read_header
+from moe.placement.trace import Header, read, read_header
 from tests.training.helpers import read_metrics, train_on_ranks
+from training.callbacks.moe.routing_trace import RoutingTrace
 
 # All of them: python -m benchmarks.placement_parity
 # Few steps at a high rate: routers that no loss balances soon prefer some experts.
@@ -49,3 +53,18 @@ def test_a_run_records_what_its_routers_chose(data: list[str], tmp_path: Path) -
         counts_LMRE = found[line["step"]]
         assert counts_LMRE.shape[2] == 2
         assert counts_LMRE.sum((1, 2)).tolist() == line["tokens_per_expert"]["counts"]
+
+
+def test_steps_that_are_taken_again_stand_once(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(progress=SimpleNamespace(step=0))
+    trace = RoutingTrace()
+    trace._path, trace._header = tmp_path / "routing.trace", Header("run", 2, 1, 1)
+    trace._open(run)
+    assert trace._writer is not None
+    for step in (1, 2, 3):
+        trace._writer.append(step, np.full((1, 1, 1, 2), step))
+    run.progress.step = 1
+    trace.on_rollback(run)
+    trace._writer.append(2, np.full((1, 1, 1, 2), 7))
+    trace.on_end(run)
+    assert [(step, int(counts.max())) for step, counts in read(trace._path)] == [(1, 1), (2, 7)]

@@ -37,9 +37,12 @@ class RoutingTrace(Callback):
             stage, moe = run.topology.pipeline.rank, run.config.moe
             self._path = run.run_dir / ("routing.trace" if stage == 0 else f"routing_stage{stage}.trace")
             assert moe.num_experts is not None
-            header = Header(run.config.name, moe.num_experts, moe.top_k, run.config.parallel.expert)
-            with writing(self._path):
-                self._writer = Writer(self._path, header, after=run.progress.step)
+            self._header = Header(run.config.name, moe.num_experts, moe.top_k, run.config.parallel.expert)
+            self._open(run)
+
+    def _open(self, run: Run) -> None:
+        with writing(self._path):
+            self._writer = Writer(self._path, self._header, after=run.progress.step)
 
     def _hook(self, number: int) -> Any:
         def count(router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -71,6 +74,12 @@ class RoutingTrace(Callback):
             counts_LMRE = everywhere.view(ranks, *own_LME.shape).permute(1, 2, 0, 3).cpu().numpy()
             with writing(self._path):
                 self._writer.append(run.progress.step, counts_LMRE)
+
+    def on_rollback(self, run: Run) -> None:
+        """Steps that are taken again are written again."""
+        if self._writer is not None:
+            self._writer.close()
+            self._open(run)
 
     def on_end(self, run: Run) -> None:
         if self._writer is not None:
