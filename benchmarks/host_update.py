@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.rounds import standard_error
 from benchmarks.tables import table
 from moe.kernels.build import FLAGS, cache_folder, compile_library
 from optim.tiers.kernel import Rates, State, adamw
@@ -127,7 +128,7 @@ def main() -> None:
 
 def _row(name: str, threads: int, seconds: list[float], ratios: list[float]) -> dict[str, Any]:
     middle = statistics.median(seconds)
-    error = 1.2533 * statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    error = standard_error(ratios)
     share = statistics.median(ratios)
     return {"update": name, "threads": threads, "seconds": middle, "share": share, "error": error}
 

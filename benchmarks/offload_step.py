@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from benchmarks.offload_rig import Rig, Sizes, join
+from benchmarks.rounds import standard_error
 from benchmarks.tables import table
 from memory import planning
 from memory.planning import ElementBytes, Engine, Passes, choose, predict
@@ -121,11 +122,6 @@ def compare(
                     }
                 )
     return rows
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Of their median, were they normal."""
-    return 1.2533 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def holds(row: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ import glob
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.cluster import Cluster
@@ -46,6 +46,11 @@ class Rounds:
         """Median over rounds of the baseline's time by the variant's."""
         pairs = zip(self.seconds[baseline][part], self.seconds[variant][part])
         return statistics.median(base / own for base, own in pairs)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of their median, were they normal."""
+    return 1.2533 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 @dataclasses.dataclass(frozen=True)

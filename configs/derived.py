@@ -58,10 +58,8 @@ def places_experts(config: Config) -> bool:
 
 def copy_bytes(config: Config) -> int:
     """Of the weights of all copies of experts that a rank may hold of a layer."""
-    width, matrices = (
-        expert_ffn_hidden_size(config) // expert_tensor_size(config),
-        3 if config.model.activation == "swiglu" else 2,
-    )
+    width = expert_ffn_hidden_size(config) // expert_tensor_size(config)
+    matrices = 3 if config.model.activation == "swiglu" else 2
     biases = config.model.hidden_size + (matrices - 1) * width if config.model.linear_bias else 0
     numbers = matrices * config.model.hidden_size * width + biases
     return config.moe.placement.extra_slots * numbers * element_size(config)

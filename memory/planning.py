@@ -118,7 +118,7 @@ def work(way: Way, on_disk: bool, numel: int, element: ElementBytes, rates: Rate
     return seconds + slots
 
 
-def total_work(
+def _total(
     ways: Sequence[Way], numels: Sequence[int], tiers: Sequence[str], element: ElementBytes, rates: Rates, early: bool
 ) -> tuple[Work, float]:
     """(of all buckets that go these ways, the longest filling of one in seconds)."""
@@ -138,7 +138,10 @@ def predict(
     passes: Passes = Passes(),
 ) -> float:
     """Seconds of a step whose buckets go these ways."""
-    total, filling = total_work(ways, numels, tiers, element, rates, passes.early)
+    return _seconds(*_total(ways, numels, tiers, element, rates, passes.early), passes)
+
+
+def _seconds(total: Work, filling: float, passes: Passes) -> float:
     if passes.early:
         return max(passes.forward + passes.backward, total.longest) + filling
     if passes.leaving:
@@ -167,8 +170,8 @@ def choose(
 
     def cost(ways: Sequence[Way]) -> tuple[float, float]:
         # What hides behind the passes anyway is best as short as can be.
-        total, _ = total_work(ways, numels, tiers, element, rates, passes.early)
-        return predict(ways, numels, tiers, element, rates, passes), total.longest
+        total, filling = _total(ways, numels, tiers, element, rates, passes.early)
+        return _seconds(total, filling, passes), total.longest
 
     return min(both or tried, key=cost)
 

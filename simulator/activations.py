@@ -300,10 +300,9 @@ class Activations:
         during = max(0, during - self.sizes.bytes(operation.output))
         if derived.places_experts(self.config):
             # Copies lie beside the experts at home while either computes, and have gradients.
-            homes, copies = (
-                (self.config.moe.num_experts or 0) // self.config.parallel.expert,
-                derived.copy_bytes(self.config),
-            )
-            during += copies + homes * copies // self.config.moe.placement.extra_slots
-            work += 2 * copies + homes * copies // self.config.moe.placement.extra_slots
+            moe, copies = self.config.moe, derived.copy_bytes(self.config)
+            homes = (moe.num_experts or 0) // self.config.parallel.expert
+            beside = copies + homes * copies // moe.placement.extra_slots
+            during += beside
+            work += beside + copies
         return self._apply(tape, operation, held, extra=extra, during=during, work=work + weight, weight=weight)

@@ -26,7 +26,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class CallPlan:
-    """How many assignments of each expert each rank sends to which one, and what for."""
+    """How many assignments of each expert each rank has, and how many each rank computes."""
 
     counts_RE: Integers
     quotas_ER: Integers
@@ -106,7 +106,7 @@ class LayerPlacement:
     def _copies(self, used_by_rank: list[list[int]], weights: Weights, keep: bool) -> CallCopies:
         if self.slots is None:
             self.slots = CopySlots(self.group, self.limits.slots, weights)
-        places, homes = self._home_slots(), self.map.home_ranks
+        places, homes = self.map.home_slots.tolist(), self.map.home_ranks
         sends, receives = [], []
         for rank, used in enumerate(used_by_rank):
             held = self._held[rank]
@@ -143,15 +143,10 @@ class LayerPlacement:
                 return slot
         raise AssertionError(f"rank {rank} has no slot left: {held}, used {used}")
 
-    def _home_slots(self) -> list[int]:
-        """Of each expert the slot at its home."""
-        experts = np.arange(self.map.num_experts) if self.map.homes is None else np.asarray(self.map.homes)
-        return list((experts % self.map.num_slots).tolist())
-
     def _places(self, choice: Choice, plan: CallPlan, used_by_rank: list[list[int]]) -> Places:
         num_home = self.map.num_slots
         slots_ER = np.zeros_like(plan.quotas_ER)
-        slots_ER[np.arange(self.map.num_experts), self.map.home_ranks] = self._home_slots()
+        slots_ER[np.arange(self.map.num_experts), self.map.home_ranks] = self.map.home_slots
         for rank, used in enumerate(used_by_rank):
             slots_ER[used, rank] = num_home + np.arange(len(used))
         num_slots = num_home + max(map(len, used_by_rank))

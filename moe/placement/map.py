@@ -37,8 +37,16 @@ class PlacementMap:
     @cached_property
     def home_ranks(self) -> Integers:
         """[E]: the rank that each expert is at home on."""
-        places = np.arange(self.num_experts) if self.homes is None else np.asarray(self.homes)
-        return places // self.num_slots
+        return self._places // self.num_slots
+
+    @cached_property
+    def home_slots(self) -> Integers:
+        """[E]: the slot that it has there."""
+        return self._places % self.num_slots
+
+    @property
+    def _places(self) -> Integers:
+        return np.arange(self.num_experts) if self.homes is None else np.asarray(self.homes)
 
     def locate(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ranks, slots) of logical experts' homes, int64 of any shape."""

@@ -13,6 +13,7 @@ from configs.keys import get
 from configs.schema import KEYS, Config, ConfigError
 from configs.show import nearest, show
 from configs.validate import validate
+from moe.placement.policy import POLICIES
 from moe.schedule.chunk_plan import STRATEGIES
 from tests.configs import advice
 
@@ -228,6 +229,7 @@ def test_rule(overrides: list[str], world_size: int, key: str, says: str) -> Non
 
 def test_memory_strategies_are_the_layers() -> None:
     assert set(KEYS["moe.memory_strategy"].choices) == {*STRATEGIES, "auto"}
+    assert set(KEYS["moe.placement.policy"].choices) == {*POLICIES, "static"}
 
 
 @pytest.fixture(scope="module")
