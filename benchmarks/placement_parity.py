@@ -1,12 +1,13 @@
 """Copies of experts change no loss: trainings with each placement policy beside those whose experts stay at home.
 
-`python -m benchmarks.placement_parity [--layouts EP2 ...] [--policies solve ...] [--steps 24] [--markdown] [--json]
-[key=value ...]`
+`python -m benchmarks.placement_parity [--layouts EP2 ...] [--policies solve ...] [--steps 24] [--bitwise] [--markdown]
+[--json] [key=value ...]`
 
 gpt_moe_tiny without an auxiliary loss in fp32, the same seed, data and global batch, in layouts with experts on two and
 four ranks. `scattered` answers something else at each call, any ranks and quotas within the slots, so that copies come
 and go all the time; it meets the layer's memory strategies, pipeline degrees and full recomputation in turns. Losses
-may differ by 1e-6, other sums have other orders; each run must have computed at copies.
+may differ by 1e-6, other sums have other orders; each run must have computed at copies. With `--bitwise` all losses,
+gradient norms and, at the end, all weights must be the same bits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from benchmarks.layout_parity import LAYOUTS
 from benchmarks.tables import table
@@ -39,7 +41,10 @@ PASSES = (
     ("moe.memory_strategy=communicate_recompute", "moe.pipeline_degree=2", "moe.weight_lag=1"),
     ("training.recompute=full", "moe.pipeline_degree=2"),
 )
+# Blocks of one degree, small ones so that there are many.
+BITWISE = ("moe.placement.bitwise=true", "moe.placement.block_rows=8", "moe.backward_pipeline_degree=null")
 TIMEOUT = 600.0  # seconds for one training
+Trained = tuple[list[dict[str, Any]], dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Case:
     layout: str
     policy: str
     passes: tuple[str, ...] = PASSES[0]
+    bitwise: bool = False
 
     def overrides(self, policy: str, more: Sequence[str]) -> list[str]:
         """Of its training, or of the static one."""
@@ -59,6 +65,7 @@ class Case:
             f"moe.placement.extra_slots={0 if static else 2}",
             *LAYOUTS[self.layout].overrides,
             *self.passes,
+            *(BITWISE if self.bitwise else ()),
             *more,
         ]
 
@@ -70,34 +77,42 @@ class Row:
     at_home: float  # the busiest rank's assignments by the mean's
     placed: float
     copies: int
+    same: bool  # losses, gradient norms and, at the end, all weights to the bit
 
     @property
     def passed(self) -> bool:
-        return self.difference <= PLACEMENT_LOSS and (self.copies > 0 or self.case.policy != SCATTERED)
+        close = self.same if self.case.bitwise else self.difference <= PLACEMENT_LOSS
+        return close and (self.copies > 0 or self.case.policy != SCATTERED)
 
 
 def compare(case: Case, more: Sequence[str]) -> Row:
     """A training beside the static one."""
-    found = []
-    for policy in ("static", case.policy):
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            ranks = LAYOUTS[case.layout].ranks
-            config = make_config([*case.overrides(policy, more), f"run_dir={folder}"], ranks)
-            found.append(distributed.run(train_on_rank, ranks, config, policy == SCATTERED, timeout=TIMEOUT)[0])
-    static, placed = found
+    (static, static_weights), (placed, weights) = (trained(case, policy, more) for policy in ("static", case.policy))
     numbers = [line["placement"] for line in placed]
     at_home, after = (sum(each[name] for each in numbers) / len(numbers) for name in ("at_home", "placed"))
-    return Row(
-        case, largest_difference(placed, static, "loss"), at_home, after, sum(each["copies"] for each in numbers)
-    )
+    copies = sum(each["copies"] for each in numbers)
+    same = weights == static_weights and [_exact(line) for line in placed] == [_exact(line) for line in static]
+    return Row(case, largest_difference(placed, static, "loss"), at_home, after, copies, same)
 
 
-def cases(layouts: Sequence[str], policies: Sequence[str]) -> Iterator[Case]:
+def trained(case: Case, policy: str, more: Sequence[str]) -> Trained:
+    """One training: its lines, and hashes of its last weights."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        ranks = LAYOUTS[case.layout].ranks
+        config = make_config([*case.overrides(policy, more), f"run_dir={folder}"], ranks)
+        return distributed.run(train_on_rank, ranks, config, policy == SCATTERED, timeout=TIMEOUT)[0]
+
+
+def _exact(line: dict[str, Any]) -> tuple[float, float]:
+    return line["loss"], line["grad_norm"]
+
+
+def cases(layouts: Sequence[str], policies: Sequence[str], bitwise: bool) -> Iterator[Case]:
     """All of them."""
     turns = itertools.cycle(PASSES)
     for layout, policy in itertools.product(layouts, policies):
         ways = PASSES if policy == SCATTERED else [next(turns)]
-        yield from (Case(layout, policy, passes) for passes in ways)
+        yield from (Case(layout, policy, passes, bitwise) for passes in ways)
 
 
 def run(chosen: Sequence[Case], more: Sequence[str], on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
@@ -111,7 +126,8 @@ def run(chosen: Sequence[Case], more: Sequence[str], on_row: Callable[[Row], Non
 
 def _cells(row: Row) -> list[str]:
     passes = ", ".join(word.rpartition(".")[2] for word in row.case.passes)
-    numbers = (f"{row.difference:.1e}", f"{row.at_home:.3f}", f"{row.placed:.3f}", str(row.copies))
+    difference = "the same bits" if row.same else f"{row.difference:.1e}"
+    numbers = (difference, f"{row.at_home:.3f}", f"{row.placed:.3f}", str(row.copies))
     return [row.case.layout, row.case.policy, passes, *numbers, "" if row.passed else "FAILED"]
 
 
@@ -120,12 +136,13 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", choices=NAMES, default=list(NAMES), metavar="LAYOUT", help=str(NAMES))
     parser.add_argument("--policies", nargs="+", choices=(SCATTERED, *POLICIES), default=[SCATTERED, *POLICIES])
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--bitwise", action="store_true", help="with moe.placement.bitwise")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     args, more = parser.parse_known_args()
     try:
         rows = run(
-            list(cases(args.layouts, args.policies)),
+            list(cases(args.layouts, args.policies, args.bitwise)),
             [f"training.steps={args.steps}", *more],
             lambda row: print(" | ".join(_cells(row)), flush=True),
         )
@@ -134,7 +151,8 @@ def main() -> int:
     heads = ["layout", "policy", "passes", "losses differ by", "at home", "placed", "copies", ""]
     print(f"\n{table(heads, [_cells(row) for row in rows], args.markdown)}\n")
     failed = sum(not row.passed for row in rows)
-    print(f"{len(rows) - failed} of {len(rows)} trainings have the static run's losses within {PLACEMENT_LOSS:g}")
+    what = "weights, to the bit" if args.bitwise else f"losses within {PLACEMENT_LOSS:g}"
+    print(f"{len(rows) - failed} of {len(rows)} trainings have the static run's {what}")
     if args.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
     return 1 if failed else 0

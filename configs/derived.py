@@ -56,13 +56,23 @@ def places_experts(config: Config) -> bool:
     return is_moe(config) and config.moe.placement.policy != "static"
 
 
+def block_rows(config: Config) -> int | None:
+    """Assignments of a block of one expert's, where the same bits are asked for whatever the placement."""
+    placement = config.moe.placement
+    return placement.block_rows if placement.bitwise and is_moe(config) and config.parallel.expert > 1 else None
+
+
 def copy_bytes(config: Config) -> int:
     """Of the weights of all copies of experts that a rank may hold of a layer."""
+    return config.moe.placement.extra_slots * expert_numbers(config) * element_size(config)
+
+
+def expert_numbers(config: Config) -> int:
+    """Parameters of one expert on one rank."""
     width = expert_ffn_hidden_size(config) // expert_tensor_size(config)
     matrices = 3 if config.model.activation == "swiglu" else 2
     biases = config.model.hidden_size + (matrices - 1) * width if config.model.linear_bias else 0
-    numbers = matrices * config.model.hidden_size * width + biases
-    return config.moe.placement.extra_slots * numbers * element_size(config)
+    return matrices * config.model.hidden_size * width + biases
 
 
 def plans_moe(config: Config) -> bool:

@@ -116,6 +116,14 @@ class PlacementConfig:
         choices=PLACEMENT_POLICIES,
     )
     interval: int = key(100, "steps between moves of homes; 0: never", "free", needed_for="moving homes")
+    bitwise: bool = key(
+        False,
+        "the same bits whatever the placement: experts compute blocks, whose weight gradients are added one by one",
+        "free",
+    )
+    block_rows: int = key(
+        256, "assignments of a rank and an expert that make a block of moe.placement.bitwise", "free", low=1
+    )
     record: bool = key(False, "write every call's routing counts to routing.trace in the run folder", "free")
     extra_slots: int = key(
         0, "copies of other ranks' experts that a rank may hold for each MoE layer", "free", low=0, high=64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -72,14 +73,17 @@ def routed_experts(
             call = LocalCall(choice, plan, strategy, experts, weights, x_TH, both=keep)
         else:
             degrees, num_slots = pass_degrees(plan, both=keep), len(weights.fc1)
+            apart = weights.block_rows is not None
+            assert not apart or len(degrees) == 1, "blocks are those of both passes"
             if placement is None:
                 places = Places.at_home(choice, PlacementMap(routing_map_TE.size(1), exchange.size))
             else:
-                places, copies = placement.place(choice, routing_map_TE, weights, keep, again and not keep)
+                cut = route.boundaries(len(x_TH), degrees[0])
+                places, copies = placement.place(choice, routing_map_TE, weights, keep, again and not keep, cut)
                 num_slots += copies.num_here
-            order = route.dispatch_order(choice, places, degrees)
+            order = route.dispatch_order(choice, places, degrees, apart)
             del places  # its memory is free while experts compute
-            sizes = exchange_sizes(order, degrees, num_slots, exchange)
+            sizes = exchange_sizes(order, degrees, num_slots * (exchange.size if apart else 1), exchange)
             call = SpreadCall(choice, order, sizes, plan, strategy, exchange, experts, inside)
         output_TH = execute.run(call, timer, x_TH, probs_P, weights, copies)
     return output_TH if shared_expert is None or inside is not None else output_TH + shared_expert(x_TH)
@@ -109,11 +113,17 @@ class MixtrainMoELayer(MoELayer):
         self.expert_tensor_group = pg_collection.expt_tp
         self.exchange: AllToAll | None = factory.shared(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
         self.placement: LayerPlacement | None = None
-        if placement is not None:
+        self._block_rows = None if placement is None else placement.block_rows
+        if placement is not None and placement.planner is not None:
             assert self.exchange is not None and config.num_moe_experts is not None
             limits = Limits(placement.extra_slots, ranks_per_node(self.ep_group) or self.ep_group.size())
             self.placement = LayerPlacement(
-                self.ep_group, config.num_moe_experts, placement.planner, placement.costs, limits
+                self.ep_group,
+                config.num_moe_experts,
+                placement.planner,
+                placement.costs,
+                limits,
+                placement.block_rows,
             )
         dropless = config.moe_expert_capacity_factor is None
         self._most_per_token = config.moe_router_topk
@@ -157,7 +167,7 @@ class MixtrainMoELayer(MoELayer):
             x,
             probs,
             routing_map,
-            self.experts(),
+            replace(self.experts(), block_rows=self._block_rows),
             self.plan,
             self.exchange,
             shared_expert,

@@ -109,6 +109,7 @@ class DispatchOrder:
     counts: (
         torch.Tensor
     )  # [ranks, 2, chunks]: rows and assignments for each rank in each chunk, of every degree in turn
+    apart: bool = False  # each assignment has a row of its own
 
     def row_tokens(self, num_rows: int, num_assignments: int) -> torch.Tensor:
         """The token of each row, in the order of the assignments."""
@@ -238,9 +239,9 @@ def add_up(
     return result if out is None else out.copy_(result)
 
 
-def dispatch_order(choice: Choice, places: Places, degrees: Sequence[int]) -> DispatchOrder:
+def dispatch_order(choice: Choice, places: Places, degrees: Sequence[int], apart: bool = False) -> DispatchOrder:
     """Sort the assignments by the rank that computes them, find the unique rows, and count them by chunks, of so many
-    degrees."""
+    degrees. `apart`: each assignment is a row, so that what is added up of them knows nothing of ranks."""
     num_tokens, num_ranks, num_slots = choice.num_tokens, places.num_ranks, places.num_slots
     ranks_P, slots_P = places.ranks, places.slots
     if ranks_P.device.type == "cpu":
@@ -258,8 +259,9 @@ def dispatch_order(choice: Choice, places: Places, degrees: Sequence[int]) -> Di
     # Rows numbered one after the other; at the end, their number.
     is_new = torch.zeros(len(keys_P) + 1, dtype=torch.bool, device=keys_P.device)
     if len(keys_P):
-        torch.ne(keys_P[1:], keys_P[:-1], out=is_new[1:-1])
-        is_new[-1:].fill_(True)
+        is_new[1:].fill_(True)
+        if not apart:
+            torch.ne(keys_P[1:], keys_P[:-1], out=is_new[1:-1])
     rows_P = is_new.cumsum(0)
     # The first and last keys of each rank's part of each chunk.
     cuts = [boundaries(num_tokens, degree) for degree in degrees]
@@ -274,7 +276,7 @@ def dispatch_order(choice: Choice, places: Places, degrees: Sequence[int]) -> Di
         ranks_P = ranks_P.clamp(max=num_ranks - 1)
     rows_P = rows_P[:-1]
     packed_P = slots_P.add(rows_P - first_rows.index_select(0, ranks_P), alpha=num_slots)
-    return DispatchOrder(order, tokens_P, rows_P, packed_P, num_slots, both[:, 1] - both[:, 0])
+    return DispatchOrder(order, tokens_P, rows_P, packed_P, num_slots, both[:, 1] - both[:, 0], apart)
 
 
 @dataclass(frozen=True)
@@ -337,12 +339,21 @@ def sent_shifts(cut: ChunkOffsets) -> list[int]:
 
 
 def combine_sums(
-    row_tokens_U: torch.Tensor, num_tokens: int, cut: ChunkOffsets, shifts_U: torch.Tensor | None
+    row_tokens_U: torch.Tensor,
+    num_tokens: int,
+    cut: ChunkOffsets,
+    shifts_U: torch.Tensor | None,
+    turns_U: torch.Tensor | None = None,
 ) -> list[Sum]:
-    """How each chunk's returned rows, in the order sent, are added up per token. `shifts_U`, with several chunks:
-    `sent_shifts` of each row's."""
+    """How each chunk's returned rows, in the order sent, are added up per token: in that order, or by `turns_U`, a
+    permutation that keeps tokens in order. `shifts_U`, with several chunks: `sent_shifts` of each row's."""
     numbers = torch.arange(max(num_tokens, len(row_tokens_U)), device=row_tokens_U.device)
-    in_order, index_U = sort_keys(row_tokens_U, num_tokens)
+    if turns_U is None:
+        in_order, index_U = sort_keys(row_tokens_U, num_tokens)
+    else:
+        index_U = torch.empty_like(turns_U)
+        index_U[turns_U] = numbers[: len(turns_U)]
+        in_order = row_tokens_U.index_select(0, index_U)
     if shifts_U is not None:
         index_U = (numbers[: len(row_tokens_U)] + shifts_U).index_select(0, index_U)
     tokens, sums, first = boundaries(num_tokens, cut.degree), [], 0

@@ -287,7 +287,7 @@ class Activations:
 
     def _experts(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
         """The routed experts, as moe/planning/footprint.py counts them."""
-        load, plan = self.load, self.plan
+        load, plan, element = self.load, self.plan, self.sizes.element
         assert load is not None, "an even load"
         strategy, weight = STRATEGIES[plan.memory_strategy], self._weight_bytes(operation.weights)
         if self.config.parallel.expert > 1:
@@ -305,4 +305,9 @@ class Activations:
             beside = copies + homes * copies // moe.placement.extra_slots
             during += beside
             work += beside + copies
+        if derived.block_rows(self.config) is not None:
+            # Experts' gradients are summed in fp32, beside one block's and, at the end, those in the weights' kind.
+            expert = derived.expert_numbers(self.config) * element
+            homes = (self.config.moe.num_experts or 0) // self.config.parallel.expert
+            work += expert + (homes * expert * FP32 // element if element < FP32 else 0)
         return self._apply(tape, operation, held, extra=extra, during=during, work=work + weight, weight=weight)

@@ -317,4 +317,4 @@ def _layers(config: Config, stage: int) -> list[int]:
 def _experts(config: Config, place: Place) -> list[int]:
     if config.moe.num_experts is None:
         return []
-    return list(PlacementMap(config.moe.num_experts, config.parallel.expert).experts_of(place.expert))
+    return PlacementMap(config.moe.num_experts, config.parallel.expert).experts_of(place.expert)

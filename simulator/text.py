@@ -134,7 +134,7 @@ def _expert_note(config: Config, everyone: Sequence, ranks: Sequence[int]) -> st
     return "  experts " + " | ".join(_range(experts_of(number)) for number in held)
 
 
-def _range(numbers: range) -> str:
+def _range(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 

@@ -179,6 +179,13 @@ def _placement(config: Config) -> Iterator[Problem]:
     if is_static and placement.extra_slots > 0:
         rule = "must be 0 where moe.placement.policy is static, which copies nothing"
         yield Problem("moe.placement.extra_slots", rule, [{"moe.placement.policy": "solve"}, static])
+    if placement.bitwise and None in derived.pipeline_degrees(config):
+        rule = "must be a number for moe.placement.bitwise: blocks are cut inside chunks"
+        yield Problem("moe.pipeline_degree", rule, [{"moe.pipeline_degree": 1}, {"moe.placement.bitwise": False}])
+    elif placement.bitwise and len(set(derived.pipeline_degrees(config))) > 1:
+        rule = f"must be null or moe.pipeline_degree ({config.moe.pipeline_degree}) for moe.placement.bitwise"
+        fixes: list[Fix] = [{"moe.backward_pipeline_degree": None}, {"moe.placement.bitwise": False}]
+        yield Problem("moe.backward_pipeline_degree", rule, fixes)
     if is_static:
         return
     if config.parallel.expert == 1:

@@ -28,12 +28,21 @@ class Block(NamedTuple):
 
 
 def cut(counts: list[int]) -> Iterator[Block]:
-    """Consecutive blocks of about equal size, at most BLOCK_ROWS assignments each."""
+    """Consecutive blocks of about equal size, at most BLOCK_ROWS assignments each, of so many of each expert."""
     start = 0
     for expert, count in enumerate(counts):
         num_blocks = -(-count // BLOCK_ROWS)
         for i in range(num_blocks):
             yield Block(expert, start + count * i // num_blocks, start + count * (i + 1) // num_blocks)
+        start += count
+
+
+def cut_groups(counts: list[int], num_experts: int, block_rows: int) -> Iterator[Block]:
+    """Consecutive blocks of `block_rows` assignments, but for each group's last: of so many of each group."""
+    start = 0
+    for group, count in enumerate(counts):
+        for first in range(start, start + count, block_rows):
+            yield Block(group * num_experts // len(counts), first, min(first + block_rows, start + count))
         start += count
 
 
@@ -120,20 +129,26 @@ def are_tiled(device: str, dtype: torch.dtype, hidden_size: int, width: int) -> 
 
 
 def of(weights: Weights, source: torch.Tensor, counts: list[int]) -> Blocks:
-    """The blocks of assignments sorted by expert, `counts` of each, that read rows of `source` [.., H]; a context that
-    holds their memory."""
+    """The blocks of assignments sorted by expert or group, `counts` of each, that read rows of `source` [.., H]; a
+    context that holds their memory."""
+    if weights.block_rows is None:
+        return of_blocks(weights, source, list(cut(counts)))
+    return of_blocks(weights, source, list(cut_groups(counts, len(weights.fc1), weights.block_rows)))
+
+
+def of_blocks(weights: Weights, source: torch.Tensor, blocks: list[Block]) -> Blocks:
+    """These blocks, as `of`."""
     same = weights.fc1.dtype is source.dtype and weights.fc1.is_contiguous() and weights.fc2.is_contiguous()
     kind = CompiledBlocks if same and kernels.has_blocks(source, source.size(1), weights.fc2.size(2)) else TorchBlocks
-    return kind(weights, source, counts)
+    return kind(weights, source, blocks)
 
 
 class Blocks(ABC):
     """The three passes over the blocks, and what they have in common."""
 
-    def __init__(self, weights: Weights, source: torch.Tensor, counts: list[int]) -> None:
-        self.weights, self.source = weights, source
-        self._blocks = list(cut(counts))
-        self.longest = max((padded(block.end - block.start, source.dtype) for block in self._blocks), default=0)
+    def __init__(self, weights: Weights, source: torch.Tensor, blocks: list[Block]) -> None:
+        self.weights, self.source, self._blocks = weights, source, blocks
+        self.longest = max((padded(block.end - block.start, source.dtype) for block in blocks), default=0)
         self._scratch: dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> Blocks:
@@ -168,6 +183,9 @@ class Blocks(ABC):
     def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
         """Add to the weight gradients."""
 
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks)
+
     def rows_of_work(self, later: bool) -> int:
         """Rows that `work` must have; `later`: the weight gradients are not computed at once."""
         return sum(block.end - block.start for block in self._blocks) + SPARE_ROWS if later else self.longest
@@ -192,8 +210,8 @@ def _bias_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
 class TorchBlocks(Blocks):
     """By torch's operations: on any host and in any precision."""
 
-    def __init__(self, weights: Weights, source: torch.Tensor, counts: list[int]) -> None:
-        super().__init__(weights, source, counts)
+    def __init__(self, weights: Weights, source: torch.Tensor, blocks: list[Block]) -> None:
+        super().__init__(weights, source, blocks)
         self._fc1, self._fc2 = weights.fc1.unbind(0), weights.fc2.unbind(0)
 
     def _gather(self, name: str, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -279,8 +297,8 @@ class TorchBlocks(Blocks):
 class CompiledBlocks(Blocks):
     """By the compiled kernels, all blocks in one call."""
 
-    def __init__(self, weights: Weights, source: torch.Tensor, counts: list[int]) -> None:
-        super().__init__(weights, source, counts)
+    def __init__(self, weights: Weights, source: torch.Tensor, blocks: list[Block]) -> None:
+        super().__init__(weights, source, blocks)
         self._tiled = kernels.has_tiles(source, source.size(1), weights.fc2.size(2))
         self._tile = STEP_ROWS if self._tiled else 1
         self._matrices = weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, weights.activation
@@ -364,6 +382,6 @@ class CompiledBlocks(Blocks):
         )
 
 
-def _numbers(of_blocks: list[Block], grads: WeightGrads | None = None) -> list[int]:
+def _numbers(blocks: list[Block], grads: WeightGrads | None = None) -> list[int]:
     """The blocks as the kernels take them; with `grads`, for contributions that are made now."""
-    return [number for block in of_blocks for number in (*block, 0 if grads is None else int(grads.mark(block.expert)))]
+    return [number for block in blocks for number in (*block, 0 if grads is None else int(grads.mark(block.expert)))]

@@ -16,6 +16,7 @@ import torch
 
 from memory.pool import WORKSPACE
 from moe.experts import blocks
+from moe.experts.bitwise import BlockGrads
 from moe.experts.blocks import SPARE_ROWS, approximate
 from moe.experts.weights import Assignments, ChunkInputs, GradInputs, WeightGrads, Weights, WeightWork
 from parallel.fused import fused
@@ -41,14 +42,14 @@ def is_grouped(weights: Weights) -> bool:
     (equal counts only) 9.3 ms for the first product alone; but it leaves the activations in main memory (see
     BLOCK_ROWS).
     """
-    return weights.fc1.device.type != "cpu"
+    return weights.fc1.device.type != "cpu" and weights.block_rows is None
 
 
 def needs_host_ends(weights: Weights) -> bool:
     """Whether the host must know the experts' numbers of assignments: but for a GPU whose grouped product is a single
     kernel, that is bf16 with rows of a multiple of 16 bytes. Elsewhere torch's own loop would ask for each product."""
     weight = weights.fc1
-    if weight.device.type == "cpu":
+    if weight.device.type == "cpu" or weights.block_rows is not None:
         return not is_grouped(weights)
     aligned = all(size * weight.itemsize % 16 == 0 for size in (weight.size(2), weights.fc2.size(2)))
     is_one = torch.cuda.get_device_capability(weight.device)[0] in GROUPED_CAPABILITIES
@@ -180,6 +181,10 @@ class ExpertCompute:
         chunk = work.inputs.chunk
         if is_grouped(chunk.weights):
             _weight_grads_grouped(work, grads)
+            return
+        if isinstance(grads, BlockGrads):
+            grads.add_blocks(work)
+            work.free()
             return
         with blocks.of(chunk.weights, chunk.source_NH, chunk.assignments.host_counts) as of_experts:
             of_experts.weight_grads(work, grads)

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe.experts.blocks import hidden_factor
 from moe.experts.weights import Weights
+from moe.placement.map import PlacementMap
 
 
 class StackedLinear(torch.nn.Module):
@@ -43,6 +44,8 @@ class StackedExperts(MegatronModule):
         self.num_local_experts, self.activation = num_local_experts, activation
         self.ep_group, self.data_group = pg_collection.ep, pg_collection.expt_dp
         self.tensor_group = pg_collection.expt_tp
+        assert config.num_moe_experts is not None
+        self.map = PlacementMap(config.num_moe_experts, self.ep_group.size())
         parts = self.tensor_group.size()
         width = config.moe_ffn_hidden_size
         if width % parts:
@@ -76,6 +79,10 @@ class StackedExperts(MegatronModule):
         """The parameters as moe/experts/compute.py takes them."""
         (fc1, fc1_bias), (fc2, fc2_bias) = self.linear_fc1(), self.linear_fc2()
         return Weights(fc1, fc2, fc1_bias, fc2_bias, self.activation)
+
+    def experts_here(self) -> list[int]:
+        """The logical experts that are at home on this rank, by slot."""
+        return self.map.experts_of(self.ep_group.rank())
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

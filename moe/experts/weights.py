@@ -6,7 +6,7 @@ this rank's part of an expert, G = 2 F for SwiGLU ([gate | up]) else F, E expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -16,18 +16,34 @@ from memory.pool import WORKSPACE
 
 @dataclass(frozen=True)
 class Weights:
-    """One layer's stacked expert weights on this rank, and the activation between them (swiglu, gelu or gelu_tanh)."""
+    """One layer's stacked expert weights on this rank, and the activation between them (swiglu, gelu or gelu_tanh).
+
+    With `block_rows` an expert computes so many assignments of one source rank at once, and each such block's weight
+    gradient is added by itself (bitwise.py): then no sum depends on which rank computes which block. Its assignments
+    come in groups, one of each source rank for each expert.
+    """
 
     fc1: torch.Tensor  # [E, G, H]
     fc2: torch.Tensor  # [E, H, F]
     fc1_bias: torch.Tensor | None  # [E, G]
     fc2_bias: torch.Tensor | None  # [E, H]
     activation: str
+    block_rows: int | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that there are, each by expert, without their graph."""
+        return [each.detach() for each in (self.fc1, self.fc2, self.fc1_bias, self.fc2_bias) if each is not None]
+
+    def like(self, fc1: torch.Tensor, fc2: torch.Tensor, *biases: torch.Tensor) -> Weights:
+        """The same with other `tensors`."""
+        fc1_bias, fc2_bias = biases or (None, None)
+        return replace(self, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
 
 @dataclass(frozen=True)
 class Assignments:
-    """Assignments of a row and an expert, sorted by expert."""
+    """Assignments of a row and an expert, sorted by expert, or by group where `Weights.block_rows` is set."""
 
     rows: torch.Tensor  # [n] int64: which row of the source an assignment reads
     probs: torch.Tensor  # [n] fp32 or wider: what its output is multiplied with
@@ -81,9 +97,10 @@ class WeightWork:
 class WeightGrads:
     """Gradients of one layer's weights; the first contribution to an expert is written, later ones are added."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, at_once: bool = True) -> None:
+        """at_once: where experts are grouped, one product makes the gradients of all."""
         matrices = weights.fc1, weights.fc2
-        if weights.fc1.device.type == "cpu":
+        if weights.fc1.device.type == "cpu" or not at_once:
             self.fc1, self.fc2 = (WORKSPACE.lend(matrix.shape, matrix) for matrix in matrices)
         else:  # the first product makes them, if there is one
             self.fc1, self.fc2 = (matrix.new_empty(0) for matrix in matrices)

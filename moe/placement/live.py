@@ -4,7 +4,9 @@ go."""
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,23 +15,24 @@ import torch.distributed as dist
 from memory.transfer import to_device
 from moe import route
 from moe.experts.weights import Weights
-from moe.placement.copies import CallCopies, CopySlots
+from moe.placement.copies import CallCopies, CopySlots, ExpertBlocks
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits, Planner, at_home, shares
+from moe.placement.quotas import Costs, Limits, Planner, at_home, interleave, shares
+from moe.placement.whole_blocks import Blocks, assign, in_blocks, num_blocks
 from moe.route import Choice, Places
 
 # What a layer counts on each rank: calls, the busiest rank's assignments by the mean's where all are computed at home
 # and where the plan has them, and copies whose weights came here.
 TALLY = ("calls", "at_home", "placed", "copies")
-GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
 class CallPlan:
-    """How many assignments of each expert each rank has, and how many each rank computes."""
+    """How many assignments of each expert each rank has, and how many each rank computes; or blocks of them."""
 
-    counts_RE: Integers
+    counts_RDE: Integers  # in each chunk, where there are blocks; else of all chunks together
     quotas_ER: Integers
+    blocks: Blocks | None
 
 
 class LayerPlacement:
@@ -37,9 +40,17 @@ class LayerPlacement:
     copies where they are."""
 
     def __init__(
-        self, group: dist.ProcessGroup, num_experts: int, planner: Planner, costs: Costs, limits: Limits
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        planner: Planner,
+        costs: Costs,
+        limits: Limits,
+        block_rows: int | None = None,
     ) -> None:
+        """block_rows: plans are in whole blocks of so many assignments of a source rank, see `Weights.block_rows`."""
         self.group, self.rank, self.planner, self.costs, self.limits = group, group.rank(), planner, costs, limits
+        self.block_rows = block_rows
         self.map = PlacementMap(num_experts, group.size())
         self.slots: CopySlots | None = None
         self._held: list[list[int | None]] = [[None] * limits.slots for _ in range(group.size())]  # experts by slot
@@ -55,38 +66,57 @@ class LayerPlacement:
         self.tally[:] = 0
 
     def place(
-        self, choice: Choice, routing_map_TE: torch.Tensor, weights: Weights, keep: bool, again: bool = False
+        self,
+        choice: Choice,
+        routing_map_TE: torch.Tensor,
+        weights: Weights,
+        keep: bool,
+        again: bool = False,
+        cut: Sequence[int] = (),
     ) -> tuple[Places, CallCopies]:
         """Where the assignments of a call go, and the copies that take part. `keep`: a backward pass will need them.
-        `again`: without `keep`, this call will come again with it; the plan is kept for it. Collective."""
-        counts_RE = self._gather(routing_map_TE)
+        `again`: without `keep`, this call will come again with it; the plan is kept for it. `cut`: the first tokens of
+        its chunks, and the number of tokens. Collective."""
+        counts_RDE = self._gather(routing_map_TE, [0, len(routing_map_TE)] if self.block_rows is None else cut)
         if keep and self._planned:
             plan = self._planned.popleft()
-            assert (plan.counts_RE == counts_RE).all(), "a call that is computed again has other assignments"
+            assert (plan.counts_RDE == counts_RDE).all(), "a call that is computed again has other assignments"
         else:
-            fresh = [(expert, rank) for rank, held in enumerate(self._held) for expert in held if expert is not None]
-            placement = PlacementMap(self.map.num_experts, self.map.num_ranks, self.map.homes, tuple(fresh))
-            quotas_ER = self.planner(counts_RE, placement, self.costs, self.limits)
-            self._leave_pinned(quotas_ER)
-            plan = CallPlan(counts_RE, quotas_ER)
+            plan = self._plan(counts_RDE)
             if again:
                 self._planned.append(plan)
             self._count(plan)
         used_by_rank = self._used(plan.quotas_ER)
-        copies = self._copies(used_by_rank, weights, keep)
+        copies = self._copies(used_by_rank, weights, keep, plan)
         return self._places(choice, plan, used_by_rank), copies
 
-    def _count(self, plan: CallPlan) -> None:
-        mean = max(plan.counts_RE.sum() / self.map.num_ranks, 1.0)
-        loads = (at_home(plan.counts_RE, self.map), plan.quotas_ER)
-        self.tally[:3] += 1, *(quotas_ER.sum(0).max() / mean for quotas_ER in loads)
+    def _plan(self, counts_RDE: Integers) -> CallPlan:
+        fresh = [(expert, rank) for rank, held in enumerate(self._held) for expert in held if expert is not None]
+        placement = PlacementMap(self.map.num_experts, self.map.num_ranks, self.map.homes, tuple(fresh))
+        counts_RE = counts_RDE.sum(1)
+        if self.block_rows is not None:
+            blocks_RE = num_blocks(counts_RDE, self.block_rows).sum(1)
+            counts_RE = blocks_RE * self.block_rows
+        quotas_ER = self.planner(counts_RE, placement, self.costs, self.limits)
+        self._leave_pinned(quotas_ER)
+        if self.block_rows is None:
+            return CallPlan(counts_RDE, quotas_ER, None)
+        quotas_ER = in_blocks(quotas_ER, blocks_RE.sum(0), self.block_rows)
+        blocks = assign(counts_RDE, quotas_ER, self.block_rows, self.limits.ranks_per_node)
+        return CallPlan(counts_RDE, quotas_ER, blocks)
 
-    def _gather(self, routing_map_TE: torch.Tensor) -> Integers:
-        """counts_RE of all ranks: the host waits."""
-        own_E = routing_map_TE.sum(0, dtype=torch.int32)
-        everywhere = own_E.new_empty(self.map.num_ranks * len(own_E))
-        dist.all_gather_into_tensor(everywhere, own_E, group=self.group)
-        return everywhere.cpu().numpy().astype(np.int64).reshape(self.map.num_ranks, -1)
+    def _count(self, plan: CallPlan) -> None:
+        mean = max(plan.counts_RDE.sum() / self.map.num_ranks, 1.0)
+        home_R = at_home(plan.counts_RDE.sum(1), self.map).sum(0)
+        placed_R = plan.quotas_ER.sum(0) if plan.blocks is None else plan.blocks.loads_R(self.map.num_ranks)
+        self.tally[:3] += 1, home_R.max() / mean, placed_R.max() / mean
+
+    def _gather(self, routing_map_TE: torch.Tensor, cut: Sequence[int]) -> Integers:
+        """counts_RDE of all ranks, by chunks with these bounds: the host waits."""
+        own_DE = torch.stack([routing_map_TE[first:end].sum(0, dtype=torch.int32) for first, end in pairwise(cut)])
+        everywhere = own_DE.new_empty(self.map.num_ranks * len(own_DE), own_DE.size(1))
+        dist.all_gather_into_tensor(everywhere, own_DE, group=self.group)
+        return everywhere.cpu().numpy().astype(np.int64).reshape(self.map.num_ranks, *own_DE.shape)
 
     def _used(self, quotas_ER: Integers) -> list[list[int]]:
         """By rank the experts that it computes as copies, ascending."""
@@ -103,7 +133,7 @@ class LayerPlacement:
                 quotas_ER[expert, self.map.home_ranks[expert]] += quotas_ER[expert, rank]
                 quotas_ER[expert, rank] = 0
 
-    def _copies(self, used_by_rank: list[list[int]], weights: Weights, keep: bool) -> CallCopies:
+    def _copies(self, used_by_rank: list[list[int]], weights: Weights, keep: bool, plan: CallPlan) -> CallCopies:
         if self.slots is None:
             self.slots = CopySlots(self.group, self.limits.slots, weights)
         places, homes = self.map.home_slots.tolist(), self.map.home_ranks
@@ -129,12 +159,25 @@ class LayerPlacement:
             for expert in used
             if homes[expert] == self.rank
         ]
-        copies = CallCopies(self.slots, here, [int(homes[expert]) for expert in own], away, arriving)
+        blocks = [] if plan.blocks is None else self._expert_blocks(plan.blocks, used_by_rank)
+        copies = CallCopies(self.slots, here, [int(homes[expert]) for expert in own], away, arriving, blocks)
         if keep:
             pins = Counter((expert, rank) for rank, used in enumerate(used_by_rank) for expert in used)
             self._pinned += pins
             copies.on_return = lambda: self._pinned.subtract(pins)
         return copies
+
+    def _expert_blocks(self, blocks: Blocks, used_by_rank: list[list[int]]) -> list[ExpertBlocks]:
+        own, homes, result = used_by_rank[self.rank], self.map.home_ranks, []
+        for expert in sorted({expert for used in used_by_rank for expert in used}):
+            if homes[expert] == self.rank:
+                place = int(self.map.home_slots[expert])
+            elif expert in own:
+                place = self.map.num_slots + own.index(expert)
+            else:
+                continue
+            result.append(ExpertBlocks(place, int(homes[expert]), blocks.turns(expert)))
+        return result
 
     def _free_slot(self, rank: int, used: list[int]) -> int:
         held = self._held[rank]
@@ -150,28 +193,16 @@ class LayerPlacement:
         for rank, used in enumerate(used_by_rank):
             slots_ER[used, rank] = num_home + np.arange(len(used))
         num_slots = num_home + max(map(len, used_by_rank))
-        shares_ER = shares(plan.counts_RE, plan.quotas_ER, self.limits.ranks_per_node, self.rank)
-        experts, ranks = np.nonzero(shares_ER)
-        of_places = ranks * num_slots + slots_ER[experts, ranks]
-        codes = np.repeat(of_places, shares_ER[experts, ranks])
-        _interleave(codes, shares_ER)
+        if plan.blocks is None:
+            shares_ER = shares(plan.counts_RDE.sum(1), plan.quotas_ER, self.limits.ranks_per_node, self.rank)
+            experts, ranks = np.nonzero(shares_ER)
+            codes = np.repeat(ranks * num_slots + slots_ER[experts, ranks], shares_ER[experts, ranks])
+            interleave(codes, shares_ER)
+        else:
+            experts, ranks, sizes = plan.blocks.of_source(self.rank)
+            codes = np.repeat(ranks * num_slots + slots_ER[experts, ranks], sizes)
         order = route.stable_argsort(choice.experts, self.map.num_experts)
         codes_P = torch.empty_like(choice.experts)
         codes_P[order] = to_device(torch.from_numpy(codes), codes_P.device)
         ranks_P = codes_P // num_slots
         return Places(ranks_P, codes_P.sub(ranks_P, alpha=num_slots), self.map.num_ranks, num_slots)
-
-
-def _interleave(codes: Integers, shares_ER: Integers) -> None:
-    """Spread the places of an expert's assignments over its tokens, so that each chunk of consecutive tokens has its
-    share of each: assignment i takes the place that stood at i times a stride of the golden section."""
-    counts = shares_ER.sum(1)
-    starts = counts.cumsum() - counts
-    several = np.flatnonzero((shares_ER > 0).sum(1) > 1)
-    counts, starts = counts[several], starts[several]
-    strides = np.maximum(np.rint(GOLDEN * counts).astype(np.int64), 1)
-    while (shared := np.gcd(strides, counts) > 1).any():
-        strides[shared] += 1
-    first = np.repeat(starts, counts)
-    within = np.arange(len(first)) - np.repeat(counts.cumsum() - counts, counts)
-    codes[first + within] = codes[first + within * np.repeat(strides, counts) % np.repeat(counts, counts)]

@@ -55,7 +55,7 @@ class PlacementMap:
         ranks = experts // self.num_slots
         return ranks, experts.sub(ranks, alpha=self.num_slots)
 
-    def experts_of(self, rank: int) -> range:
-        """The logical experts of a rank where all are at home in order."""
-        assert self.homes is None
-        return range(rank * self.num_slots, (rank + 1) * self.num_slots)
+    def experts_of(self, rank: int) -> list[int]:
+        """The logical experts that are at home on a rank, by slot."""
+        by_place = np.argsort(self._places)
+        return [int(expert) for expert in by_place[rank * self.num_slots : (rank + 1) * self.num_slots]]

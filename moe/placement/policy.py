@@ -26,14 +26,16 @@ ASSUMED = {
 class Policy:
     """Of all MoE layers."""
 
-    planner: Planner
+    planner: Planner | None  # None: every expert is computed at its home
     costs: Costs
     extra_slots: int  # copies that a rank may hold of a layer
+    block_rows: int | None  # see `moe.experts.weights.Weights`
 
 
 def policy_of(config: Config, device: str) -> Policy | None:
-    """What a config asks for; None where every expert is computed at its home. `device` is "cpu" or "cuda"."""
+    """What a config asks for; None where every expert is computed at its home, as ever. `device` is "cpu" or "cuda"."""
     asked = config.moe.placement
-    if not derived.places_experts(config):
-        return None
-    return Policy(POLICIES[asked.policy], ASSUMED[device], asked.extra_slots)
+    block_rows = derived.block_rows(config)
+    if derived.places_experts(config):
+        return Policy(POLICIES[asked.policy], ASSUMED[device], asked.extra_slots, block_rows)
+    return Policy(None, ASSUMED[device], 0, block_rows) if block_rows is not None else None

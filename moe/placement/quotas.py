@@ -15,6 +15,8 @@ import numpy as np
 
 from moe.placement.map import Integers, PlacementMap
 
+GOLDEN = (5**0.5 - 1) / 2
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -119,3 +121,18 @@ def shares(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int, rank: 
         demand -= np.clip(met - demand_begin, 0, demand)
         room -= np.clip(met - room_begin, 0, room)
     return mine_ER
+
+
+def interleave(codes: Integers, shares_ER: Integers) -> None:
+    """Spread the places of an expert's assignments, or blocks, over its tokens, so that each chunk of consecutive
+    tokens has its share of each: assignment i takes the place that stood at i times a stride of the golden section."""
+    counts = shares_ER.sum(1)
+    starts = counts.cumsum() - counts
+    several = np.flatnonzero((shares_ER > 0).sum(1) > 1)
+    counts, starts = counts[several], starts[several]
+    strides = np.maximum(np.rint(GOLDEN * counts).astype(np.int64), 1)
+    while (shared := np.gcd(strides, counts) > 1).any():
+        strides[shared] += 1
+    first = np.repeat(starts, counts)
+    within = np.arange(len(first)) - np.repeat(counts.cumsum() - counts, counts)
+    codes[first + within] = codes[first + within * np.repeat(strides, counts) % np.repeat(counts, counts)]

@@ -35,6 +35,7 @@ def layer_shape(config: Config, device: str) -> Shape:
         element_size=derived.element_size(config),
         whole=device == "cuda",
         tiled=device == "cpu" and _are_tiled(config, width),
+        block_rows=derived.block_rows(config),
     )
 
 

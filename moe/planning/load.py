@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from moe.experts.sizes import BLOCK_ROWS
 from moe.placement.map import PlacementMap
-from moe.schedule.chunk_plan import LayerLoad
+from moe.schedule.chunk_plan import WHOLE, LayerLoad
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Shape:
     element_size: int
     whole: bool = False  # an expert computes all rows of a chunk at once, as on a GPU
     tiled: bool = False  # see LayerLoad
+    block_rows: int | None = None  # see Weights
 
     def load(self, counts: Sequence[float]) -> LayerLoad:
         """The load of a call from the tokens that each expert gets, on any scale: one call's, or a whole step's."""
@@ -32,7 +33,7 @@ class Shape:
         scale = self.tokens * self.num_ranks * self.top_k / total if total else 0.0
         experts_of = PlacementMap(self.num_experts, self.num_ranks).experts_of
         of_ranks = [experts_of(rank) for rank in range(self.num_ranks)]
-        assignments = [scale * sum(counts[experts.start : experts.stop]) for experts in of_ranks]
+        assignments = [scale * sum(counts[expert] for expert in experts) for experts in of_ranks]
         # rows of this rank's tokens for each
         sent = [self._unique(of_rank / self.num_ranks) for of_rank in assignments]
         received = [self.num_ranks * rows for rows in sent]
@@ -48,7 +49,7 @@ class Shape:
             element_size=self.element_size,
             expert_assignments=math.ceil(scale * max(counts, default=0.0)),
             tiled=self.tiled,
-            **({} if self.whole else {"block": BLOCK_ROWS}),
+            block=self.block_rows or (WHOLE if self.whole else BLOCK_ROWS),
         )
 
     def even(self) -> LayerLoad:
@@ -62,8 +63,8 @@ class Shape:
         Right for even counts (drawing `top_k` of the experts without putting back); for others, as if the busier rank
         had more of the experts.
         """
-        if not self.tokens:
-            return 0.0
+        if self.block_rows is not None or not self.tokens:  # blocks' assignments have rows of their own
+            return assignments
         there = self.num_experts * assignments / (self.tokens * self.top_k)  # that many experts' worth
         none = 1.0
         for drawn in range(self.top_k):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from memory.pool import WORKSPACE
+from memory.transfer import to_device
 from moe import route
 from moe.alltoall.flat import AllToAll, Handle, SplitSizes, start
 from moe.experts.compute import ExpertCompute, needs_host_ends
@@ -62,7 +63,10 @@ class SpreadCall:
         self.forward_sizes, self.backward_sizes = sizes
         self.num_assignments = sum(self.forward_sizes.assignments.send)  # of this rank's tokens
         row_tokens_U = order.row_tokens(sum(self.forward_sizes.sends.total_rows()), self.num_assignments)
-        orders = [each.send_order(row_tokens_U, choice.num_tokens, exchange.rank) for each in dict.fromkeys(sizes)]
+        turns_U = order.assignments[: self.num_assignments] if order.apart else None
+        orders = [
+            each.send_order(row_tokens_U, choice.num_tokens, exchange.rank, turns_U) for each in dict.fromkeys(sizes)
+        ]
         self.forward_order, self.backward_order = orders[0], orders[-1]
         self.shared = None if shared_expert is None else _SharedGraph(shared_expert)
         self.rows: restore.Rows | None = None  # from the forward pass on
@@ -244,6 +248,14 @@ class _Forward(_Pass):
         probs_Q = message[:, 1].contiguous().view(torch.promote_types(self.probs_P.dtype, torch.float32))
         rows_Q = ids_Q // num_slots  # in their ranks'
         slots_Q = ids_Q.sub(rows_Q, alpha=num_slots)
+        if self.weights.block_rows is not None:  # a group of each source rank
+            received = self.sizes.assignments.receive
+            sources = torch.arange(len(received), device=slots_Q.device)
+            counts = to_device(torch.tensor(received), slots_Q.device)
+            slots_Q = torch.repeat_interleave(sources, counts, output_size=len(slots_Q)).add_(
+                slots_Q, alpha=len(received)
+            )
+            own_slots *= len(received)
         passes = [each.chunks(rows_Q, slots_Q, own_slots) for each in dict.fromkeys((self.sizes, call.backward_sizes))]
         if needs_host_ends(self.weights):
             route.read_ends([chunk for chunks in passes for chunk in chunks])

@@ -59,8 +59,10 @@ class PassSizes:
             [count for counts in self.sends.rows for count in counts],
         ]
 
-    def send_order(self, row_tokens_U: torch.Tensor, num_tokens: int, rank: int) -> SendOrder:
-        """The order of the rows that `rank`, this one, sends."""
+    def send_order(
+        self, row_tokens_U: torch.Tensor, num_tokens: int, rank: int, turns_U: torch.Tensor | None = None
+    ) -> SendOrder:
+        """The order of the rows that `rank`, this one, sends. `turns_U`: see `route.combine_sums`."""
         slices = [self.sends.slices(self.sends.rows, chunk) for chunk in range(self.degree)]
         others = [[part for other, part in enumerate(parts) if other != rank] for parts in slices]
         listed = route.cut_list(
@@ -71,7 +73,7 @@ class PassSizes:
         shifts = None
         if self.degree > 1:
             shifts = torch.repeat_interleave(*self.tables[2:], output_size=len(row_tokens_U))
-        sums = route.combine_sums(row_tokens_U, num_tokens, self.sends, shifts)
+        sums = route.combine_sums(row_tokens_U, num_tokens, self.sends, shifts, turns_U)
         return SendOrder(list(parts[::2]), list(parts[1::2]), sums)
 
     def chunks(self, rank_rows_Q: torch.Tensor, slots_Q: torch.Tensor, num_slots: int) -> Chunks:

@@ -166,6 +166,18 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
         "moe.capacity_factor",
         "without dropping",
     ),
+    (
+        ["model=gpt_moe_tiny", "moe.placement.bitwise=true", "moe.pipeline_degree=auto"],
+        1,
+        "moe.pipeline_degree",
+        "blocks are cut inside chunks",
+    ),
+    (
+        ["model=gpt_moe_tiny", "moe.placement.bitwise=true", "moe.backward_pipeline_degree=2"],
+        1,
+        "moe.backward_pipeline_degree",
+        "null or moe.pipeline_degree (1)",
+    ),
     (["model=gpt_moe_tiny", "moe.placement.interval=5"], 1, "moe.placement.interval", "not available yet"),
     (["model=gpt_moe_tiny", "parallel.expert=3"], 3, "parallel.expert", "moe.num_experts (4)"),
     (["model=gpt_moe_tiny", "parallel.expert=4"], 1, "world_size", "parallel.expert=1 or 4 processes"),

@@ -151,6 +151,7 @@ def ours(
     rank: int = 0,
     num_ranks: int = 1,
     placement: LayerPlacement | None = None,
+    block_rows: int | None = None,
 ) -> list[torch.Tensor]:
     """The same by `routed_experts` on one of `num_ranks` ranks, which holds its part of the experts."""
     num_local = case.num_experts // num_ranks
@@ -158,7 +159,7 @@ def ours(
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (given.x, given.probs, *local, *given.shared)]
     x, probs, fc1, fc2, *rest = leaves
     fc1_bias, fc2_bias = rest[:2] if case.bias else (None, None)
-    weights = Weights(fc1, fc2, fc1_bias, fc2_bias, case.activation)
+    weights = Weights(fc1, fc2, fc1_bias, fc2_bias, case.activation, block_rows)
     assignments_per_token = None if case.routing == "dropped" else case.top_k
     function = shared_expert(leaves[-2:] if case.shared else [])
     output = routed_experts(

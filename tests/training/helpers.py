@@ -23,8 +23,8 @@ def make_config(overrides: Sequence[str], ranks: int = 1) -> Config:
     return config
 
 
-def train(config: Config) -> Lines:
-    """Train on this rank with all that `train.py` does; the metrics of the steps that were taken."""
+def train(config: Config, callbacks: Sequence[Any] = ()) -> Lines:
+    """Train on this rank with all that `train.py` does, and more callbacks; the metrics of the steps taken."""
     from training.run import Callback, Metrics, Run
     from training.trainer import Trainer
 
@@ -35,7 +35,7 @@ def train(config: Config) -> Lines:
             taken.append(dict(metrics))
 
     trainer = Trainer(config)
-    trainer.callbacks.append(Record())
+    trainer.callbacks += [Record(), *callbacks]
     trainer.fit()
     return taken
 

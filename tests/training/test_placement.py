@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.placement_parity import PASSES, SCATTERED, Case, compare
+from benchmarks.placement_parity import PASSES, SCATTERED, Case, compare, trained
 from moe.placement.trace import Header, read, read_header
 from tests.training.helpers import read_metrics, train_on_ranks
 from training.callbacks.moe.routing_trace import RoutingTrace
@@ -27,6 +27,27 @@ CASES = [
     Case("TP2+SPxEP2xETP1", SCATTERED, PASSES[3]),
     Case("TP2+SPxEP2xETP2", "solve", PASSES[3]),
 ]
+
+
+BITWISE = [
+    (Case("EP2", "static", PASSES[4], bitwise=True), ["solve", SCATTERED], []),
+    (Case("DP2xPP2xEP2", "static", PASSES[2], bitwise=True), [SCATTERED], ["training.precision=bf16"]),
+]
+
+
+@pytest.mark.parametrize("case,policies,more", BITWISE, ids=lambda each: getattr(each, "layout", ""))
+def test_the_same_bits_whatever_the_placement(
+    data: list[str], case: Case, policies: list[str], more: list[str]
+) -> None:
+    words = [*data, *SKEWED, *more]
+    lines, weights = trained(case, "static", words)
+    assert len(weights) > 40
+    for policy in policies:
+        placed, placed_weights = trained(case, policy, words)
+        assert sum(line["placement"]["copies"] for line in placed) > 0
+        assert placed_weights == weights, policy
+        assert [line["loss"] for line in placed] == [line["loss"] for line in lines]
+        assert [line["grad_norm"] for line in placed] == [line["grad_norm"] for line in lines]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}, {case.policy}")

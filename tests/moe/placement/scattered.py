@@ -1,16 +1,23 @@
-"""A planner for tests: it answers something else at each call, any ranks and any quotas."""
+"""Trainings whose experts are placed: a planner that answers something else at each call, any ranks and any quotas, and
+what weights a training ends with."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from unittest import mock
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from configs.schema import Config
+from moe.experts.module import StackedLinear
+from moe.layer import layers_of
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import Costs, Limits, check
 from tests.training.helpers import Lines, train
+from training.run import Callback, Run
 
 
 class Scattered:
@@ -35,9 +42,42 @@ class Scattered:
         return quotas_ER
 
 
-def train_on_rank(config: Config, scattered: bool) -> Lines:
-    """Train, every call planned by the planner that changes its mind if `scattered`."""
+def train_on_rank(config: Config, scattered: bool) -> tuple[Lines, dict[str, str]]:
+    """Train, every call planned by the planner that changes its mind if `scattered`; the lines, and a hash of each
+    weight that the ranks end with, of experts one by one."""
+    weights = EndWeights()
     with contextlib.ExitStack() as patches:
         if scattered:
             patches.enter_context(mock.patch.dict("moe.placement.policy.POLICIES", {"solve": Scattered()}))
-        return train(config)
+        return train(config, [weights]), weights.hashes
+
+
+class EndWeights(Callback):
+    """A hash of each part of each weight at the end, of experts one by one; the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[str, str] = {}
+
+    def on_end(self, run: Run) -> None:
+        here: dict[str, str] = {}
+        topology = run.topology
+        with run.engine.frozen_weights():
+            for number, chunk in enumerate(run.engine.bare_chunks):
+                layers = {id(layer.experts) for layer in layers_of([chunk]).values()}
+                stage, dense = f"{topology.pipeline.rank}.{number}", f"{topology.tensor.rank}"
+                for prefix, module in chunk.named_modules():
+                    if id(module) in layers:
+                        for name, parameter in module.named_parameters():
+                            for expert, weight in zip(module.experts_here(), parameter, strict=True):
+                                key = f"{stage} {prefix}.{name} {expert} {topology.expert_tensor.rank}"
+                                here[key] = _hash(weight)
+                    elif not isinstance(module, StackedLinear):
+                        for name, parameter in module.named_parameters(recurse=False):
+                            here[f"{stage} {prefix}.{name} {dense}"] = _hash(parameter)
+        everywhere: list[dict[str, str]] = [{} for _ in range(topology.world_size)]
+        dist.all_gather_object(everywhere, here)
+        self.hashes = {name: value for of_rank in everywhere for name, value in of_rank.items()}
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,8 @@ from moe.alltoall.flat import FlatAllToAll
 from moe.alltoall.hierarchical import HierarchicalAllToAll
 from moe.placement.live import LayerPlacement
 from moe.placement.quotas import Costs, Limits
+from moe.placement.whole_blocks import assign, in_blocks, num_blocks
+from moe.schedule.chunk_plan import Plan
 from tests.distributed import run
 from tests.moe.oracle import Case, expected_on, largest_error, ours, plans, problem
 from tests.moe.placement.scattered import Scattered
@@ -33,6 +36,56 @@ def _scattered_calls(routing: str, bias: bool, ranks_per_node: int = 0) -> float
         assert error < MOE["float64"], (plan, error)
         worst = max(worst, error)
     return worst
+
+
+def _bitwise_calls(routing: str, bias: bool, dtype: torch.dtype, degree: int) -> None:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    rank, ranks, rows = group.rank(), group.size(), 5
+    case = Case(routing=routing, bias=bias, activation="gelu" if bias else "swiglu", shared=True, dtype=dtype)
+    placement = LayerPlacement(group, case.num_experts, Scattered(), Costs(), Limits(SLOTS, ranks), rows)
+    plan, exchange = Plan(degree, degree, "recompute", degree - 1), FlatAllToAll(group)
+    given, expected = problem(case, rank), expected_on(case, rank, ranks)
+    at_home = ours(case, given, plan, exchange, rank, ranks, block_rows=rows)
+    assert largest_error(at_home, expected) < MOE[str(dtype).removeprefix("torch.")]
+    for _ in range(4):
+        placement.begin_step()
+        placed = ours(case, given, plan, exchange, rank, ranks, placement, rows)
+        assert all(torch.equal(a, b) for a, b in zip(placed, at_home, strict=True))
+    assert placement.tally[3] > 0 or routing == "one_expert"
+
+
+@pytest.mark.parametrize(
+    "routing,bias,dtype,degree",
+    [
+        ("skewed", False, torch.float32, 2),
+        ("one_expert", True, torch.float64, 3),
+        ("dropped", False, torch.bfloat16, 1),
+    ],
+)
+def test_blocks_have_the_same_bits_wherever_they_are_computed(
+    routing: str, bias: bool, dtype: torch.dtype, degree: int
+) -> None:
+    run(_bitwise_calls, 4, routing, bias, dtype, degree)
+
+
+def test_every_block_has_one_rank_and_every_rank_its_quota() -> None:
+    generator = np.random.default_rng(3)
+    counts_RDE = generator.integers(0, 40, (4, 3, 6))
+    counts_RDE[1] = 0
+    blocks_RE, rows = num_blocks(counts_RDE, 7).sum(1), 7
+    quotas_ER = np.zeros((6, 4), np.int64)
+    for expert, total in enumerate(blocks_RE.sum(0) * rows):
+        quotas_ER[expert] = generator.multinomial(total, [0.5, 0.3, 0.0, 0.2])
+    quotas_ER = in_blocks(quotas_ER, blocks_RE.sum(0), rows)
+    assert (quotas_ER.sum(1) == blocks_RE.sum(0)).all() and (quotas_ER[:, 2] == 0).all()
+    blocks = assign(counts_RDE, quotas_ER, rows, ranks_per_node=2)
+    assert (np.bincount(blocks.experts * 4 + blocks.ranks, minlength=24).reshape(6, 4) == quotas_ER).all()
+    sizes_RED = np.zeros((4, 6, 3), np.int64)
+    np.add.at(sizes_RED, (blocks.sources, blocks.experts, blocks.chunks), blocks.sizes)
+    assert (sizes_RED.swapaxes(1, 2) == counts_RDE).all() and blocks.sizes.min() > 0 and blocks.sizes.max() == rows
+    assert blocks.loads_R(4).sum() == counts_RDE.sum()
+    assert all(len(blocks.turns(expert)) == blocks_RE[:, expert].sum() for expert in range(6))
 
 
 @pytest.mark.parametrize("routing,bias", [("skewed", False), ("one_expert", True), ("dropped", False)])

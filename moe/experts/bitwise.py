@@ -1,0 +1,61 @@
+"""Weight gradients that are the same bits whichever rank computes what: one block after the other, added in an order
+that no plan changes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from moe.experts import blocks
+from moe.experts.blocks import Block
+from moe.experts.weights import WeightGrads, Weights, WeightWork
+
+Partial = list[torch.Tensor]  # one block's gradients of one expert's fc1, fc2 and, where there are any, biases
+
+
+class BlockGrads(WeightGrads):
+    """Of one layer's experts: those at home here are summed in fp32 or wider; those of which other ranks compute blocks
+    too are kept block by block, until all are here."""
+
+    def __init__(self, weights: Weights, num_home: int, apart: Collection[int] = ()) -> None:
+        """num_home: the first experts, which are at home here; apart: experts that are kept block by block."""
+        self._weights = replace(weights, block_rows=None)
+        self._tensors = [each[:num_home] for each in weights.tensors]
+        self._sums = [torch.zeros_like(each, dtype=_wide(each)) for each in self._tensors]
+        self.apart: dict[int, list[Partial]] = {expert: [] for expert in apart}
+
+    def add_blocks(self, work: WeightWork) -> None:
+        """Add what a chunk's blocks come to."""
+        chunk = work.inputs.chunk
+        with blocks.of(chunk.weights, chunk.source_NH, chunk.assignments.host_counts) as of_experts:
+            cut = list(of_experts)
+        for expert, start, end in cut:
+            weights = self._weights.like(*(each[expert : expert + 1] for each in self._weights.tensors))
+            alone = WeightGrads(weights, at_once=False)
+            with blocks.of_blocks(weights, chunk.source_NH, [Block(0, start, end)]) as of_block:
+                of_block.weight_grads(work, alone)
+            partial = [each[0] for each in alone.finish() if each is not None]
+            if expert in self.apart:
+                self.apart[expert].append(partial)
+            else:
+                self.add_partial(expert, partial)
+
+    def empty_partial(self) -> Partial:
+        """Room for one."""
+        return [torch.empty_like(each[0]) for each in self._tensors]
+
+    def add_partial(self, expert: int, partial: Partial) -> None:
+        """Add one block's gradients to an expert's that is at home here."""
+        for total, part in zip(self._sums, partial, strict=True):
+            total[expert] += part
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        fc1, fc2, *biases = (total.to(each.dtype) for total, each in zip(self._sums, self._tensors, strict=True))
+        fc1_bias, fc2_bias = biases or (None, None)
+        return fc1, fc2, fc1_bias, fc2_bias
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
