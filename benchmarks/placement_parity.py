@@ -6,8 +6,8 @@
 gpt_moe_tiny without an auxiliary loss in fp32, the same seed, data and global batch, in layouts with experts on two and
 four ranks. `scattered` answers something else at each call, any ranks and quotas within the slots, so that copies come
 and go all the time; it meets the layer's memory strategies, pipeline degrees and full recomputation in turns. Losses
-may differ by 1e-6, other sums have other orders; each run must have computed at copies. With `--bitwise` all losses,
-gradient norms and, at the end, all weights must be the same bits.
+may differ by 1e-6, other sums have other orders; each run must have computed at copies. Every third step homes move.
+With `--bitwise` all losses, gradient norms and, at the end, all weights must be the same bits.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ PASSES = (
 )
 # Blocks of one degree, small ones so that there are many.
 BITWISE = ("moe.placement.bitwise=true", "moe.placement.block_rows=8", "moe.backward_pipeline_degree=null")
+INTERVAL = 3  # steps between moves of homes
 TIMEOUT = 600.0  # seconds for one training
 Trained = tuple[list[dict[str, Any]], dict[str, str]]
 
@@ -63,6 +64,7 @@ class Case:
             "moe.aux_loss_coeff=0",
             f"moe.placement.policy={policy if policy != SCATTERED else 'solve'}",
             f"moe.placement.extra_slots={0 if static else 2}",
+            f"moe.placement.interval={INTERVAL}",
             *LAYOUTS[self.layout].overrides,
             *self.passes,
             *(BITWISE if self.bitwise else ()),
@@ -77,6 +79,7 @@ class Row:
     at_home: float  # the busiest rank's assignments by the mean's
     placed: float
     copies: int
+    moved: int  # experts that got another home
     same: bool  # losses, gradient norms and, at the end, all weights to the bit
 
     @property
@@ -90,9 +93,9 @@ def compare(case: Case, more: Sequence[str]) -> Row:
     (static, static_weights), (placed, weights) = (trained(case, policy, more) for policy in ("static", case.policy))
     numbers = [line["placement"] for line in placed]
     at_home, after = (sum(each[name] for each in numbers) / len(numbers) for name in ("at_home", "placed"))
-    copies = sum(each["copies"] for each in numbers)
+    copies, moved = (sum(each.get(name, 0) for each in numbers) for name in ("copies", "moved"))
     same = weights == static_weights and [_exact(line) for line in placed] == [_exact(line) for line in static]
-    return Row(case, largest_difference(placed, static, "loss"), at_home, after, copies, same)
+    return Row(case, largest_difference(placed, static, "loss"), at_home, after, copies, moved, same)
 
 
 def trained(case: Case, policy: str, more: Sequence[str]) -> Trained:
@@ -127,7 +130,7 @@ def run(chosen: Sequence[Case], more: Sequence[str], on_row: Callable[[Row], Non
 def _cells(row: Row) -> list[str]:
     passes = ", ".join(word.rpartition(".")[2] for word in row.case.passes)
     difference = "the same bits" if row.same else f"{row.difference:.1e}"
-    numbers = (difference, f"{row.at_home:.3f}", f"{row.placed:.3f}", str(row.copies))
+    numbers = (difference, f"{row.at_home:.3f}", f"{row.placed:.3f}", str(row.copies), str(row.moved))
     return [row.case.layout, row.case.policy, passes, *numbers, "" if row.passed else "FAILED"]
 
 
@@ -148,7 +151,7 @@ def main() -> int:
         )
     finally:
         distributed.shutdown()
-    heads = ["layout", "policy", "passes", "losses differ by", "at home", "placed", "copies", ""]
+    heads = ["layout", "policy", "passes", "losses differ by", "at home", "placed", "copies", "moved", ""]
     print(f"\n{table(heads, [_cells(row) for row in rows], args.markdown)}\n")
     failed = sum(not row.passed for row in rows)
     what = "weights, to the bit" if args.bitwise else f"losses within {PLACEMENT_LOSS:g}"

@@ -41,9 +41,9 @@ from benchmarks.workloads import Size, counts
 from configs import command
 from configs.schema import ConfigError
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.planners.solve import solve
 from moe.placement.policy import ASSUMED
 from moe.placement.quotas import Costs, Limits, check, held, outcome
-from moe.placement.solve import solve
 
 RATIOS = ("1.5", "2", "3")
 SLOTS, TOKENS, TOP_K = 2, 8192, 8

@@ -35,8 +35,8 @@ from benchmarks.planners import PLANNERS
 from benchmarks.tables import table
 from configs import command
 from configs.schema import ConfigError
-from moe.placement.instances import may_hold
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.planners.instances import may_hold
 from moe.placement.quotas import Costs, Limits, at_home, check, held, outcome
 
 COMPARED = ("static", "least_loaded", "quota", "flex", "solve")

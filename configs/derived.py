@@ -53,7 +53,12 @@ def pipeline_degrees(config: Config) -> tuple[int | None, int | None]:
 
 def places_experts(config: Config) -> bool:
     """Whether experts may be computed on other ranks than their homes."""
-    return is_moe(config) and config.moe.placement.policy != "static"
+    return is_moe(config) and config.moe.placement.policy != "static" and config.parallel.expert > 1
+
+
+def homes_move(config: Config) -> bool:
+    """Whether experts may get another home."""
+    return places_experts(config) and config.moe.placement.interval > 0
 
 
 def block_rows(config: Config) -> int | None:

@@ -115,7 +115,9 @@ class PlacementConfig:
         "free",
         choices=PLACEMENT_POLICIES,
     )
-    interval: int = key(100, "steps between moves of homes; 0: never", "free", needed_for="moving homes")
+    interval: int = key(
+        100, "steps between moves of experts' homes, where the policy is not static; 0: never", "free", low=0
+    )
     bitwise: bool = key(
         False,
         "the same bits whatever the placement: experts compute blocks, whose weight gradients are added one by one",

@@ -19,6 +19,7 @@ from moe.alltoall import factory
 from moe.alltoall.flat import AllToAll
 from moe.alltoall.hierarchical import ranks_per_node
 from moe.experts.compute import ExpertCompute
+from moe.experts.module import StackedExperts
 from moe.experts.weights import Weights
 from moe.placement.copies import CallCopies
 from moe.placement.live import LayerPlacement
@@ -125,6 +126,8 @@ class MixtrainMoELayer(MoELayer):
                 limits,
                 placement.block_rows,
             )
+            assert isinstance(self.experts, StackedExperts)
+            self.experts.homes_may_move = placement.homes_move
         dropless = config.moe_expert_capacity_factor is None
         self._most_per_token = config.moe_router_topk
         self._assignments_per_token = config.moe_router_topk if dropless else None
@@ -148,6 +151,11 @@ class MixtrainMoELayer(MoELayer):
         else:
             output = self._routed(x, probs, routing_map, shared_expert)
         return output.view_as(hidden_states), None
+
+    def set_homes(self, placement: PlacementMap) -> None:
+        """What the homes own lies at other places, on all ranks alike: between two steps."""
+        assert self.placement is not None
+        self.experts.map = self.placement.map = placement
 
     def _split_experts(self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
         # Each expert tensor rank holds a part of every expert's width: it computes for the tokens of all these ranks,

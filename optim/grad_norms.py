@@ -8,6 +8,7 @@ over all ranks (training/sums.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -37,13 +38,34 @@ def part_of(name: str) -> str:
     return next((part for part, marks in PARTS if any(mark in name for mark in marks)), "other")
 
 
+# A number in fp64 is a sum of multiples of these powers of two; thousands of such multiples add up without rounding.
+DIGITS = tuple(2.0**power for power in range(160, -201, -40))
+
+
+def digits(values: torch.Tensor) -> torch.Tensor:
+    """[n, DIGITS + 1]: what values [n], fp64, are the sums of; the last is below all powers."""
+    columns = []
+    for power in DIGITS:
+        columns.append(torch.trunc(values / power) * power)
+        values = values - columns[-1]
+    return torch.stack([*columns, values], dim=1)
+
+
 class GradNorms:
     """Squares of this rank's gradients in every step; `by_part` holds the last step's norms, the same on every rank.
 
     All ranks list the same parts, also those that other pipeline stages hold; a part that nobody has is left out.
+    exactly: the squares of experts are those of each one, and all are added without rounding, so that the norm is the
+    same to the bit wherever experts are.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[torch.nn.Module], topology: Topology):
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        chunks: Sequence[torch.nn.Module],
+        topology: Topology,
+        exactly: bool = False,
+    ):
         self.by_part: dict[str, float] = {}
         self._names = [part for part, _ in PARTS] + ["other"]
         index = {part: i for i, part in enumerate(self._names)}
@@ -55,6 +77,14 @@ class GradNorms:
             for piece, (parameter, part) in owned
             if piece is not None and _counts(piece, parameter, topology)
         }
+        # Where in a stepped tensor one expert's elements end and the next one's begin.
+        stacked = [parameter for parameter in parts if exactly and getattr(parameter, "holds_experts", False)]
+        self._cuts = {
+            id(piece.main): list(range(-piece.start % numel, piece.end - piece.start + 1, numel))
+            for piece, parameter in zip(find_owned(optimizer, stacked), stacked, strict=True)
+            if piece is not None and (numel := parameter[0].numel())
+        }
+        self._exactly = exactly
         self._members = members(optimizer)
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         self._device = topology.device
@@ -62,18 +92,33 @@ class GradNorms:
     @torch.no_grad()
     def squares(self) -> torch.Tensor:
         """This rank's part [parts] of the sums over all ranks, fp64 on its device; the gradients must be ready."""
-        sums = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
+        columns = len(DIGITS) + 1 if self._exactly else 1
+        sums = torch.zeros(len(self._names), columns, dtype=torch.float64, device=self._device)
         for member in self._members:
-            grads = [(main, gradient_of(main)) for main in member.get_parameters() if id(main) in self._parts]
-            held = [main for main, grad in grads if grad is not None]
-            if held:
-                norms = tensor_norms([grad for _, grad in grads if grad is not None])
-                sums.index_add_(0, self._index([self._parts[id(main)] for main in held]), norms * norms)
-        return sums
+            held = [(main, gradient_of(main)) for main in member.get_parameters() if id(main) in self._parts]
+            grads = [
+                (self._parts[id(main)], part)
+                for main, grad in held
+                if grad is not None
+                for part in self._pieces(main, grad)
+            ]
+            if grads:
+                norms = tensor_norms([grad for _, grad in grads])
+                squares = digits(norms * norms) if self._exactly else (norms * norms).unsqueeze(1)
+                sums.index_add_(0, self._index([part for part, _ in grads]), squares)
+        return sums.flatten()
+
+    def _pieces(self, main: torch.Tensor, grad: torch.Tensor) -> Sequence[torch.Tensor]:
+        cuts = self._cuts.get(id(main))
+        if cuts is None:
+            return [grad]
+        flat = grad.reshape(-1)
+        ends = [0, *cuts, len(flat)]
+        return [flat[start:end] for start, end in pairwise(ends) if end > start]
 
     def take(self, squares: torch.Tensor) -> float:
         """The norm of the whole model, from the sums over all ranks on the host."""
-        by_part = squares.tolist()
+        by_part = squares.view(len(self._names), -1).sum(dim=1).tolist()
         self.by_part = {name: square**0.5 for name, square in zip(self._names, by_part, strict=True) if square != 0}
         return float(sum(by_part) ** 0.5)
 

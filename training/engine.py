@@ -61,7 +61,8 @@ class Engine:
         self.layer_inputs = offload_layer_inputs(config, topology, self.bare_chunks)
         self.schedule = get_forward_backward_func()
         _connect(config, self.chunks, self.optimizer)
-        self.norms = GradNorms(self.optimizer, self.bare_chunks, topology)
+        exactly = derived.block_rows(config) is not None
+        self.norms = GradNorms(self.optimizer, self.bare_chunks, topology, exactly)
         self.sums = StepSums()
         self._placements = [
             layer.placement for layer in layers_of(self.bare_chunks).values() if layer.placement is not None

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from benchmarks.planners.eplb import eplb
 from benchmarks.planners.moonep import moonep
 from benchmarks.planners.shadowing import shadowing
-from moe.placement.flex import flex
-from moe.placement.least_loaded import least_loaded
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quota import quota
+from moe.placement.planners.flex import flex
+from moe.placement.planners.least_loaded import least_loaded
+from moe.placement.planners.quota import quota
+from moe.placement.planners.solve import solve
 from moe.placement.quotas import Costs, Limits, Planner, at_home
-from moe.placement.solve import solve
 
 
 @dataclass(frozen=True)

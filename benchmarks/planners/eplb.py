@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.instances import by_size, may_hold, split_evenly
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.planners.instances import by_size, may_hold, split_evenly
 from moe.placement.quotas import Costs, Limits, held
 
 

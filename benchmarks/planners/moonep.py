@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.instances import Instances
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.planners.instances import Instances
 from moe.placement.quotas import Costs, Limits
 
 

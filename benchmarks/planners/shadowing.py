@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.instances import by_size, may_hold
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.planners.instances import by_size, may_hold
 from moe.placement.quotas import Costs, Limits, at_home
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class StackedExperts(MegatronModule):
         self.tensor_group = pg_collection.expt_tp
         assert config.num_moe_experts is not None
         self.map = PlacementMap(config.num_moe_experts, self.ep_group.size())
+        self.homes_may_move = False  # the layer sets it
         parts = self.tensor_group.size()
         width = config.moe_ffn_hidden_size
         if width % parts:
@@ -68,6 +70,7 @@ class StackedExperts(MegatronModule):
             for weight in self.linear_fc2.weight.detach():
                 config.output_layer_init_method(weight)
         for name, parameter in self.named_parameters():
+            parameter.holds_experts = True  # type: ignore[attr-defined]
             # Megatron reduces the gradient of such a parameter over the expert data parallel ranks ...
             parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             # ... and counts it in the gradient norm on every tensor rank: even unsplit, each holds other experts.
@@ -87,24 +90,53 @@ class StackedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """One entry per parameter; its global tensor has all experts in its first dimension (after the sharded
-        ones)."""
+        """One entry per parameter, or, where homes may move, of each expert of it; its global tensor has all experts in
+        its first dimension (after the sharded ones)."""
         gated = hidden_factor(self.activation) == 2
         axes = {"linear_fc1.weight": 1, "linear_fc2.weight": 2, "linear_fc1.bias": 1, "linear_fc2.bias": None}
         result = {}
         for name, parameter in self.named_parameters():
-            make = _sharded_halves if gated and name.startswith("linear_fc1") else _sharded
-            result[f"{prefix}{name}"] = make(
-                # The name that Megatron's SequentialMLP gives to the same tensor.
-                f"{prefix}experts.{name}",
-                parameter,
-                sharded_offsets,
-                (self.ep_group.rank(), self.ep_group.size()),
-                axes[name],
-                (self.tensor_group.rank(), self.tensor_group.size()),
-                (0, 0, self.data_group.rank()),
+            # The name that Megatron's SequentialMLP gives to the same tensor.
+            key, replica_id = f"{prefix}experts.{name}", (0, 0, self.data_group.rank())
+            tensor_part = self.tensor_group.rank(), self.tensor_group.size()
+            make = partial(
+                _sharded_halves if gated and name.startswith("linear_fc1") else _sharded,
+                prepended=sharded_offsets,
+                axis=axes[name],
+                tensor_part=tensor_part,
             )
+            if self.homes_may_move:
+                result[f"{prefix}{name}"] = _sharded_experts(
+                    key, parameter, replica_id, make, self.experts_here(), self.map.num_experts
+                )
+            else:
+                part = self.ep_group.rank(), self.ep_group.size()
+                result[f"{prefix}{name}"] = make(key, parameter, expert_part=part, replica_id=replica_id)
         return result
+
+
+def _sharded_experts(
+    key: str, tensor: torch.Tensor, replica_id: tuple[int, ...], make: Any, experts: list[int], num_experts: int
+) -> ShardedTensorFactory:
+    # Each slot is a box of its own, wherever its expert stands among all.
+    def build(
+        key: str, tensor: torch.Tensor, replica_id: tuple[int, ...], flattened_range: slice | None
+    ) -> list[list[ShardedTensor]]:
+        assert flattened_range is None
+        boxes = []
+        for slot, expert in enumerate(experts):
+            box = make(key, tensor[slot : slot + 1], expert_part=(expert, num_experts), replica_id=replica_id)
+            boxes.append([box] if isinstance(box, ShardedTensor) else box.build_fn(*_given(box)))
+        return boxes
+
+    def merge(boxes: list[list[torch.Tensor]]) -> torch.Tensor:
+        return torch.cat([torch.cat(of_expert, dim=1) if len(of_expert) > 1 else of_expert[0] for of_expert in boxes])
+
+    return ShardedTensorFactory(key, tensor, build, merge, replica_id)
+
+
+def _given(factory: ShardedTensorFactory) -> tuple[Any, ...]:
+    return factory.key, factory.data, factory.replica_id, factory.flattened_range
 
 
 def _offsets(
@@ -118,6 +150,7 @@ def _offsets(
 def _sharded(
     key: str,
     tensor: torch.Tensor,
+    *,
     prepended: tuple[Any, ...],
     expert_part: tuple[int, int],
     axis: int | None,
@@ -133,6 +166,7 @@ def _sharded(
 def _sharded_halves(
     key: str,
     tensor: torch.Tensor,
+    *,
     prepended: tuple[Any, ...],
     expert_part: tuple[int, int],
     axis: int | None,
@@ -141,15 +175,16 @@ def _sharded_halves(
 ) -> ShardedTensor | ShardedTensorFactory:
     # A tensor rank holds a part of the gate and a part of the up projection, which lie apart in the global tensor.
     rank, size = tensor_part
+    box = partial(_sharded, prepended=prepended, expert_part=expert_part, axis=axis)
     if size == 1:
-        return _sharded(key, tensor, prepended, expert_part, axis, tensor_part, replica_id)
+        return box(key, tensor, tensor_part=tensor_part, replica_id=replica_id)
 
     def build(
         key: str, tensor: torch.Tensor, replica_id: tuple[int, ...], flattened_range: slice | None
     ) -> list[ShardedTensor]:
         assert flattened_range is None
         return [
-            _sharded(key, half, prepended, expert_part, axis, (rank + size * i, 2 * size), replica_id)
+            box(key, half, tensor_part=(rank + size * i, 2 * size), replica_id=replica_id)
             for i, half in enumerate(tensor.chunk(2, dim=1))
         ]
 

@@ -58,6 +58,10 @@ class LayerPlacement:
         self._planned: deque[CallPlan] = deque()  # of forward passes that will be computed again
         self.tally = np.zeros(len(TALLY))  # of these passes: see `TALLY`
 
+    def held(self, rank: int) -> list[int | None]:
+        """The experts that a rank has copies of, by slot."""
+        return list(self._held[rank])
+
     def begin_step(self) -> None:
         """Weights have changed: copies are stale. No call's backward pass is to come any more."""
         self._held = [[None] * self.limits.slots for _ in self._held]

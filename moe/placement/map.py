@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -54,6 +55,14 @@ class PlacementMap:
             experts = experts.new_tensor(self.homes).index_select(0, experts.reshape(-1)).view_as(experts)
         ranks = experts // self.num_slots
         return ranks, experts.sub(ranks, alpha=self.num_slots)
+
+    def moved_to(self, home_ranks: Sequence[int]) -> PlacementMap:
+        """The map with these homes; every expert keeps its slot. Raises ValueError where that is none."""
+        homes = np.asarray(home_ranks, dtype=np.int64) * self.num_slots + self.home_slots
+        if sorted(homes.tolist()) != list(range(self.num_experts)):
+            raise ValueError(f"no {self.num_experts} experts in {self.num_slots} slots of a rank: {list(home_ranks)}")
+        in_order = (homes == np.arange(self.num_experts)).all()
+        return PlacementMap(self.num_experts, self.num_ranks, None if in_order else tuple(homes.tolist()))
 
     def experts_of(self, rank: int) -> list[int]:
         """The logical experts that are at home on a rank, by slot."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from configs import derived
 from configs.schema import Config
-from moe.placement.flex import flex
-from moe.placement.least_loaded import least_loaded
-from moe.placement.quota import quota
+from moe.placement.planners.flex import flex
+from moe.placement.planners.least_loaded import least_loaded
+from moe.placement.planners.quota import quota
+from moe.placement.planners.solve import solve
 from moe.placement.quotas import Costs, Planner
-from moe.placement.solve import solve
 
 POLICIES: Mapping[str, Planner] = {"flex": flex, "quota": quota, "least_loaded": least_loaded, "solve": solve}
 # Where nothing was measured. A copy's weights and gradients against an assignment's six products, both grow with the
@@ -30,6 +30,7 @@ class Policy:
     costs: Costs
     extra_slots: int  # copies that a rank may hold of a layer
     block_rows: int | None  # see `moe.experts.weights.Weights`
+    homes_move: bool
 
 
 def policy_of(config: Config, device: str) -> Policy | None:
@@ -37,5 +38,6 @@ def policy_of(config: Config, device: str) -> Policy | None:
     asked = config.moe.placement
     block_rows = derived.block_rows(config)
     if derived.places_experts(config):
-        return Policy(POLICIES[asked.policy], ASSUMED[device], asked.extra_slots, block_rows)
-    return Policy(None, ASSUMED[device], 0, block_rows) if block_rows is not None else None
+        homes_move = derived.homes_move(config)
+        return Policy(POLICIES[asked.policy], ASSUMED[device], asked.extra_slots, block_rows, homes_move)
+    return Policy(None, ASSUMED[device], 0, block_rows, homes_move=False) if block_rows is not None else None

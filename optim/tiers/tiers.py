@@ -267,16 +267,24 @@ class Tiers:
     @torch.no_grad()
     def reload(self) -> None:
         """Masters from the weights; the moments stay."""
-        if not self.layout.has_master:
-            return
+        if self.layout.has_master:
+            self.change(range(len(self.buckets)), self._take_masters)
+
+    @torch.no_grad()
+    def change(self, indices: Sequence[int], change: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
+        """Have `change(index, state by kind)` change these buckets' state, flat tensors on the host, one after the
+        other. Between two steps; waits for a save that is under way."""
         self.settle()
         hold = self.hold()
         for index in range(len(self.buckets)):
+            if index not in indices:
+                hold.release(index)
+                continue
             kinds, now = self.empty(index), hold.read(index)
             for kind, flat in kinds.items():
                 flat.copy_(now[kind])
             hold.release(index)
-            self._take_masters(index, kinds)
+            change(index, kinds)
             self.fill(index)
 
     def _take_masters(self, index: int, kinds: dict[str, torch.Tensor]) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks import planner_oracle
 from benchmarks.planner_oracle import COMPARED, case, exact
-from moe.placement.instances import may_hold
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.planners.instances import may_hold
+from moe.placement.planners.solve import solve
 from moe.placement.quotas import Costs, Limits, held, outcome
-from moe.placement.solve import solve
 
 
 def splits(total: int, ranks: int) -> Iterator[tuple[int, ...]]:

@@ -178,7 +178,7 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
         "moe.backward_pipeline_degree",
         "null or moe.pipeline_degree (1)",
     ),
-    (["model=gpt_moe_tiny", "moe.placement.interval=5"], 1, "moe.placement.interval", "not available yet"),
+    (["model=gpt_moe_tiny", "moe.placement.interval=-1"], 1, "moe.placement.interval", "at least 0"),
     (["model=gpt_moe_tiny", "parallel.expert=3"], 3, "parallel.expert", "moe.num_experts (4)"),
     (["model=gpt_moe_tiny", "parallel.expert=4"], 1, "world_size", "parallel.expert=1 or 4 processes"),
     (["model=gpt_moe_tiny", "parallel.expert=4"], 6, "world_size", "or 4 processes"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from configs.schema import Config
+from optim.grad_norms import digits
 from parallel.megatron.optimizer import members
 from parallel.norms import BLOCK, tensor_norms
 from tests.training.test_step import on_one_rank, small
@@ -49,3 +52,17 @@ def test_norms_of_a_large_embedding() -> None:
     norm, by_part, exact = on_one_rank(measured_and_exact, small("gpt_tiny", *overrides))
     assert norm == pytest.approx(sum(exact.values()) ** 0.5, rel=1e-6)
     assert by_part["embedding"] == pytest.approx(exact["embedding"] ** 0.5, rel=1e-6)
+
+
+def test_digits_add_up_to_the_same_bits_in_any_order() -> None:
+    generator = torch.Generator().manual_seed(4)
+    squares = 10.0 ** (40 * torch.rand(3000, dtype=torch.float64, generator=generator) - 25)
+    sums = set()
+    for _ in range(20):
+        order = torch.randperm(len(squares), generator=generator)
+        sums.add(tuple(digits(squares)[order].cumsum(0)[-1].tolist()))
+    assert len(sums) == 1
+    assert sum(next(iter(sums))) == pytest.approx(math.fsum(squares.tolist()), rel=1e-15)
+    assert len({float(squares[torch.randperm(len(squares), generator=generator)].cumsum(0)[-1]) for _ in range(20)}) > 1
+    overflowed = torch.tensor([math.inf, 1.0], dtype=torch.float64)
+    assert not math.isfinite(float(digits(overflowed).sum()))

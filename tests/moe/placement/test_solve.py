@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.planners.solve import _loaded, reference, solve
 from moe.placement.quotas import Costs, Limits, at_home, check, held, outcome, shares
-from moe.placement.solve import _loaded, reference, solve
 
 FREE = Costs()
 

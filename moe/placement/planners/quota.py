@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.instances import SMALLEST_PIECE, Instances, by_size
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.planners.instances import SMALLEST_PIECE, Instances, by_size
 from moe.placement.quotas import Costs, Limits, at_home
 
 ABOVE = 100  # the first threshold is a hundredth above the mean

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moe.placement.instances import may_hold, split_evenly
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.planners.instances import may_hold, split_evenly
 from moe.placement.quotas import Costs, Limits, held, outcome
 
 TRIGGER = 12  # tenths of the mean that the busiest rank must have

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.instances import SMALLEST_PIECE, Instances, by_size
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.planners.instances import SMALLEST_PIECE, Instances, by_size
 from moe.placement.quotas import Costs, Limits, at_home
 
 TRIGGER = 13  # tenths of the mean that the busiest rank must have

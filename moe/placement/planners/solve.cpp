@@ -1,4 +1,4 @@
-// The core of moe/placement/solve.py, whose functions of the same names say what these do: the same integers.
+// The core of moe/placement/planners/solve.py, whose functions of the same names say what these do: the same integers.
 #include <algorithm>
 #include <cstdint>
 #include <limits>

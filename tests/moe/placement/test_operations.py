@@ -1,0 +1,115 @@
+"""Calls, steps and moves of homes at random: every expert exists once, and every copy is its home to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe import route
+from moe.experts.weights import Weights
+from moe.placement.live import LayerPlacement
+from moe.placement.map import PlacementMap
+from moe.placement.moves import slot_moves, trade
+from moe.placement.planners.homes import plan_homes, swapped
+from moe.placement.quotas import Costs, Limits
+from tests.distributed import run
+from tests.moe.placement.scattered import Scattered
+
+OPERATIONS, EXPERTS, SLOTS, TOKENS, TOP_K = 1000, 8, 2, 24, 2
+
+
+@cache
+def _values(expert: int, version: int) -> list[torch.Tensor]:
+    """What an expert's home owns after so many steps: both matrices, and a master and two moments of each."""
+    generator = torch.Generator().manual_seed(1000 * version + expert)
+    shapes = (6, 4), (4, 3)
+    return [torch.randn(shape, generator=generator) for _ in range(4) for shape in shapes]
+
+
+def _operate() -> tuple[int, int, int]:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    rank, ranks = group.rank(), group.size()
+    placement = LayerPlacement(group, EXPERTS, Scattered(), Costs(), Limits(SLOTS, ranks))
+    alike, own = np.random.default_rng(5), torch.Generator().manual_seed(rank)
+    owned = [torch.stack(parts) for parts in zip(*(_values(e, 0) for e in placement.map.experts_of(rank)), strict=True)]
+    version = calls = copies = moved = 0
+    for _ in range(OPERATIONS):
+        operation = alike.choice(["call", "step", "move"], p=[0.7, 0.15, 0.15])
+        here = placement.map.experts_of(rank)
+        if operation == "call":
+            weights = Weights(owned[0], owned[1], None, None, "gelu")
+            chosen = torch.rand(TOKENS, EXPERTS, generator=own).topk(TOP_K).indices
+            routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, chosen, True)
+            _, taken = placement.place(route.choose(routing_map, TOP_K), routing_map, weights, keep=False)
+            beside = taken.beside(weights)
+            present = here + [e for e in placement.held(rank) if e is not None]
+            assert len(beside.fc1) == len(here) + taken.num_here
+            for slot, expert in enumerate(present):
+                copied = slot - len(here)
+                fc1, fc2 = _values(expert, version)[:2]
+                found = owned if copied < 0 else placement.slots.tensors  # type: ignore[union-attr]
+                place = slot if copied < 0 else placement.held(rank).index(expert)
+                assert torch.equal(found[0][place], fc1) and torch.equal(found[1][place], fc2)
+            calls, copies = calls + 1, copies + taken.num_here
+        elif operation == "step":
+            version += 1
+            placement.begin_step()
+            for slot, expert in enumerate(here):
+                for tensor, value in zip(owned, _values(expert, version), strict=True):
+                    tensor[slot] = value
+        else:
+            after = plan_homes(alike.integers(0, 1000, EXPERTS), placement.map, int(alike.choice([1, 2, ranks])))
+            moves = slot_moves(placement.map, after, rank)
+            trade(group, torch.device("cpu"), [(tensor[move.slot], move) for move in moves for tensor in owned])
+            moved += swapped(placement.map, after)
+            placement.map = after
+            placement.begin_step()
+        for slot, expert in enumerate(placement.map.experts_of(rank)):
+            values = _values(expert, version)
+            assert all(torch.equal(tensor[slot], value) for tensor, value in zip(owned, values, strict=True))
+    everywhere: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(everywhere, placement.map.experts_of(rank))
+    assert sorted(expert for of_rank in everywhere for expert in of_rank) == list(range(EXPERTS))
+    return calls, copies, moved
+
+
+def test_a_thousand_operations_lose_nothing() -> None:
+    calls, copies, moved = run(_operate, 4)[0]
+    assert calls > 600 and copies > 300 and moved > 100
+
+
+LOADS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
+    "even": lambda rng: np.full(32, 1000),
+    "noisy": lambda rng: rng.poisson(10000, 32),
+    "skewed": lambda rng: (1e5 * rng.dirichlet(np.full(32, 0.5))).astype(np.int64),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("per_node", [1, 2, 8])
+def test_homes_move_only_where_it_pays(name: str, per_node: int) -> None:
+    loads_E, placement = LOADS[name](np.random.default_rng(2)), PlacementMap(32, 8)
+    after = plan_homes(loads_E, placement, per_node)
+    assert plan_homes(loads_E, after, per_node) == after == plan_homes(loads_E, placement, per_node)
+    assert (after.home_slots == placement.home_slots).all()
+    assert sorted(expert for rank in range(8) for expert in after.experts_of(rank)) == list(range(32))
+
+    def busiest(each: PlacementMap) -> int:
+        return int(np.bincount(each.home_ranks // per_node, loads_E).max())
+
+    assert (swapped(placement, after) > 0) == (name == "skewed")
+    assert name != "skewed" or per_node == 8 or busiest(after) < busiest(placement)
+
+
+def test_a_map_keeps_slots_and_refuses_what_is_none() -> None:
+    placement = PlacementMap(6, 3)
+    moved = placement.moved_to([2, 0, 1, 1, 0, 2])
+    assert moved.experts_of(0) == [4, 1] and moved.moved_to([0, 0, 1, 1, 2, 2]) == placement
+    with pytest.raises(ValueError, match="no 6 experts in 2 slots"):
+        placement.moved_to([0, 0, 0, 1, 2, 2])
