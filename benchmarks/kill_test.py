@@ -1,12 +1,12 @@
 """Kill trainings again and again, and compare them with ones that were left alone.
 
-`python -m benchmarks.kill_test [--kills 200] [--disk 0.3] [--seed 0] [--layouts single,ep2,tp2,pp2_ep2] [--steps 40]
+`python -m benchmarks.kill_test [--kills 200] [--disk 0.3] [--seed 0] [--layouts ep2,moves] [--steps 40]
 [--tiers device,host] [--json] [KEY=VALUE]`
 
 GPT-MoE runs in several layouts are killed with SIGKILL and started again until each has had its share of the kills and
 ends by itself. Each kill falls at a random moment of a random kind: any moment from the start on, while a checkpoint is
-saved (taken, written, put in place or an old one deleted), while one is loaded, or during an evaluation; it takes all
-ranks at once, or one rank, and the others some moments later. Every run must end with the loss, validation loss,
+saved (taken, written, put in place or an old one deleted), while one is loaded, during an evaluation, or, where homes
+of experts move, while they do; it takes all ranks at once, or one rank, and the others some moments later. Every run must end with the loss, validation loss,
 gradient norm and learning rate of every step bit for bit those of the undisturbed run, each step on record once. No
 checkpoint that was announced may be lost: after each kill it must be there and good, or as many newer good ones as
 `checkpoint.keep` asks for.
@@ -69,13 +69,21 @@ from configs.validate import validate
 from memory import lanes
 from memory.lanes import Lane
 from training.callbacks import evaluation
+from training.callbacks.moe import home_moves
 from training.trainer import Trainer
 
+MOVING = (
+    *("moe.num_experts=8", "moe.aux_loss_coeff=0", "optimizer.lr=0.01", "optimizer.schedule=constant"),
+    *("moe.placement.policy=quota", "moe.placement.extra_slots=2", "moe.placement.interval=1"),
+)
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "single": (1, []),
     "ep2": (2, ["parallel.expert=2", "training.precision=bf16"]),
     "tp2": (2, ["parallel.tensor=2", "parallel.sequence=true", "optimizer.distributed=false"]),
     "pp2_ep2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
+    # Routers that no loss balances, copies in most calls, homes that move whenever it pays.
+    "moves": (2, ["parallel.expert=2", *MOVING]),
+    "pp2_moves": (4, ["parallel.pipeline=2", "parallel.expert=2", "optimizer.bucket_parameters=65536", *MOVING]),
 }
 TIERS = {
     "device": [],
@@ -87,14 +95,23 @@ TIERS = {
 TIERED = ["optimizer.distributed=true", "optimizer.bucket_parameters=65536"]  # of all runs, so that all can take all
 CHANGING = ("from device", "host update", "disk write")  # lanes that change a tier's state
 KINDS = {"any": 0.25, "save": 0.35, "load": 0.2, "evaluate": 0.2}  # shares of the kills
+MOVES = {"move": 0.6}  # beside them, where homes of experts move
 TIER_KINDS = ("tier", "save", "resume")
 # What a rank says that it does; of several at once what a kill was meant for, else the first here. A resume is the part
 # of a load that comes once the checkpoint was chosen.
-PHASES = ("save", "load", "evaluate", "tier", "resume")
+PHASES = ("save", "load", "evaluate", "tier", "resume", "move")
 # Seconds after the phase began.
-LONGEST_DELAY = {"any": 2.0, "save": 0.03, "load": 0.015, "evaluate": 0.015, "tier": 0.0003, "resume": 0.03}
+LONGEST_DELAY = {
+    "any": 2.0,
+    "save": 0.03,
+    "load": 0.015,
+    "evaluate": 0.015,
+    "tier": 0.0003,
+    "resume": 0.03,
+    "move": 0.002,
+}
 # Times on each rank that a phase is let pass at most; a start looks for a checkpoint, then loads it.
-MAX_COUNT = {"any": 6, "save": 6, "load": 2, "evaluate": 6, "tier": 120, "resume": 1}
+MAX_COUNT = {"any": 6, "save": 6, "load": 2, "evaluate": 6, "tier": 120, "resume": 1, "move": 6}
 MOST = 255  # of what a byte counts
 SURVIVORS = 0.5  # seconds at most that the other ranks outlive one that was killed
 POLL = 0.0005  # seconds
@@ -168,7 +185,7 @@ def main() -> int:
             place = Path(folder) / name
             place.mkdir()
             with Disk(place) if arguments.disk > 0 else contextlib.nullcontext() as disk:
-                plan = Plan(share, arguments.disk, tiers, rng)
+                plan = Plan(share, arguments.disk, tiers, rng, moves=name.endswith("moves"))
                 result = kill_runs(name, plan, arguments.steps, place, arguments.overrides, disk)
             landed += result.landed
             victims += result.victims
@@ -215,6 +232,7 @@ class Plan:
     disk_share: float
     tiers: Sequence[str]
     rng: random.Random
+    moves: bool = False  # homes of experts do
     _last: str = ""
 
     def is_done(self, landed: Counter[str]) -> bool:
@@ -229,10 +247,11 @@ class Plan:
         """A kill, and the tier of the start that it ends."""
         rng = self.rng
         if self.tiers:
-            kinds = [kind for kind in self._lacking(landed) if has_checkpoint or kind != "resume"]
-            kind = rng.choice(kinds or ["save"])
+            lacking = [kind for kind in self._lacking(landed) if has_checkpoint or kind != "resume"]
+            kind = rng.choice(lacking or ["save"])
         else:
-            (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+            kinds = KINDS | MOVES if self.moves else KINDS
+            (kind,) = rng.choices(list(kinds), list(kinds.values()))
         rank = rng.randrange(ranks) if ranks > 1 and rng.random() < 0.5 else None
         count = rng.randint(1, ranks * MAX_COUNT[kind])
         fault = rng.choice(FAULTS) if rng.random() < self.disk_share else None
@@ -606,6 +625,7 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
 
     vars(resume)["find"] = told("load", resume.find)
     vars(checkpoint_state)["load"] = told("load", told("resume", checkpoint_state.load))
+    vars(home_moves)["trade"] = told("move", home_moves.trade)
     vars(evaluation)["evaluate"] = told("evaluate", evaluation.evaluate)
     vars(saver)["Saver"].start = told("save", saver.Saver.start)
     vars(saver)["_Part"]._run = told("save", saver._Part._run)

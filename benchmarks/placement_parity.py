@@ -20,7 +20,8 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from benchmarks.layout_parity import LAYOUTS
@@ -90,12 +91,19 @@ class Row:
 
 def compare(case: Case, more: Sequence[str]) -> Row:
     """A training beside the static one."""
-    (static, static_weights), (placed, weights) = (trained(case, policy, more) for policy in ("static", case.policy))
+    static, static_weights = static_training(replace(case, policy="static"), tuple(more))
+    placed, weights = trained(case, case.policy, more)
     numbers = [line["placement"] for line in placed]
     at_home, after = (sum(each[name] for each in numbers) / len(numbers) for name in ("at_home", "placed"))
     copies, moved = (sum(each.get(name, 0) for each in numbers) for name in ("copies", "moved"))
     same = weights == static_weights and [_exact(line) for line in placed] == [_exact(line) for line in static]
     return Row(case, largest_difference(placed, static, "loss"), at_home, after, copies, moved, same)
+
+
+@cache
+def static_training(case: Case, more: tuple[str, ...]) -> Trained:
+    """That of all cases that differ in the policy alone."""
+    return trained(case, case.policy, more)
 
 
 def trained(case: Case, policy: str, more: Sequence[str]) -> Trained:
