@@ -6,10 +6,10 @@
 GPT-MoE runs in several layouts are killed with SIGKILL and started again until each has had its share of the kills and
 ends by itself. Each kill falls at a random moment of a random kind: any moment from the start on, while a checkpoint is
 saved (taken, written, put in place or an old one deleted), while one is loaded, during an evaluation, or, where homes
-of experts move, while they do; it takes all ranks at once, or one rank, and the others some moments later. Every run must end with the loss, validation loss,
-gradient norm and learning rate of every step bit for bit those of the undisturbed run, each step on record once. No
-checkpoint that was announced may be lost: after each kill it must be there and good, or as many newer good ones as
-`checkpoint.keep` asks for.
+of experts move, while they do; it takes all ranks at once, or one rank, and the others some moments later. Every run
+must end with the loss, validation loss, gradient norm and learning rate of every step bit for bit those of the
+undisturbed run, each step on record once. No checkpoint that was announced may be lost: after each kill it must be
+there and good, or as many newer good ones as `checkpoint.keep` asks for.
 
 `--disk SHARE` makes that share of the kills faults of the disk, at the same moments: it is full, for a while or for
 good; it becomes read-only, as after an error; the run's folder is moved away. The run must go on, or end by itself with
