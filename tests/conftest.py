@@ -16,9 +16,20 @@ FAST = {
     *("test_docs", "test_readme", "test_rooms", "test_walkthrough", "test_summary", "test_rounds"),
     *("test_files", "test_keys", "test_last_words", "test_ranks", "test_validate", "test_weights"),
     *("test_corpus", "test_identity", "test_loader", "data/test_samples", "test_split"),
-    *("test_load", "test_planner", "test_route", "test_trial"),
-    *("memory/test_disk", "memory/test_store"),
+    *("test_load", "test_planner", "test_program", "test_route", "test_solve", "test_trial", "moe/test_trace"),
+    *("memory/test_disk", "memory/test_store", "test_budgets", "test_planning", "test_buckets"),
     *("test_costs", "test_events", "optim/test_schedule", "test_start", "test_submit"),
+    *("test_boundaries", "test_presets", "test_wrong_text", "test_layer_inputs", "test_fused", "test_background"),
+    *("test_fusions", "test_initial_weights", "test_pointwise", "test_special_tokens", "models/test_weights"),
+    *("test_placement_plans", "test_placement_replay", "test_planner_oracle", "test_planner_pick", "test_planners"),
+    *("test_workloads", "test_memory_reuse"),
+}
+
+# Further files whose tests keep one core busy at a time. With the fast ones they are marked `beside`.
+BESIDE = FAST | {
+    *("cuda/test_fake", "launch/test_gpu_check", "parallel/test_megatron_patches", "models/test_build"),
+    *("test_huggingface", "test_huggingface_damage", "test_huggingface_keys"),
+    *("simulator/test_plan", "simulator/test_tiers"),
 }
 
 
@@ -39,8 +50,10 @@ def _workers_end_with_the_session() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the fast tests; skip what this machine cannot run. Each mark is probed only if a collected test has it."""
     for item in items:
-        if {item.path.stem, f"{item.path.parent.name}/{item.path.stem}"} & FAST:
-            item.add_marker("fast")
+        names = {item.path.stem, f"{item.path.parent.name}/{item.path.stem}"}
+        for mark, files in (("fast", FAST), ("beside", BESIDE)):
+            if names & files:
+                item.add_marker(mark)
     probes = {"gpu": _has_gpu, "slurm": _has_slurm, "netns": _has_network_namespaces, "cuda_pretended": _can_pretend}
     for mark, probe in probes.items():
         marked = [item for item in items if item.get_closest_marker(mark)]
