@@ -1,0 +1,134 @@
+"""What the placement of experts does to the time of a MoE layer's step, on an emulated cluster with a virtual
+accelerator.
+
+`python -m benchmarks.placement_step [--cases steady@2 ...] [--rounds 7] [--rate 1gbit] [--markdown] [--json]`
+
+A step is the forward and backward passes of some micro-batches through one layer, four ranks or two, each a node of the
+emulated cluster. The experts take the time of a virtual accelerator; rows, weights and gradients travel over the links,
+and all else is real. As on a GPU, sending a copy's weights and gradients takes about a hundredth of a micro-batch's
+computation. All variants run in turns in each round; a ratio is the median of one round's ratio, with its standard
+error.
+
+* ideal: the same number of rows, routed evenly, every expert at home: what perfect balance would give.
+* static: every expert at home. The planners: with copies, two slots a rank (moonep: as many as it takes). Those that
+  publish no memory fetch their copies for each micro-batch.
+* capacity 1.25: at home, but each rank's tokens beyond 1.25 times the mean of an expert are dropped.
+
+Ideal by a variant's time: 100% is perfect. plan ms: what planning takes of a step, on the rank where it takes most.
+`--real` computes in earnest on two ranks; `--chunks` compares how an expert's tokens are spread over its copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from benchmarks import link, rounds
+from benchmarks.accelerator import step_flops
+from benchmarks.cluster import Cluster, ClusterError
+from benchmarks.placement_layer import DROPS, HIDDEN, IDEAL, STATIC, Case, build, run
+from benchmarks.tables import table
+from moe.placement.quotas import Costs
+
+VARIANTS = (IDEAL, STATIC, "solve", "flex", "quota", "least_loaded", "shadowing", "eplb", "moonep", DROPS)
+CONTIGUOUS = "solve, contiguous"
+CASES = (
+    *(Case(4, load) for load in ("steady@2", "steady@3")),
+    *(Case(2, load) for load in ("steady@1.5", "steady@1.8")),
+    *(Case(4, load, steps=2) for load in ("drifting@2", "jumping@2")),
+    Case(4, "W0"),
+)
+CHUNKS = tuple(Case(4, "steady@3", degree=degree) for degree in (1, 2, 4))
+REAL = (Case(2, "steady@1.8", seconds=None, tokens=1024, width=512),)
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    max_by_mean: float
+    variant: str
+    seconds: float
+    of_ideal: float
+    error: float
+    of_static: float
+    planning_ms: float
+    dropped: float
+
+
+def costs_of(case: Case, bytes_per_second: float) -> Costs:
+    """In assignments: weights to a copy and gradients back, over a link of this rate."""
+    seconds = case.seconds if case.seconds is not None else step_flops(1, HIDDEN, case.width) / 20e9
+    return Costs(piece=4, copy_in_node=round(2 * 4 * 3 * HIDDEN * case.width / bytes_per_second / seconds))
+
+
+def measure(cluster: Cluster, case: Case, variants: Sequence[str], num_rounds: int, rate: float) -> list[Row]:
+    """All variants of a case."""
+    facts = cluster.call(build, case, costs_of(case, rate))
+    dropped = sum(each["dropped"] for each in facts) / len(facts)
+    found = rounds.measure(cluster, run, {name: (name,) for name in variants}, num_rounds)
+    ideal, static = (found.seconds[name]["step"] for name in (IDEAL, STATIC))
+    rows = []
+    for name in variants:
+        own = found.seconds[name]
+        shares = [a / b for a, b in zip(ideal, own["step"], strict=True)]
+        rows.append(
+            Row(
+                case.name,
+                facts[0]["ratio"],
+                name,
+                median(own["step"]),
+                median(shares),
+                rounds.standard_error(shares),
+                median(a / b for a, b in zip(static, own["step"], strict=True)),
+                1e3 * median(own["planning"]) / case.steps,
+                dropped if name == DROPS else 0.0,
+            )
+        )
+    return rows
+
+
+def _cells(row: Row) -> list[str]:
+    numbers = [f"{row.max_by_mean:.2f}", row.variant, f"{row.seconds:.3f}", f"{row.of_ideal:.1%} ± {row.error:.1%}"]
+    return [row.case, *numbers, f"{row.of_static:.2f}", f"{row.planning_ms:.2f}", f"{row.dropped:.1%}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=None, metavar="LOAD", help="loads of the cases, as workloads")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), metavar="VARIANT", help=", ".join(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rate", default="1gbit", help="of each link")
+    parser.add_argument("--chunks", action="store_true")
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    cases = CHUNKS if args.chunks else REAL if args.real else CASES
+    cases = tuple(case for case in cases if args.cases is None or case.load in args.cases)
+    variants: Sequence[str] = (IDEAL, STATIC, "solve", CONTIGUOUS) if args.chunks else args.variants
+    named, rows = list(dict.fromkeys((IDEAL, STATIC, *variants))), list[Row]()
+    try:
+        for ranks in sorted({case.ranks for case in cases}):
+            with Cluster(nodes=ranks, rate=args.rate) as cluster:
+                rate = link.measured_rate(cluster)  # bits a second
+                print(link.in_words(cluster, rate), flush=True)
+                for case in cases:
+                    if case.ranks == ranks:
+                        rows += measure(cluster, case, named, args.rounds, rate / 8)
+                        print(" | ".join(_cells(rows[-1])), flush=True)
+    except (ClusterError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    heads = ["case", "max/mean", "variant", "s", "ideal by it", "static by it", "plan ms", "dropped"]
+    print(table(heads, [_cells(row) for row in rows], args.markdown))
+    if args.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
