@@ -42,7 +42,7 @@ from configs.schema import Config, ConfigError
 from configs.validate import validate
 from data.prepare import PreparedData, prepare
 
-MEGATRON, ONE_CHUNK, AUTO = "megatron", "r=1", "auto"
+MEGATRON, ONE_CHUNK, AUTO, PLACED = "megatron", "r=1", "auto", "placed"
 VARIANTS = (MEGATRON, ONE_CHUNK, AUTO)
 NODES = 2
 WARM_UP = 3  # steps in which buffers are made
@@ -64,17 +64,21 @@ class _Variant:
         from checkpoint.saver import Saver
         from training import engine
         from training.callbacks.moe.expert_planning import ExpertPlanning
+        from training.callbacks.moe.home_moves import HomeMoves
         from training.resilience.health import Health
         from training.run import Run
 
         config = copy.deepcopy(config)
         config.moe.pipeline_degree = "auto" if name == AUTO else 1
+        if name != PLACED:
+            config.moe.placement.policy, config.moe.placement.extra_slots = "static", 0
         # No costs of another link, and no run folder that stays.
         config.data.cache_dir, config.run_dir = str(folder), str(folder)
-        build = (
-            mock.patch.object(engine, "build_model", _build_megatron) if name == MEGATRON else contextlib.nullcontext()
-        )
-        with build:
+        with contextlib.ExitStack() as patches:
+            if name == MEGATRON:
+                patches.enter_context(mock.patch.object(engine, "build_model", _build_megatron))
+                # Nothing is split over tensor ranks, and Megatron-core's experts are not in the blueprint.
+                patches.enter_context(mock.patch("models.parallelize.mark_tensor_parallel"))
             model = engine.Engine(config, topology, vocab_size)
         self.run = Run(
             config,
@@ -87,7 +91,7 @@ class _Variant:
             Saver(config, topology.device),
             Health(config),
         )
-        self.planning = ExpertPlanning() if name == AUTO else None
+        self.planning: Any = ExpertPlanning() if name == AUTO else HomeMoves() if name == PLACED else None
         if self.planning is not None:
             self.planning.on_start(self.run)
         self.batches = batches
@@ -104,7 +108,7 @@ class _Variant:
         result = train_step(run.engine, batches, run.progress.step + 1)
         run.take(result)
         if self.planning is not None:
-            self.planning.after_step(run, {})
+            self.planning.after_step(run, {"placement": {}})
         seconds = time.perf_counter() - start
         self.losses.append(result.loss)
         self.gradient_norms.append(result.grad_norm)
@@ -114,9 +118,11 @@ class _Variant:
 _variants: dict[str, _Variant] = {}
 
 
-def build(config: Config, prepared: PreparedData, num_steps: int, folder: str) -> list[int]:
-    """Make all variants of this rank, and the batches of `num_steps` steps; the numbers of parameters of each. Once per
-    process."""
+def build(
+    config: Config, prepared: PreparedData, num_steps: int, folder: str, names: Sequence[str] = VARIANTS
+) -> list[int]:
+    """Make these variants of this rank, and the batches of `num_steps` steps; the numbers of parameters of each. Once
+    per process."""
     from data.build import build_data
     from parallel.topology import initialize
 
@@ -126,7 +132,7 @@ def build(config: Config, prepared: PreparedData, num_steps: int, folder: str) -
     batches = [loader.next_step() for _ in range(num_steps)]
     loader.close()
     vocab_size = config.model.vocab_size or prepared.vocab_size
-    for name in VARIANTS:
+    for name in names:
         _variants[name] = _Variant(name, config, topology, vocab_size, batches, Path(folder))
     return [
         sum(p.numel() for chunk in of.run.engine.bare_chunks for p in chunk.parameters()) for of in _variants.values()

@@ -242,7 +242,22 @@ def made_up_run(
             }
             words = {"memory_strategy": ["keep"] * layers, "all_to_all": ["flat"] * layers}
             plans = {"degree": [2] * layers, "backward_degree": [4] * layers, **words, **times}
+            placed = {"at_home": [1.5 + draw.random() for _ in range(layers)], "placed": [1.01] * layers}
+            placed["copies"] = [float(draw.randrange(4)) for _ in range(layers)]
+            plans |= placed
             line["moe_layers"] = {"layer": list(range(layers)), "dropped_tokens": [0] * layers, **by_layer, **plans}
+            line["placement"] = {
+                "at_home": 1.5 + draw.random(),
+                "placed": 1.01,
+                "predicted_gain": 1.4,
+                "measured_gain": 1.5,
+                "copies": draw.randrange(9),
+                "moved": 2 * (step == 10),
+                "ranks_at_home": [2 * draw.random() for _ in range(ranks)],
+                "ranks_placed": [1.0] * ranks,
+            }
+            if step == 10:
+                line["placement"]["homes"] = [[expert % ranks for expert in range(experts)]] * layers
         lines.append(json.dumps(line))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     parts = ("weights", "gradients", "optimizer", "activations", "buffers")

@@ -43,7 +43,7 @@ CASES = (
     Case(4, "W0"),
 )
 CHUNKS = tuple(Case(4, "steady@3", degree=degree) for degree in (1, 2, 4))
-REAL = (Case(2, "steady@1.8", seconds=None, tokens=1024, width=512),)
+REAL = (Case(2, "steady@1.8", seconds=None, tokens=8192, width=1024),)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Row:
 
 def costs_of(case: Case, bytes_per_second: float) -> Costs:
     """In assignments: weights to a copy and gradients back, over a link of this rate."""
-    seconds = case.seconds if case.seconds is not None else step_flops(1, HIDDEN, case.width) / 20e9
+    seconds = case.seconds if case.seconds is not None else step_flops(1, HIDDEN, case.width) / 40e9
     return Costs(piece=4, copy_in_node=round(2 * 4 * 3 * HIDDEN * case.width / bytes_per_second / seconds))
 
 

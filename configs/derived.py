@@ -56,11 +56,6 @@ def places_experts(config: Config) -> bool:
     return is_moe(config) and config.moe.placement.policy != "static" and config.parallel.expert > 1
 
 
-def homes_move(config: Config) -> bool:
-    """Whether experts may get another home."""
-    return places_experts(config) and config.moe.placement.interval > 0
-
-
 def block_rows(config: Config) -> int | None:
     """Assignments of a block of one expert's, where the same bits are asked for whatever the placement."""
     placement = config.moe.placement

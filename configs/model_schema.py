@@ -102,7 +102,7 @@ class ModelConfig:
     )
 
 
-PLACEMENT_POLICIES = ("static", "flex", "quota", "least_loaded", "solve")
+PLACEMENT_POLICIES = ("static", "flex", "quota", "least_loaded", "solve", "auto")
 
 
 @dataclass
@@ -111,9 +111,16 @@ class PlacementConfig:
         "static",
         "static: each expert is computed at its home. Others: where a rank gets more than others, copies on other "
         "ranks take part; flex: FlexMoE's, quota: UltraEP's, least_loaded: LLEP's, solve: ours, which keeps copies for "
-        "the step and makes those that pay",
+        "the step and makes those that pay; auto: solve or static, by the last step's loads",
         "free",
         choices=PLACEMENT_POLICIES,
+    )
+    costs: str = key(
+        "assumed",
+        "what planners reckon with; measured: at the run's first start, kept in its checkpoints; two runs then differ "
+        "in the order of sums",
+        "free",
+        choices=("assumed", "measured"),
     )
     interval: int = key(
         100, "steps between moves of experts' homes, where the policy is not static; 0: never", "free", low=0
@@ -126,7 +133,23 @@ class PlacementConfig:
     block_rows: int = key(
         256, "assignments of a rank and an expert that make a block of moe.placement.bitwise", "free", low=1
     )
-    record: bool = key(False, "write every call's routing counts to routing.trace in the run folder", "free")
+    record: bool = key(
+        False,
+        "write every call's routing counts to routing.trace in the run folder, and its plan to placement_*.plans",
+        "free",
+    )
+    replay: Optional[str] = key(
+        None,
+        "folder with another run's placement_*.plans: each training call is placed as there; null: planned",
+        "free",
+    )
+    max_load: Optional[float] = key(
+        None,
+        "most assignments that a rank may compute in a call, by the mean rank's; null: no limit. Only solve and auto "
+        "know it",
+        "free",
+        low=1.0,
+    )
     extra_slots: int = key(
         0, "copies of other ranks' experts that a rank may hold for each MoE layer", "free", low=0, high=64
     )

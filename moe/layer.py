@@ -76,8 +76,9 @@ def routed_experts(
             degrees, num_slots = pass_degrees(plan, both=keep), len(weights.fc1)
             apart = weights.block_rows is not None
             assert not apart or len(degrees) == 1, "blocks are those of both passes"
-            if placement is None:
-                places = Places.at_home(choice, PlacementMap(routing_map_TE.size(1), exchange.size))
+            if placement is None or not placement.active:
+                homes = PlacementMap(routing_map_TE.size(1), exchange.size) if placement is None else placement.map
+                places = Places.at_home(choice, homes)
             else:
                 cut = route.boundaries(len(x_TH), degrees[0])
                 places, copies = placement.place(choice, routing_map_TE, weights, keep, again and not keep, cut)
@@ -125,9 +126,11 @@ class MixtrainMoELayer(MoELayer):
                 placement.costs,
                 limits,
                 placement.block_rows,
+                placement.max_load,
             )
+            self.placement.active = not placement.chooses
             assert isinstance(self.experts, StackedExperts)
-            self.experts.homes_may_move = placement.homes_move
+            self.experts.homes_may_move = True
         dropless = config.moe_expert_capacity_factor is None
         self._most_per_token = config.moe_router_topk
         self._assignments_per_token = config.moe_router_topk if dropless else None
@@ -156,6 +159,7 @@ class MixtrainMoELayer(MoELayer):
         """What the homes own lies at other places, on all ranks alike: between two steps."""
         assert self.placement is not None
         self.experts.map = self.placement.map = placement
+        self.local_expert_indices = self.experts.experts_here()  # by which their weights are named
 
     def _split_experts(self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
         # Each expert tensor rank holds a part of every expert's width: it computes for the tokens of all these ranks,

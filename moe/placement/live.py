@@ -3,27 +3,29 @@ go."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from configs.schema import ConfigError
 from memory.transfer import to_device
 from moe import route
 from moe.experts.weights import Weights
 from moe.placement.copies import CallCopies, CopySlots, ExpertBlocks
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits, Planner, at_home, interleave, shares
+from moe.placement.quotas import Costs, Limits, Planner, at_home, interleave, outcome, shares
 from moe.placement.whole_blocks import Blocks, assign, in_blocks, num_blocks
 from moe.route import Choice, Places
 
 # What a layer counts on each rank: calls, the busiest rank's assignments by the mean's where all are computed at home
-# and where the plan has them, and copies whose weights came here.
-TALLY = ("calls", "at_home", "placed", "copies")
+# and where the plan has them, the planner's time of the busiest rank for both, and copies whose weights came here.
+TALLY = ("calls", "at_home", "placed", "time_at_home", "time_placed", "copies")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class CallPlan:
 
     counts_RDE: Integers  # in each chunk, where there are blocks; else of all chunks together
     quotas_ER: Integers
-    blocks: Blocks | None
+    times: tuple[int, int]  # of the busiest rank as the planner reckons, all at home and planned
+    blocks: Blocks | None = None
 
 
 class LayerPlacement:
@@ -47,16 +50,21 @@ class LayerPlacement:
         costs: Costs,
         limits: Limits,
         block_rows: int | None = None,
+        max_load: float | None = None,
     ) -> None:
-        """block_rows: plans are in whole blocks of so many assignments of a source rank, see `Weights.block_rows`."""
+        """block_rows: plans are in whole blocks of so many assignments of a source rank, see `Weights.block_rows`.
+        max_load: the most assignments that a rank may compute, by the mean."""
         self.group, self.rank, self.planner, self.costs, self.limits = group, group.rank(), planner, costs, limits
-        self.block_rows = block_rows
+        self.block_rows, self.max_load = block_rows, max_load
+        self.active = True  # else all are computed at home; changed between steps, on all ranks alike
         self.map = PlacementMap(num_experts, group.size())
         self.slots: CopySlots | None = None
         self._held: list[list[int | None]] = [[None] * limits.slots for _ in range(group.size())]  # experts by slot
         self._pinned: Counter[tuple[int, int]] = Counter()  # (expert, rank) that backward passes will need
         self._planned: deque[CallPlan] = deque()  # of forward passes that will be computed again
-        self.tally = np.zeros(len(TALLY))  # of these passes: see `TALLY`
+        # Of these passes: see `TALLY`; and each rank's assignments by the mean's, at home and placed, over all calls.
+        self.tally = np.zeros(len(TALLY))
+        self.ranks = np.zeros((2, group.size()))
 
     def held(self, rank: int) -> list[int | None]:
         """The experts that a rank has copies of, by slot."""
@@ -67,7 +75,7 @@ class LayerPlacement:
         self._held = [[None] * self.limits.slots for _ in self._held]
         self._pinned.clear()
         self._planned.clear()
-        self.tally[:] = 0
+        self.tally[:], self.ranks[:] = 0, 0
 
     def place(
         self,
@@ -101,19 +109,33 @@ class LayerPlacement:
         if self.block_rows is not None:
             blocks_RE = num_blocks(counts_RDE, self.block_rows).sum(1)
             counts_RE = blocks_RE * self.block_rows
-        quotas_ER = self.planner(counts_RE, placement, self.costs, self.limits)
+        limits = self.limits
+        if self.max_load is not None:
+            limits = replace(limits, most=math.ceil(self.max_load * counts_RE.sum() / self.map.num_ranks))
+        quotas_ER = self.planner(counts_RE, placement, self.costs, limits)
         self._leave_pinned(quotas_ER)
+        loads_R = quotas_ER.sum(0)
+        if limits.most is not None and loads_R.max() > limits.most:
+            raise ConfigError(
+                f"moe.placement.max_load ({self.max_load}) cannot be kept: rank {loads_R.argmax()} of the expert group "
+                f"would compute {loads_R.max()} assignments, of at most {limits.most}, with {limits.slots} slots. "
+                "Raise it, or moe.placement.extra_slots."
+            )
+        before, after = (
+            outcome(each, placement, self.costs, limits).seconds for each in (at_home(counts_RE, placement), quotas_ER)
+        )
         if self.block_rows is None:
-            return CallPlan(counts_RDE, quotas_ER, None)
+            return CallPlan(counts_RDE, quotas_ER, (before, after))
         quotas_ER = in_blocks(quotas_ER, blocks_RE.sum(0), self.block_rows)
         blocks = assign(counts_RDE, quotas_ER, self.block_rows, self.limits.ranks_per_node)
-        return CallPlan(counts_RDE, quotas_ER, blocks)
+        return CallPlan(counts_RDE, quotas_ER, (before, after), blocks)
 
     def _count(self, plan: CallPlan) -> None:
         mean = max(plan.counts_RDE.sum() / self.map.num_ranks, 1.0)
         home_R = at_home(plan.counts_RDE.sum(1), self.map).sum(0)
         placed_R = plan.quotas_ER.sum(0) if plan.blocks is None else plan.blocks.loads_R(self.map.num_ranks)
-        self.tally[:3] += 1, home_R.max() / mean, placed_R.max() / mean
+        self.ranks += np.stack([home_R, placed_R]) / mean
+        self.tally[:5] += 1, home_R.max() / mean, placed_R.max() / mean, *plan.times
 
     def _gather(self, routing_map_TE: torch.Tensor, cut: Sequence[int]) -> Integers:
         """counts_RDE of all ranks, by chunks with these bounds: the host waits."""
@@ -153,7 +175,7 @@ class LayerPlacement:
                     sends.append((places[expert], rank))
                 if rank == self.rank:
                     receives.append((slot, int(homes[expert])))
-        self.tally[3] += len(receives)
+        self.tally[-1] += len(receives)
         arriving = self.slots.fetch(weights, sends, receives)
         own = used_by_rank[self.rank]
         here = [self._held[self.rank].index(expert) for expert in own]

@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from configs import derived
 from configs.schema import Config
+from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.flex import flex
 from moe.placement.planners.least_loaded import least_loaded
 from moe.placement.planners.quota import quota
 from moe.placement.planners.solve import solve
 from moe.placement.quotas import Costs, Planner
 
-POLICIES: Mapping[str, Planner] = {"flex": flex, "quota": quota, "least_loaded": least_loaded, "solve": solve}
+POLICIES: Mapping[str, Planner] = {
+    "flex": flex,
+    "quota": quota,
+    "least_loaded": least_loaded,
+    "solve": solve,
+    "auto": solve,
+}
+LEAST_GAIN = 0.02  # of the mean rank's work, for which auto has copies
 # Where nothing was measured. A copy's weights and gradients against an assignment's six products, both grow with the
 # expert's size: at 400 TFLOP/s, 400 GB/s inside a node and 50 between nodes; a host at 50 GFLOP/s and 2 GB/s.
 ASSUMED = {
@@ -30,7 +40,8 @@ class Policy:
     costs: Costs
     extra_slots: int  # copies that a rank may hold of a layer
     block_rows: int | None  # see `moe.experts.weights.Weights`
-    homes_move: bool
+    max_load: float | None = None  # see `LayerPlacement`
+    chooses: bool = False  # step by step whether experts are copied at all, see `pays`
 
 
 def policy_of(config: Config, device: str) -> Policy | None:
@@ -38,6 +49,15 @@ def policy_of(config: Config, device: str) -> Policy | None:
     asked = config.moe.placement
     block_rows = derived.block_rows(config)
     if derived.places_experts(config):
-        homes_move = derived.homes_move(config)
-        return Policy(POLICIES[asked.policy], ASSUMED[device], asked.extra_slots, block_rows, homes_move)
-    return Policy(None, ASSUMED[device], 0, block_rows, homes_move=False) if block_rows is not None else None
+        chooses = asked.policy == "auto"
+        planner = POLICIES[asked.policy]
+        return Policy(planner, ASSUMED[device], asked.extra_slots, block_rows, asked.max_load, chooses)
+    return Policy(None, ASSUMED[device], 0, block_rows) if block_rows is not None else None
+
+
+def pays(tokens_E: Integers, placement: PlacementMap, costs: Costs) -> bool:
+    """Whether a step like one that sent so many tokens to each expert is to have copies: even the gain of perfect
+    balance must be worth a copy, and be no trifle."""
+    loads_R = np.bincount(placement.home_ranks, tokens_E, placement.num_ranks)
+    gain = loads_R.max() - loads_R.mean()
+    return bool(gain > max(2 * costs.copy_in_node, LEAST_GAIN * loads_R.mean()))

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from benchmarks.placement_parity import PASSES, SCATTERED, Case, compare
+from configs.schema import ConfigError
+from moe.placement.plans import read_plans
 from moe.placement.trace import Header, read, read_header
+from tests.distributed import RankError
 from tests.training.helpers import read_metrics, train_on_ranks
 from training.callbacks.moe.routing_trace import RoutingTrace
 
 # All of them: python -m benchmarks.placement_parity
 # Few steps at a high rate: routers that no loss balances soon prefer some experts.
-SKEWED = ["training.steps=4", "optimizer.lr=0.01", "optimizer.warmup_steps=0", "optimizer.schedule=constant"]
+SKEWED = ["training.steps=4", "optimizer.lr=0.02", "optimizer.warmup_steps=0", "optimizer.schedule=constant"]
 CASES = [
     Case("EP2", "least_loaded", PASSES[4]),
     Case("EP2", "flex", PASSES[5]),
@@ -81,3 +84,46 @@ def test_steps_that_are_taken_again_stand_once(tmp_path: Path) -> None:
     trace._writer.append(2, np.full((1, 1, 1, 2), 7))
     trace.on_end(run)
     assert [(step, int(counts.max())) for step, counts in read(trace._path)] == [(1, 1), (2, 7)]
+
+
+def test_plans_are_recorded_and_replayed(data: list[str], tmp_path: Path) -> None:
+    common = [*data, *SKEWED, "experiment=gpt_moe_tiny", "moe.aux_loss_coeff=0", "parallel.expert=2"]
+    common += ["moe.placement.extra_slots=2", "moe.placement.interval=2", "training.eval_interval=2"]
+    first = ["moe.placement.policy=quota", "moe.placement.record=true", "checkpoint.interval=2"]
+    recorded = train_on_ranks([*common, *first, f"run_dir={tmp_path / 'first'}"], 2)
+    plans = read_plans(tmp_path / "first" / "placement_0_0.plans")
+    assert sorted(plans) == [0, 1, 2, 3] and all(sorted(of_layer) == [1, 2, 3, 4] for of_layer in plans.values())
+    again = ["moe.placement.policy=solve", f"moe.placement.replay={tmp_path / 'first'}", "checkpoint=off"]
+    replayed = train_on_ranks([*common, *again, f"run_dir={tmp_path / 'again'}"], 2)
+    for key in ("loss", "grad_norm"):
+        assert [line.get(key) for line in replayed] == [line.get(key) for line in recorded]
+    for key in ("placed", "copies", "moved"):
+        assert [line["placement"][key] for line in replayed] == [line["placement"][key] for line in recorded]
+    with pytest.raises(RankError, match="step 5, layer 0, call 0 is not there"):
+        train_on_ranks([*common, *again, "training.steps=5", f"run_dir={tmp_path / 'longer'}"], 2)
+    (tmp_path / "first" / "placement_0_0.plans").write_text("{}\n")
+    with pytest.raises(ConfigError, match="is no file of plans"):
+        read_plans(tmp_path / "first" / "placement_0_0.plans")
+
+
+def test_auto_has_copies_where_they_pay_and_goes_on_so(data: list[str], tmp_path: Path) -> None:
+    common = [*data, *SKEWED, "experiment=gpt_moe_tiny", "moe.aux_loss_coeff=0", "parallel.expert=2"]
+    common += ["moe.placement.policy=auto", "moe.placement.extra_slots=2", "moe.placement.interval=0"]
+    whole = train_on_ranks([*common, f"run_dir={tmp_path / 'whole'}", "checkpoint=off"], 2)
+    placed = [line["placement"] for line in whole]
+    assert placed[0]["placed"] is None and placed[0]["copies"] == 0  # nothing is known before the first step
+    assert any(each["placed"] is not None and each["placed"] < each["at_home"] for each in placed[1:])
+    for steps in (2, 4):
+        train_on_ranks([*common, f"run_dir={tmp_path / 'parts'}", f"training.steps={steps}"], 2)
+    assert [(line["loss"], line["placement"]) for line in read_metrics(tmp_path / "parts")] == [
+        (line["loss"], line["placement"]) for line in whole
+    ]
+
+
+def test_a_cap_that_cannot_be_kept_ends_the_run(data: list[str], tmp_path: Path) -> None:
+    common = [*data, *SKEWED, "experiment=gpt_moe_tiny", "moe.aux_loss_coeff=0", "parallel.expert=2", "checkpoint=off"]
+    common += ["moe.placement.policy=solve", "moe.placement.extra_slots=1", f"run_dir={tmp_path}"]
+    kept = train_on_ranks([*common, "moe.placement.max_load=1.3"], 2)
+    assert max(line["placement"]["placed"] for line in kept) <= 1.3
+    with pytest.raises(RankError, match=r"moe.placement.max_load \(1.0\) cannot be kept: rank \d of the expert group"):
+        train_on_ranks([*common, "moe.placement.max_load=1.0"], 2)

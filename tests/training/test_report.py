@@ -28,7 +28,7 @@ from training.report.page.facts import _duration
 from training.report.page.layers import MAX_CELLS
 from training.resilience import events
 
-SECTIONS = {"loss", "speed", "experts", "plans", "timeline", "memory", "events", "run"}
+SECTIONS = {"loss", "speed", "experts", "placement", "plans", "timeline", "memory", "events", "run"}
 
 
 class Page(HTMLParser):
@@ -119,6 +119,23 @@ def test_expert_loads_are_the_runs(run_dir: Path) -> None:
     for line, window in zip(lines, found["experts"]["percent"], strict=True):
         counts = line["tokens_per_expert"]["counts"]
         assert window == [[round(100 * tokens * 8 / sum(layer)) for tokens in layer] for layer in counts]
+
+
+def test_placement_shows_loads_before_and_after_and_the_homes(run_dir: Path) -> None:
+    found, lines = make(run_dir).data, read_metrics(run_dir)
+    busiest, ranks, gain, copies = found["charts"]["placement"]
+    assert [series["name"] for series in busiest["series"]] == ["experts at home", "placed"]  # on one scale
+    names = [f"{when}, rank {rank}" for when in ("at home", "placed") for rank in range(4)]
+    assert [series["name"] for series in ranks["series"]] == names
+    assert [series["name"] for series in gain["series"]] == ["predicted", "measured, in rows"]
+    assert found["curves"]["placement/copies"] == [line["placement"]["copies"] for line in lines]
+    assert [series["key"] for series in copies["series"]] == ["placement/copies", "placement/moved"]
+    pictures = {picture["key"]: picture for picture in found["layers"]["pictures"]}
+    for key in ("at_home", "placed", "copies"):
+        assert pictures[key]["columns"][7] == pytest.approx(lines[7]["moe_layers"][key], rel=1e-4)
+    homes = found["homes"]["ranks"]
+    assert homes[8] == [[0] * 8] * 3  # in order; expert parallelism over one rank in this made-up run
+    assert homes[9] == homes[-1] == [[expert % 4 for expert in range(8)]] * 3
 
 
 def test_many_layers_and_experts_are_averaged_over_steps(tmp_path: Path) -> None:
@@ -220,7 +237,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     for name in ("plan.json", "events.jsonl"):
         (tmp_path / "dense" / name).unlink()
     dense = make(tmp_path / "dense")
-    assert set(dense.data["missing"]) == {"experts", "plans", "timeline", "events"}
+    assert set(dense.data["missing"]) == {"experts", "placement", "plans", "timeline", "events"}
     assert "No plan.json" in dense.text["memory"] and "dense" in dense.text["plans"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.derived import homes_move, is_moe, places_experts, plans_moe
+from configs.derived import is_moe, places_experts, plans_moe
 from configs.schema import Config
 from training.callbacks.checkpoints import Checkpoints
 from training.callbacks.early_stop import EarlyStop
@@ -23,6 +23,7 @@ from training.callbacks.moe.expert_planning import ExpertPlanning
 from training.callbacks.moe.global_aux_loss import GlobalAuxLoss
 from training.callbacks.moe.home_moves import HomeMoves
 from training.callbacks.moe.moe_layers import MoELayers
+from training.callbacks.moe.placement_plans import RecordedPlans, ReplayedPlans
 from training.callbacks.moe.routing_trace import RoutingTrace
 from training.callbacks.optimizer_tiers import OptimizerTiers
 from training.callbacks.profile import Profile
@@ -43,7 +44,9 @@ def default_callbacks(config: Config, guard: Guard | None = None, signals: StopS
         *([GlobalAuxLoss()] if config.moe.global_aux_loss_coeff > 0 else []),
         *([MoELayers(planning)] if is_moe(config) else []),  # these add to the metrics that the next ones write
         *([ExpertPlacement()] if places_experts(config) else []),
-        *([HomeMoves()] if homes_move(config) else []),
+        *([HomeMoves()] if places_experts(config) else []),
+        *([ReplayedPlans()] if places_experts(config) and config.moe.placement.replay is not None else []),
+        *([RecordedPlans()] if places_experts(config) and config.moe.placement.record else []),
         *([RoutingTrace()] if is_moe(config) and config.moe.placement.record else []),
         Environment(),
         Evaluation(),

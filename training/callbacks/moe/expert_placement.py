@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from configs import derived
 from memory.transfer import to_device
 from moe.layer import layers_of
 from moe.placement.live import TALLY
@@ -14,28 +17,53 @@ NAME = "placement"
 
 
 class ExpertPlacement(Callback):
-    """Adds `placement`: the busiest rank's assignments by the mean rank's, a mean over the calls of all MoE layers,
-    `at_home` without placement and `placed` with it; and the `copies` of experts whose weights travelled."""
+    """Adds `placement`, of a step's calls of all MoE layers; null where none was planned:
+
+    * `at_home` and `placed`: the busiest rank's assignments by the mean rank's, a mean over calls, without copies and
+      with them; `ranks_at_home` and `ranks_placed`: those of each rank of an expert group;
+    * `predicted_gain`: the busiest rank's time without copies by that with them, as the planner reckons, with what
+      copies cost; `measured_gain`: its assignments without by those with them;
+    * `copies`: of experts, whose weights travelled.
+
+    `at_home`, `placed` and `copies` of each layer stand in `moe_layers`.
+    """
 
     def __init__(self) -> None:
-        self._numbers: dict[str, float] = {}
+        self._numbers: dict[str, Any] = {}
 
     def on_start(self, run: Run) -> None:
-        layers, device = layers_of(run.engine.bare_chunks), run.topology.device
-        tallies = [layer.placement.tally for layer in layers.values() if layer.placement is not None]
+        layers, device, size = layers_of(run.engine.bare_chunks), run.topology.device, run.config.parallel.expert
+        placements = {number: layer.placement for number, layer in layers.items() if layer.placement is not None}
+        self._layers = [number for number, is_moe in enumerate(derived.moe_layer_pattern(run.config)) if is_moe]
+        table = torch.zeros(run.config.model.num_layers, len(TALLY) + 2 * size, dtype=torch.float64)
 
         def summed() -> torch.Tensor:
-            own = torch.zeros(len(TALLY), dtype=torch.float64)
-            for tally in tallies:
-                own += torch.from_numpy(tally)
-            return to_device(own, device)
+            for number, placement in placements.items():
+                table[number, : len(TALLY)] = torch.from_numpy(placement.tally)
+                table[number, len(TALLY) :] = torch.from_numpy(placement.ranks.reshape(-1))
+            return to_device(table.clone(), device)
 
         run.engine.sums.register(NAME, summed)
 
     def before_update(self, run: Run, result: StepResult) -> None:
-        calls, at_home, placed, copies = result.sums[NAME].tolist()
-        calls = max(calls, 1.0)
-        self._numbers = {"at_home": at_home / calls, "placed": placed / calls, "copies": int(copies)}
+        of_layers = result.sums[NAME][self._layers]
+        calls, at_home, placed, time_at_home, time_placed, copies = of_layers[:, : len(TALLY)].sum(0).tolist()
+        ranks = of_layers[:, len(TALLY) :].sum(0).view(2, -1)
+        self._numbers = {
+            "at_home": at_home / calls if calls else None,
+            "placed": placed / calls if calls else None,
+            "predicted_gain": time_at_home / time_placed if calls else None,
+            "measured_gain": at_home / placed if calls else None,
+            "copies": int(copies),
+            "ranks_at_home": (ranks[0] / calls).tolist() if calls else None,
+            "ranks_placed": (ranks[1] / calls).tolist() if calls else None,
+        }
+        self._by_layer: dict[str, list[float | None]] = {
+            "at_home": [row[1] / row[0] if row[0] else None for row in of_layers.tolist()],
+            "placed": [row[2] / row[0] if row[0] else None for row in of_layers.tolist()],
+            "copies": [row[len(TALLY) - 1] for row in of_layers.tolist()],
+        }
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         metrics[NAME] = self._numbers
+        metrics["moe_layers"] |= self._by_layer

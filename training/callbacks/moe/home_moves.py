@@ -1,19 +1,24 @@
-"""Homes of experts change places, every so many steps."""
+"""What is decided of placement between steps: homes that change places, and whether there are to be copies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from configs import derived
 from moe.layer import layers_of
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.measure import measure
 from moe.placement.moves import SlotMove, slot_moves, trade
 from moe.placement.planners.homes import plan_homes, swapped
+from moe.placement.policy import ASSUMED, pays
+from moe.placement.quotas import Costs
 from optim.slices import Slice, change_state
 from training.engine import Engine
 from training.run import Callback, Metrics, Run
@@ -22,8 +27,9 @@ Maps = Mapping[int, PlacementMap]  # by layer of the whole model
 
 
 class HomeMoves(Callback):
-    """Counts each expert's tokens, and every `moe.placement.interval` steps moves homes where that pays. All ranks know
-    the homes of all layers. Adds the number of experts that moved to `placement`, as `moved`.
+    """Counts each expert's tokens, and every `moe.placement.interval` steps moves homes where that pays; with policy
+    auto says after each step whether the next one has copies. All ranks know the homes of all layers. Adds to
+    `placement` the number of experts that `moved` and, where any did, the `homes`: by layer and expert the rank.
 
     A checkpoint keeps the homes beside the weights, which know logical experts alone. A run that goes on with as many
     expert ranks takes them up; with others homes are in order again.
@@ -36,32 +42,57 @@ class HomeMoves(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         homes = {str(layer): each.home_ranks.tolist() for layer, each in self._maps.items()}
-        return {"expert_ranks": self._ranks, "homes": homes, "tokens": self._tokens_LE.tolist()}
+        tokens = {"tokens": self._tokens_LE.tolist(), "last_tokens": self._last_LE.tolist()}
+        return {"expert_ranks": self._ranks, "homes": homes, **tokens, "costs": asdict(self._costs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._saved = state
 
     def on_start(self, run: Run) -> None:
         experts, self._ranks = run.config.moe.num_experts or 0, run.config.parallel.expert
-        layers = [number for number, is_moe in enumerate(derived.moe_layer_pattern(run.config)) if is_moe]
+        numbers = [number for number, is_moe in enumerate(derived.moe_layer_pattern(run.config)) if is_moe]
         self._in_order = PlacementMap(experts, self._ranks)
-        self._maps: dict[int, PlacementMap] = dict.fromkeys(layers, self._in_order)
-        self._tokens_LE: Integers = np.zeros((len(layers), experts), dtype=np.int64)
-        # Copies pay inside a node alone where the policy has no others.
-        self._ranks_per_node = self._ranks
-        for layer in layers_of(run.engine.bare_chunks).values():
-            assert layer.placement is not None
-            self._ranks_per_node = layer.placement.limits.ranks_per_node
+        self._maps: dict[int, PlacementMap] = dict.fromkeys(numbers, self._in_order)
+        # Since homes last moved, and of the last step.
+        self._tokens_LE: Integers = np.zeros((len(numbers), experts), dtype=np.int64)
+        self._last_LE = self._tokens_LE
+        # Of all ranks the same, also of those without a MoE layer.
+        layers = layers_of(run.engine.bare_chunks).values()
+        nodes = [layer.placement.limits.ranks_per_node for layer in layers if layer.placement is not None]
+        least = torch.tensor(min(nodes, default=self._ranks), device=run.topology.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        self._ranks_per_node = int(least)
+        self._reckon(run)
         self._take_up(run)
+
+    def _reckon(self, run: Run) -> None:
+        """Costs as the config asks, the same on all ranks; measured ones are those of the run's first start."""
+        layers = [layer for layer in layers_of(run.engine.bare_chunks).values() if layer.placement is not None]
+        costs = ASSUMED[run.topology.device.type]
+        if run.config.moe.placement.costs == "measured":
+            if self._saved is not None and self._saved["expert_ranks"] == self._ranks:
+                costs = Costs(**self._saved["costs"])
+            else:
+                weights, topology = layers[0].experts() if layers else None, run.topology
+                costs = measure(weights, topology.expert.group, self._ranks_per_node, topology.device)
+                run.say(
+                    f"placement reckons, in an expert's assignments, with {costs.piece} for a piece, "
+                    f"{costs.copy_in_node} for a copy inside a node and {costs.copy_between} between nodes"
+                )
+        self._costs = costs
+        for layer in layers:
+            assert layer.placement is not None
+            layer.placement.costs = costs
 
     def on_rollback(self, run: Run) -> None:
         self._take_up(run)
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         assert run.result is not None and run.result.tokens_per_expert is not None
-        self._tokens_LE += run.result.tokens_per_expert[list(self._maps)].numpy().astype(np.int64)
-        moved = 0
-        if run.progress.step % run.config.moe.placement.interval == 0:
+        self._last_LE = run.result.tokens_per_expert[list(self._maps)].numpy().astype(np.int64)
+        self._tokens_LE += self._last_LE
+        moved, interval = 0, run.config.moe.placement.interval
+        if interval > 0 and run.progress.step % interval == 0:
             after = {
                 layer: plan_homes(tokens_E, before, self._ranks_per_node)
                 for (layer, before), tokens_E in zip(self._maps.items(), self._tokens_LE, strict=True)
@@ -70,13 +101,17 @@ class HomeMoves(Callback):
             self._move(run, after)
             self._tokens_LE[:] = 0
         metrics["placement"]["moved"] = moved
+        if moved:
+            metrics["placement"]["homes"] = [each.home_ranks.tolist() for each in self._maps.values()]
+        self._choose(run)
 
     def _take_up(self, run: Run) -> None:
         """The homes that the checkpoint was left with, where there are as many ranks."""
         saved, self._saved = self._saved, None
-        homes, tokens_LE = dict.fromkeys(self._maps, self._in_order), np.zeros_like(self._tokens_LE)
+        homes = dict.fromkeys(self._maps, self._in_order)
+        tokens_LE = last_LE = np.zeros_like(self._tokens_LE)
         if saved is not None:
-            tokens_LE += np.asarray(saved["tokens"], dtype=np.int64)
+            tokens_LE, last_LE = (np.asarray(saved[name], dtype=np.int64) for name in ("tokens", "last_tokens"))
             if saved["expert_ranks"] == self._ranks:
                 homes = {layer: self._in_order.moved_to(saved["homes"][str(layer)]) for layer in homes}
             elif any(each != sorted(each) for each in saved["homes"].values()):
@@ -85,7 +120,17 @@ class HomeMoves(Callback):
                     "again"
                 )
         self._move(run, homes)
-        self._tokens_LE = tokens_LE
+        self._tokens_LE, self._last_LE = tokens_LE, last_LE
+        self._choose(run)
+
+    def _choose(self, run: Run) -> None:
+        """Whether the next step has copies, where the policy leaves it open."""
+        if run.config.moe.placement.policy != "auto":
+            return
+        last, layers = dict(zip(self._maps, self._last_LE, strict=True)), layers_of(run.engine.bare_chunks)
+        for number, layer in layers.items():
+            assert layer.placement is not None
+            layer.placement.active = pays(last[number], self._maps[number], layer.placement.costs)
 
     def _move(self, run: Run, after: Maps) -> None:
         move_homes(run.engine, self._maps, after)

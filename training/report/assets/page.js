@@ -147,10 +147,28 @@
       high = Math.max(high, value);
     }));
     if (picture.key === "max_over_mean") low = 1;
+    if (picture.key === "at_home" || picture.key === "placed") {  // on one scale
+      low = 1;
+      pictures.filter((p) => p.key === "at_home").forEach((p) => p.columns.forEach((column) => column.forEach((value) => {
+        high = Math.max(high, value ?? 1);
+      })));
+    }
     if (picture.key === "dropped_share") [low, high] = [0, Math.max(high, 1)];
     heat("layers-" + i, windows.map((w) => w[0]), layers, cells, {
       min: low, max: high > low ? high : low + 1e-9 + Math.abs(low) * 1e-6, xName: "step", yName: "layer",
       say: (x, y, value) => `layer ${layers[y]}, step ${span(windows[x])}<br><b>${exact(value)}</b>`,
+    });
+  }
+
+  function homes() {
+    if (!data.homes) return;
+    const { layers, windows, ranks } = data.homes;
+    const layer = +document.getElementById("homes-layer").value;
+    const cells = [];
+    ranks.forEach((window, x) => window[layer].forEach((value, y) => cells.push([x, y, value])));
+    heat("homes-chart", windows.map((w) => w[0]), ranks[0][layer].map((_, i) => i), cells, {
+      min: 0, max: Math.max(1, ...cells.map((cell) => cell[2])), xName: "step", yName: "expert",
+      say: (x, y, value) => `layer ${layers[layer]}, expert ${y}, step ${span(windows[x])}<br><b>rank ${value}</b>`,
     });
   }
 
@@ -267,6 +285,7 @@
     }
     if (data.layers) data.layers.pictures.forEach((_, i) => list.push(["layers-" + i, () => layerPicture(i)]));
     list.push(["experts-chart", experts]);
+    list.push(["homes-chart", homes]);
     if (data.plans.chart.series.length) list.push(["plans-chart", () => lines("plans-chart", data.plans.chart)]);
     list.push(["timeline-chart", timeline]);
     if (data.memory.chart.series.length) list.push(["memory-0", () => lines("memory-0", data.memory.chart)]);
@@ -292,6 +311,7 @@
   drawAll();
   window.addEventListener("beforeprint", () => drawMore(true));
   document.getElementById("expert-layer")?.addEventListener("change", experts);
+  document.getElementById("homes-layer")?.addEventListener("change", homes);
   document.getElementById("timeline-step")?.addEventListener("change", timeline);
   dark.addEventListener("change", drawAll);
   let waiting = 0;

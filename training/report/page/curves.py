@@ -49,6 +49,32 @@ CURVES: dict[str, list[Chart]] = {
         ("Waiting for data", "s", False, [("data_wait_seconds", "waiting for data")]),
         ("Model FLOPs utilization", "share of the peak", False, [("mfu", "MFU")]),
     ],
+    "placement": [
+        (
+            "Load of the busiest rank",
+            "by the mean rank's",
+            False,
+            [("placement/at_home", "experts at home"), ("placement/placed", "placed")],
+        ),
+        (
+            "Load of each rank",
+            "by the mean rank's",
+            False,
+            [("placement/ranks_at_home/", ""), ("placement/ranks_placed/", "")],
+        ),
+        (
+            "Gain of placement",
+            "time or rows without by with it",
+            False,
+            [("placement/predicted_gain", "predicted"), ("placement/measured_gain", "measured, in rows")],
+        ),
+        (
+            "Copies and moves",
+            "experts",
+            False,
+            [("placement/copies", "copies that travelled"), ("placement/moved", "homes that moved")],
+        ),
+    ],
 }
 MISSING = {
     "Other losses": "No auxiliary losses: the model is dense, or their coefficients are 0.",
@@ -75,6 +101,12 @@ def plain(line: Line) -> dict[str, float | None]:
     return {name: finite(value) for name, value in scalars(line).items()}
 
 
+def _name_of(found: str, key: str) -> str:
+    # Lists by rank say whose rank's number it is.
+    rest = found.removeprefix(key).replace("_", " ")
+    return f"{key.rstrip('/').rpartition('ranks_')[2].replace('_', ' ')}, rank {rest}" if "/ranks_" in key else rest
+
+
 def chart_of(
     chart: Chart, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
@@ -88,6 +120,6 @@ def chart_of(
         for found in names:
             if any(line.get(found) is not None for line in flat):
                 curves[found] = [line.get(found) for line in flat]
-                series.append({"key": found, "name": name or found.removeprefix(key).replace("_", " ")})
+                series.append({"key": found, "name": name or _name_of(found, key)})
     missing = None if series else MISSING.get(title, f"No {title.lower()} in metrics.jsonl.")
     return {"title": title, "unit": unit, "log": logarithmic, "series": series, "missing": missing}

@@ -11,6 +11,9 @@ MAX_CELLS = 130_000  # numbers of the picture of each expert of each layer
 LAYER_PICTURES = (
     ("max_over_mean", "Busiest expert's tokens by the mean"),
     ("router_entropy", "Entropy of the router, nats"),
+    ("at_home", "Busiest rank's load by the mean rank's, experts at home"),
+    ("placed", "Busiest rank's load by the mean rank's, placed"),
+    ("copies", "Copies of experts that travelled"),
     ("dropped_share", "Share of assignments dropped, %"),
     ("aux_loss", "Load-balancing loss"),
     ("global_aux_loss", "Load-balancing loss over the global batch"),
@@ -69,6 +72,27 @@ def _of_layers(line: Line, key: str) -> list[Any]:
         dropped = table.get("dropped_tokens") or []
         return [100 * gone / max(gone + sum(counts), 1) for gone, counts in zip(dropped, load["counts"])]
     return table.get(key) or []
+
+
+def homes_of(source: Source) -> dict[str, Any] | None:
+    """The rank that each expert is at home on, [stretch][layer][expert], as each stretch of steps ends."""
+    lines = [line for line in _with_experts(source.metrics) if isinstance(line.get("placement"), dict)]
+    if not lines:
+        return None
+    counts, ranks = lines[-1]["tokens_per_expert"]["counts"], (source.config.get("parallel") or {}).get("expert") or 1
+    homes = [[expert * ranks // len(layer) for expert in range(len(layer))] for layer in counts]
+    windows = _windows(lines, max(1, min(MAX_WINDOWS, MAX_CELLS // max(sum(map(len, counts)), 1))))
+    columns = []
+    for window in windows:
+        for line in window:
+            found = line["placement"].get("homes")
+            homes = found if found and len(found) == len(counts) else homes
+        columns.append(homes)
+    return {
+        "layers": _layer_numbers(lines[-1]),
+        "windows": [[window[0]["step"], window[-1]["step"]] for window in windows],
+        "ranks": columns,
+    }
 
 
 def _mean(values: list[Any]) -> float | None:

@@ -12,6 +12,7 @@ SECTIONS = (
     ("loss", "Loss and gradients"),
     ("speed", "Speed"),
     ("experts", "Expert load"),
+    ("placement", "Placement of experts"),
     ("plans", "Plans of the MoE layers"),
     ("timeline", "One step across ranks"),
     ("memory", "Memory against the plan"),
@@ -41,6 +42,12 @@ def _section(name: str, data: dict[str, Any]) -> str:
     if name in CURVES:
         charts = data["charts"][name]
         shown = [_figure(f"{name}-{i}", chart["title"]) for i, chart in enumerate(charts) if not chart["missing"]]
+        if name == "placement":
+            options = "".join(
+                f'<option value="{i}">{layer}</option>' for i, layer in enumerate(data["homes"]["layers"])
+            )
+            choice = f'<label>Layer <select id="homes-layer">{options}</select></label>'
+            shown.append(_figure("homes-chart", "Rank that each expert is at home on", choice, "wide tall"))
         return _grid(shown) + _remark(" ".join(chart["missing"] for chart in charts if chart["missing"]))
     if name == "experts":
         places = [_figure(f"layers-{i}", picture["title"]) for i, picture in enumerate(data["layers"]["pictures"])]
