@@ -178,6 +178,17 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
         "moe.backward_pipeline_degree",
         "null or moe.pipeline_degree (1)",
     ),
+    (
+        [
+            *("model=gpt_moe_tiny", "parallel.expert=2", "moe.placement.policy=quota", "moe.placement.extra_slots=1"),
+            "moe.placement.max_load=1.2",
+        ],
+        2,
+        "moe.placement.max_load",
+        "knows no limit",
+    ),
+    (["model=gpt_moe_tiny", "moe.placement.replay=/runs/one"], 1, "moe.placement.replay", "must be null"),
+    (["model=gpt_moe_tiny", "moe.placement.costs=free"], 1, "moe.placement.costs", "one of assumed, measured"),
     (["model=gpt_moe_tiny", "moe.placement.interval=-1"], 1, "moe.placement.interval", "at least 0"),
     (["model=gpt_moe_tiny", "parallel.expert=3"], 3, "parallel.expert", "moe.num_experts (4)"),
     (["model=gpt_moe_tiny", "parallel.expert=4"], 1, "world_size", "parallel.expert=1 or 4 processes"),

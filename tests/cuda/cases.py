@@ -78,6 +78,7 @@ def _tiered(where: str, engine: str, early: str) -> tuple[str, ...]:
 
 DENSE, NONE = "model=gpt_tiny", places.waits({}, 0)
 PLACED = ("moe.placement.policy=quota", "moe.placement.extra_slots=2")
+IN_BLOCKS = ("moe.placement.bitwise=true", "moe.placement.block_rows=16", "moe.placement.interval=1")
 CLIPPED = "optimizer.clip_grad=0.1"  # in every step
 LAYERS_OFFLOADED = ("training.recompute=full", "training.activation_offload=auto")
 FLAT = places.waits(places.FLAT, NUM_LAYERS * 2)
@@ -108,6 +109,12 @@ CASES = {
         4,
         _experts("parallel.expert=4", "moe.memory_strategy=offload", *PLACED),
         places.waits(places.PLACED, NUM_LAYERS),
+        one_sided=True,
+    ),
+    "experts at copies, in blocks": Case(
+        2,
+        _expert_parallel("recompute", *_chunks(2, 2), *PLACED, *IN_BLOCKS),
+        places.waits(places.PLACED_LOOP, NUM_LAYERS * 2),
         one_sided=True,
     ),
     "recompute layers": Case(

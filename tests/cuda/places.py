@@ -34,6 +34,7 @@ PLACED: Waits = {**FLAT, ("copy to host", "moe/placement/live.py:LayerPlacement.
 FLAT_TWICE: Waits = {key: 2 * count for key, count in FLAT.items()}
 # Where a grouped product is not one kernel, the host loops over experts: it asks once for all chunks of both passes.
 LOOP_OVER_EXPERTS: Waits = {**FLAT, ("tolist", "moe/route.py:read_ends"): 1}
+PLACED_LOOP: Waits = {**PLACED, **LOOP_OVER_EXPERTS}
 LOOP_LOCAL: Waits = {("tolist", "moe/route.py:read_ends"): 1}
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.placement_parity import PASSES, SCATTERED, Case, compare
+from checkpoint.manifest import good_checkpoint_at
+from checkpoint.state import read_state
 from configs.schema import ConfigError
 from moe.placement.plans import read_plans
 from moe.placement.trace import Header, read, read_header
@@ -127,3 +129,22 @@ def test_a_cap_that_cannot_be_kept_ends_the_run(data: list[str], tmp_path: Path)
     assert max(line["placement"]["placed"] for line in kept) <= 1.3
     with pytest.raises(RankError, match=r"moe.placement.max_load \(1.0\) cannot be kept: rank \d of the expert group"):
         train_on_ranks([*common, "moe.placement.max_load=1.0"], 2)
+
+
+def test_measured_costs_are_those_of_the_first_start(data: list[str], tmp_path: Path) -> None:
+    common = [
+        *data,
+        *SKEWED,
+        "experiment=gpt_moe_tiny",
+        "parallel.expert=2",
+        "parallel.pipeline=2",
+        f"run_dir={tmp_path}",
+    ]
+    common += ["moe.placement.policy=auto", "moe.placement.extra_slots=2", "moe.placement.costs=measured"]
+    common += ["model.num_layers=2", "moe.layers=[0,1]"]  # the first stage has no experts
+    found = []
+    for steps in (1, 2):
+        train_on_ranks([*common, f"training.steps={steps}"], 4)
+        state = read_state(good_checkpoint_at(tmp_path))
+        found.append(state["callbacks"]["home_moves"]["costs"])
+    assert found[0] == found[1] and found[0]["copy_in_node"] > 0
