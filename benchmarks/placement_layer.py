@@ -4,7 +4,7 @@ planner."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import numpy as np
@@ -26,6 +26,7 @@ from moe.schedule.chunk_plan import Plan
 SLOTS, EXPERTS_PER_RANK, TOP_K, HIDDEN, WIDTH = 2, 8, 2, 64, 128
 TOKENS, MICRO_BATCHES, CAPACITY = 4096, 4, 1.25
 SECONDS_PER_ASSIGNMENT = 25e-6  # of the virtual accelerator, both passes
+CONTIGUOUS, BITWISE, BLOCK_ROWS = "contiguous", "bitwise", 256  # ways of a variant
 IDEAL, STATIC, DROPS = "ideal", "static", "capacity 1.25"
 
 
@@ -105,10 +106,13 @@ class _Layer:
         return routing_map & (routing_map.cumsum(0) <= most)
 
     def run(self, variant: str) -> dict[str, float]:
-        name, _, contiguous = variant.partition(", ")
+        name, _, way = variant.partition(", ")
         placement, planner = self.placements.get(name, (None, None))
         if name == STATIC:
             placement = None
+        weights = replace(self.weights, block_rows=BLOCK_ROWS if way == BITWISE else None)
+        if placement is not None:
+            placement.block_rows = weights.block_rows
         plan = Plan(self.case.degree, self.case.degree)
         steps = self.even if name == IDEAL else self.maps
         if name == DROPS:
@@ -117,7 +121,7 @@ class _Layer:
             planner.seconds = 0.0
         dist.barrier()
         patch = mock.patch("moe.placement.live.interleave", lambda codes, shares_ER: None)
-        if contiguous:
+        if way == CONTIGUOUS:
             patch.start()
         start = time.perf_counter()
         for step in steps:
@@ -130,7 +134,7 @@ class _Layer:
                     self.x,
                     self.probs,
                     routing_map,
-                    self.weights,
+                    weights,
                     plan,
                     self.exchange,
                     assignments_per_token=None if name == DROPS else TOP_K,
@@ -139,7 +143,7 @@ class _Layer:
                 )
                 output.backward(self.output_grad)
         seconds = time.perf_counter() - start
-        if contiguous:
+        if way == CONTIGUOUS:
             patch.stop()
         return {"step": seconds, "planning": 0.0 if planner is None or placement is None else planner.seconds}
 

@@ -15,7 +15,8 @@ error.
 * capacity 1.25: at home, but each rank's tokens beyond 1.25 times the mean of an expert are dropped.
 
 Ideal by a variant's time: 100% is perfect. plan ms: what planning takes of a step, on the rank where it takes most.
-`--real` computes in earnest on two ranks; `--chunks` compares how an expert's tokens are spread over its copies.
+`--real` computes in earnest on two ranks, also in blocks (`bitwise`, of 256 rows); `--chunks` compares how an expert's
+tokens are spread over its copies.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from statistics import median
 from benchmarks import link, rounds
 from benchmarks.accelerator import step_flops
 from benchmarks.cluster import Cluster, ClusterError
-from benchmarks.placement_layer import DROPS, HIDDEN, IDEAL, STATIC, Case, build, run
+from benchmarks.placement_layer import BITWISE, CONTIGUOUS, DROPS, HIDDEN, IDEAL, STATIC, Case, build, run
 from benchmarks.tables import table
 from moe.placement.quotas import Costs
 
 VARIANTS = (IDEAL, STATIC, "solve", "flex", "quota", "least_loaded", "shadowing", "eplb", "moonep", DROPS)
-CONTIGUOUS = "solve, contiguous"
+OF_CHUNKS = (IDEAL, STATIC, "solve", f"solve, {CONTIGUOUS}")
+IN_EARNEST = (IDEAL, STATIC, "solve", f"static, {BITWISE}", f"solve, {BITWISE}")
 CASES = (
     *(Case(4, load) for load in ("steady@2", "steady@3")),
     *(Case(2, load) for load in ("steady@1.5", "steady@1.8")),
@@ -109,7 +111,7 @@ def main() -> int:
     args = parser.parse_args()
     cases = CHUNKS if args.chunks else REAL if args.real else CASES
     cases = tuple(case for case in cases if args.cases is None or case.load in args.cases)
-    variants: Sequence[str] = (IDEAL, STATIC, "solve", CONTIGUOUS) if args.chunks else args.variants
+    variants: Sequence[str] = OF_CHUNKS if args.chunks else IN_EARNEST if args.real else args.variants
     named, rows = list(dict.fromkeys((IDEAL, STATIC, *variants))), list[Row]()
     try:
         for ranks in sorted({case.ranks for case in cases}):

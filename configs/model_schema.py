@@ -145,8 +145,7 @@ class PlacementConfig:
     )
     max_load: Optional[float] = key(
         None,
-        "most assignments that a rank may compute in a call, by the mean rank's; null: no limit. Only solve and auto "
-        "know it",
+        "most assignments that a rank may compute in a call, by the mean rank's; null: no limit. Only solve keeps it",
         "free",
         low=1.0,
     )

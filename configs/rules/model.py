@@ -186,8 +186,8 @@ def _placement(config: Config) -> Iterator[Problem]:
         rule = f"must be null or moe.pipeline_degree ({config.moe.pipeline_degree}) for moe.placement.bitwise"
         fixes: list[Fix] = [{"moe.backward_pipeline_degree": None}, {"moe.placement.bitwise": False}]
         yield Problem("moe.backward_pipeline_degree", rule, fixes)
-    if placement.max_load is not None and placement.policy not in ("solve", "auto"):
-        rule = f"must be null for moe.placement.policy={placement.policy}, whose planner knows no limit"
+    if placement.max_load is not None and placement.policy != "solve":
+        rule = f"must be null for moe.placement.policy={placement.policy}, which keeps no limit"
         yield Problem(
             "moe.placement.max_load", rule, [{"moe.placement.max_load": None}, {"moe.placement.policy": "solve"}]
         )

@@ -185,7 +185,7 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
         ],
         2,
         "moe.placement.max_load",
-        "knows no limit",
+        "keeps no limit",
     ),
     (["model=gpt_moe_tiny", "moe.placement.replay=/runs/one"], 1, "moe.placement.replay", "must be null"),
     (["model=gpt_moe_tiny", "moe.placement.costs=free"], 1, "moe.placement.costs", "one of assumed, measured"),
