@@ -32,7 +32,7 @@ check "mypy" .venv/bin/mypy
 if [[ $# -gt 0 ]]; then
     check "pytest" .venv/bin/python -m pytest "$@"
 else
-    # Ranks wait for each other much of the time: tests that start none find room beside them.
+    # Ranks wait for each other much of the time: those that keep one core busy find room beside them.
     beside=$(mktemp)
     trap 'kill %1 2>/dev/null; rm -f "$beside"' EXIT
     .venv/bin/python -m pytest -m beside >"$beside" 2>&1 &

@@ -25,9 +25,10 @@ FAST = {
     *("test_workloads", "test_memory_reuse"),
 }
 
-# Further files whose tests keep one core busy at a time. With the fast ones they are marked `beside`.
+# Further files whose tests keep about one core busy. With the fast ones they are marked `beside`.
 BESIDE = FAST | {
-    *("cuda/test_fake", "launch/test_gpu_check", "parallel/test_megatron_patches", "models/test_build"),
+    *("cuda/test_fake", "cuda/test_trainings", "cuda/test_pretended_gpu", "launch/test_gpu_check"),
+    *("parallel/test_megatron_patches", "models/test_build"),
     *("test_huggingface", "test_huggingface_damage", "test_huggingface_keys"),
     *("simulator/test_plan", "simulator/test_tiers"),
 }
