@@ -6,24 +6,28 @@ import socket
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from parallel.costs.measure import max_over_ranks, time_call
 from parallel.liveness import collective_log
 from training.resilience import events
 from training.run import Callback, Metrics, Run
 
 WINDOW = 20  # steps: a rank must be slow in their median, which no single pause moves
 LEAST_SECONDS = 0.002  # differences below this are noise
-PROBE_SIZE, PROBE_REPEATS = 4096, 4  # of the matrix product that a GPU is timed with, about ten milliseconds
+# A GPU is timed with matrix products that take so long together, by what the slowest rank's first ones took.
+PROBE_SECONDS = 0.01
+LEAST_SIZE, MOST_SIZE, MOST_REPEATS = 64, 4096, 64
 
 
 class Stragglers(Callback):
     """Compares, every WINDOW steps, each rank's own seconds a step with the median of its pipeline stage's other ranks.
 
     On a host a rank's own seconds are those outside of collectives, data and callbacks included. A GPU's waits are not
-    seen from its host: there a matrix product is timed once a window instead, which shows a slow device but not a slow
+    seen from its host: there matrix products are timed once a window instead, which shows a slow device but not a slow
     host. The numbers travel with the step's loss. A rank is named when it is slower by `training.straggler_factor`
     (null: never).
     """
@@ -103,20 +107,45 @@ def find_slow(seconds: list[float], stages: list[int], factor: float) -> dict[in
     return slow
 
 
+def choose_products(seconds_of: Callable[[int], float]) -> tuple[int, int]:
+    """Size and number of square matrix products that take about PROBE_SECONDS; `seconds_of(size)` times one.
+
+    A product of twice the size takes about eight times as long: it is tried only where that is not too long. So no
+    device, and no processor that stands for one, computes for long.
+    """
+    size = LEAST_SIZE
+    seconds = seconds_of(size)
+    while size < MOST_SIZE and 8 * seconds <= PROBE_SECONDS:
+        size *= 2
+        seconds = seconds_of(size)
+    return size, max(1, min(MOST_REPEATS, round(PROBE_SECONDS / max(seconds, 1e-9))))
+
+
 class _Probe:
-    """The time of a matrix product on this rank's GPU."""
+    """The time of some matrix products on this rank's GPU, the same ones on all ranks. Made on all ranks together."""
 
     def __init__(self, device: torch.device):
-        self._matrix = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=torch.float16, device=device)
+        self._device = device
+        size, self._repeats = choose_products(self._slowest)
+        self._matrix = self._of_size(size)
         self.last = 0.0
         self.measure()
-        self.measure()  # the first one starts cuBLAS
+
+    def _of_size(self, size: int) -> torch.Tensor:
+        return torch.ones(size, size, dtype=torch.float16, device=self._device)
+
+    def _slowest(self, size: int) -> float:
+        """Seconds of one product on the slowest rank."""
+        matrix = self._of_size(size)
+        torch.mm(matrix, matrix)  # the first one starts cuBLAS
+        own = min(time_call(lambda: torch.mm(matrix, matrix), self._device) for _ in range(2))
+        return max_over_ranks([own], self._device, dist.group.WORLD)[0]
 
     def measure(self) -> None:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         begin.record()
-        for _ in range(PROBE_REPEATS):
+        for _ in range(self._repeats):
             torch.mm(self._matrix, self._matrix)
         end.record()
         end.synchronize()
