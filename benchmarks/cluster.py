@@ -54,12 +54,12 @@ SEGMENTS = tuple(size * 1024 for size in (128, 64, 32, 16) if size <= 64 or LINU
 # <linux/rtnetlink.h>, <linux/if_link.h>
 RTM_NEWLINK, NLM_F_REQUEST_ACK, IFLA_GSO_MAX_SIZE, IFLA_GSO_IPV4_MAX_SIZE = (16, 5, 41, 63)
 
-COMMAND_TIMEOUT = 30.0  # seconds for ip and tc
+COMMAND_TIMEOUT = 120.0  # seconds for ip and tc
 START_TIMEOUT = 120.0  # seconds for all ranks to import torch and to meet
 CALL_TIMEOUT = 300.0  # seconds for one call, where the caller names none
 GRACE = 5.0  # seconds that the other ranks have once one has failed
 STACKS_TIMEOUT = 2.0  # seconds that stuck ranks have to write their stacks
-SWEEP_TIMEOUT = 10.0  # seconds for killed processes to leave their control groups
+SWEEP_TIMEOUT = 60.0  # seconds for processes that ended to be gone, and out of their control groups
 
 CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1  # <linux/sched.h>, <linux/prctl.h>
 # Ranks compute on the host. torch would warn that addresses in the namespaces have no names, libraries of what is not
@@ -533,7 +533,7 @@ class Cluster:
 
 def _obituary(rank: _Rank, what: str) -> str:
     with contextlib.suppress(subprocess.TimeoutExpired):
-        rank.process.wait(timeout=STACKS_TIMEOUT)
+        rank.process.wait(timeout=SWEEP_TIMEOUT)
     time.sleep(0.1)  # its last lines are on their way
     return f"{what}: rank {rank.rank} ended with status {rank.process.returncode}; its last output:\n" + "\n".join(
         rank.tail

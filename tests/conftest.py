@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests import distributed
+from tests.waits import LONG
 
 # Files whose tests start no rank and no training, marked `fast`.
 FAST = {
-    *("test_docs", "test_readme", "test_rooms", "test_walkthrough", "test_summary", "test_rounds"),
+    *("test_docs", "test_readme", "test_waits", "test_rooms", "test_walkthrough", "test_summary", "test_rounds"),
     *("test_files", "test_keys", "test_last_words", "test_ranks", "test_validate", "test_weights"),
     *("test_corpus", "test_identity", "test_loader", "data/test_samples", "test_split"),
     *("test_load", "test_planner", "test_program", "test_route", "test_solve", "test_trial", "moe/test_trace"),
@@ -83,4 +84,4 @@ def _can_pretend() -> bool:
 def _has_network_namespaces() -> bool:
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return False
-    return subprocess.run(["unshare", "--net", "true"], capture_output=True, timeout=30).returncode == 0
+    return subprocess.run(["unshare", "--net", "true"], capture_output=True, timeout=LONG).returncode == 0

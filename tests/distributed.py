@@ -31,15 +31,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from tests.waits import LONG, POLL
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_RANKS = 4
 PRETENDED = "pretended"  # a backend: gloo between ranks that have tests/cuda's device
-DEFAULT_TIMEOUT = 90.0  # seconds; below pytest's own limit, which knows nothing of the ranks
-START_TIMEOUT = 90.0  # seconds that a new process has to import Megatron-core; not counted against the call
-MEETING_TIMEOUT = 30.0  # seconds that ranks have to connect, which takes milliseconds; not counted against the call
-TAKE_DOWN_TIMEOUT = 30.0  # seconds that a rank has to leave its process group
+MEETING_TIMEOUT = 60.0  # seconds that ranks have to connect, which takes milliseconds; not counted against the call
 GRACE = 10.0  # seconds that the other ranks have to end once one of them has failed
-DUMP_WAIT = 3.0  # seconds that stuck ranks have to write their stacks
+DUMP_WAIT = 30.0  # seconds that stuck ranks have to begin with their stacks, and dead ones to be gone
+DUMP_PAUSE = 1.0  # seconds in which they write them
 END = b"end"  # tells a rank that it may take everything down
 END_OF_RUN = "\x00end-of-run"  # ends a rank's output of one call
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -65,9 +67,7 @@ class RankDied(Exception):
     """A rank's process ended without an answer. The pool is gone, the next call makes a new one."""
 
 
-def run(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = DEFAULT_TIMEOUT, backend: str = "gloo"
-) -> list[Any]:
+def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LONG, backend: str = "gloo") -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks and return their results by rank.
 
     `fn` must be importable by name; arguments and results are pickled. With backend "gloo" the ranks see no GPU, with
@@ -175,8 +175,8 @@ class _Worker:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(timeout=30)
-        self.reader.join(timeout=5)
+        self.process.wait(timeout=LONG)
+        self.reader.join(timeout=DUMP_WAIT)
         self.connection.close()
 
 
@@ -192,7 +192,7 @@ class _Pool:
         self.workers: list[_Worker] = []
         # One store for the pool, on a free port of its own; each call talks under its own prefix.
         self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=LONG)
         )
 
     def run(self, call: tuple[str, str, bytes], world_size: int, timeout: float) -> list[Any]:
@@ -201,7 +201,7 @@ class _Pool:
         workers = self.workers[:world_size]
         for worker in workers:
             if not worker.started:
-                self._expect(worker, "ready", START_TIMEOUT)
+                self._expect(worker, "ready", LONG)
                 worker.started = True
         self.calls += 1
         for worker in workers:
@@ -260,7 +260,7 @@ class _Pool:
             if worker not in failed:
                 self._release(worker)
         for worker in workers:
-            self._expect(worker, "clean", TAKE_DOWN_TIMEOUT)
+            self._expect(worker, "clean", LONG)
             worker.output_ended.wait(timeout=DUMP_WAIT)
         if first_error is not None:
             raise first_error
@@ -319,6 +319,14 @@ def _obituary(worker: _Worker) -> str:
     return f"rank {worker.rank} (pid {worker.process.pid}) died, exit status {status}; its last output:\n{tail}"
 
 
+def _says_something(worker: _Worker) -> bool:
+    """Whether it has, or cannot any more."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        silent = psutil.Process(worker.process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+        return silent or bool(worker.tail)
+    return True
+
+
 def _dump_stacks(workers: Iterable[_Worker]) -> str:
     """Make stuck workers write the stacks of all their threads, and return that."""
     workers = list(workers)
@@ -326,7 +334,10 @@ def _dump_stacks(workers: Iterable[_Worker]) -> str:
         worker.tail.clear()
         with contextlib.suppress(ProcessLookupError):
             worker.process.send_signal(signal.SIGUSR1)
-    time.sleep(DUMP_WAIT / 3)
+    end = time.monotonic() + DUMP_WAIT
+    while not all(map(_says_something, workers)) and time.monotonic() < end:
+        time.sleep(POLL)
+    time.sleep(DUMP_PAUSE)
     for worker in workers:
         worker.process.kill()
     for worker in workers:

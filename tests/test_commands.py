@@ -26,6 +26,7 @@ from launch import submit
 from launch.job import compose_for
 from tests.launch.test_gpu_check import OF_CHECK
 from tests.test_launch import NVIDIA_SMI, PYTHON, ROOT, Sandbox, agent_arguments, installed, parsed, sandbox
+from tests.waits import LONG
 
 __all__ = ["installed", "sandbox"]  # fixtures
 
@@ -147,7 +148,7 @@ def all_commands() -> dict[str, str]:
         found |= dict.fromkeys(commands_of_help(re.sub(r"^#", "", path.read_text(), flags=re.M)), path.name)
     for name in SCRIPTS:
         done = subprocess.run(
-            ["bash", str(ROOT / "launch" / name), "--help"], capture_output=True, text=True, timeout=60
+            ["bash", str(ROOT / "launch" / name), "--help"], capture_output=True, text=True, timeout=LONG
         )
         found |= dict.fromkeys(commands_of_help(done.stdout), f"{name} --help")
     return found

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.waits import LONG
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-    pytest.mark.timeout(600),
 ]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -29,7 +30,7 @@ GPU_LOSS = 1e-4  # relative; a GPU sums in another order than a CPU
 
 def _train(run_dir: Path, *overrides: str) -> list[dict[str, float]]:
     command = [sys.executable, "train.py", f"run_dir={run_dir}", *QUIET, *overrides]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 
 from launch import system_torch
+from tests.waits import LONG, until
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"])
@@ -104,7 +104,7 @@ class Sandbox:
 
     def run(self, script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         process = self.start(script, *arguments, **env)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=LONG)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def log(self) -> list[str]:
@@ -138,14 +138,6 @@ def agent_arguments(box: Sandbox) -> list[str]:
     return (box.root / "agent").read_text().splitlines()
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.05)
-    pytest.fail(f"waited 30 s in vain for {what}")
-
-
 def pip_line(*extras: str) -> str:
     names = f"[{','.join(extras)}]" if extras else ""
     return f"pip install -qq --disable-pip-version-check --constraint launch/constraints.txt --editable .{names}"
@@ -156,7 +148,7 @@ def pip_line(*extras: str) -> str:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_script_parses(script: Path) -> None:
-    assert subprocess.run(["bash", "-n", str(script)], capture_output=True, timeout=30).stderr == b""
+    assert subprocess.run(["bash", "-n", str(script)], capture_output=True, timeout=LONG).stderr == b""
 
 
 @pytest.mark.parametrize("script", ["setup.sh", "quickstart.sh", "test.sh", "torchrun.sh", "gpu_check.sh", "wheels.sh"])
@@ -211,9 +203,9 @@ def test_setup_adds_extras_to_those_that_are_there(sandbox: Sandbox) -> None:
 def test_setup_remakes_what_was_killed(sandbox: Sandbox) -> None:
     (sandbox.root / "pip-waits").touch()
     process = sandbox.start("setup.sh")
-    wait_until(lambda: (sandbox.root / "log").exists() and "pip" in (sandbox.root / "log").read_text(), "pip")
+    until(lambda: (sandbox.root / "log").exists() and "pip" in (sandbox.root / "log").read_text(), "pip")
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=LONG)
     (sandbox.root / "pip-waits").unlink()
     (sandbox.repo / ".venv" / "half-made").touch()
     sandbox.log()
@@ -226,13 +218,13 @@ def test_setup_remakes_what_was_killed(sandbox: Sandbox) -> None:
 def test_two_setups_at_once_install_once(sandbox: Sandbox) -> None:
     (sandbox.root / "pip-waits").touch()
     first = sandbox.start("setup.sh")
-    wait_until(lambda: (sandbox.root / "log").exists() and "pip" in (sandbox.root / "log").read_text(), "pip")
+    until(lambda: (sandbox.root / "log").exists() and "pip" in (sandbox.root / "log").read_text(), "pip")
     second = sandbox.start("setup.sh")
     assert second.stdout is not None
     assert "another set-up is at work" in second.stdout.readline()
     (sandbox.root / "pip-waits").unlink()
-    first.communicate(timeout=30)
-    second.communicate(timeout=30)
+    first.communicate(timeout=LONG)
+    second.communicate(timeout=LONG)
     assert (first.returncode, second.returncode) == (0, 0)
     assert sandbox.log() == ["venv", pip_line()]
 
@@ -481,7 +473,7 @@ def test_quickstart_reads_the_real_config() -> None:
     """The line that quickstart.sh looks for is what train.py prints."""
     command = [sys.executable, "train.py", "--cfg", "job", "--package", "moe"]
     for override, line in (("moe.num_experts=12", "num_experts: 12"), ("moe.num_experts=null", "num_experts: null")):
-        result = subprocess.run([*command, override], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        result = subprocess.run([*command, override], cwd=ROOT, capture_output=True, text=True, timeout=LONG)
         assert result.returncode == 0, result.stderr
         assert line in result.stdout.splitlines()
 
@@ -668,9 +660,9 @@ def test_slurm_job_that_was_warned_is_queued_again_if_there_is_more_to_do(
     installed.put("squeue", "#!/usr/bin/env bash\necho N/A\n")
     installed.put("srun", WARNED_SRUN.replace("{status}", str(status)))
     process = installed.start("slurm.sbatch", **slurm_variables(installed))
-    wait_until(lambda: (installed.root / "log").exists(), "srun")
+    until(lambda: (installed.root / "log").exists(), "srun")
     process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=LONG)
     assert process.returncode == status, out + err
     assert installed.log() == ["up", *end]
     assert not end or f"stopped early (status {status}) with step 12 saved" in out
@@ -683,8 +675,8 @@ def test_slurm_job_whose_ranks_do_not_stop_is_queued_again_in_time(installed: Sa
     srun = WARNED_SRUN.replace("USR1", "TERM").replace("{status}", "143").replace("echo up", "trap '' USR1; echo up")
     installed.put("srun", srun)
     process = installed.start("slurm.sbatch", **slurm_variables(installed))
-    wait_until(lambda: (installed.root / "log").exists(), "srun")
+    until(lambda: (installed.root / "log").exists(), "srun")
     process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=LONG)
     assert "the ranks did not stop in time" in out, out + err
     assert installed.log() == ["up", "scontrol requeue 61234"]

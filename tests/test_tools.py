@@ -21,6 +21,7 @@ from inference import command as model_command
 from parallel import devices
 from parallel.dtypes import DTYPES
 from tests.distributed import ROOT
+from tests.waits import LONG
 
 # started by scripts and by other programs, not by people
 INTERNAL = {"launch.agent", "launch.rank", "launch.system_torch", "data.worker", "moe.kernels"}
@@ -91,7 +92,7 @@ def run_all(folder: Path, lines: dict[str, list[list[str]]]) -> dict[tuple[str, 
 
     def of(tool: str) -> list[tuple[int, str, str, list[str]]]:
         code = [sys.executable, "-c", RUN, json.dumps([tool, lines[tool], HEAVY])]
-        done = subprocess.run(code, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(code, cwd=folder, env=environment, capture_output=True, text=True, timeout=LONG)
         assert done.returncode == 0, done.stderr
         return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
@@ -155,7 +156,7 @@ def test_commands_under_their_former_names(elsewhere: Path) -> None:
 def test_an_editable_installation_is_a_path(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     code = "from setuptools import build_meta; print(build_meta.build_editable('.'))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
         (name,) = [name for name in wheel.namelist() if "/" not in name]

@@ -19,9 +19,9 @@ import pytest
 from configs.compose import run
 from configs.schema import Config
 from tests.configs import advice
+from tests.waits import LONG
 
 ROOT = Path(__file__).resolve().parents[1]
-TIME_LIMIT = 100  # seconds, of a real run on every rank
 
 
 class Wrong(NamedTuple):
@@ -279,7 +279,7 @@ def _truncated_tokens(folder: Path) -> list[str]:
         cwd=ROOT,
         check=True,
         capture_output=True,
-        timeout=TIME_LIMIT,
+        timeout=LONG,
     )
     tokens = next((folder / "cache").rglob("*.bin"))
     os.truncate(tokens, tokens.stat().st_size - 7)
@@ -352,7 +352,7 @@ def run_train(argv: list[str], ranks: int, folder: Path, ours: bool = False) -> 
         *argv,
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIME_LIMIT)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LONG)
 
 
 @pytest.mark.parametrize("name", WRONG_RUNS)

@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.against import Comparison, main
+from tests.waits import LONG, until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHOW = "import sys, pathlib; print('speed', open('speed').read()); assert not list(pathlib.Path(sys.argv[1]).iterdir())"
@@ -22,7 +22,7 @@ SHOW = "import sys, pathlib; print('speed', open('speed').read()); assert not li
 def git(folder: Path, *arguments: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
     return subprocess.run(
-        ["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True, timeout=30
+        ["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True, timeout=LONG
     ).stdout
 
 
@@ -114,17 +114,15 @@ def test_errors_are_one_line(repository, capsys, arguments, status, words):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing(repository, number):
     pids = repository.parent / "pid"
-    code = f"import os, time; open({str(pids)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"import os, time; open({str(pids)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     command = [sys.executable, "-m", "benchmarks.against", "first", "--", sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
         command, cwd=repository, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 30
-    while not (pids.exists() and pids.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: pids.exists() and pids.read_text(), "the command")
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=LONG)
     assert process.returncode == 128 + number and "Traceback" not in errors
     assert is_clean(repository)
     with pytest.raises(ProcessLookupError):

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from benchmarks import cluster as cluster_file
 from benchmarks import link
 from benchmarks.cluster import CGROUPS, SEGMENTS, Cluster, ClusterError, RankError, launch, link_settings, parse_rate
 from tests.benchmarks import calls
+from tests.waits import LONG, until
 
-WAIT = 20.0  # seconds for processes to go
 HOLD = """
 import sys, time
 from benchmarks.cluster import Cluster
@@ -111,10 +110,8 @@ def test_a_failed_rank_takes_the_cluster_down(
 ) -> None:
     with Cluster(2) as cluster:
         pids = cluster.pids
-        started = time.monotonic()
         with pytest.raises(expected, match="(?s)" + words):
             cluster.call(call, 1)
-        assert time.monotonic() - started < 60
         assert not _alive(pids)
 
 
@@ -122,8 +119,8 @@ def test_a_failed_rank_takes_the_cluster_down(
 def test_a_stuck_rank_is_reported_with_its_stack() -> None:
     with Cluster(2) as cluster:
         pids = cluster.pids
-        with pytest.raises(ClusterError, match="(?s)rank 1 did not answer within 1 s.*sleep_on"):
-            cluster.call(calls.sleep_on, 1, timeout=1)
+        with pytest.raises(ClusterError, match="(?s)rank 1 did not answer within 3 s.*sleep_on"):
+            cluster.call(calls.sleep_on, 1, timeout=3)
         assert not _alive(pids)
 
 
@@ -140,8 +137,8 @@ def test_nothing_is_left_when_the_parent_is_killed(number: signal.Signals) -> No
         groups = list(CGROUPS.glob(f"mixtrain_cluster-{parent.pid}-*")) if share else []
         assert len(groups) == (2 if share else 0)
         parent.send_signal(number)
-        parent.wait(timeout=WAIT)
-        _wait_until(lambda: not _alive(pids) and not any(group.exists() for group in groups))
+        parent.wait(timeout=LONG)
+        until(lambda: not _alive(pids) and not any(group.exists() for group in groups), "nothing to be left")
         assert not namespaces & _namespaces()
     finally:
         parent.kill()
@@ -186,10 +183,3 @@ def _namespaces() -> set[str]:
         except OSError:
             continue
     return found
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

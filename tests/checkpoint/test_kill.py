@@ -10,21 +10,17 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from benchmarks.kill_test import differences
 from checkpoint import manifest
 from tests.test_rooms import ROOT
 from tests.training.helpers import train_on_ranks
+from tests.waits import LONG, until, until_gone
 
-LIMIT = 120.0  # seconds that one command may take
 
-
-@pytest.mark.timeout(240)
 def test_forked_runs(data: list[str]) -> None:
     arguments = ["--kills=2", "--seed=3", "--steps=9", "--layouts=ep2", "--json", *data]
     done = subprocess.run(
@@ -32,7 +28,7 @@ def test_forked_runs(data: list[str]) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LONG,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -49,11 +45,10 @@ def kill_family(process: subprocess.Popen[bytes]) -> None:
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for member in family:
         member.kill()
-    process.wait(timeout=30)
-    psutil.wait_procs(family, timeout=30)
+    process.wait(timeout=LONG)
+    until_gone(family)
 
 
-@pytest.mark.timeout(300)
 def test_torchrun_killed_while_it_saves(data: list[str], tmp_path: Path) -> None:
     overrides = [
         "experiment=gpt_moe_tiny",
@@ -72,14 +67,9 @@ def test_torchrun_killed_while_it_saves(data: list[str], tmp_path: Path) -> None
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
-        deadline = time.monotonic() + LIMIT
         # The second checkpoint begins: the first one is announced.
-        while (
-            process.poll() is None
-            and time.monotonic() < deadline
-            and not manifest.folder_of(run_dir, 4).with_suffix(".tmp").exists()
-        ):
-            time.sleep(0.001)
+        second = manifest.folder_of(run_dir, 4).with_suffix(".tmp")
+        until(lambda: process.poll() is not None or second.exists(), str(second), poll=0.001)
         assert process.poll() is None, log.read_text()
         kill_family(process)
         announced = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("checkpoint ")]
@@ -90,7 +80,7 @@ def test_torchrun_killed_while_it_saves(data: list[str], tmp_path: Path) -> None
             stdout=stream,
             stderr=stream,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=LIMIT,
+            timeout=LONG,
             check=True,
         )
     assert "resumed from" in log.read_text()

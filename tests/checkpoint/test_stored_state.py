@@ -17,6 +17,7 @@ from checkpoint import manifest, safetensors_header
 from tests import distributed
 from tests.training.helpers import make_config
 from tests.training.test_step import SAMPLES, SMALL, batches_of, build
+from tests.waits import LONG
 
 BF16 = "training.precision=bf16"
 BUCKETS = "optimizer.bucket_parameters=4096"
@@ -268,7 +269,7 @@ def train_while_saving(config: Any, folder: Path) -> dict[str, Any]:
             return pwrite(descriptor, data, at)
         seen["writes"] += 1
         if seen["writes"] == 20:
-            assert free.wait(30)
+            assert free.wait(LONG)
         return pwrite(descriptor, data[: max(1, len(data) // 2)], at)
 
     vars(os)["pwrite"] = hangs
@@ -353,7 +354,7 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
     def endless(savers: Any, data: bytearray) -> bytearray:
         while not savers:
             time.sleep(0.001)
-        assert savers[0]._save.cancelled.wait(30)
+        assert savers[0]._save.cancelled.wait(LONG)
         return data
 
     def flipped(savers: Any, data: bytearray) -> bytearray:

@@ -16,6 +16,7 @@ import pytest
 
 from configs.compose import CONFIG_DIR, compose, load, run, to_yaml
 from configs.schema import KEYS, Config, ConfigError
+from tests.waits import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -185,7 +186,7 @@ def script(tmp_path: Path) -> Path:
 )
 def test_what_a_command_prints(script: Path, argv: list[str], first: str, says: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(script), *argv], cwd=script.parent, capture_output=True, text=True, timeout=60
+        [sys.executable, str(script), *argv], cwd=script.parent, capture_output=True, text=True, timeout=LONG
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(first)
@@ -226,7 +227,7 @@ def test_train_py_runs_from_any_folder_with_paths_relative_to_it(tmp_path: Path)
             "data.tokenizer=no.model",
             "run_dir=r",
         ]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LONG)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         seen.append(done.stderr)
     assert "no.model" in seen[0] and "other.txt" not in seen[0]

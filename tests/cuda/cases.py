@@ -18,7 +18,6 @@ from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, PRETENDED_HALF_GRAD_NORM
 
 NUM_LAYERS = 2
 DISK_DIR = "/var/tmp"  # no tmpfs, which would be refused
-TIMEOUT = 100.0  # seconds
 LATENT = (
     "model.attention=latent",
     "model.kv_lora_rank=32",
@@ -279,7 +278,7 @@ def run(name: str, device: str, mutant: Mutant | None = None, early: bool = Fals
     overrides = (f"model.num_layers={NUM_LAYERS}", f"training.precision={case.precision}", *case.overrides)
     backend = distributed.PRETENDED if device == "cuda" else "gloo"
     arguments = device, overrides, case.ranks_per_node, mutant, case.card, early, case.one_sided, case.ways_in_turn
-    return distributed.run(runs.train, case.ranks, *arguments, timeout=TIMEOUT, backend=backend)
+    return distributed.run(runs.train, case.ranks, *arguments, backend=backend)
 
 
 def deviations(outcomes: Sequence[runs.Outcome], of_cpu: Sequence[runs.Outcome]) -> tuple[float, float]:

@@ -13,8 +13,9 @@ from memory.lanes import Done, Lanes
 from tests import distributed
 from tests.cuda import places
 from tests.cuda.pretended.observed import OBSERVED, Mutant
+from tests.waits import LONG
 
-pytestmark = [pytest.mark.cuda_pretended, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cuda_pretended]
 
 BUCKETS, SIZE, STEPS, SLOTS = 5, 64, 3, 2
 ENGINES = ("device", "host")
@@ -57,7 +58,7 @@ def _loop(engine: str, device: torch.device, hasty: bool) -> dict[str, torch.Ten
     host_grads = torch.zeros(BUCKETS, SIZE, pin_memory=on_gpu)
     host_weights = torch.zeros(BUCKETS, SIZE, dtype=torch.bfloat16, pin_memory=on_gpu)
     stored = stored.pin_memory() if on_gpu else stored
-    lanes = Lanes(device, timeout=30.0)
+    lanes = Lanes(device, timeout=LONG)
     back, free = ([Done.already() for _ in range(count)] for count in (BUCKETS, SLOTS))
 
     def on_device(bucket: int, step: int, ready: Done) -> None:

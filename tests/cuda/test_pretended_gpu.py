@@ -20,9 +20,10 @@ from tests.cuda import cases, launches, matrix, places, runs
 from tests.cuda.cases import CASES
 from tests.cuda.pretended import logs
 from tests.cuda.pretended.observed import OBSERVED
+from tests.waits import LONG
 
 # the first test of a session starts up to eight processes
-pytestmark = [pytest.mark.cuda_pretended, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cuda_pretended]
 
 LATE = [name for name in CASES if name not in cases.MATRIX_ONLY]
 EARLY = ["keep, chunks", "offload, chunks", "hierarchical", "pipeline", "layer inputs on the host"]
@@ -254,7 +255,7 @@ def _wait_in_a_thread() -> tuple[dict[str, int], dict[str, int], list[str]]:
         for work in (event.synchronize, values.tolist):
             thread = threading.Thread(target=work)
             thread.start()
-            thread.join(timeout=30)
+            thread.join(timeout=LONG)
         main = {kind: n for (kind, _), n in OBSERVED.waits.items()}
         worker = {kind: n for (_, kind, _), n in OBSERVED.worker_waits.items()}
         return main, worker, sorted(OBSERVED.faults)

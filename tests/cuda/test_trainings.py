@@ -17,8 +17,9 @@ from tests.cuda.pretended.logs import compare
 from tests.cuda.run import ROOT
 from tests.tolerances import PRETENDED_HALF_GRAD_NORM, PRETENDED_HALF_LOSS
 from tests.training.helpers import make_config, read_metrics
+from tests.waits import LONG
 
-pytestmark = [pytest.mark.cuda_pretended, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cuda_pretended]
 
 RANKS, NUM_LAYERS, MICRO_BATCHES, STEPS = 2, 2, 2, 6
 QUIET = 3  # a step without evaluation, checkpoint or report
@@ -43,7 +44,7 @@ def _train(
 ) -> list[trainings.Outcome]:
     config = make_config([*COMMON, f"training.device={device}", f"run_dir={folder}", *data, *overrides], ranks)
     backend = distributed.PRETENDED if device == "cuda" else "gloo"
-    return distributed.run(trainings.train, ranks, device, config, timeout=200.0, backend=backend)
+    return distributed.run(trainings.train, ranks, device, config, timeout=LONG, backend=backend)
 
 
 def _compare(outcomes: list[trainings.Outcome], of_cpu: list[trainings.Outcome]) -> None:
@@ -114,7 +115,7 @@ def test_any_command_runs_on_the_device(data: list[str], tmp_path: Path) -> None
     overrides = ["experiment=gpt_tiny", "model.num_layers=1", "training.steps=2", "training.device=cuda", *data]
     quiet = ["logging=quiet", "training.eval_interval=0", "sample.prompts=[]", f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(
-        [*run, sys.executable, "train.py", *overrides, *quiet], cwd=ROOT, capture_output=True, text=True, timeout=200
+        [*run, sys.executable, "train.py", *overrides, *quiet], cwd=ROOT, capture_output=True, text=True, timeout=LONG
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gpt, cuda, 1 rank" in done.stdout
@@ -124,11 +125,11 @@ def test_any_command_runs_on_the_device(data: list[str], tmp_path: Path) -> None
 
 def test_the_status_is_the_commands_or_tells_of_a_fault() -> None:
     run = [sys.executable, "-m", "tests.cuda.run", "--", sys.executable, "-c"]
-    assert subprocess.run([*run, "raise SystemExit(3)"], cwd=ROOT, timeout=100).returncode == 3
+    assert subprocess.run([*run, "raise SystemExit(3)"], cwd=ROOT, timeout=LONG).returncode == 3
     unread = (
         "import torch; device = torch.ones(3, device='cuda'); host = torch.empty(3, pin_memory=True)\n"
         "with torch.cuda.stream(torch.cuda.Stream()): host.copy_(device, non_blocking=True)\n"
     )
-    done = subprocess.run([*run, unread], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*run, unread], cwd=ROOT, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 1, done.stderr
     assert "did not wait for what the default stream was doing with the memory" in done.stderr

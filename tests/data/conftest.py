@@ -10,6 +10,7 @@ import pytest
 
 from configs.schema import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tests.waits import LONG
 
 WORDS = (
     "the a model learns tokens gradient expert router layer batch step loss quickly slowly often never reads "
@@ -57,5 +58,5 @@ def config(tmp_path: Path, jsonl: Path, model_path: Path) -> DataConfig:
         cache_dir=str(tmp_path / "cache"),
         num_workers=1,
         validation_fraction=0.1,
-        timeout_seconds=60,
+        timeout_seconds=LONG,
     )

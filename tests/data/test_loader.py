@@ -10,18 +10,19 @@ from configs.schema import Config, ConfigError
 from data.build import build_data, entropy, label_counts, unigram_entropy
 from data.loader import Loader
 from data.prepare import prepare
+from tests.waits import LONG, until
 
 
 class Counting:
-    """Samples whose tokens are their index; `fail_at` raises, `delay` sleeps per batch."""
+    """Samples whose tokens are their index; `fail_at` raises, each batch waits for `ready`."""
 
-    def __init__(self, fail_at: int | None = None, delay: float = 0.0):
-        self.fail_at, self.delay = fail_at, delay
+    def __init__(self, fail_at: int | None = None, ready: threading.Event | None = None):
+        self.fail_at, self.ready = fail_at, ready
         self.calls = 0
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         self.calls += 1
-        time.sleep(self.delay)
+        assert self.ready is None or self.ready.wait(LONG)
         if self.fail_at is not None and self.fail_at in indices:
             raise OSError("disk on fire")
         return {"tokens": np.array(indices, dtype=np.int64)[:, None]}
@@ -80,9 +81,7 @@ def test_prefetch_is_bounded_and_close_ends_the_thread():
     samples = Counting()
     before = threading.active_count()
     loader = Loader(samples, global_batch_size=2, micro_batch_size=2, prefetch=3)
-    deadline = time.monotonic() + 5
-    while samples.calls < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: samples.calls >= 4, "the queue to fill")
     time.sleep(0.2)
     assert samples.calls == 4  # three in the queue, one in hand
     loader.close()
@@ -101,13 +100,17 @@ def test_errors_reach_the_caller_after_the_good_steps(prefetch):
 
 
 def test_waiting_ends_and_is_measured():
-    loader = Loader(Counting(delay=0.2), global_batch_size=2, micro_batch_size=2)
+    ready = threading.Event()
+    loader = Loader(Counting(ready=ready), global_batch_size=2, micro_batch_size=2)
+    threading.Timer(0.1, ready.set).start()
     loader.next_step()
     assert loader.wait_seconds > 0
     loader.close()
-    slow = Loader(Counting(delay=1.0), global_batch_size=2, micro_batch_size=2, timeout_seconds=0.1)
+    ready = threading.Event()
+    slow = Loader(Counting(ready=ready), global_batch_size=2, micro_batch_size=2, timeout_seconds=0.1)
     with pytest.raises(TimeoutError, match="no batch within 0.1 s"):
         slow.next_step()
+    ready.set()
     slow.close()
 
 

@@ -1,14 +1,15 @@
+import contextlib
 import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from configs.schema import ConfigError, DataConfig
@@ -19,6 +20,7 @@ from data.prepare import prepare
 from data.prepare.command import main, parse_arguments
 from data.tokenizer import load_tokenizer
 from tests.data.test_tokenizer import byte_level
+from tests.waits import LONG, until, until_gone
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -135,6 +137,21 @@ def test_only_bad_lines(config, jsonl):
         prepare(config, "gpt", False)
 
 
+# data.prepare, which is killed when the first part is done and the others are under way.
+KILLED = """
+import os, signal, sys
+from data.prepare import command, workers
+send, parts = workers._send, []
+def counted(process, message):
+    send(process, message)
+    parts.extend(["spans"] if "spans" in message else [])
+    if len(parts) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+workers._send = counted
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
 def test_kill_in_the_middle_then_resume(config, tmp_path):
     settings = replace(config, **_several_parts(tmp_path), num_workers=2)
     expected = tmp_path / "expected"
@@ -143,16 +160,20 @@ def test_kill_in_the_middle_then_resume(config, tmp_path):
         f"data.{key}={getattr(settings, key)}"
         for key in ("corpus", "tokenizer", "cache_dir", "validation_fraction", "num_workers")
     ]
-    command = [sys.executable, "-m", "data.prepare", *arguments]
-    cache = Path(settings.cache_dir)
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while not list(cache.rglob("parts/*.npz")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(timeout=10) == -signal.SIGKILL
+    process = subprocess.Popen([sys.executable, "-c", KILLED, *arguments], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    cache, workers = Path(settings.cache_dir), set()
+
+    def has_ended() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            workers.update(psutil.Process(process.pid).children())
+        return process.poll() is not None
+
+    until(has_ended, "the kill", poll=0.002)
+    assert process.returncode == -signal.SIGKILL
     assert not list(cache.rglob("done.json"))
-    time.sleep(0.5)  # workers end with their input, when they have written their part
+    # Workers end with their input, when they have written their part.
+    assert len(workers) == 2
+    until_gone(workers)
     kept = {path: path.stat().st_mtime_ns for path in cache.rglob("parts/*.npz")}
     assert kept
     # What remains is tokenized, what was kept is not: were it, its absence below would not matter.
@@ -180,7 +201,7 @@ def test_several_processes_at_once(config):
         subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    outputs = [process.communicate(timeout=60) for process in processes]
+    outputs = [process.communicate(timeout=LONG) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert sum("Training a sentencepiece tokenizer" in errors for _, errors in outputs) == 1
     without_time = {

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from configs.schema import ConfigError
 from data.tokenizer import CLS, EOD, MASK, PAD, SEP, load_tokenizer, train_tokenizer
 from data.tokenizer.huggingface import HuggingFaceTokenizer
+from tests.waits import LONG
 
 ALPHABETS = [
     "abc XYZ 019 \n\t\r",
@@ -181,4 +182,4 @@ def test_arrays(tokenizer):
 def test_workers_import_neither_torch_nor_transformers():
     heavy = "{'torch', 'transformers', 'pyarrow', 'megatron'}"
     code = f"import sys, data.worker, data.prepare, data.samples; assert not {heavy} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LONG)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import psutil
 
+from tests.waits import LONG
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo", "setpriv")
 NODES = ("n1", "n2")
-START_TIMEOUT, STOP_TIMEOUT, COMMAND_TIMEOUT = 30.0, 15.0, 30.0  # seconds
 
 # Both nodes are this machine under two names and ports, so their processes are told apart by parentage and not by
 # cgroups, and their sizes are taken from here. A requeued job waits for its credential to expire (5 s at least); low
@@ -112,10 +113,10 @@ class Cluster:
         if len(self._daemons) > 1 and all(daemon.poll() is None for daemon in self._daemons):
             self.output("scancel", "--quiet", "--user", getpass.getuser(), check=False)
             with contextlib.suppress(RuntimeError):
-                self._wait(lambda: self.output("squeue", "--noheader", check=False) == "", "no jobs", STOP_TIMEOUT)
+                self._wait(lambda: self.output("squeue", "--noheader", check=False) == "", "no jobs", LONG)
         for daemon in reversed(self._daemons):
             daemon.terminate()
-        end = time.monotonic() + STOP_TIMEOUT
+        end = time.monotonic() + LONG
         for daemon in self._daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(max(0.1, end - time.monotonic()))
@@ -136,7 +137,7 @@ class Cluster:
 
     def output(self, *command: str, check: bool = True, cwd: Path | None = None) -> str:
         """What a command prints. Raises RuntimeError with what it said if it fails."""
-        result = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=COMMAND_TIMEOUT)
+        result = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=LONG)
         if check and result.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}: {result.stdout}{result.stderr}")
         return result.stdout.strip()
@@ -146,10 +147,10 @@ class Cluster:
         words = self.output("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.partition("=")[::2] for word in words)
 
-    def wait_for(self, number: str, states: Sequence[str], timeout: float) -> dict[str, str]:
+    def wait_for(self, number: str, states: Sequence[str]) -> dict[str, str]:
         """Wait until a job is in one of the states. Raises RuntimeError if it gets into another final one, or never
         there."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + LONG
         while (job := self.job(number))["JobState"] not in states:
             if (
                 job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -170,7 +171,7 @@ class Cluster:
                 subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             )
 
-    def _wait(self, condition: Callable[[], bool], what: str, timeout: float = START_TIMEOUT) -> None:
+    def _wait(self, condition: Callable[[], bool], what: str, timeout: float = LONG) -> None:
         end = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > end or any(daemon.poll() is not None for daemon in self._daemons):

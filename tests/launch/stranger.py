@@ -20,6 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.waits import LONG
+
 
 class Payload:
     """Makes a folder when it is unpickled."""
@@ -47,7 +49,7 @@ def main(mark: str, rendezvous: str, store: str, *places: str) -> None:
             host, _, port = place.rpartition(":")
             with (
                 contextlib.suppress(ConnectionError),
-                socket.create_connection((host, int(port)), timeout=10) as connection,
+                socket.create_connection((host, int(port)), timeout=LONG) as connection,
             ):
                 connection.sendall(content)
     ranks = connect(store)
@@ -66,7 +68,7 @@ def main(mark: str, rendezvous: str, store: str, *places: str) -> None:
 
 def connect(place: str) -> Any:
     host, _, port = place.rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=LONG))
 
 
 if __name__ == "__main__":

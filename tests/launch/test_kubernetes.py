@@ -12,6 +12,7 @@ import yaml
 from torch.distributed.run import parse_args
 
 from launch.job import compose_for
+from tests.waits import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB: dict[str, Any] = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
@@ -40,7 +41,7 @@ def test_pod_starts_its_node_of_a_possible_job(tmp_path: Path, kind: str, rank: 
         "MASTER_PORT": "23456",
         "HOSTNAME": "pod",
     }
-    result = subprocess.run(container["command"], cwd=repo, env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(container["command"], cwd=repo, env=env, capture_output=True, text=True, timeout=LONG)
     assert (result.returncode, result.stderr) == (0, "")
 
     _, module, *arguments = result.stdout.splitlines()

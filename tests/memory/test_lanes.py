@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from memory.lanes import CalledOff, Done, Lanes, Users, soonest_free
-
-LONG = 20.0  # seconds
+from tests.waits import LONG
 
 
 @pytest.fixture

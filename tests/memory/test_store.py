@@ -16,10 +16,10 @@ from memory.arrange import BLOCK, NUM_SLOTS
 from memory.disk import Disk, aligned, offsets
 from memory.lanes import Done, Lanes
 from memory.store import Store
+from tests.waits import LONG
 
 SIZES = [5000, 8192, 1, 8192, 12288]
 TIERS = ["host", "disk", "disk", "disk", "host"]
-LONG = 10.0  # seconds: what does not come by then never will
 
 
 def fill(value: int) -> Callable[[torch.Tensor], Any]:

@@ -17,6 +17,7 @@ from configs.compose import compose
 from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import INPUT, TENSOR, Operation, Split, Weight, block, local_shape
+from tests.waits import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of all pairs, which benchmarks/blueprint_check.py compares: every experiment and every layout.
@@ -121,5 +122,5 @@ def test_neither_torch_nor_megatron_is_needed() -> None:
     program = (
         "import sys, models.blueprint; print([name for name in ('torch', 'megatron', 'numpy') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=LONG)
     assert result.stdout.strip() == "[]", result.stderr

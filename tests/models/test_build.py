@@ -23,6 +23,7 @@ from tests.distributed import run
 from tests.models.helpers import gradient, make_config, random_batch, run_model
 from tests.models.test_layouts import BERT, BERT_MOE, GPT_MOE, SMALL, Overrides
 from tests.tolerances import BF16_LOSS, FP32_GRAD_NORM, FP32_LOSS
+from tests.waits import LONG
 
 VOCAB_SIZE = 131
 DROPOUT: Overrides = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
@@ -169,7 +170,7 @@ def import_megatron_beside(folder: str) -> subprocess.CompletedProcess[str]:
         "print(resolve_backend(Config(), gpu)); print(backend_line(Config(), gpu))\n"
     )
     environment = {**os.environ, "PYTHONPATH": folder}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=LONG)
 
 
 @pytest.mark.parametrize("error", ["FileNotFoundError('libtransformer_engine.so')", "AssertionError('no library')"])

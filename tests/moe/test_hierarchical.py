@@ -23,6 +23,7 @@ from moe.alltoall.hierarchical import HierarchicalAllToAll, ranks_per_node
 from moe.schedule.chunk_plan import STRATEGIES, Plan
 from tests.distributed import RankError, run
 from tests.moe.oracle import Case, check_on_ranks, with_dtype
+from tests.waits import LONG
 
 NODES = [(4, 2), (4, 1), (4, 4), (2, 1), (3, 3)]  # (ranks, ranks per node)
 COLUMNS = [[0], [1], [2], [0, 2], [3], [0, 1, 2, 3]]
@@ -260,7 +261,7 @@ def _threads_end() -> None:
     del exchange
     gc.collect()
     for thread in started:
-        thread.join(timeout=10)
+        thread.join(timeout=LONG)
         assert not thread.is_alive()
 
 
@@ -368,7 +369,7 @@ class _Taken:
 
     def wait(self) -> None:
         if self.box is not None and self.tensor is not None:
-            got = self.box.get(timeout=20)
+            got = self.box.get(timeout=LONG)
             assert (got.shape, got.dtype) == (self.tensor.shape, self.tensor.dtype)
             self.tensor.copy_(got)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests import distributed
+from tests.waits import LONG
 
 on_one_rank = distributed.run
 
@@ -86,7 +87,7 @@ def test_torch_cuda_is_left_alone() -> None:
     # In a process of its own: those of the pool are patched already.
     code = "import json; from tests.parallel.test_megatron_patches import look_around; print(json.dumps(look_around()))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=distributed.ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], cwd=distributed.ROOT, capture_output=True, text=True, timeout=LONG
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"changed": [], "left": []}
@@ -111,7 +112,7 @@ def test_starts_without_what_it_may_not_use(entry: str) -> None:
         cwd=distributed.ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LONG,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", version("wandb")]

@@ -18,6 +18,7 @@ from models import blueprint
 from models.blueprint.operation import Block, Collective, Operation, Split, Tensor, Weight
 from simulator import communication, flops, parameters
 from simulator.activations import Activations
+from tests.waits import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 STRANGE = Operation("attend_far", "self_attention.far", ("state",), (Tensor("far", 8),))
@@ -97,6 +98,6 @@ print(json.dumps([name for name in ("torch", "megatron") if name in sys.modules]
 
 def test_a_plan_needs_neither_torch_nor_megatron() -> None:
     command = [sys.executable, "-c", PROGRAM, "cuda"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONG)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1]) == []

@@ -27,6 +27,7 @@ from simulator.parameters import places
 from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit, refuse_what_the_host_cannot_hold
 from tests import distributed
 from tests.training.helpers import make_config, train, train_on_ranks
+from tests.waits import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY, FLOPS = 0.10, 0.01  # bounds of the plan's error
@@ -387,7 +388,6 @@ def test_memory_that_runs_out_in_the_dry_run_is_told_with_what_fits() -> None:
     assert message.startswith("training.micro_batch_size (8) needs ") and "Try training.micro_batch_size=4" in message
 
 
-@pytest.mark.timeout(120)
 def test_a_dry_run_changes_nothing_and_the_plan_is_left_behind(data: list[str], tmp_path: Path) -> None:
     aux_free = ["moe.router_score=sigmoid", "moe.expert_bias=true", "moe.aux_loss_coeff=0"]
     dropout = ["model.hidden_dropout=0.1", "parallel.expert=2", "training.steps=3", "checkpoint=off"]
@@ -423,7 +423,7 @@ def test_training_refuses_before_it_allocates(data: list[str], tmp_path: Path) -
 
 def _train_py(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LONG)
 
 
 def test_command_line_plans_without_a_cluster(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def main() -> None:
         def faulty_init(self: Engine, *arguments: Any) -> None:
             if step == "0":
                 _do(kind)
-                time.sleep(30)  # a signal's thread acts meanwhile
+                time.sleep(600)  # a signal's thread acts meanwhile
             init(self, *arguments)
 
         def faulty(engine: Engine, batches: Any, number: int) -> Any:

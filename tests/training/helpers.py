@@ -11,8 +11,9 @@ from configs.compose import compose
 from configs.schema import Config
 from configs.validate import validate
 from tests import distributed
+from tests.waits import LONG
 
-TIMEOUT = 100.0  # seconds for one training
+TIMEOUT = LONG  # seconds for one training
 Lines = list[dict[str, Any]]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from simulator.layer_inputs import layer_inputs
 from simulator.parameters import places
 from tests import distributed
 from tests.training.helpers import make_config, read_metrics, train
+from tests.waits import until
 
 VOCAB_SIZE = 500
 COMMON = (
@@ -90,9 +90,8 @@ def _watch(store: Any) -> list[tuple[int, int]]:
 
     def note(tensor: torch.Tensor) -> None:
         storages.append(StorageWeakRef(tensor.untyped_storage()))
-        deadline = time.monotonic() + 5
-        while there() > store.counts.device and time.monotonic() < deadline:
-            time.sleep(0.001)  # a thread of gloo's lets go of what it has gathered
+        # A thread of gloo's lets go of what it has gathered.
+        until(lambda: there() <= store.counts.device, "layer inputs that nobody counts to go", poll=0.001)
         seen.append((there(), store.counts.device))
 
     keep, fetch = store._keep, store._fetch

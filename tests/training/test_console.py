@@ -22,6 +22,7 @@ import pytest
 
 from configs.schema import Config
 from tests.distributed import ROOT
+from tests.waits import LONG
 from training.callbacks import evaluation
 from training.callbacks.logging.console import fitting
 from training.callbacks.logging.progress_line import ProgressLine
@@ -53,7 +54,7 @@ class Terminal:
 
     def screen(self) -> list[str]:
         """The lines, once all that had the terminal open have closed it."""
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=LONG)
         assert not self._thread.is_alive()
         os.close(self._master)
         rows, row, column = [[" "] * self.columns], 0, 0
@@ -208,7 +209,7 @@ def test_a_run_on_a_terminal(tmp_path: Path, data: list[str]) -> None:
     command, end = [sys.executable, "train.py", *settings, *data], terminal.slave
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=end, stdout=end, stderr=end)
     os.close(terminal.slave)
-    assert process.wait(timeout=100) == 0
+    assert process.wait(timeout=LONG) == 0
     lines = terminal.screen()
     text = "\n".join(lines)
     assert len(re.findall(rf"^{STAMP} step [246]/6 \| [\d,]+ tokens \| validation loss", text, re.M)) == 3, text

@@ -16,6 +16,7 @@ import pytest
 from configs.compose import compose
 from configs.exit_status import STOPPED_EARLY
 from configs.schema import ConfigError
+from tests.waits import LONG, until, until_gone
 from training.resilience import attempts, job, status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,10 +37,9 @@ def test_signal_at_the_first_line_of_train(tmp_path: Path, signum: signal.Signal
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not answers(process.pid, signum) and process.poll() is None:
-        time.sleep(0.001)
+    until(lambda: process.poll() is not None or answers(process.pid, signum), "the first line", poll=0.001)
     process.send_signal(signum)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LONG)
     line = f"stopped by {signum.name} before the first step, with nothing to save. Start it again to go on\n"
     assert (process.returncode, out, err) == (STOPPED_EARLY, "", line)
     assert not (tmp_path / "run").exists()
@@ -63,7 +63,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes, in which no handler o
 
 
 def test_signals_end_at_once_again_in_the_next_run_of_a_process() -> None:
-    done = subprocess.run([sys.executable, "-c", LATER], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LATER], cwd=ROOT, capture_output=True, text=True, timeout=LONG)
     assert (done.returncode, done.stdout) == (STOPPED_EARLY, "noted []\n")
     assert done.stderr.splitlines()[-1].startswith("stopped by SIGINT before the first step")
 
@@ -74,7 +74,7 @@ worker = subprocess.Popen([sys.executable, "-m", "data.worker"], stdin=subproces
 for message in ({"tokenizer": None}, {"job": 0, "unpack": sys.argv[1], "out": sys.argv[1] + ".out"}):
     worker.stdin.write(json.dumps(message).encode() + b"\\n")
 worker.stdin.flush()
-time.sleep(100)
+time.sleep(600)
 """
 
 
@@ -90,8 +90,9 @@ def test_worker_in_the_middle_of_its_work_ends_with_a_caller_that_is_killed(tmp_
             time.sleep(0.01)
     workers = psutil.Process(caller.pid).children()
     caller.kill()
-    caller.wait(timeout=20)
-    assert len(workers) == 1 and psutil.wait_procs(workers, timeout=20)[1] == []
+    caller.wait(timeout=LONG)
+    assert len(workers) == 1
+    until_gone(workers)
 
 
 def launch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: int, name: str = "none_x1") -> None:

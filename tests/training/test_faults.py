@@ -25,11 +25,12 @@ from configs.exit_status import STOPPED_EARLY
 from configs.validate import usable_world_size
 from tests.tolerances import FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, read_metrics, train_on_ranks
+from tests.waits import LONG, until
 from training.resilience import events, status
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 12  # parallel.timeout_seconds
-BEYOND = 15.0  # seconds that the end of a job may take beyond it
+TIMEOUT = 120  # parallel.timeout_seconds: a lost rank is seen long before, on a busy machine too
+SHORT_TIMEOUT = 24  # a rank is taken for stopped when it is silent for half of it
 STEPS = 10
 COMMON = [
     *(
@@ -107,7 +108,7 @@ def start_with_own_launcher(
     )
 
 
-def finish(process: subprocess.Popen[str], run_dir: Path, begin: float, limit: float = 100.0) -> Ended:
+def finish(process: subprocess.Popen[str], run_dir: Path, begin: float, limit: float = LONG) -> Ended:
     try:
         output, _ = process.communicate(timeout=limit)
     finally:
@@ -144,11 +145,10 @@ def undisturbed(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Li
     return lines
 
 
-@pytest.mark.timeout(150)
 def test_killed_rank_then_fewer_ranks(data: list[str], tmp_path: Path, undisturbed: Lines) -> None:
     """One of four ranks is lost; with the three that are left, the two that the batch can be dealt out to go on."""
     first = run(data, tmp_path, 4, "kill:3:7")
-    assert first.code == 1 and first.seconds_after_fault < TIMEOUT + BEYOND, first.output
+    assert first.code == 1 and first.seconds_after_fault < TIMEOUT, first.output
     lost = event(tmp_path, "rank_lost")
     assert (
         (lost["lost_rank"], lost["step"]) == (3, 6) and "is dead" in lost["text"] and "of 4 ranks" in lost["collective"]
@@ -166,7 +166,7 @@ def test_a_rank_that_raises_is_named(data: list[str], tmp_path: Path) -> None:
     begin = time.time()
     process = start_with_own_launcher([*data, *NO_CHECKPOINT], tmp_path / "run", tmp_path / "repository", "raise:1:7")
     ended = finish(process, tmp_path / "run", begin)
-    assert ended.code == 1 and ended.seconds_after_fault < TIMEOUT + BEYOND, ended.output
+    assert ended.code == 1 and ended.seconds_after_fault < TIMEOUT, ended.output
     lost = event(tmp_path / "run", "rank_lost")
     assert (lost["lost_rank"], lost["step"]) == (1, 6) and "raised ZeroDivisionError: planted here" in lost["text"], (
         lost
@@ -176,22 +176,15 @@ def test_a_rank_that_raises_is_named(data: list[str], tmp_path: Path) -> None:
     assert last.startswith("[rank ") and lost["text"] in last, ended.output
 
 
-@pytest.mark.timeout(150)
 def test_restarts_go_on_by_themselves(data: list[str], tmp_path: Path, undisturbed: Lines) -> None:
-    ended = run(data, tmp_path, 2, "stop:1:7", restarts=1)
+    ended = run([*data, f"parallel.timeout_seconds={SHORT_TIMEOUT}"], tmp_path, 2, "stop:1:7", restarts=1)
     assert ended.code == 0, ended.output
     lost = event(tmp_path, "rank_lost")
     assert (lost["lost_rank"], lost["step"]) == (1, 6) and "is stopped (SIGSTOP)" in lost["text"], lost
-    assert lost["time"] - event_time(tmp_path, "checkpoint_saved") < TIMEOUT + BEYOND
     assert event(tmp_path, "resumed")["step"] == 4 and status.read(tmp_path)["state"] == "finished"
     assert largest_difference(read_metrics(tmp_path), undisturbed, "loss") == 0.0
 
 
-def event_time(run_dir: Path, kind: str) -> float:
-    return float(next(event["time"] for event in events.read(run_dir) if event["kind"] == kind))
-
-
-@pytest.mark.timeout(150)
 def test_signal_on_one_rank_stops_all(data: list[str], tmp_path: Path, undisturbed: Lines) -> None:
     """Also where torchrun would start the ranks again: it takes their status for a failure."""
     first = run(data, tmp_path, 2, "SIGUSR1:1:3", restarts=1)
@@ -204,7 +197,7 @@ def test_signal_on_one_rank_stops_all(data: list[str], tmp_path: Path, undisturb
 
 def test_signal_on_one_rank_before_the_first_step(data: list[str], tmp_path: Path) -> None:
     """All ranks end, and torchrun's new ones end at once."""
-    ended = run([*data, *NO_CHECKPOINT, "parallel.timeout_seconds=60"], tmp_path, 2, "SIGUSR1:1:0", restarts=1)
+    ended = run([*data, *NO_CHECKPOINT], tmp_path, 2, "SIGUSR1:1:0", restarts=1)
     said = status.read(tmp_path)
     assert (said["state"], said["step"]) == ("stopped_early", 0), ended.output
     assert "rank 1 on" in said["text"] and "was stopped by SIGUSR1, before the first step" in said["text"]
@@ -222,9 +215,8 @@ def start_alone(overrides: list[str], run_dir: Path) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.01)
+    metrics = run_dir / "metrics.jsonl"
+    until(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size), "the first step")
     return process
 
 
@@ -257,7 +249,7 @@ print("ready", flush=True)
 while not stop.received:
     time.sleep(0.01)
 print("once", flush=True)
-threading.Event().wait(60)
+threading.Event().wait(600)
 """
 
 
@@ -269,7 +261,7 @@ def test_second_sigint_ends_at_once() -> None:
     for answer in ("ready\n", "once\n"):
         assert process.stdout.readline() == answer
         process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=LONG)
     assert process.returncode == 128 + signal.SIGINT and "finishing the step" in said and "ended at once" in said
 
 

@@ -15,6 +15,7 @@ from tests import distributed
 from tests.distributed import RankError
 from tests.training.helpers import Lines, make_config, read_metrics
 from tests.training.test_step import batches_of, build, small
+from tests.waits import LONG
 from training.callbacks import loss_scale
 from training.resilience import events
 from training.resilience.health import (
@@ -89,7 +90,7 @@ def run(
     config = make_config(
         ["training.steps=6", "optimizer.decay_steps=6", "training.micro_batch_size=2", *overrides], ranks
     )
-    return distributed.run(train_with_fault, ranks, config, rank, list(samples), where, value, timeout=60)[0]
+    return distributed.run(train_with_fault, ranks, config, rank, list(samples), where, value, timeout=LONG)[0]
 
 
 def told(run_dir: Path, kind: str) -> dict[str, Any]:

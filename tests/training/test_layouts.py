@@ -12,7 +12,6 @@ OTHERS = [("gpt_tiny", "DP2xTP2"), ("gpt_tiny", "PP2xVPP2"), ("bert_tiny", "TP2x
 STEPS = ["training.steps=5"]
 
 
-@pytest.mark.timeout(240)
 def test_moe_gpt(data: list[str]) -> None:
     rows = compare(["gpt_moe_tiny"], OF_MOE, [*data, *STEPS])
     assert [row.layout for row in rows] == [SINGLE, *OF_MOE]

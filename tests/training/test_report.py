@@ -19,6 +19,7 @@ import torch
 from benchmarks.browser import Browser, chromium
 from benchmarks.observability_cost import made_up_run
 from tests.training.helpers import read_metrics
+from tests.waits import LONG
 from training.report import environment, page, sources, timeline
 from training.report.__main__ import main
 from training.report.metrics import scalars
@@ -369,7 +370,7 @@ def test_wrong_folders_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_command_line(run_dir: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "training.report", str(run_dir), "--output", str(tmp_path / "page.html")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=True)
     assert done.stdout.startswith(str(tmp_path / "page.html")) and (tmp_path / "page.html").stat().st_size < 5_000_000
 
 

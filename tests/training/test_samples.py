@@ -16,6 +16,7 @@ from inference.decoder import Cache, Decoder
 from tests import distributed
 from tests.tolerances import ORACLE_LOGITS
 from tests.training.helpers import make_config
+from tests.waits import LONG
 from training.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,7 @@ def test_a_preset_runs_to_its_end(model: str, data: list[str], tmp_path: Path) -
     quiet = ["logging.wandb=off", "sample.num_tokens=4", *data]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *quiet], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False
+        [*command, *quiet], cwd=ROOT, env=env, capture_output=True, text=True, timeout=LONG, check=False
     )
     assert done.returncode == 0, done.stderr
     assert ("greedy continuation" in done.stdout) == model.startswith("gpt")

@@ -19,6 +19,7 @@ from configs.compose import to_yaml
 from configs.keys import get
 from configs.schema import KEYS, Config, ConfigError
 from data.tokenizer import load_tokenizer, tokenizer_digest, train_tokenizer
+from tests.waits import until
 from training.resilience import events, status
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "resume.md"
@@ -384,9 +385,8 @@ def test_a_keeper_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monkey
     keeper = record.Keeper(tmp_path, Record(ID, "auto", heartbeat=0.0))
     keeper.note(saved=5)
     first = record.read(tmp_path)
-    deadline = time.monotonic() + 10
-    while (later := record.read(tmp_path)) == first and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: record.read(tmp_path) != first, "a sign of life")
+    later = record.read(tmp_path)
     keeper.close()
     assert (
         first is not None

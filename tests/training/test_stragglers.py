@@ -11,7 +11,8 @@ import pytest
 from configs.schema import Config
 from tests import distributed
 from tests.training.helpers import make_config
-from training.callbacks.stragglers import WINDOW, find_slow
+from tests.waits import LONG
+from training.callbacks.stragglers import MOST_SIZE, PROBE_SECONDS, WINDOW, choose_products, find_slow
 from training.resilience import events
 from training.run import Callback, Metrics, Run
 
@@ -30,6 +31,24 @@ from training.run import Callback, Metrics, Run
 )
 def test_find_slow(seconds: list[float], stages: list[int], slow: list[int]) -> None:
     assert list(find_slow(seconds, stages, 1.5)) == slow
+
+
+@pytest.mark.parametrize("flops_per_second", [1e8, 1e9, 1e11, 1e13, 1e14, 6e14, 1e16])
+@pytest.mark.parametrize("launch_seconds", [0.0, 1e-5, 2e-4])
+def test_the_probe_takes_a_short_time_on_any_device(flops_per_second: float, launch_seconds: float) -> None:
+    """On a processor without fp16 products too, which computes where a device is pretended."""
+    spent = 0.0
+
+    def seconds_of(size: int) -> float:
+        nonlocal spent
+        seconds = launch_seconds + 2.0 * size**3 / flops_per_second
+        spent += seconds
+        return seconds
+
+    size, repeats = choose_products(seconds_of)
+    assert spent <= 2 * PROBE_SECONDS
+    assert PROBE_SECONDS / 16 <= repeats * seconds_of(size) <= 2 * PROBE_SECONDS
+    assert size == MOST_SIZE or flops_per_second < 1e14  # where it is large, it shows the device and not the launches
 
 
 def train_slowly(config: Config, slow_rank: int) -> None:
@@ -73,6 +92,6 @@ def test_slow_rank_is_named(data: list[str], tmp_path: Path) -> None:
         "training.straggler_factor=1.5",
     ]
     config = make_config(["experiment=gpt_tiny", *data, *sizes, f"run_dir={tmp_path}"], 2)
-    distributed.run(train_slowly, 2, config, 1, timeout=120)
+    distributed.run(train_slowly, 2, config, 1, timeout=LONG)
     (event,) = [event for event in events.read(tmp_path) if event["kind"] == "straggler"]
     assert event["slow_rank"] == 1 and event["step"] == WINDOW and "is slow" in event["text"]

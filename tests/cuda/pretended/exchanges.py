@@ -22,8 +22,9 @@ from tests.cuda.pretended.device import host_of
 from tests.cuda.pretended.logs import Key, Log, Operation
 from tests.cuda.pretended.observed import OBSERVED
 from tests.cuda.pretended.streams import current_stream, is_default, is_poisoned, poison
+from tests.waits import LONG
 
-LIMIT = timedelta(seconds=60)  # that the other ranks have to do their part
+LIMIT = timedelta(seconds=LONG)  # that the other ranks have to do their part
 MOST_ON_THEIR_WAY = 64  # messages
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from parallel.liveness.watchdog import Verdict, Watchdog, _read_verdict
 from tests import distributed
+from tests.waits import LONG
 
 VERDICT = Verdict(rank=1, host="node-a", step=7, reason="is dead", collective="all_reduce", witness=0)
 
@@ -59,7 +60,7 @@ def _hear_of_nonsense() -> str:
         watchdog = Watchdog(120.0, torch.device("cpu"), on_verdict)
         if dist.get_rank() == 0:
             watchdog._store.set("verdict", b"\x80nonsense")
-        assert heard.wait(30)
+        assert heard.wait(LONG)
         dist.barrier()
         watchdog.close()
     finally:
@@ -92,7 +93,7 @@ def _hear_of_a_broken_gpu() -> tuple[int, str]:
         mock.patch("parallel.liveness.watchdog.os.kill"),  # a rank that a verdict names would be ended
     ):
         watchdog = Watchdog(120.0, torch.device("cuda" if broken else "cpu"), on_verdict)
-        assert heard.wait(30)
+        assert heard.wait(LONG)
         dist.barrier()
         watchdog.close()
     return found[0].rank, found[0].reason
