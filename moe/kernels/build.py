@@ -15,6 +15,7 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 # No -ffast-math: NaN and infinities must come through, and additions keep their order. OpenMP's functions are those
 # that torch has loaded.
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp", "-w")
+WITHOUT_AVX512 = "-mno-avx512f"
 COMPILE_SECONDS = 120.0
 
 
@@ -41,12 +42,19 @@ def fingerprint(compiler_version: str, source: Path | None = None, flags: Sequen
     return hashlib.sha256("\n".join((*parts, compiler_version, _processor(), *flags)).encode()).hexdigest()[:16]
 
 
-def build(folder: Path) -> Path:
+def flags_for(capability: str) -> tuple[str, ...]:
+    """FLAGS for what torch uses of this processor, by torch.backends.cpu.get_cpu_capability(): where it is told to keep
+    to an older one (ATEN_CPU_CAPABILITY), so do the kernels."""
+    is_older = platform.machine() == "x86_64" and "AVX512" not in capability
+    return (*FLAGS, WITHOUT_AVX512) if is_older else FLAGS
+
+
+def build(folder: Path, flags: Sequence[str] = FLAGS) -> Path:
     """The compiled library in `folder`, made if it is not there.
 
     Raises OSError or subprocess.SubprocessError if it can't be.
     """
-    return compile_library(SOURCE, folder, FLAGS)
+    return compile_library(SOURCE, folder, flags)
 
 
 def compile_library(source: Path, folder: Path, flags: Sequence[str], links: Sequence[str] = ()) -> Path:

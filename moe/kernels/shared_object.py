@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from moe.kernels.build import build, cache_folder
+from moe.kernels.build import build, cache_folder, flags_for
 
 ACTIVATIONS = {"swiglu": 0, "gelu": 1, "gelu_tanh": 2}
 SUFFIXES = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -25,7 +25,7 @@ _LOGGER = logging.getLogger(__name__)
 def loaded() -> ctypes.CDLL | None:
     """The library; None, with a line in the log, where it can't be compiled or loaded."""
     try:
-        return ctypes.CDLL(str(build(cache_folder())))
+        return ctypes.CDLL(str(build(cache_folder(), flags_for(torch.backends.cpu.get_cpu_capability()))))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody knows the home folder
         reason = getattr(error, "stderr", None) or error
         first_line = str(reason).strip().splitlines()[0]

@@ -21,9 +21,10 @@ from moe.kernels import build, shared_object
 from moe.kernels.elementwise import MAX_COLUMNS
 from tests.tolerances import MOE
 
+LACKING = "no C++ compiler here, or the processor (or what torch may use of it) lacks "
 ELEMENTWISE = pytest.mark.skipif(not kernels.has(torch.empty(0)), reason="no C++ compiler here")
 BLOCKS = pytest.mark.skipif(
-    not kernels.has_tiles(torch.empty(0, dtype=torch.bfloat16), 32, 32), reason="no bfloat16 products here"
+    not kernels.has_tiles(torch.empty(0, dtype=torch.bfloat16), 32, 32), reason=f"{LACKING}AVX512_BF16"
 )
 
 
@@ -217,7 +218,7 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: b
     shared_object.call("multiply_float", *orders, *out.shape, left.size(1), left, right, out, int(add))
 
 
-@pytest.mark.skipif(not _has_products(), reason="no compiler here, or no AVX-512")
+@pytest.mark.skipif(not _has_products(), reason=f"{LACKING}AVX-512")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_products_of_any_sizes_and_orders(threads: int) -> None:
     rng, before = random.Random(threads), torch.get_num_threads()
@@ -242,7 +243,7 @@ def test_products_of_any_sizes_and_orders(threads: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_equal_torch_in_double_precision(seed: int, dtype: torch.dtype) -> None:
     if not kernels.has_blocks(torch.empty(0, dtype=dtype), 32, 32):
-        pytest.skip("no compiler here, or no bfloat16 products")
+        pytest.skip(f"{LACKING}AVX512_BF16")
     rng, step = random.Random(seed), 32 if dtype is torch.bfloat16 else 7
     torch.manual_seed(seed)
     for activation, bias in itertools.product(shared_object.ACTIVATIONS, (False, True)):
@@ -284,6 +285,15 @@ def test_a_build_is_made_once_and_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [made.name]
     before = made.stat().st_mtime_ns
     assert build.build(tmp_path) == made and made.stat().st_mtime_ns == before
+
+
+def test_kernels_keep_to_the_processor_that_torch_keeps_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a variable of torch's shows an older processor on any machine."""
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    assert [build.flags_for(each) == build.FLAGS for each in ("AVX512", "AVX2", "DEFAULT")] == [True, False, False]
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")  # whose compilers do not know the flag
+    assert build.flags_for("DEFAULT") == build.FLAGS
+    assert _has_products() <= ("AVX512" in torch.backends.cpu.get_cpu_capability())
 
 
 def test_a_change_of_any_source_file_makes_another_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
