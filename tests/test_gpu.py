@@ -30,7 +30,7 @@ GPU_LOSS = 1e-4  # relative; a GPU sums in another order than a CPU
 
 def _train(run_dir: Path, *overrides: str) -> list[dict[str, float]]:
     command = [sys.executable, "train.py", f"run_dir={run_dir}", *QUIET, *overrides]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LONG, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=2 * LONG, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
