@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from checkpoint import kept_tokenizer, manifest
 from configs import command
+from configs.architecture import for_use
 from configs.compose import load
-from configs.schema import ParallelConfig
 from configs.tokenizer_files import FOR_TRANSFORMERS, copy_tokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.tokenizer.unigram import NotConvertible
@@ -39,8 +39,8 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
     from models.build import build_model
     from parallel import topology
 
-    config = load(good / manifest.CONFIG)
-    config.parallel = ParallelConfig()
+    trained = load(good / manifest.CONFIG)
+    config = for_use(trained)
     config.training.device = "cpu"
     vocab_size = checkpoint_state.read_state(good)["vocab_size"]
     with folders.new_folder(target) as partial:
@@ -55,7 +55,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
             chunks = build_model(config, place, vocab_size, fill=False)
             _keep_on_disk(chunks, partial)
             checkpoint_state.load_weights(chunks, good)
-            folders.write_logical(chunks, partial, config, vocab_size, dtype, special)
+            folders.write_logical(chunks, partial, trained, vocab_size, dtype, special)
         finally:
             topology.destroy()
     return good

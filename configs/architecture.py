@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from configs import derived
+from configs.keys import get, put
 from configs.schema import KEYS, Config
 
 
 def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     """What decides names, shapes and meaning of the weights, with every default spelled out; equal for equal models."""
-    model = {key: value for key, value in asdict(config.model).items() if key not in _NOT_ARCHITECTURE}
+    model = {key: getattr(config.model, key) for key in _MODEL_ARCHITECTURE}
     model["vocab_size"] = vocab_size
     model["ffn_hidden_size"] = derived.ffn_hidden_size(config)
     model["num_query_groups"] = derived.num_query_groups(config)
@@ -40,6 +40,17 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     return {"model": model, "moe": moe}
 
 
+def for_use(config: Config) -> Config:
+    """The config of a trained model that is used, not trained: what belongs to the model (`Key.of_the_model`), and the
+    default of every other key, so that nothing that only its training asked for has a say."""
+    opened = Config()
+    for name, key in KEYS.items():
+        if key.of_the_model:
+            put(opened, name, copy.deepcopy(get(config, name)))
+    opened.data.tokenizer = "given"  # what the rules say of one trained here is not asked
+    return opened
+
+
 def to_architecture(
     config: Config, theirs: dict[str, dict[str, Any]], vocab_size: int
 ) -> tuple[Config, dict[str, Any]]:
@@ -54,8 +65,7 @@ def to_architecture(
         name, value = next(_differences(ours, theirs, keys), (None, None))
         if name is None:
             return changed, keys
-        section, _, last = name.partition(".")
-        setattr(getattr(changed, section), last, value)
+        put(changed, name, value)
         keys[name] = value
 
 
@@ -85,17 +95,12 @@ def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
 # what other keys follow from
 _TELLING = ("model.family", "model.attention", "model.position_embedding", "model.qk_norm")
 _LATENT_ONLY = ("attention", "q_lora_rank", "kv_lora_rank", "rotary_head_dim", "value_head_dim")
-_NOT_ARCHITECTURE = {"max_positions", "hidden_dropout", "attention_dropout", "init_std", "backend", "fusions"}
-_MOE_ARCHITECTURE = (
-    "num_experts",
-    "top_k",
-    "ffn_hidden_size",
-    "shared_expert_ffn_hidden_size",
-    "layers",
-    "router_score",
-    "normalize_top_k",
-    "routed_scaling_factor",
-    "expert_bias",
-    "num_groups",
-    "group_top_k",
-)
+# learned positions are weights: with them another length is another model
+_MODEL_ARCHITECTURE = [
+    name.removeprefix("model.")
+    for name, key in KEYS.items()
+    if name.startswith("model.") and (key.architecture or name == "model.sequence_length")
+]
+_MOE_ARCHITECTURE = [
+    name.removeprefix("moe.") for name, key in KEYS.items() if name.startswith("moe.") and key.architecture
+]

@@ -49,6 +49,13 @@ class Key:
     needed_for: str = ""  # the feature that other values than the default belong to, which is not available yet
     # names, shapes or meaning of the weights: another value is another model, which nothing accepts
     architecture: bool = False
+    # no weight depends on it, or not always, but whoever uses the trained model asks for it
+    stays_with_model: bool = False
+
+    @property
+    def of_the_model(self) -> bool:
+        """Whether the value belongs to a trained model, and not to how it was trained."""
+        return self.architecture or self.stays_with_model
 
     @property
     def acceptable(self) -> bool:
@@ -159,6 +166,12 @@ def get(config: Any, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def put(config: Any, key: str, value: Any) -> None:
+    """Set the value at a dotted key of a config."""
+    section, _, last = key.rpartition(".")
+    setattr(get(config, section) if section else config, last, value)
 
 
 def _keys(schema: type, prefix: str) -> Iterator[Key]:

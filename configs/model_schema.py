@@ -40,12 +40,13 @@ class ModelConfig:
     rotary_head_dim: int = key(64, "latent: channels that rotate, one key for all heads", architecture=True, low=1)
     value_head_dim: int = key(128, "latent: channels of a value", architecture=True, low=1)
     # Learned positions are weights: with them another length is another model.
-    sequence_length: int = key(64, "tokens of a sample", "refuse", low=1)
+    sequence_length: int = key(64, "tokens of a sample", "refuse", low=1, stays_with_model=True)
     max_positions: Optional[int] = key(
         None,
         "rope: longest text that an exported model says it takes, if more than sequence_length; an import sets it",
         "free",
         low=1,
+        stays_with_model=True,
     )
     vocab_size: Optional[int] = key(
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 from configs import derived
@@ -21,11 +22,29 @@ def validate(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: naming the first field that breaks a rule, its value, the rule, and a value that works.
     """
+    _refuse_first_problem(config, world_size)
+
+
+def validate_for_use(config: Config, world_size: int) -> None:
+    """Check the layout of a trained model that is opened (configs/architecture.for_use), by the rules of training; what
+    only training asks of a layout is granted. Raises ConfigError, whose advice is of the layout alone: the model is
+    what it is."""
+    asked = copy.deepcopy(config)
+    layout = asked.parallel
+    layout.sequence = layout.tensor > 1
+    asked.model.sequence_length = 8 * layout.tensor * asked.model.sequence_length
+    # a batch that also the layouts of the advice divide
+    asked.training.micro_batch_size, asked.training.global_batch_size = 1, math.lcm(*range(1, 9)) * world_size
+    asked.training.global_batch_size *= layout.pipeline
+    _refuse_first_problem(asked, world_size, "parallel.")
+
+
+def _refuse_first_problem(config: Config, world_size: int, section: str = "") -> None:
     problem = first_problem(config, world_size)
     if problem is not None:
         value = world_size if problem.key == WORLD_SIZE else get(config, problem.key)
         raise ConfigError(
-            f"{problem.key} ({show(value)}) {problem.rule}. {advice(config, world_size, problem)}".strip()
+            f"{problem.key} ({show(value)}) {problem.rule}. {advice(config, world_size, problem, section)}".strip()
         )
 
 

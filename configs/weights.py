@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.architecture import architecture
-from configs.keys import get
+from configs.keys import get, put
 from configs.schema import KEYS, Config, ConfigError
 from configs.show import show
 from configs.tokenizer_files import core_file
@@ -84,9 +84,9 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
         # no preset of sizes means these
         of_the_weights = name in ("model.vocab_size", "model.max_positions") and name not in named
         if last in theirs[section] and (of_the_weights or not asked):
-            _put(config, name, copy.deepcopy(theirs[section][last]))
+            put(config, name, copy.deepcopy(theirs[section][last]))
         elif not asked and (key.architecture or (section == "moe" and is_dense)):
-            _put(config, name, key.fresh_default())
+            put(config, name, key.fresh_default())
     vocab_size = get(config, "model.vocab_size")
     ours = architecture(config, vocab_size)
     for section in reversed(SECTIONS):  # that it has experts says more than the width that follows from it
@@ -129,12 +129,7 @@ def _adopt_again(config: Config, named: set[str]) -> bool:
         for last, value in values.items():
             name = f"{section}.{last}"
             if name in KEYS and not {name, section, "experiment"} & named:
-                _put(config, name, value)
+                put(config, name, value)
     if config.data.tokenizer == KEYS["data.tokenizer"].default:
         config.data.tokenizer = tokenizer
     return True
-
-
-def _put(config: Config, name: str, value: Any) -> None:
-    section, _, last = name.rpartition(".")
-    setattr(get(config, section), last, value)

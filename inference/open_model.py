@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ import torch.distributed as dist
 
 from checkpoint import kept_tokenizer, manifest
 from checkpoint import state as checkpoint_state
+from configs.architecture import for_use
 from configs.compose import compose, load
 from configs.ranks import world_size
 from configs.schema import Config, ConfigError, ParallelConfig
 from configs.tokenizer_files import core_file
-from configs.validate import validate
+from configs.validate import validate_for_use
 from data.tokenizer import Tokenizer, load_tokenizer
 from inference.decoder import Decoder
 from models import folder as folders
@@ -88,12 +88,11 @@ def open_model(
     `precision` is the stored one by default. A collective call under torchrun. Raises ConfigError.
     """
     source = _find(path, tokenizer is not None)
-    config = source.config
+    config = for_use(source.config)
     config.parallel = _layout(overrides or [])
-    _check_layout(config)
+    validate_for_use(config, world_size())
     config.training.device = device
     config.model.backend = "portable"  # only the weights are used
-    config.model.hidden_dropout = config.model.attention_dropout = 0.0
     if precision is not None:
         config.training.precision = precision
     words = _tokenizer(tokenizer or source.tokenizer, required=tokenizer is not None)
@@ -179,19 +178,6 @@ def _layout(overrides: list[str]) -> ParallelConfig:
     layout = compose(overrides).parallel if overrides else ParallelConfig()
     layout.sequence = False  # generation does not split the sequence
     return layout
-
-
-def _check_layout(config: Config) -> None:
-    """Refuse a layout that the model cannot be split into, by the rules of training; what only training asks for is
-    granted."""
-    asked = copy.deepcopy(config)
-    ranks, layout = world_size(), asked.parallel
-    layout.sequence = layout.tensor > 1
-    asked.model.sequence_length = 8 * layout.tensor * asked.model.sequence_length
-    asked.data.tokenizer = "given"
-    asked.training.micro_batch_size, asked.training.global_batch_size = 1, ranks * layout.pipeline
-    asked.moe.pipeline_degree = 1
-    validate(asked, ranks)
 
 
 def _tokenizer(path: Path, required: bool) -> Tokenizer | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.opened_by_tools import open_all
 from checkpoint import export
 from models import convert
 from tests.tolerances import FP32_LOSS
@@ -74,3 +75,19 @@ def test_an_export_is_that_of_experts_that_never_moved(data: list[str], tmp_path
     static, moved = (load_file(tmp_path / f"{name}_exported" / "model.safetensors") for name in ("static", "moved"))
     assert static.keys() == moved.keys() and len(static) > 20
     assert all(torch.equal(static[name], moved[name]) for name in static)
+    assert set(opened(tmp_path / "moved", tmp_path).values()) == {"ok"}
+
+
+def test_every_tool_opens_a_bert_with_all_that_training_may_ask_for(data: list[str], tmp_path: Path) -> None:
+    small = ["experiment=bert_moe_tiny", "model.num_layers=2", "training.steps=2", "optimizer.bucket_parameters=4096"]
+    asked = ["training.recompute=full", "training.activation_offload=auto", "model.hidden_dropout=0.1"]
+    placed = ["parallel.expert=2", "moe.placement.policy=quota", *MOVING, f"run_dir={tmp_path / 'run'}"]
+    train_on_ranks([*small, *data, *asked, *placed, *HOST], 2)
+    cells = opened(tmp_path / "run", tmp_path)
+    assert cells.pop("huggingface") == "-" and set(cells.values()) == {"ok"}
+
+
+def opened(run_dir: Path, work: Path) -> dict[str, str]:
+    """What each tool makes of a run: a row of benchmarks/opened_by_tools.py."""
+    (work / "text").write_text("def run(self):\n    return self\n" * 4)
+    return open_all(run_dir, work, work / "text")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import re
 import typing
+from pathlib import Path
 
 import pytest
 
-from configs.architecture import architecture
+from configs.architecture import architecture, for_use
 from configs.changes import Change, changes
 from configs.compose import compose
-from configs.keys import OnResume, get
-from configs.schema import KEYS, Config
-from configs.validate import validate
+from configs.keys import OnResume, get, put
+from configs.schema import KEYS, Config, ConfigError
+from configs.validate import validate, validate_for_use
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -54,6 +60,58 @@ def test_architecture_is_what_a_folder_of_weights_compares() -> None:
     }
     assert {name for name, key in KEYS.items() if key.architecture} == compared - PARTLY | {"training.precision"}
     assert not any(KEYS[name].architecture for name in PARTLY)
+
+
+# What is not the model's in its own sections: how it is trained, and who computes it.
+OF_TRAINING = {"hidden_dropout", "attention_dropout", "init_std", "backend", "fusions"}
+
+
+def test_a_model_that_is_opened_keeps_what_is_its_own() -> None:
+    trained, other = Config(), "other"
+    for name in KEYS:
+        put(trained, name, other)
+    opened = for_use(trained)
+    kept = {name for name in KEYS if get(opened, name) == other}
+    assert kept == {name for name, key in KEYS.items() if key.architecture} | PARTLY | {"model.max_positions"}
+    assert {name for name in KEYS if name.startswith("model.")} - kept == {f"model.{name}" for name in OF_TRAINING}
+    left = {name for name in KEYS.keys() - kept if get(opened, name) != KEYS[name].default}
+    assert left == {"data.tokenizer"}, "the rules of one that is trained here are not asked"
+
+
+def test_what_generation_reads_is_the_models_own() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "inference" / "decoder").glob("*.py"))
+    read = {f"{section}.{name}" for section, name in re.findall(r"\b(model|moe)\.(\w+)", text)} & KEYS.keys()
+    assert len(read) > 15 and all(KEYS[name].of_the_model for name in read)
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")))
+def test_a_model_of_any_preset_opens_on_one_process(preset: str) -> None:
+    validate(for_use(compose([f"experiment={preset}"])), 1)
+
+
+def test_advice_on_the_layout_of_an_opened_model_works() -> None:
+    refused, constants = 0, {"null": None, "true": True, "false": False}
+    for preset in ("gpt_moe_tiny", "bert_tiny", "gpt2_124m"):
+        model = for_use(compose([f"experiment={preset}", *(["model.linear_bias=true"] if "moe" in preset else [])]))
+        for ranks, *sizes in itertools.product((1, 2, 4, 6), (1, 2, 3), (1, 2, 5), (1, 2, 3)):
+            config = copy.deepcopy(model)
+            for name, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True):
+                put(config, f"parallel.{name}", size)
+            try:
+                validate_for_use(config, ranks)
+            except ConfigError as error:
+                refused += 1
+                for advice in str(error).rpartition(" Try ")[2].rstrip(".").split(" or "):
+                    changed, processes = copy.deepcopy(config), ranks
+                    for word in advice.split():
+                        name, is_setting, value = word.partition("=")
+                        assert not is_setting or name.startswith("parallel."), error
+                        if is_setting:
+                            put(changed, name, constants[value] if value in constants else int(value))
+                        elif word.isdigit():
+                            processes = int(word)
+                    validate_for_use(changed, processes)
+    assert refused > 100
 
 
 def _changes(before: list[str], after: list[str]) -> list[Change]:
