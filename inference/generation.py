@@ -62,6 +62,12 @@ def generate(
     return [completions[i] for i in range(len(prompts))]
 
 
+def room_for_answer(prompt_tokens: int, max_tokens: int, length: int) -> int:
+    """How many of `max_tokens` new tokens a text of at most `length` tokens has room for after a prompt; 0 where the
+    prompt alone fills it. A prompt is never cut: without its beginning it asks something else."""
+    return max(0, min(max_tokens, length - prompt_tokens))
+
+
 def _continue_batch(
     decoder: Decoder,
     prompts: list[list[int]],

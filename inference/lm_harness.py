@@ -3,18 +3,20 @@ lm-eval."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lm_eval
 import torch
+import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 from configs.schema import ConfigError
 from inference.decoder import Decoder
-from inference.generation import Sampling, generate
+from inference.generation import Sampling, generate, room_for_answer
 from inference.open_model import OpenModel
 from inference.scoring import log_likelihoods
 
@@ -45,6 +47,9 @@ class HarnessModel(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         results: dict[int, tuple[float, bool]] = {}
+        longest_answer = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest_answer >= self.length:
+            self._refuse(f"an answer of {longest_answer} tokens", "fit, after a token of its question, into")
         # A continuation is predicted from as much of its context as the model was trained to read.
         texts = [(context + continuation)[-self.length :] for _, context, continuation in requests]
         order = sorted(range(len(requests)), key=lambda i: len(texts[i]))
@@ -69,14 +74,39 @@ class HarnessModel(TemplateLM):
         ]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to one of the task's stop words, which is left out."""
-        return [self._answer(*request.args) for request in requests]
+        """Continuations up to one of the task's stop words, which is left out.
 
-    def _answer(self, context: str, settings: dict[str, Any]) -> str:
+        A prompt is read whole: where it and `max_gen_toks` exceed the model's length, the answer gets what is left.
+        Raises ConfigError, before anything is generated, where nothing is.
+        """
+        prompts = [self.words.encode(request.args[0]) or [self.eot_token_id] for request in requests]
+        wanted = [int(request.args[1].get("max_gen_toks", MAX_NEW_TOKENS)) for request in requests]
+        rooms = [room_for_answer(len(prompt), most, self.length) for prompt, most in zip(prompts, wanted, strict=True)]
+        if 0 in rooms:
+            self._refuse(f"a prompt of {len(prompts[rooms.index(0)])} tokens", "leave room for an answer in")
+        cut = [room for room, most in zip(rooms, wanted, strict=True) if room < most]
+        if cut and dist.get_rank() == 0:
+            print(
+                f"note: {len(cut)} of {len(rooms)} answers may be of {min(cut)} to {max(cut)} tokens, less than the "
+                f"task's max_gen_toks ({max(wanted)}): with their prompts they end at the model's sequence length "
+                f"({self.length})",
+                file=sys.stderr,
+                flush=True,
+            )
+        return [
+            self._answer(prompt, room, request.args[1])
+            for prompt, room, request in zip(prompts, rooms, requests, strict=True)
+        ]
+
+    def _refuse(self, text: str, must: str) -> NoReturn:
+        raise ConfigError(
+            f"--tasks has {text}: it must {must} the model's sequence length ({self.length}). Try fewer --few-shots, "
+            "or leave the task out."
+        )
+
+    def _answer(self, prompt: list[int], max_tokens: int, settings: dict[str, Any]) -> str:
         until = settings.get("until") or []
         until = [until] if isinstance(until, str) else list(until)
-        max_tokens = min(int(settings.get("max_gen_toks", MAX_NEW_TOKENS)), self.length - 1)
-        prompt = (self.words.encode(context) or [self.eot_token_id])[-(self.length - max_tokens) :]
         temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
         sampling = Sampling(temperature, int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0)))
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from configs.schema import ConfigError
 from inference import evaluate, fill_mask
 from inference import generate as generation
 from inference.scoring import windows
@@ -155,6 +160,55 @@ generation_kwargs: {until: ["STOP"], max_gen_toks: 6}
 metric_list:
   - metric: exact_match
 """
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[tuple[list[int], int]]]]:
+    """Our model as the harness sees it, of 10 tokens, without the harness; and what it is asked to continue, with the
+    most tokens. A text's tokens are its letters' numbers."""
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.instance", "lm_eval.api.model", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setattr(sys.modules["lm_eval.api.model"], "TemplateLM", object)
+    monkeypatch.delitem(sys.modules, "inference.lm_harness", raising=False)
+    lm_harness = importlib.import_module("inference.lm_harness")
+    asked: list[tuple[list[int], int]] = []
+
+    def generate(_: Any, prompts: list[list[int]], max_tokens: int, *rest: Any, **more: Any) -> list[Any]:
+        asked.append((prompts[0], max_tokens))
+        return [SimpleNamespace(tokens=[])]
+
+    monkeypatch.setattr(lm_harness, "generate", generate)
+    monkeypatch.setattr(lm_harness.dist, "get_rank", lambda: 0)
+    words = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text], decode=lambda ids: "", eod=0)
+    config = SimpleNamespace(model=SimpleNamespace(sequence_length=10))
+    model = SimpleNamespace(config=config, end_tokens={0}, needed_tokenizer=lambda advice: words)
+    yield lm_harness.HarnessModel(model, None, 2), asked
+    sys.modules.pop("inference.lm_harness", None)
+
+
+def _request(prompt: str, max_tokens: int) -> Any:
+    return SimpleNamespace(args=(prompt, {"max_gen_toks": max_tokens}))
+
+
+@pytest.mark.parametrize(("prompt", "most", "room"), [("abcd", 3, 3), ("abcd", 6, 6), ("abcd", 7, 6), ("abcd", 256, 6)])
+def test_a_prompt_of_the_harness_stays_whole(
+    prompt: str, most: int, room: int, harness: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, asked = harness
+    model.generate_until([_request("ab", 1), _request(prompt, most)])
+    assert asked == [([97, 98], 1), ([ord(letter) for letter in prompt], room)]
+    said = capsys.readouterr().err
+    assert ("note: 1 of 2 answers may be of 6 to 6 tokens" in said) == (room < most)
+
+
+def test_what_is_longer_than_the_model_is_refused_by_the_harness(harness: Any) -> None:
+    model, asked = harness
+    requests = [_request("ab", 1), _request("a" * 10, 1)]
+    with pytest.raises(ConfigError, match=r"--tasks has a prompt of 10 tokens: .*\(10\). Try fewer --few-shots"):
+        model.generate_until(requests)
+    assert asked == []
+    with pytest.raises(ConfigError, match=r"--tasks has an answer of 10 tokens"):
+        model._loglikelihood_tokens([(("", ""), [1], [2] * 10)])
 
 
 def _evaluate_tasks(cache: Path, arguments: list[str]) -> tuple[int, str, str]:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests import distributed
 from tests.tolerances import ORACLE_LOGITS
 from tests.training.helpers import make_config
 from tests.waits import LONG
+from training.callbacks import samples
 from training.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +85,23 @@ def _continuation(overrides: list[str], ranks: int) -> str:
             + "|"
             + continue_text(run, "", 6, temperature=1.0, top_p=0.9)
         )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "most", "room"), [("abc", 2, 2), ("abc", 64, 5), ("abcdefgh", 64, 0), ("abc", 0, 0)]
+)
+def test_a_prompt_stays_whole(prompt: str, most: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, said = [], []
+    decoder, done = SimpleNamespace(max_length=8), [SimpleNamespace(tokens=[])]
+    monkeypatch.setattr(samples, "Decoder", lambda *_: decoder)
+    monkeypatch.setattr(samples, "generate", lambda _, prompts, tokens, *__: asked.append((prompts[0], tokens)) or done)
+    words = SimpleNamespace(encode_prompt=list, decode="".join, eod=0)
+    engine = SimpleNamespace(frozen_weights=contextlib.nullcontext, bare_chunks=[])
+    config = SimpleNamespace(training=SimpleNamespace(seed=1))
+    run = SimpleNamespace(tokenizer=words, engine=engine, config=config, topology=None, vocab_size=9, say=said.append)
+    assert samples.continue_text(run, prompt, most, temperature=0.0) == ""
+    assert asked == ([(list(prompt), room)] if room else [])
+    assert said == (["a prompt of 8 tokens fills the model's 8 learned positions"] if len(prompt) == 8 else [])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inference.decoder import Decoder
-from inference.generation import Sampling, generate
+from inference.generation import Sampling, generate, room_for_answer
 from training.run import Callback, Run
 
 
@@ -27,7 +27,7 @@ class Samples(Callback):
 
 def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float, top_p: float = 1.0) -> str:
     """The text that the model of a run in training adds to `prompt`: `num_tokens` tokens, or as many as learned
-    positions hold.
+    positions have room for after it; none, and a line that says so, where the prompt alone fills them.
 
     Temperature 0 takes the likeliest token each time. A collective call, in any layout; every rank returns the same
     text.
@@ -35,9 +35,10 @@ def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float,
     ids = run.tokenizer.encode_prompt(prompt) or [run.tokenizer.eod]
     with run.engine.frozen_weights():
         decoder = Decoder(run.engine.bare_chunks, run.config, run.topology, run.vocab_size)
-        if decoder.max_length is not None:
-            ids = ids[-max(1, decoder.max_length - num_tokens) :]
-            num_tokens = min(num_tokens, decoder.max_length - len(ids))
+        if decoder.max_length is not None and num_tokens > 0:
+            num_tokens = room_for_answer(len(ids), num_tokens, decoder.max_length)
+            if num_tokens == 0:
+                run.say(f"a prompt of {len(ids)} tokens fills the model's {decoder.max_length} learned positions")
         if num_tokens == 0:
             return ""
         sampling = Sampling(temperature, top_p=top_p, seed=run.config.training.seed)
