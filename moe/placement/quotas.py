@@ -35,6 +35,8 @@ class Limits:
     slots: int  # copies of the layer's experts that a rank may hold
     ranks_per_node: int  # ranks that follow one another
     most: int | None = None  # assignments that a rank may compute
+    # (expert, rank) of copies that keep their slots, used or not: backward passes need them
+    pinned: frozenset[tuple[int, int]] = frozenset()
 
 
 class Planner(Protocol):
@@ -81,6 +83,8 @@ def check(quotas_ER: Integers, counts_RE: Integers, placement: PlacementMap, lim
     assert (quotas_ER >= 0).all() and (quotas_ER.sum(1) == counts_RE.sum(0)).all()
     is_copy = quotas_ER > 0
     is_copy[np.arange(placement.num_experts), placement.home_ranks] = False
+    for expert, rank in limits.pinned:
+        is_copy[expert, rank] = True
     assert (is_copy.sum(0) <= limits.slots).all(), is_copy.sum(0)
 
 

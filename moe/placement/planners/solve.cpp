@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "limit.h"
+
 namespace {
 
 using Number = int64_t;
@@ -15,11 +17,21 @@ struct Problem {
     Number experts, ranks, slots, node, piece, near, far;
     const Number *totals, *homes;
     const Number *fresh_starts, *fresh_ranks;  // by expert the ranks with a copy, ascending
+    const Number* pinned;                      // of those copies whether they have a slot in any case
+
+    // The place of a copy among those that are there; the end of its expert's where it is not.
+    Number find(Number expert, Number rank) const {
+        const Number *first = fresh_ranks + fresh_starts[expert], *last = fresh_ranks + fresh_starts[expert + 1];
+        return std::find(first, last, rank) - fresh_ranks;
+    }
+    bool is_fresh(Number expert, Number rank) const { return find(expert, rank) < fresh_starts[expert + 1]; }
+    Number takes(Number expert, Number rank) const { return !is_fresh(expert, rank) || !pinned[find(expert, rank)]; }
 };
 
 struct Copy {
     Number expert, rank, count;
     bool is_new;
+    Number takes;  // slots
 };
 
 struct Attempt {
@@ -33,6 +45,7 @@ Attempt at_home(const Problem& p) {
               std::vector<Number>(p.ranks), {}};
     for (Number e = 0; e < p.experts; ++e)
         if (p.totals[e] > 0) a.work[p.homes[e]] += p.totals[e] + p.piece;
+    for (Number i = 0; i < p.fresh_starts[p.experts]; ++i) a.used[p.fresh_ranks[i]] += p.pinned[i];
     return a;
 }
 
@@ -43,10 +56,10 @@ void give(const Problem& p, Attempt& a, Copy& copy, Number count) {
     if (a.left[copy.expert] == 0) a.work[home] += p.piece;  // taken back
     a.left[copy.expert] -= count;
     a.work[home] -= count + (a.left[copy.expert] == 0 ? p.piece : 0);
-    if (copy.count == 0) a.used[copy.rank] += 1, a.work[copy.rank] += p.piece;
+    if (copy.count == 0) a.used[copy.rank] += copy.takes, a.work[copy.rank] += p.piece;
     copy.count += count;
     a.work[copy.rank] += count;
-    if (copy.count == 0) a.used[copy.rank] -= 1, a.work[copy.rank] -= p.piece;
+    if (copy.count == 0) a.used[copy.rank] -= copy.takes, a.work[copy.rank] -= p.piece;
 }
 
 // Augmenting paths (Edmonds and Karp 1972) from ranks above the threshold to ranks with room: over a copy to its rank,
@@ -57,7 +70,7 @@ void use_fresh(const Problem& p, Attempt& a, Number threshold) {
         for (Number i = p.fresh_starts[e]; i < p.fresh_starts[e + 1]; ++i) {
             at_home[p.homes[e]].push_back(a.copies.size());
             at_rank[p.fresh_ranks[i]].push_back(a.copies.size());
-            a.copies.push_back({e, p.fresh_ranks[i], 0, false});
+            a.copies.push_back({e, p.fresh_ranks[i], 0, false, !p.pinned[i]});
         }
     for (Number tries = 4 * a.copies.size(); tries > 0; --tries) {
         std::vector<Number> over(p.ranks, -2);  // by rank the copy that the path comes over; -1: it begins here
@@ -114,7 +127,7 @@ void add_new(const Problem& p, Attempt& a, const std::vector<std::vector<Number>
                 Number exact = -1, filled = -1, last = -1;
                 for (Number r = from; r < to; ++r) {
                     const Number room = threshold - p.piece - a.work[r];
-                    if (a.used[r] >= p.slots || room <= cost || r == donor) continue;
+                    if (room <= cost || r == donor || (a.used[r] >= p.slots && p.takes(expert, r))) continue;
                     if (std::find(holds[expert].begin(), holds[expert].end(), r) != holds[expert].end()) continue;
                     if (room < wanted) {
                         if (filled < 0 || std::pair(-a.used[r], a.work[r]) < std::pair(-a.used[filled], a.work[filled]))
@@ -136,8 +149,7 @@ void add_new(const Problem& p, Attempt& a, const std::vector<std::vector<Number>
                 experts.erase(experts.begin() + which);
                 continue;
             }
-            const auto fresh = p.fresh_ranks + p.fresh_starts[expert], last = p.fresh_ranks + p.fresh_starts[expert + 1];
-            a.copies.push_back({expert, target, 0, std::find(fresh, last, target) == last});
+            a.copies.push_back({expert, target, 0, !p.is_fresh(expert, target), p.takes(expert, target)});
             give(p, a, a.copies.back(), count);
             holds[expert].push_back(target);
         }
@@ -155,6 +167,34 @@ Number mean_of(const Problem& p, const Ranks& work) {
         most = std::max(most, (sum + end - first - 1) / (end - first));
     }
     return most;
+}
+
+void keep_limit(const Problem& p, Attempt& a, Number most, Number tries, Number fewer, Number polish) {
+    limit::Problem of{p.experts, p.ranks, p.slots, p.node, p.piece, p.near, p.far, p.totals, p.homes, {}};
+    of.kinds.assign(p.ranks * p.experts, limit::NONE);
+    limit::Spread s{Ranks(p.ranks * p.experts), Ranks(p.ranks), Ranks(p.ranks), std::vector<Ranks>(p.ranks)};
+    for (Number e = 0; e < p.experts; ++e) {
+        for (Number r = 0; r < p.ranks; ++r)
+            if (r != p.homes[e] && (p.far >= 0 || r / p.node == p.homes[e] / p.node))
+                of.kinds[r * p.experts + e] = limit::MAY;
+        for (Number i = p.fresh_starts[e]; i < p.fresh_starts[e + 1]; ++i) {
+            of.kinds[p.fresh_ranks[i] * p.experts + e] = p.pinned[i] ? limit::PINNED : limit::HELD;
+            s.used[p.fresh_ranks[i]] += p.pinned[i];
+        }
+        if (p.totals[e] == 0) continue;
+        s.quotas[p.homes[e] * p.experts + e] = p.totals[e];
+        s.loads[p.homes[e]] += p.totals[e];
+        s.experts[p.homes[e]].push_back(e);
+    }
+    for (const Copy& copy : a.copies) limit::move(of, s, copy.expert, p.homes[copy.expert], copy.rank, copy.count);
+    limit::keep(of, s, most, tries, fewer, polish);
+    a = at_home(p);
+    for (Number r = 0; r < p.ranks; ++r)
+        for (Number e : s.experts[r]) {
+            if (p.homes[e] == r) continue;
+            a.copies.push_back({e, r, 0, !p.is_fresh(e, r), p.takes(e, r)});
+            give(p, a, a.copies.back(), s.quotas[r * p.experts + e]);
+        }
 }
 
 struct Score {
@@ -190,10 +230,11 @@ Score score(const Problem& p, const Attempt& a, Number most) {
 // Returns the number of copies that take part: triples (expert, rank, count) in `copies`, what stays home in `left`.
 extern "C" Number mixtrain_placement(Number experts, Number ranks, Number slots, Number node, Number piece, Number near,
                                      Number far, Number most, const Number* totals, const Number* homes,
-                                     const Number* fresh_starts, const Number* fresh_ranks, const Number* steps,
-                                     Number num_steps, Number rounds, Number enough, Number patience, Number* left,
+                                     const Number* fresh_starts, const Number* fresh_ranks, const Number* pinned,
+                                     const Number* steps, Number num_steps, Number rounds, Number enough,
+                                     Number patience, Number tries, Number fewer, Number polish, Number* left,
                                      Number* copies) {
-    const Problem p{experts, ranks, slots, node, piece, near, far, totals, homes, fresh_starts, fresh_ranks};
+    const Problem p{experts, ranks, slots, node, piece, near, far, totals, homes, fresh_starts, fresh_ranks, pinned};
     const Attempt home = at_home(p);
     Attempt best = home;
     const Number base = mean_of(p, home.work);
@@ -251,6 +292,11 @@ extern "C" Number mixtrain_placement(Number experts, Number ranks, Number slots,
             }
         }
         misses = least < earlier ? 0 : misses + 1;
+    }
+    if (least.over > 0) {
+        Attempt attempt = best;
+        keep_limit(p, attempt, most, tries, fewer, polish);
+        keep_if_less(attempt);
     }
     std::copy(best.left.begin(), best.left.end(), left);
     Number* out = copies;

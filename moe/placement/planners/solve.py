@@ -24,6 +24,7 @@ import numpy as np
 
 from moe.kernels.build import FLAGS, cache_folder, compile_library
 from moe.placement.map import Integers, PlacementMap
+from moe.placement.planners import limit
 from moe.placement.quotas import Costs, Limits
 
 STEPS = (2, 5, 9, 15, 25, 50, 100, 200, 400, 800)  # thousandths of the mean work above it
@@ -42,15 +43,16 @@ def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Li
     left, copies = np.empty(experts, np.int64), np.empty((ranks * max(limits.slots, 1), 3), np.int64)
     starts = np.cumsum([0, *map(len, problem.fresh)])
     fresh = np.array([rank for of_expert in problem.fresh for rank in of_expert], np.int64)
+    pinned = np.array([(e, r) in limits.pinned for e, ranks in enumerate(problem.fresh) for r in ranks], np.int64)
     totals, steps = counts_RE.sum(0), np.array(STEPS)
     numbers = (experts, ranks, limits.slots, limits.ranks_per_node, costs.piece, costs.copy_in_node)
     far, most = problem.far, -1 if limits.most is None else limits.most
-    arrays = (totals, placement.home_ranks, starts, fresh, steps)
+    arrays = (totals, placement.home_ranks, starts, fresh, pinned, steps)
     addresses = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
     outputs = [ctypes.c_void_p(array.ctypes.data) for array in (left, copies)]
     integers = [ctypes.c_int64(number) for number in (*numbers, far, most)]
     count = library.mixtrain_placement(
-        *integers, *addresses, *map(ctypes.c_int64, (len(STEPS), ROUNDS, ENOUGH, PATIENCE)), *outputs
+        *integers, *addresses, *map(ctypes.c_int64, (len(STEPS), ROUNDS, ENOUGH, PATIENCE, *_tries())), *outputs
     )
     return _quotas(placement, left, copies[:count])
 
@@ -65,6 +67,10 @@ def _loaded() -> ctypes.CDLL | None:
         return None
     library.mixtrain_placement.restype = ctypes.c_int64
     return library
+
+
+def _tries() -> tuple[int, int, int]:
+    return limit.TRIES, limit.FEWER, limit.POLISH
 
 
 def _quotas(placement: PlacementMap, left_E: Integers, copies: Integers) -> Integers:
@@ -107,6 +113,10 @@ def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits
                 if (now := problem.score(attempt)) < least:
                     least, best = now, attempt
             misses = 0 if least < before else misses + 1
+    if least[0] > 0:
+        attempt = problem.keep_limit(best)
+        if problem.score(attempt) < least:
+            best = attempt
     copies = np.array([(c.expert, c.rank, c.count) for c in best.copies if c.count], np.int64).reshape(-1, 3)
     return _quotas(placement, np.array(best.left, np.int64), copies)
 
@@ -117,6 +127,7 @@ class _Copy:
     rank: int
     count: int  # assignments
     is_new: bool
+    takes: int  # slots
 
 
 @dataclass
@@ -166,7 +177,14 @@ class _Problem:
         for home, total in zip(self.homes, self.totals, strict=True):
             if total > 0:
                 attempt.work[home] += total + self.costs.piece
+        for _, rank in self.limits.pinned:
+            attempt.used[rank] += 1
         return attempt
+
+    def copy(self, expert: int, rank: int) -> _Copy:
+        """One that has nothing yet."""
+        is_new = rank not in self.fresh[expert]
+        return _Copy(expert, rank, 0, is_new, int((expert, rank) not in self.limits.pinned))
 
     def mean(self, work: list[int]) -> int:
         """Of a rank's work; of the busiest node's ranks where nothing is copied between nodes."""
@@ -183,7 +201,7 @@ class _Problem:
         is_first = copy.count == 0
         copy.count += count
         change = is_first - (copy.count == 0)
-        attempt.used[copy.rank] += change
+        attempt.used[copy.rank] += change * copy.takes
         work[copy.rank] += count + piece * change
 
     def use_fresh(self, attempt: _Attempt, threshold: int) -> None:
@@ -194,7 +212,7 @@ class _Problem:
         at_rank: list[list[_Copy]] = [[] for _ in work]
         for expert, ranks in enumerate(self.fresh):
             for rank in ranks:
-                attempt.copies.append(_Copy(expert, rank, 0, is_new=False))
+                attempt.copies.append(self.copy(expert, rank))
                 at_home[self.homes[expert]].append(attempt.copies[-1])
                 at_rank[rank].append(attempt.copies[-1])
         for _ in range(4 * len(attempt.copies)):
@@ -260,7 +278,8 @@ class _Problem:
                     may = [
                         rank
                         for rank in ranks
-                        if attempt.used[rank] < self.limits.slots and room[rank] > least
+                        if room[rank] > least
+                        and attempt.used[rank] + self.copy(expert, rank).takes <= self.limits.slots
                         if rank != donor and rank not in holds[expert]
                     ]
                     fits = [rank for rank in may if room[rank] >= wanted]
@@ -278,9 +297,40 @@ class _Problem:
                 if count <= cost + piece * (count < attempt.left[expert]):  # a whole expert's piece goes with it
                     experts.remove(expert)
                     continue
-                attempt.copies.append(_Copy(expert, rank, 0, rank not in self.fresh[expert]))
+                attempt.copies.append(self.copy(expert, rank))
                 self.give(attempt, attempt.copies[-1], count)
                 holds[expert].append(rank)
+
+    def keep_limit(self, before: _Attempt) -> _Attempt:
+        """An attempt that keeps the limit, or is less over it than the one before."""
+        assert self.limits.most is not None
+        ranks, experts, node = range(self.ranks), range(len(self.totals)), self.limits.ranks_per_node
+        kinds = [[limit.NONE] * len(self.totals) for _ in ranks]
+        attempt = self.at_home()
+        spread = limit.Spread(
+            [[0] * len(self.totals) for _ in ranks], [0] * self.ranks, attempt.used, [[] for _ in ranks]
+        )
+        for expert, (home, total) in enumerate(zip(self.homes, self.totals, strict=True)):
+            for rank in ranks:
+                if rank in self.fresh[expert]:
+                    kinds[rank][expert] = limit.PINNED if (expert, rank) in self.limits.pinned else limit.HELD
+                elif rank != home and (self.far >= 0 or rank // node == home // node):
+                    kinds[rank][expert] = limit.MAY
+            spread.quotas[home][expert] = total
+            spread.loads[home] += total
+            spread.experts[home] += [expert] * (total > 0)
+        costs = self.costs.piece, self.costs.copy_in_node, self.far
+        asked = len(experts), self.ranks, self.limits.slots, node, *costs, self.totals, self.homes, kinds
+        problem, attempt = limit.Problem(*asked), self.at_home()
+        for copy in before.copies:
+            limit.move(problem, spread, copy.expert, self.homes[copy.expert], copy.rank, copy.count)
+        spread = limit.keep(problem, spread, self.limits.most, *_tries())
+        for rank, of_rank in enumerate(spread.experts):
+            for expert in of_rank:
+                if self.homes[expert] != rank:
+                    attempt.copies.append(self.copy(expert, rank))
+                    self.give(attempt, attempt.copies[-1], spread.quotas[rank][expert])
+        return attempt
 
     def score(self, attempt: _Attempt) -> tuple[int, int, int]:
         """(assignments over what a rank may compute, time of the busiest rank, new copies)."""
