@@ -56,6 +56,11 @@ def places_experts(config: Config) -> bool:
     return is_moe(config) and config.moe.placement.policy != "static" and config.parallel.expert > 1
 
 
+def limits_load(config: Config) -> bool:
+    """Whether there is a limit of what a rank may compute."""
+    return places_experts(config) and config.moe.placement.max_load is not None
+
+
 def block_rows(config: Config) -> int | None:
     """Assignments of a block of one expert's, where the same bits are asked for whatever the placement."""
     placement = config.moe.placement

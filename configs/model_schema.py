@@ -146,9 +146,17 @@ class PlacementConfig:
     )
     max_load: Optional[float] = key(
         None,
-        "most assignments that a rank may compute in a call, by the mean rank's; null: no limit. Only solve keeps it",
+        "most assignments that a rank may compute in a call, by the mean rank's; null: no limit. Only solve keeps it, "
+        "with copies that cost time where it must",
         "free",
         low=1.0,
+    )
+    over_limit: str = key(
+        "warn",
+        "where no plan keeps moe.placement.max_load; warn: the one that is least over it runs, said once and counted; "
+        "stop: the run saves after that step, and ends",
+        "free",
+        choices=("warn", "stop"),
     )
     extra_slots: int = key(
         0, "copies of other ranks' experts that a rank may hold for each MoE layer", "free", low=0, high=64

@@ -191,6 +191,9 @@ def _placement(config: Config) -> Iterator[Problem]:
         yield Problem(
             "moe.placement.max_load", rule, [{"moe.placement.max_load": None}, {"moe.placement.policy": "solve"}]
         )
+    if placement.over_limit != "warn" and placement.max_load is None:
+        rule = "must be warn where moe.placement.max_load is null: there is no limit"
+        yield Problem("moe.placement.over_limit", rule, [{"moe.placement.over_limit": "warn"}])
     if placement.replay is not None and placement.policy in ("static", "auto"):
         rule = f"must be null for moe.placement.policy={placement.policy}: which calls have copies is not in a plan"
         yield Problem("moe.placement.replay", rule, [{"moe.placement.replay": None}, {"moe.placement.policy": "solve"}])

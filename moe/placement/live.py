@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from configs.schema import ConfigError
 from memory.transfer import to_device
 from moe import route
 from moe.experts.weights import Weights
+from moe.placement.block_limit import within
 from moe.placement.copies import CallCopies, CopySlots, ExpertBlocks
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import Costs, Limits, Planner, at_home, interleave, outcome, shares
@@ -24,8 +24,10 @@ from moe.placement.whole_blocks import Blocks, assign, in_blocks, num_blocks
 from moe.route import Choice, Places
 
 # What a layer counts on each rank: calls, the busiest rank's assignments by the mean's where all are computed at home
-# and where the plan has them, the planner's time of the busiest rank for both, and copies whose weights came here.
-TALLY = ("calls", "at_home", "placed", "time_at_home", "time_placed", "copies")
+# and where the plan has them, the planner's time of the busiest rank for both, calls over the limit, and copies whose
+# weights came here.
+TALLY = ("calls", "at_home", "placed", "time_at_home", "time_placed", "over", "copies")
+OVER = TALLY.index("over")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class LayerPlacement:
         max_load: float | None = None,
     ) -> None:
         """block_rows: plans are in whole blocks of so many assignments of a source rank, see `Weights.block_rows`.
-        max_load: the most assignments that a rank may compute, by the mean."""
+        max_load: the most assignments that a rank shall compute, by the mean rank's; calls without such a plan run
+        with the one that is least over it, and are counted."""
         self.group, self.rank, self.planner, self.costs, self.limits = group, group.rank(), planner, costs, limits
         self.block_rows, self.max_load = block_rows, max_load
         self.active = True  # else all are computed at home; changed between steps, on all ranks alike
@@ -65,6 +68,7 @@ class LayerPlacement:
         # Of these passes: see `TALLY`; and each rank's assignments by the mean's, at home and placed, over all calls.
         self.tally = np.zeros(len(TALLY))
         self.ranks = np.zeros((2, group.size()))
+        self.worst = 0.0  # the busiest rank's of the calls over the limit, by the mean's
 
     def held(self, rank: int) -> list[int | None]:
         """The experts that a rank has copies of, by slot."""
@@ -75,7 +79,7 @@ class LayerPlacement:
         self._held = [[None] * self.limits.slots for _ in self._held]
         self._pinned.clear()
         self._planned.clear()
-        self.tally[:], self.ranks[:] = 0, 0
+        self.tally[:], self.ranks[:], self.worst = 0, 0, 0.0
 
     def place(
         self,
@@ -106,29 +110,25 @@ class LayerPlacement:
         fresh = [(expert, rank) for rank, held in enumerate(self._held) for expert in held if expert is not None]
         placement = PlacementMap(self.map.num_experts, self.map.num_ranks, self.map.homes, tuple(fresh))
         counts_RE = counts_RDE.sum(1)
-        if self.block_rows is not None:
-            blocks_RE = num_blocks(counts_RDE, self.block_rows).sum(1)
-            counts_RE = blocks_RE * self.block_rows
-        limits = self.limits
-        if self.max_load is not None:
-            limits = replace(limits, most=math.ceil(self.max_load * counts_RE.sum() / self.map.num_ranks))
+        pinned = frozenset(copy for copy, calls in self._pinned.items() if calls > 0)
+        limits = replace(self.limits, most=self.most(int(counts_RE.sum())), pinned=pinned)
         quotas_ER = self.planner(counts_RE, placement, self.costs, limits)
         self._leave_pinned(quotas_ER)
-        loads_R = quotas_ER.sum(0)
-        if limits.most is not None and loads_R.max() > limits.most:
-            raise ConfigError(
-                f"moe.placement.max_load ({self.max_load}) cannot be kept: rank {loads_R.argmax()} of the expert group "
-                f"would compute {loads_R.max()} assignments, of at most {limits.most}, with {limits.slots} slots. "
-                "Raise it, or moe.placement.extra_slots."
-            )
         before, after = (
             outcome(each, placement, self.costs, limits).seconds for each in (at_home(counts_RE, placement), quotas_ER)
         )
         if self.block_rows is None:
             return CallPlan(counts_RDE, quotas_ER, (before, after))
-        quotas_ER = in_blocks(quotas_ER, blocks_RE.sum(0), self.block_rows)
-        blocks = assign(counts_RDE, quotas_ER, self.block_rows, self.limits.ranks_per_node)
-        return CallPlan(counts_RDE, quotas_ER, (before, after), blocks)
+        blocks_E = num_blocks(counts_RDE, self.block_rows).sum((0, 1))
+        blocks = assign(counts_RDE, in_blocks(quotas_ER, blocks_E), self.block_rows, self.limits.ranks_per_node)
+        if limits.most is not None:
+            reachable = bool(quotas_ER.sum(0).max() <= limits.most)
+            blocks = within(blocks, placement, self.costs, limits, reachable)
+        return CallPlan(counts_RDE, blocks.quotas_ER(*quotas_ER.shape), (before, after), blocks)
+
+    def most(self, assignments: int) -> int | None:
+        """What a rank may compute of a call's assignments on all ranks."""
+        return None if self.max_load is None else math.ceil(self.max_load * assignments / self.map.num_ranks - 1e-6)
 
     def _count(self, plan: CallPlan) -> None:
         mean = max(plan.counts_RDE.sum() / self.map.num_ranks, 1.0)
@@ -136,6 +136,10 @@ class LayerPlacement:
         placed_R = plan.quotas_ER.sum(0) if plan.blocks is None else plan.blocks.loads_R(self.map.num_ranks)
         self.ranks += np.stack([home_R, placed_R]) / mean
         self.tally[:5] += 1, home_R.max() / mean, placed_R.max() / mean, *plan.times
+        most = self.most(int(plan.counts_RDE.sum()))
+        if most is not None and placed_R.max() > most:
+            self.tally[OVER] += 1
+            self.worst = max(self.worst, float(placed_R.max() / mean))
 
     def _gather(self, routing_map_TE: torch.Tensor, cut: Sequence[int]) -> Integers:
         """counts_RDE of all ranks, by chunks with these bounds: the host waits."""

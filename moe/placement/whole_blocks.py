@@ -19,10 +19,11 @@ def num_blocks(counts: Integers, block_rows: int) -> Integers:
     return -(-counts // block_rows)
 
 
-def in_blocks(quotas_ER: Integers, blocks_E: Integers, block_rows: int) -> Integers:
-    """quotas_ER of blocks next to quotas of assignments, which are `block_rows` for each block: what is left of an
-    expert's ranks goes to those with the largest rests."""
-    whole_ER, rest_ER = np.divmod(quotas_ER, block_rows)
+def in_blocks(quotas_ER: Integers, blocks_E: Integers) -> Integers:
+    """quotas_ER of blocks in the ratio of quotas of assignments: what is left of an expert's blocks goes to the ranks
+    with the largest rests."""
+    totals_E = np.maximum(quotas_ER.sum(1), 1)[:, None]
+    whole_ER, rest_ER = np.divmod(quotas_ER * blocks_E[:, None], totals_E)
     left_E = blocks_E - whole_ER.sum(1)
     by_rest = np.argsort(-rest_ER, axis=1, kind="stable")
     extra = np.arange(quotas_ER.shape[1]) < left_E[:, None]
@@ -48,6 +49,11 @@ class Blocks:
     def loads_R(self, num_ranks: int) -> Integers:
         """Assignments that each rank computes."""
         return np.bincount(self.ranks, self.sizes, num_ranks).astype(np.int64)
+
+    def quotas_ER(self, num_experts: int, num_ranks: int) -> Integers:
+        """How many blocks of each expert each rank computes."""
+        found = np.bincount(self.experts * num_ranks + self.ranks, minlength=num_experts * num_ranks)
+        return found.reshape(num_experts, num_ranks).astype(np.int64)
 
     def turns(self, expert: int) -> list[int]:
         """The rank that computes each block of an expert, in the order in which their gradients are added: by chunk,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.derived import is_moe, places_experts, plans_moe
+from configs.derived import is_moe, limits_load, places_experts, plans_moe
 from configs.schema import Config
 from training.callbacks.checkpoints import Checkpoints
 from training.callbacks.early_stop import EarlyStop
@@ -22,6 +22,7 @@ from training.callbacks.moe.expert_placement import ExpertPlacement
 from training.callbacks.moe.expert_planning import ExpertPlanning
 from training.callbacks.moe.global_aux_loss import GlobalAuxLoss
 from training.callbacks.moe.home_moves import HomeMoves
+from training.callbacks.moe.load_limit import LoadLimit
 from training.callbacks.moe.moe_layers import MoELayers
 from training.callbacks.moe.placement_plans import RecordedPlans, ReplayedPlans
 from training.callbacks.moe.routing_trace import RoutingTrace
@@ -60,6 +61,7 @@ def default_callbacks(config: Config, guard: Guard | None = None, signals: StopS
         TensorBoard(),
         WeightsAndBiases(),
         Stragglers(),
+        *([LoadLimit(checkpoints.save_now)] if limits_load(config) else []),
         checkpoints,  # a checkpoint's step is already on record
         Samples(),
         EarlyStop(checkpoints.save_now, signals),

@@ -77,7 +77,7 @@ def test_every_block_has_one_rank_and_every_rank_its_quota() -> None:
     quotas_ER = np.zeros((6, 4), np.int64)
     for expert, total in enumerate(blocks_RE.sum(0) * rows):
         quotas_ER[expert] = generator.multinomial(total, [0.5, 0.3, 0.0, 0.2])
-    quotas_ER = in_blocks(quotas_ER, blocks_RE.sum(0), rows)
+    quotas_ER = in_blocks(quotas_ER, blocks_RE.sum(0))
     assert (quotas_ER.sum(1) == blocks_RE.sum(0)).all() and (quotas_ER[:, 2] == 0).all()
     blocks = assign(counts_RDE, quotas_ER, rows, ranks_per_node=2)
     assert (np.bincount(blocks.experts * 4 + blocks.ranks, minlength=24).reshape(6, 4) == quotas_ER).all()

@@ -23,7 +23,9 @@ class ExpertPlacement(Callback):
       with them; `ranks_at_home` and `ranks_placed`: those of each rank of an expert group;
     * `predicted_gain`: the busiest rank's time without copies by that with them, as the planner reckons, with what
       copies cost; `measured_gain`: its assignments without by those with them;
-    * `copies`: of experts, whose weights travelled.
+    * `copies`: of experts, whose weights travelled;
+    * with `moe.placement.max_load`: `over_calls`, calls whose busiest rank was over it, and `over_worst`, that of the
+      worst one by the mean rank's; null where there was none.
 
     `at_home`, `placed` and `copies` of each layer stand in `moe_layers`.
     """
@@ -44,10 +46,21 @@ class ExpertPlacement(Callback):
             return to_device(table.clone(), device)
 
         run.engine.sums.register(NAME, summed)
+        # Every rank of a group counts a call, with expert tensor parallelism several groups do.
+        self._counted = size * derived.expert_tensor_size(run.config)
+        self._has_limit = run.config.moe.placement.max_load is not None
+        worst = torch.zeros(run.topology.world_size, dtype=torch.float64)
+
+        def gathered() -> torch.Tensor:
+            worst[run.topology.rank] = max((each.worst for each in placements.values()), default=0.0)
+            return to_device(worst.clone(), device)
+
+        if self._has_limit:
+            run.engine.sums.register(f"{NAME}_worst", gathered)
 
     def before_update(self, run: Run, result: StepResult) -> None:
         of_layers = result.sums[NAME][self._layers]
-        calls, at_home, placed, time_at_home, time_placed, copies = of_layers[:, : len(TALLY)].sum(0).tolist()
+        calls, at_home, placed, time_at_home, time_placed, over, copies = of_layers[:, : len(TALLY)].sum(0).tolist()
         ranks = of_layers[:, len(TALLY) :].sum(0).view(2, -1)
         self._numbers = {
             "at_home": at_home / calls if calls else None,
@@ -58,6 +71,9 @@ class ExpertPlacement(Callback):
             "ranks_at_home": (ranks[0] / calls).tolist() if calls else None,
             "ranks_placed": (ranks[1] / calls).tolist() if calls else None,
         }
+        if self._has_limit:
+            worst = float(result.sums[f"{NAME}_worst"].max())
+            self._numbers |= {"over_calls": round(over / self._counted), "over_worst": worst if over else None}
         self._by_layer: dict[str, list[float | None]] = {
             "at_home": [row[1] / row[0] if row[0] else None for row in of_layers.tolist()],
             "placed": [row[2] / row[0] if row[0] else None for row in of_layers.tolist()],

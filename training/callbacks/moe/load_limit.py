@@ -1,0 +1,62 @@
+"""What follows where no plan of placement keeps `moe.placement.max_load`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from configs.schema import ConfigError
+from training.resilience import events
+from training.run import Callback, Metrics, Run
+
+
+class LoadLimit(Callback):
+    """Says once in a run that a step's calls are over the limit; with `moe.placement.over_limit=stop` saves and ends
+    the run, on all ranks alike.
+
+    save_now: writes a checkpoint of the run as it is.
+    """
+
+    name = "load_limit"
+
+    def __init__(self, save_now: Callable[[Run], None]) -> None:
+        self._save_now, self._said = save_now, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"said": True} if self._said else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._said = state["said"]
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        """Raises ConfigError."""
+        found, asked, step = metrics["placement"], run.config.moe.placement, run.progress.step
+        if not found["over_calls"]:
+            return
+        stops = asked.over_limit == "stop" and not run.is_last_step
+        if self._said and not stops:
+            return
+        self._said = True
+        worst = math.ceil(100 * found["over_worst"]) / 100
+        text = (
+            f"moe.placement.max_load ({asked.max_load}) is not kept: in step {step} no plan with "
+            f"moe.placement.extra_slots={asked.extra_slots} was found that keeps it in {found['over_calls']} calls, "
+            f"the worst with {worst} times the mean rank's assignments on one rank"
+        )
+        advice = f"moe.placement.max_load={worst}, or more moe.placement.extra_slots"
+        if stops:
+            raise ConfigError(f"{text}. {self._saved(run)}. To go on, set {advice}, or moe.placement.over_limit=warn.")
+        text += (
+            f". The run goes on; this is said once, and counted as over_calls in metrics.jsonl. To keep it: {advice}"
+        )
+        run.say(text)
+        if run.is_main:
+            events.record(run.run_dir, "over_limit", text, step=step)
+
+    def _saved(self, run: Run) -> str:
+        settings, step = run.config.checkpoint, run.progress.step
+        if settings.interval > 0 or settings.at_end:
+            self._save_now(run)
+            return f"The run is saved after step {step}"
+        return "NOTHING WAS SAVED: checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
