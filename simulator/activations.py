@@ -15,7 +15,7 @@ from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import INPUT, Operation, Weight, unknown
 from moe.planning import footprint
-from moe.planning.inputs import even_load, initial_plan
+from moe.planning.inputs import fullest_load, initial_plan
 from moe.schedule.chunk_plan import STRATEGIES, Plan
 from simulator.flops import has_fused_attention
 from simulator.memory_tape import Profile, Tape, Tensor, recomputed
@@ -54,7 +54,7 @@ class Activations:
         self.config, self.vocab_size, self.on_gpu = config, vocab_size, device == "cuda"
         self.fused_attention = has_fused_attention(config, device)
         self.sizes = Sizes(config)
-        self.load = even_load(config, device) if derived.is_moe(config) else None
+        self.load = fullest_load(config, device) if derived.is_moe(config) else None
         self.plan = plan or initial_plan(config)
         self._rules: dict[str, Rule] = {
             **dict.fromkeys(PLAIN, self._plain),
@@ -288,7 +288,7 @@ class Activations:
     def _experts(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
         """The routed experts, as moe/planning/footprint.py counts them."""
         load, plan, element = self.load, self.plan, self.sizes.element
-        assert load is not None, "an even load"
+        assert load is not None, "a model with experts"
         strategy, weight = STRATEGIES[plan.memory_strategy], self._weight_bytes(operation.weights)
         if self.config.parallel.expert > 1:
             extra = footprint.kept_bytes(load, strategy)

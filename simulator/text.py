@@ -156,7 +156,14 @@ def _memory(plan: RunPlan) -> str:
             f"  Buffers have {slots} slots for copies of experts in each MoE layer, {size(copies)}; their gradients "
             "take as much, in one layer at a time."
         )
-    if derived.is_moe(plan.config):
+    if derived.limits_load(plan.config):
+        asked = plan.config.moe.placement
+        over = "ends the run" if asked.over_limit == "stop" else "takes more, and is counted"
+        lines.append(
+            f"  With the busiest rank at moe.placement.max_load ({asked.max_load}) times the mean rank's assignments; a "
+            f"call that cannot keep it {over} (moe.placement.over_limit={asked.over_limit})."
+        )
+    elif derived.is_moe(plan.config):
         lines.append(
             "  With every expert equally busy; the busiest rank's experts take as many times more as it has more "
             "tokens."

@@ -57,6 +57,17 @@ def even_load(config: Config, device: str) -> LayerLoad:
     return load
 
 
+def fullest_load(config: Config, device: str) -> LayerLoad:
+    """The call of the busiest rank: moe.placement.max_load times the mean rank's assignments; without a limit an even
+    one."""
+    limit = config.moe.placement.max_load
+    if limit is None or not derived.limits_load(config):
+        return even_load(config, device)
+    shape, ranks = layer_shape(config, device), config.parallel.expert
+    limit, homes = min(limit, ranks), shape.num_experts // ranks
+    return shape.load([limit] * homes + [(ranks - limit) / (ranks - 1)] * (homes * (ranks - 1)))
+
+
 def moe_layers(config: Config, stage: int) -> list[int]:
     """How many MoE layers each of a stage's model chunks has."""
     pattern = derived.moe_layer_pattern(config)

@@ -21,7 +21,7 @@ from parallel.liveness import collective_log
 from parallel.liveness.watchdog import Verdict, Watchdog
 from parallel.topology import Topology
 from training.resilience import events, status
-from training.resilience.health import UnhealthyRun
+from training.resilience.health import RefusedRun, UnhealthyRun
 from training.resilience.signals import stopped_by
 from training.run import Callback, Metrics, Run
 
@@ -74,11 +74,14 @@ class Guard(Callback):
         if self._watchdog is None and not self._started and isinstance(error, ConfigError):
             return  # a start that was refused: the run in the folder, if any, is as it was
         alone = self._watchdog is None and isinstance(error, WriteError)
-        if alone or isinstance(error, (UnhealthyRun, SaveError)):  # on all ranks, and by agreement
-            self.last_words = str(error)
+        if alone or isinstance(error, (UnhealthyRun, SaveError, RefusedRun)):  # on all ranks, and by agreement
+            if isinstance(error, RefusedRun):  # it has a line and a status of its own
+                self._step, self._status = error.step, WRONG_CONFIG
+            else:
+                self.last_words = str(error)
             if self._rank == 0 and self._claimed:
                 with contextlib.suppress(OSError):  # a full disk may be why; the words are said all the same
-                    status.write(self._run_dir, "failed", self._step, str(error), exit_status=FAILED)
+                    status.write(self._run_dir, "failed", self._step, str(error), exit_status=self._status)
             if self._watchdog is not None:
                 self._watchdog.close()
             return

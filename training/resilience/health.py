@@ -37,6 +37,14 @@ class UnhealthyRun(RuntimeError):
     """A step that must not be taken, in a run that shall stop for it. The message says all that is known."""
 
 
+class RefusedRun(ConfigError):
+    """What the config asks for cannot be had, as a run found out between steps: on all ranks, and by agreement."""
+
+    def __init__(self, text: str, step: int) -> None:
+        super().__init__(text)
+        self.step = step
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a step was refused. `kind` is the event's: nonfinite or loss_spike."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from configs.schema import ConfigError
 from training.resilience import events
+from training.resilience.health import RefusedRun
 from training.run import Callback, Metrics, Run
 
 
@@ -21,23 +21,24 @@ class LoadLimit(Callback):
     name = "load_limit"
 
     def __init__(self, save_now: Callable[[Run], None]) -> None:
-        self._save_now, self._said = save_now, False
+        self._save_now = save_now
+        self._said: float | None = None  # the limit of which it was
 
     def state_dict(self) -> dict[str, Any]:
-        return {"said": True} if self._said else {}
+        return {} if self._said is None else {"said": self._said}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._said = state["said"]
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
-        """Raises ConfigError."""
+        """Raises RefusedRun."""
         found, asked, step = metrics["placement"], run.config.moe.placement, run.progress.step
         if not found["over_calls"]:
             return
         stops = asked.over_limit == "stop" and not run.is_last_step
-        if self._said and not stops:
+        if self._said == asked.max_load and not stops:
             return
-        self._said = True
+        self._said = asked.max_load
         worst = math.ceil(100 * found["over_worst"]) / 100
         text = (
             f"moe.placement.max_load ({asked.max_load}) is not kept: in step {step} no plan with "
@@ -46,13 +47,14 @@ class LoadLimit(Callback):
         )
         advice = f"moe.placement.max_load={worst}, or more moe.placement.extra_slots"
         if stops:
-            raise ConfigError(f"{text}. {self._saved(run)}. To go on, set {advice}, or moe.placement.over_limit=warn.")
-        text += (
-            f". The run goes on; this is said once, and counted as over_calls in metrics.jsonl. To keep it: {advice}"
-        )
-        run.say(text)
+            text += f". {self._saved(run)}. To go on, set {advice}, or moe.placement.over_limit=warn."
+        else:
+            text += f". The run goes on; said once, and counted as over_calls in metrics.jsonl. To keep it: {advice}"
+            run.say(text)
         if run.is_main:
             events.record(run.run_dir, "over_limit", text, step=step)
+        if stops:
+            raise RefusedRun(text, step)
 
     def _saved(self, run: Run) -> str:
         settings, step = run.config.checkpoint, run.progress.step
