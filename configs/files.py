@@ -9,14 +9,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CLOSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 _TEMPORARY = re.compile(r".+\.\d+\.tmp")
+_BLOCK = 1 << 20  # bytes that are read at once
 
 
 class WriteError(OSError):
@@ -74,6 +76,17 @@ def writing_into(folder: Path) -> Iterator[None]:
         if error.errno not in FULL | _CLOSED or error.filename is not None:
             raise
         raise WriteError(folder, error) from None
+
+
+@contextlib.contextmanager
+def spared(path: Path | str) -> Iterator[None]:
+    """For a file that tells of a run, and that no start reads back: an error of its disk is said on stderr, and ends
+    nothing."""
+    try:
+        with writing(path):
+            yield
+    except WriteError as error:
+        print(f"{error} The run goes on without it", file=sys.stderr, flush=True)
 
 
 def temporary(path: Path) -> Path:
@@ -139,7 +152,7 @@ def read_json_lines(path: Path) -> list[Any]:
     """The JSON values of a file with one a line; none where the file is missing. A line that a kill cut off is left
     out."""
     found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
             found.append(json.loads(line))
         except ValueError:
@@ -147,18 +160,82 @@ def read_json_lines(path: Path) -> list[Any]:
     return found
 
 
+def cut_steps(path: Path, after: int) -> str | None:
+    """Take the lines of later steps than `after` off the end of a file of JSON lines, in order of their `step`: they
+    come again. So does what a kill has left of a line. Reads from the end to the first line that stays.
+
+    Returns a line on the steps that are missing, if any are: the file was cut, or damaged. Raises WriteError.
+    """
+    last = end = 0
+    with writing(path):
+        try:
+            stream = open(path, "r+b")
+        except FileNotFoundError:
+            return None
+        with stream:
+            for start, line in _from_the_end(stream):
+                step = _step_of(line)
+                if step is not None and step <= after:
+                    last, end = step, start + len(line) + 1
+                    break
+            if end < stream.seek(0, os.SEEK_END):
+                stream.truncate(end)
+    return missing(path, last, after)
+
+
+def missing(path: Path, last: int, after: int) -> str | None:
+    """What is said of a file that ends with a step, where the run goes on after another; None where that is the
+    same."""
+    if last >= after:
+        return None
+    lost = f"step {after} is" if last + 1 == after else f"steps {last + 1} to {after} are"
+    return f"{path}: {lost} not in it, as it was cut off, damaged or not written; it goes on with step {after + 1}"
+
+
+def _from_the_end(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The whole lines of a file, the last one first, without the newline, and where each begins."""
+    position, rest = stream.seek(0, os.SEEK_END), b""
+    is_whole = False  # what follows the last newline is no line
+    while position > 0:
+        size = min(_BLOCK, position)
+        position -= size
+        stream.seek(position)
+        block = stream.read(size) + rest
+        rest, *lines = block.split(b"\n")
+        start = position + len(block) + 1
+        for line in reversed(lines):
+            start -= len(line) + 1
+            if is_whole:
+                yield start, line
+            is_whole = True
+    if is_whole:
+        yield 0, rest
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if type(step) is int else None
+
+
 class Log:
-    """A file that grows by whole lines. A line that could not be written leaves no trace."""
+    """A file that grows by whole lines, or other pieces. One that could not be written leaves no trace."""
 
     def __init__(self, path: Path):
         """Raises WriteError."""
         self.path = path
         with writing(path):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, line: str) -> None:
-        """Add a line. Raises WriteError, and GoneError where the file is not there any more: writing on would be for
-        nobody."""
+        """Add a line, or several with newlines between. Raises WriteError, and GoneError where the file is not there
+        any more: writing on would be for nobody."""
+        self.append(between_lines(self._descriptor) + line.encode() + b"\n")
+
+    def append(self, content: bytes) -> None:
+        """Add bytes. Raises as `write`."""
         with writing(self.path):
             mine = os.fstat(self._descriptor)
             try:
@@ -167,7 +244,7 @@ class Log:
                 there = None
             if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
                 raise GoneError(self.path.parent, self.path)
-            rest = memoryview(line.encode() + b"\n")
+            rest = memoryview(content)
             try:
                 while rest:  # a write to a disk that is almost full may be short
                     rest = rest[os.write(self._descriptor, rest) :]
@@ -177,12 +254,59 @@ class Log:
                 raise
 
     def sync(self) -> None:
-        """Have all lines through to the disk. Raises WriteError."""
+        """Have all that was added through to the disk. Raises WriteError."""
         with writing(self.path):
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """No more lines; every one was written when `write` returned."""
+        """No more is added; all of it was written when `write` returned."""
         descriptor, self._descriptor = self._descriptor, -1
         with contextlib.suppress(OSError):
             os.close(descriptor)
+
+
+def between_lines(descriptor: int) -> bytes:
+    """What must come before the next line of an open file: a newline where a kill has left half a line, else
+    nothing."""
+    size = os.fstat(descriptor).st_size
+    return b"\n" if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n" else b""
+
+
+class SideLog:
+    """A log of what a run can do without: an error of its disk is said once on stderr, and ends the log, not the run.
+    The next start goes on with it."""
+
+    def __init__(self, path: Path, begin: Callable[[], None] = lambda: None):
+        """`begin` brings the file to where it is gone on with; it may raise OSError."""
+        self._log: Log | None = None
+        self._path = path
+        with self._watched():
+            begin()
+            self._log = Log(path)
+
+    def write(self, line: str) -> None:
+        """Add a line, or several with newlines between."""
+        if self._log is not None:
+            with self._watched():
+                self._log.write(line)
+
+    def append(self, content: bytes) -> None:
+        """Add bytes."""
+        if self._log is not None:
+            with self._watched():
+                self._log.append(content)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            with writing(self._path):
+                yield
+        except WriteError as error:
+            print(f"{error} The run goes on, and writes no more there", file=sys.stderr, flush=True)
+            self.close()
+
+    def close(self) -> None:
+        """No more is added."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from configs import files
-from configs.files import GoneError, Log, WriteError
+from configs.files import GoneError, Log, SideLog, WriteError
 
 
 def refuse(number: int) -> Any:
@@ -104,3 +105,79 @@ def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.99.tmp" / "a").write_text("")
     files.tidy(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.tmp", "x.tmp.txt"]
+
+
+def lines_of(*steps: int) -> bytes:
+    return b"".join(b'{"step": %d, "text": "%s"}\n' % (step, b"x" * (step % 7)) for step in steps)
+
+
+@pytest.mark.parametrize("block", [7, 1 << 20])
+@pytest.mark.parametrize(
+    ("content", "after", "kept", "said"),
+    [
+        (lines_of(1, 2, 3), 3, lines_of(1, 2, 3), None),
+        (lines_of(1, 2, 2, 3, 3), 2, lines_of(1, 2, 2), None),
+        (lines_of(1, 2, 3), 0, b"", None),
+        (lines_of(1, 2) + lines_of(3)[:-1], 2, lines_of(1, 2), None),  # half a line of a step that comes again
+        (lines_of(1, 2) + lines_of(3)[:-1], 3, lines_of(1, 2), "step 3 is not in it"),
+        (lines_of(1)[:-4], 3, b"", "steps 1 to 3 are not in it"),
+        (b"", 2, b"", "steps 1 to 2 are not in it"),
+        (lines_of(1) + b"[]\n\xff\xfe\n\n" + b"[" * 9999 + b"\n", 1, lines_of(1), None),
+        (lines_of(1) + b"a\xff\n" + lines_of(3), 3, lines_of(1) + b"a\xff\n" + lines_of(3), None),
+    ],
+)
+def test_later_steps_and_half_lines_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, content: bytes, after: int, kept: bytes, said: Any
+) -> None:
+    monkeypatch.setattr(files, "_BLOCK", block)
+    path = tmp_path / "lines"
+    path.write_bytes(content)
+    text = files.cut_steps(path, after)
+    assert path.read_bytes() == kept
+    assert text is None if said is None else text is not None and text.startswith(f"{path}: {said}")
+    assert files.cut_steps(tmp_path / "none", 5) is None and not (tmp_path / "none").exists()
+
+
+def test_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_BLOCK", 64)
+    path, read = tmp_path / "lines", []
+    path.write_bytes(lines_of(*range(1, 2000)))
+    monkeypatch.setattr(files, "_step_of", lambda line: read.append(line) or json.loads(line)["step"])
+    files.cut_steps(path, 1997)
+    assert len(read) == 3 and path.read_bytes() == lines_of(*range(1, 1998))
+
+
+def test_a_line_after_half_a_line_stands_alone(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text('{"a": 1}\n{"b"')
+    log = Log(tmp_path / "lines")
+    log.write('{"c": 3}')
+    log.write('{"d": 4}')
+    assert files.read_json_lines(tmp_path / "lines") == [{"a": 1}, {"c": 3}, {"d": 4}]
+
+
+def test_what_a_run_can_do_without_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = SideLog(tmp_path / "lines")
+    log.write("one")
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", refuse(errno.ENOSPC))
+        log.write("two")
+    log.write("three")  # none is left out in between
+    log.append(b"four")
+    log.close()
+    assert (tmp_path / "lines").read_text() == "one\n"
+    with files.spared(tmp_path / "page"):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    SideLog(tmp_path / "none" / "lines").write("one")
+    again = SideLog(tmp_path / "lines")
+    again.write("five")
+    again.close()
+    assert (tmp_path / "lines").read_text() == "one\nfive\n"
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" cannot be written: ")[0] for line in said] == [
+        str(tmp_path / "lines"),
+        str(tmp_path / "page"),
+        str(tmp_path / "none" / "lines"),
+    ]
+    assert all("The run goes on" in line for line in said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from megatron.core.transformer.attention import Attention
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from checkpoint.saver import Saver
+from configs.files import spared
 from optim import update
 from parallel import trace
 from parallel.megatron.ddp import functions_of_a_step
@@ -45,7 +45,8 @@ class Profile(Callback):
         ranks = range(run.topology.world_size) if settings.ranks == "all" else settings.ranks
         if not chosen or run.topology.rank not in ranks:
             return
-        (run.run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+        with spared(run.run_dir / FOLDER):
+            (run.run_dir / FOLDER).mkdir(exist_ok=True)
 
         def action(index: int) -> ProfilerAction:
             step = run.progress.step + 1  # not the profiler's own count: a run may go back to a checkpoint
@@ -57,11 +58,12 @@ class Profile(Callback):
         def write(profiler: Any) -> None:
             if self._done in chosen:  # not where an error cuts a step off
                 path = trace_path(run.run_dir, self._done, run.topology.rank)
-                try:
-                    profiler.export_chrome_trace(str(path))
-                except OSError as error:  # a trace less ends no run
-                    path.unlink(missing_ok=True)
-                    print(f"{path} cannot be written: {error.strerror or error}", file=sys.stderr, flush=True)
+                with spared(path):
+                    try:
+                        profiler.export_chrome_trace(str(path))
+                    except OSError:
+                        path.unlink(missing_ok=True)
+                        raise
 
         activities = [ProfilerActivity.CPU]
         if run.topology.device.type == "cuda":

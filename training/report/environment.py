@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs import files
+
 if TYPE_CHECKING:
     import torch
 
@@ -52,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def write(run_dir: Path, ranks: Sequence[dict[str, Any]]) -> None:
-    """Write what the ranks said of themselves, by host. Raises OSError."""
+    """Write what the ranks said of themselves, by host. Raises WriteError."""
     hosts: dict[str, dict[str, Any]] = {}
     for rank in ranks:
         about = {key: value for key, value in rank.items() if key != "device"}
@@ -60,9 +62,7 @@ def write(run_dir: Path, ranks: Sequence[dict[str, Any]]) -> None:
         host["ranks"] += 1
         host["devices"][rank["device"]] += 1
     content = {"time": time.time(), "versions": versions(), "ranks": len(ranks), "hosts": list(hosts.values())}
-    temporary = run_dir / f"{ENVIRONMENT}.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, run_dir / ENVIRONMENT)
+    files.write_text(run_dir / ENVIRONMENT, json.dumps(content, indent=1) + "\n")
 
 
 def _processor() -> str:

@@ -14,7 +14,9 @@ from checkpoint.record import EVENTS
 from configs import files
 from configs.ranks import launched
 
-__all__ = ["EVENTS", "read", "record"]
+__all__ = ["EVENTS", "INCOMPLETE", "read", "record", "say"]
+
+INCOMPLETE = "record_incomplete"  # the kind of event that tells what a file of the run lacks
 
 
 def record(run_dir: Path, kind: str, text: str, **fields: Any) -> None:
@@ -28,15 +30,21 @@ def record(run_dir: Path, kind: str, text: str, **fields: Any) -> None:
     path = run_dir / EVENTS
     try:
         with files.writing(path):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
-                content = line.encode() + b"\n"
+                content = files.between_lines(descriptor) + line.encode() + b"\n"
                 if os.write(descriptor, content) < len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(descriptor)
     except files.WriteError as error:
         print(f"{error} The event was {kind}: {text}", file=sys.stderr, flush=True)
+
+
+def say(run_dir: Path, kind: str, text: str, **fields: Any) -> None:
+    """Print a line, and record it as an event."""
+    print(text, flush=True)
+    record(run_dir, kind, text, **fields)
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:

@@ -151,7 +151,8 @@ def _describe(run: Run, begun: start.Start, expected: run_plan.RunPlan) -> None:
     config = run.config
     assert run.claim is not None
     files.write_text(run.run_dir / manifest.CONFIG, run.saver.config_text)
-    run_plan.write(expected, run.run_dir)
+    with files.spared(run.run_dir / run_plan.PLAN_FILE):
+        run_plan.write(expected, run.run_dir)
     kept_tokenizer.keep(run.run_dir, run.tokenizer)
     run.claim.keep(begun.record)
     flops = training_flops_per_token(config, run.vocab_size)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from configs.files import spared
 from training.report import environment
 from training.run import Callback, Run
 
@@ -17,4 +18,5 @@ class Environment(Callback):
         ranks: list[dict[str, Any]] = [{}] * run.topology.world_size
         dist.all_gather_object(ranks, environment.of_this_rank(run.topology.device))
         if run.is_main:
-            environment.write(run.run_dir, ranks)
+            with spared(run.run_dir / environment.ENVIRONMENT):
+                environment.write(run.run_dir, ranks)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 
-from configs.files import FULL, Log, WriteError, write_text
+from configs.files import FULL, Log, WriteError, cut_steps
+from training.resilience import events
 from training.run import Callback, Metrics, Run
 
 
 class MetricsFile(Callback):
     """Appends each step's metrics on the main rank; a resumed run first drops the lines of steps that it will take
-    again.
+    again, and says which steps a damaged file lacks.
 
     A run whose steps cannot be put on record ends. Only where its own unfinished checkpoint fills the disk that one
     gives way first.
@@ -25,17 +26,8 @@ class MetricsFile(Callback):
         if not run.is_main:
             return
         path = run.run_dir / "metrics.jsonl"
-        text = path.read_text(errors="replace") if path.exists() else ""
-        kept = []
-        for line in text.splitlines():
-            try:
-                step = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError):
-                continue  # the end of a line that a kill cut off
-            if step <= run.progress.step:
-                kept.append(line + "\n")
-        if not path.exists() or "".join(kept) != text:
-            write_text(path, "".join(kept))
+        if (line := cut_steps(path, run.progress.step)) is not None:
+            events.say(run.run_dir, events.INCOMPLETE, line)
         self._log, self._waiting = Log(path), []
 
     def after_step(self, run: Run, metrics: Metrics) -> None:

@@ -4,14 +4,13 @@ step."""
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.files import Log, WriteError
+from configs.files import SideLog
 from configs.schema import ConfigError
 from moe.alltoall import factory
 from moe.layer import MixtrainMoELayer, layers_of
@@ -42,7 +41,7 @@ class ExpertPlanning(Callback):
     Later pipeline stages write files of their own, `plans_stage1.jsonl` and so on."""
 
     def __init__(self) -> None:
-        self._log: Log | None = None
+        self._log: SideLog | None = None
         self._planners: dict[str, Planner] = {}  # by the all-to-all whose costs they know
         self._in_force: dict[int, tuple[str, Plan]] = {}  # by layer
         self.decisions: dict[int, Decision] = {}  # by layer: the one in force
@@ -72,7 +71,7 @@ class ExpertPlanning(Callback):
             self._planners[kind] = Planner(measured[kind], limits)
         if run.topology.speaks_for_stage:
             stage = run.topology.pipeline.rank
-            self._log = Log(run.run_dir / ("plans.jsonl" if stage == 0 else f"plans_stage{stage}.jsonl"))
+            self._log = SideLog(run.run_dir / ("plans.jsonl" if stage == 0 else f"plans_stage{stage}.jsonl"))
         self._write(
             {"step": run.progress.step, "costs": {kind: of_kind.as_dict() for kind, of_kind in measured.items()}}
         )
@@ -154,13 +153,8 @@ class ExpertPlanning(Callback):
             self._write({**line, **_as_dict(decision)})
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._log is None:
-            return
-        try:
+        if self._log is not None:
             self._log.write(json.dumps(line))
-        except WriteError as error:  # a run does not end for want of what explains its plans
-            print(f"{error} No more plans are on record", file=sys.stderr, flush=True)
-            self.close()
 
     def close(self) -> None:
         if self._log is not None:
