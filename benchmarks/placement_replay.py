@@ -141,6 +141,11 @@ def replayed(name: str, planners: Sequence[str], arguments: argparse.Namespace) 
         number, micro_batches = number + 1, counts_LMRE.shape[1]
         if not layers:
             layers = [Layer({name: Replay(PLANNERS[name], costs, limits) for name in planners}) for _ in counts_LMRE]
+        if len(counts_LMRE) != len(layers):
+            raise ConfigError(
+                f"{name}: a step has {len(counts_LMRE)} layers, and those before it {len(layers)}: the run went on in "
+                f"another layout. Try --steps {number - 1}"
+            )
         for layer, counts_MRE in zip(layers, counts_LMRE, strict=True):
             layer.step(np.stack([spread(counts_RE, ranks) for counts_RE in counts_MRE]))
     if not layers:
@@ -184,10 +189,7 @@ def source(name: str, arguments: argparse.Namespace) -> tuple[int, int, int, Ite
         number = STEPS if arguments.steps is None else arguments.steps
         return size.ranks, size.experts, size.top_k, counts(name, size, number)
     path = Path(name)
-    try:
-        header = trace.read_header(path)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    header = trace.read_header(path)
     steps = islice((counts_LMRE for _, counts_LMRE in trace.read(path)), arguments.steps)
     ranks = header.num_ranks if arguments.ranks is None else arguments.ranks
     return ranks, header.num_experts, header.top_k, steps

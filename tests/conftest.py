@@ -23,7 +23,7 @@ FAST = {
     *("test_boundaries", "test_presets", "test_wrong_text", "test_layer_inputs", "test_fused", "test_background"),
     *("test_fusions", "test_initial_weights", "test_pointwise", "test_special_tokens", "models/test_weights"),
     *("test_placement_plans", "test_placement_replay", "test_planner_oracle", "test_planner_pick", "test_planners"),
-    *("test_workloads", "test_memory_reuse"),
+    *("test_workloads", "test_memory_reuse", "test_plans", "test_measured_costs"),
 }
 
 # Further files whose tests keep about one core busy. With the fast ones they are marked `beside`.

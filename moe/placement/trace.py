@@ -3,26 +3,34 @@
 The first line is a JSON header. Then each step is one frame: its length and its checksum (4 bytes each), and
 compressed, the step and the shape (8 and 4 x 2 bytes), the bytes of a count, and all counts, byte by byte of each. So a
 file whose writer was killed reads up to its last whole frame, and a resumed run goes on behind the step that it resumed
-from.
+from. Bytes that are no frame are passed over to the next that is one, and said.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import struct
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from configs.files import SideLog, missing
+from configs.schema import ConfigError
 from moe.placement.map import Integers
 
 FORMAT = "mixtrain routing counts 1"
 _FRAME = struct.Struct("<II")
 _STEP = struct.Struct("<Q5H")
+_COMPRESSED = zlib.compress(b"", 9)[:2]  # how each payload begins
+_OUR_HEADER = json.dumps({"format": FORMAT})[:-1].encode()
+_HEADER_BYTES = 1 << 16  # at most
+_START_BYTES = 1 << 12  # of a payload, in which the step lies
 
 
 @dataclass(frozen=True)
@@ -35,30 +43,75 @@ class Header:
     num_ranks: int  # of the expert parallel group when the run began; a frame may have another number
 
 
-class Writer:
-    """Appends to a trace, which it begins where there is none.
+@dataclass(frozen=True)
+class _Frame:
+    start: int
+    end: int
+    step: int
+    payload: bytes
 
-    `after` is the last step that the run has: what the file says of later ones is cut off, as is a frame that is not
-    whole. Raises ValueError where the file is of other experts.
+
+@dataclass(frozen=True)
+class _Damage:
+    """Bytes [start, end) that are no frame."""
+
+    start: int
+    end: int
+    kept: int  # steps in front of it that can be read
+    last: int  # the last of them; 0: none
+    next: int | None  # the first step behind it; None: it is at the end
+
+    def text(self, path: Path, first: int) -> str:
+        """What is said of it; `first` is the first step that is not lost."""
+        if self.last + 1 == first:
+            lost = "no step is lost"
+        elif self.last + 2 == first:
+            lost = f"step {first - 1} is lost"
+        else:
+            lost = f"{first - 1 - self.last} steps, {self.last + 1} to {first - 1}, are lost"
+        kept = f"{self.kept} steps in front of them are kept"
+        return f"{path}: bytes {self.start} to {self.end - 1} are damaged: {lost}, {kept}"
+
+
+class Writer:
+    """Appends to a trace, which it begins where there is none. Its disk's errors are said, and end nothing.
+
+    `after` is the last step that the run has: what the file says of later ones is cut off, as is a frame at the end
+    that is not whole. Raises ConfigError where the file is of other experts, or no trace.
     """
 
     def __init__(self, path: Path, header: Header, after: int = 0) -> None:
+        self.missing: list[str] = []  # what the file lacks, a line each
         self._header = header
-        if not path.exists() or path.stat().st_size == 0:
-            path.write_text(json.dumps({"format": FORMAT, **asdict(header)}) + "\n", encoding="utf-8")
+        self._log = SideLog(path, lambda: self._begin(path, after))
+
+    def _begin(self, path: Path, after: int) -> None:
+        is_new = not path.exists()
+        if is_new or _is_cut_header(path):
+            path.write_text(json.dumps({"format": FORMAT, **asdict(self._header)}) + "\n", encoding="utf-8")
+            if not is_new and after > 0:
+                self.missing.append(str(missing(path, 0, after)))
+            return
         with path.open("r+b") as file:
             found = _read_header(file, path)
             for field in ("num_experts", "top_k"):
-                here, now = getattr(found, field), getattr(header, field)
+                here, now = getattr(found, field), getattr(self._header, field)
                 if here != now:
-                    raise ValueError(f"{path} has {field}={here}, and the run {now}; move the file away")
-            end = file.tell()
-            for step, _ in _frames(file):
-                if step > after:
+                    raise ConfigError(f"{path} has {field}={here}, and the run {now}. Move the file away.")
+            end, last = file.tell(), 0
+            for part in _parts(file):
+                if isinstance(part, _Damage):
+                    first = min(part.next or after + 1, after + 1)
+                    if first > part.last + 1:  # else it is of steps that come again
+                        self.missing.append(part.text(path, first))
+                        last = first - 1
+                elif part.step > after:
                     break
-                end = file.tell()
+                else:
+                    end, last = part.end, part.step
+            if (line := missing(path, last, after)) is not None:
+                self.missing.append(line)
             file.truncate(end)
-        self._file = path.open("ab")
 
     def append(self, step: int, counts: Integers) -> None:
         """The counts of a step's assignments [L, M, R, E]: MoE layers, micro-batches, ranks whose tokens they are,
@@ -68,44 +121,108 @@ class Writer:
         size = small.dtype.itemsize
         planes = small.reshape(-1, 1).view(np.uint8).reshape(-1, size).T  # high bytes are mostly 0
         payload = zlib.compress(_STEP.pack(step, *counts.shape, size) + planes.tobytes(), 9)
-        self._file.write(_FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
-        self._file.flush()
+        self._log.append(_FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
 
     def close(self) -> None:
-        self._file.close()
+        self._log.close()
 
 
 def read_header(path: Path) -> Header:
-    """Raises ValueError where the file is no trace."""
+    """Raises ConfigError where the file is no trace."""
     with path.open("rb") as file:
         return _read_header(file, path)
 
 
-def read(path: Path) -> Iterator[tuple[int, Integers]]:
-    """The steps and their counts [L, M, R, E], up to the last whole one. Raises ValueError where the file is no
-    trace."""
+def read(path: Path, say: Callable[[str], None] | None = None) -> Iterator[tuple[int, Integers]]:
+    """The steps and their counts [L, M, R, E]. `say` is told of bytes that are no step; None: on standard error.
+    Raises ConfigError where the file is no trace."""
     with path.open("rb") as file:
-        _read_header(file, path)
-        yield from _frames(file)
+        header, kept = _read_header(file, path), 0
+        for part in _parts(file):
+            if isinstance(part, _Damage):
+                text = part.text(path, part.last + 1 if part.next is None else part.next)
+                if part.next is None:
+                    text = (
+                        f"{path}: bytes {part.start} to {part.end - 1} at the end are no whole step: what was behind "
+                        f"step {part.last} is lost, {kept} steps are kept"
+                    )
+                (say or _on_stderr)(text)
+                continue
+            kept += 1
+            yield part.step, _counts(part, header, path)
+
+
+def _on_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _is_cut_header(path: Path) -> bool:
+    """Whether a file is the beginning of a trace's first line and nothing more: its writer was killed."""
+    with path.open("rb") as file:
+        start = file.read(_HEADER_BYTES)
+    return b"\n" not in start and (start.startswith(_OUR_HEADER) or _OUR_HEADER.startswith(start))
 
 
 def _read_header(file: BinaryIO, path: Path) -> Header:
     try:
-        fields = json.loads(file.readline(1 << 16))
+        fields = json.loads(file.readline(_HEADER_BYTES))
         if fields.pop("format") == FORMAT:
-            return Header(**fields)
-    except (ValueError, TypeError, AttributeError, KeyError):
+            header = Header(**fields)
+            sizes = header.num_experts, header.top_k, header.num_ranks
+            if all(type(size) is int and size > 0 for size in sizes) and header.top_k <= header.num_experts:
+                return header
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         pass
-    raise ValueError(f"{path} is no trace of routing counts; `moe.placement.record` writes them")
+    raise ConfigError(f"{path} is no trace of routing counts, as `moe.placement.record` writes them. Move it away.")
 
 
-def _frames(file: BinaryIO) -> Iterator[tuple[int, Integers]]:
-    while len(head := file.read(_FRAME.size)) == _FRAME.size:
-        length, checksum = _FRAME.unpack(head)
-        payload = file.read(length)
-        if len(payload) < length or zlib.crc32(payload) != checksum:
-            return
-        data = zlib.decompress(payload)
-        step, *shape, size = _STEP.unpack_from(data)
+def _parts(file: BinaryIO) -> Iterator[_Frame | _Damage]:
+    """What follows the header, in order, steps ascending."""
+    position, last, kept, bad = file.tell(), 0, 0, None
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        while position < len(data):
+            frame = _frame_at(data, position, last)
+            if frame is None:
+                bad = position if bad is None else bad
+                # A payload's first bytes tell where one may be.
+                found = data.find(_COMPRESSED, position + 1 + _FRAME.size)
+                position = len(data) if found < 0 else found - _FRAME.size
+                continue
+            if bad is not None:
+                yield _Damage(bad, frame.start, kept, last, frame.step)
+                bad = None
+            yield frame
+            position, last, kept = frame.end, frame.step, kept + 1
+        if bad is not None:
+            yield _Damage(bad, len(data), kept, last, None)
+
+
+def _frame_at(data: mmap.mmap, start: int, last: int) -> _Frame | None:
+    """The frame of a later step than `last` that begins at a byte; None where there is none."""
+    begin = start + _FRAME.size
+    if begin > len(data):
+        return None
+    length, checksum = _FRAME.unpack_from(data, start)
+    if begin + length > len(data):
+        return None
+    payload = data[begin : begin + length]
+    if zlib.crc32(payload) != checksum:
+        return None
+    try:
+        step = _STEP.unpack_from(zlib.decompressobj().decompress(payload[:_START_BYTES], _STEP.size))[0]
+    except (zlib.error, struct.error):
+        return None
+    return _Frame(start, begin + length, step, payload) if step > last else None
+
+
+def _counts(frame: _Frame, header: Header, path: Path) -> Integers:
+    """[L, M, R, E]. Raises ConfigError."""
+    try:
+        data = zlib.decompress(frame.payload)
+        _, *shape, size = _STEP.unpack_from(data)
+        if shape[3] != header.num_experts:
+            raise ValueError(f"{shape[3]} experts, and the first line says {header.num_experts}")
         planes = np.frombuffer(data, np.uint8, offset=_STEP.size).reshape(size, -1)
-        yield step, np.ascontiguousarray(planes.T).view(f"<u{size}").reshape(shape).astype(np.int64)
+        return np.ascontiguousarray(planes.T).view(f"<u{size}").reshape(shape).astype(np.int64)
+    except (zlib.error, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: step {frame.step}, at byte {frame.start}, cannot be read: {error}.") from None

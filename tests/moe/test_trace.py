@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from configs.schema import ConfigError
 from moe.placement.map import Integers
 from moe.placement.trace import Header, Writer, read, read_header
 
@@ -53,6 +57,95 @@ def test_a_file_that_is_cut_off_anywhere_reads_to_its_last_whole_step(tmp_path: 
     holds(path, range(1, 3))
 
 
+def frames_of(path: Path) -> list[int]:
+    """Where the frames of steps 1, 2, ... begin, and the end."""
+    data, found = path.read_bytes(), []
+    position = data.index(b"\n") + 1
+    while position < len(data):
+        found.append(position)
+        position += 8 + int.from_bytes(data[position : position + 4], "little")
+    return [*found, position]
+
+
+@pytest.mark.parametrize("place", [0, 3, 4, 7, 8, 9, 40, -1])  # in the length, the checksum, the payload
+def test_a_flipped_byte_costs_its_step_and_is_said(tmp_path: Path, place: int) -> None:
+    path = tmp_path / "trace"
+    write(path, range(1, 6))
+    starts, data = frames_of(path), bytearray(path.read_bytes())
+    data[starts[2] + place if place >= 0 else starts[3] - 1] ^= 0x41
+    path.write_bytes(data)
+    said: list[str] = []
+    found = dict(read(path, said.append))
+    assert list(found) == [1, 2, 4, 5] and all((found[step] == counts_of(step)).all() for step in found)
+    text = (
+        f"{path}: bytes {starts[2]} to {starts[3] - 1} are damaged: step 3 is lost, 2 steps in front of them are kept"
+    )
+    assert said == [text]
+    writer = Writer(path, HEADER, after=4)  # what is behind it stays
+    assert writer.missing == [text]
+    writer.append(5, counts_of(5))
+    writer.close()
+    assert [step for step, _ in read(path, said.append)] == [1, 2, 4, 5]
+    assert Writer(path, HEADER, after=2).missing == [] and [step for step, _ in read(path)] == [1, 2]
+
+
+def test_what_is_cut_at_the_end_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace"
+    write(path, range(1, 5))
+    starts, data = frames_of(path), path.read_bytes()
+    path.write_bytes(data[: starts[2] + 20])
+    assert [step for step, _ in read(path)] == [1, 2]
+    text = f"{path}: bytes {starts[2]} to {starts[2] + 19} at the end are no whole step: what was behind step 2 is lost"
+    assert capsys.readouterr().err == f"{text}, 2 steps are kept\n"
+    (line,) = Writer(path, HEADER, after=4).missing
+    assert line.startswith(f"{path}: bytes {starts[2]} to {starts[2] + 19} are damaged: 2 steps, 3 to 4, are lost")
+    path.write_bytes(data[: starts[1]])
+    (line,) = Writer(path, HEADER, after=2).missing
+    assert line.startswith(f"{path}: step 2 is not in it") and line.endswith("it goes on with step 3")
+    for end in (0, 1, starts[0] - 1):  # in its first line
+        path.write_bytes(data[:end])
+        (line,) = Writer(path, HEADER, after=2).missing
+        assert line.startswith(f"{path}: steps 1 to 2 are not in it") and read_header(path) == HEADER
+
+
+def test_any_damage_is_a_line_and_no_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    write(path, range(1, 4))
+    data, rng = path.read_bytes(), np.random.default_rng(0)
+    for _ in range(150):
+        damaged = bytearray(data)
+        for place in rng.integers(0, len(data), rng.integers(1, 9)):
+            damaged[place] = rng.integers(256)
+        path.write_bytes(damaged[: rng.integers(1, len(data) + 1)])
+        said: list[str] = []
+        try:
+            found = dict(read(path, said.append))
+            whole = all((counts == counts_of(step)).all() for step, counts in found.items())
+            assert whole and (list(found) == [1, 2, 3] or said or path.stat().st_size in frames_of(path))
+            writer = Writer(path, HEADER, after=3)
+            assert bool(writer.missing) == (list(found) != [1, 2, 3])
+        except ConfigError as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "trace"
+    writer = Writer(path, HEADER)
+    writer.append(1, counts_of(1))
+    with monkeypatch.context() as context:
+        context.setattr(os, "write", full)
+        writer.append(2, counts_of(2))
+    writer.append(3, counts_of(3))
+    writer.close()
+    holds(path, range(1, 2))
+    assert capsys.readouterr().err.startswith(f"{path} cannot be written: No space left on device.")
+
+
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     write(path, range(1, 6))
@@ -75,7 +168,7 @@ def test_ranks_and_micro_batches_may_change(tmp_path: Path) -> None:
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "trace", range(1, 2))
-    with pytest.raises(ValueError, match="trace has num_experts=32, and the run 16; move the file away"):
+    with pytest.raises(ValueError, match="trace has num_experts=32, and the run 16. Move the file away"):
         Writer(tmp_path / "trace", Header("a run", 16, 2, 4))
     holds(tmp_path / "trace", range(1, 2))
     for text in ("text", "[]", "{}", '{"format": "other"}', '{"format": "mixtrain routing counts 1"}'):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.files import writing
+import torch.distributed as dist
+
+from configs.derived import num_micro_batches
+from configs.schema import ConfigError
 from moe.layer import layers_of
 from moe.placement.live import LayerPlacement
-from moe.placement.plans import PlanFile, Recorded, Replayed, read_plans
+from moe.placement.plans import Header, PlanFile, Plans, Recorded, Replayed, read_plans
+from parallel.refusal import raise_together
+from training.resilience import events
 from training.run import Callback, Metrics, Run
 from training.step import StepResult
 
@@ -24,21 +29,29 @@ class RecordedPlans(Callback):
         self._file: PlanFile | None = None
 
     def on_start(self, run: Run) -> None:
+        """Raises ConfigError on every rank where a file is another run's."""
         self._planners: dict[int, Recorded] = {}
         for number, placement in _placements(run).items():
             placement.planner = self._planners[number] = Recorded(placement.planner)
-        self._path = run.run_dir / plan_file(run)
         topology = run.topology
-        if self._planners and topology.expert.rank == 0 and topology.expert_tensor.rank == 0:
+        self._writes = bool(self._planners) and topology.expert.rank == 0 and topology.expert_tensor.rank == 0
+        problem = None
+        try:
             self._open(run)
+        except ConfigError as error:
+            problem = str(error)
+        raise_together(problem)
 
     def _open(self, run: Run) -> None:
-        with writing(self._path):
-            self._file = PlanFile(self._path, after=run.progress.step)
+        if self._writes:
+            self._file = PlanFile(run.run_dir / plan_file(run), str(run.facts["run"]), run.progress.step)
+            if self._file.missing is not None:
+                events.say(run.run_dir, events.INCOMPLETE, self._file.missing)
 
     def before_step(self, run: Run) -> None:
         for planner in self._planners.values():
             planner.calls.clear()
+        self._header = _header(run)  # homes may move before the step is written
 
     def before_update(self, run: Run, result: StepResult) -> None:
         """Others may run passes once more after this."""
@@ -46,14 +59,11 @@ class RecordedPlans(Callback):
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         if self._file is not None:
-            with writing(self._path):
-                for number, calls in self._calls.items():
-                    self._file.append(run.progress.step, number, calls)
+            self._file.append(self._header, self._calls)
 
     def on_rollback(self, run: Run) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._open(run)
+        self.close()
+        self._open(run)
 
     def close(self) -> None:
         if self._file is not None:
@@ -61,26 +71,56 @@ class RecordedPlans(Callback):
 
 
 class ReplayedPlans(Callback):
-    """Has every training call planned as a folder's files say."""
+    """Has every training call planned as a folder's files say. What is known before the steps is refused before them,
+    on all ranks; other homes when their step comes."""
 
     def on_start(self, run: Run) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError on every rank."""
         folder, placements = run.config.moe.placement.replay, _placements(run)
         assert folder is not None
-        path = Path(folder) / plan_file(run)
-        plans = read_plans(path) if placements else {}
+        path, problem = Path(folder) / plan_file(run), None
+        self._plans = Plans(path)
+        try:
+            if placements:
+                self._plans = read_plans(path)
+                calls = num_micro_batches(run.config, run.topology.world_size)
+                problem = self._plans.problem(_header(run), run.config.training.steps, calls)
+        except ConfigError as error:
+            problem = str(error)
+        raise_together(problem)
+        said = [(str(path), each.run, each.step) for each in self._plans.headers]
+        everywhere: list[list[tuple[str, str, int]]] = [[] for _ in range(run.topology.world_size)]
+        dist.all_gather_object(everywhere, said)
+        whose = {run_id: name for each in everywhere for name, run_id, _ in each}
+        if len(whose) > 1:
+            texts = " and ".join(f"{name} is of run {run_id}" for run_id, name in sorted(whose.items()))
+            raise ConfigError(f"moe.placement.replay ({folder}) must be of one run: {texts}.")
+        # Steps at which homes may differ from the plans', on any rank.
+        self._new_homes = {step for each in everywhere for _, _, step in each}
         self._planners: list[Replayed] = []
         for number, placement in placements.items():
-            self._planners.append(Replayed(path, number, plans.get(number, {})))
+            self._planners.append(Replayed(path, number, self._plans.calls.get(number, {})))
             placement.planner = self._planners[-1]
 
     def before_step(self, run: Run) -> None:
+        """Raises ConfigError on every rank where homes are others than a file says."""
+        step, interval = run.progress.step + 1, run.config.moe.placement.interval
+        if step in self._new_homes or (interval > 0 and run.progress.step % interval == 0):
+            raise_together(self._plans.other_homes(_header(run)))
         for planner in self._planners:
-            planner.begin(run.progress.step + 1)
+            planner.begin(step)
 
     def before_update(self, run: Run, result: StepResult) -> None:
         for planner in self._planners:
             planner.begin(None)
+
+
+def _header(run: Run) -> Header:
+    """What the next step's plans are of."""
+    config, placements = run.config, _placements(run)
+    homes = {number: tuple(placement.map.home_ranks.tolist()) for number, placement in placements.items()}
+    experts, slots = config.moe.num_experts or 0, config.moe.placement.extra_slots
+    return Header(str(run.facts["run"]), run.progress.step + 1, config.parallel.expert, experts, slots, homes)
 
 
 def _placements(run: Run) -> dict[int, LayerPlacement]:

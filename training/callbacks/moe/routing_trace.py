@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from configs.files import writing
+from configs.schema import ConfigError
 from moe.layer import MixtrainMoELayer, layers_of
 from moe.placement.trace import Header, Writer
+from parallel.refusal import raise_together
+from training.resilience import events
 from training.run import Callback, Metrics, Run
 from training.step import StepResult
 
@@ -26,23 +28,27 @@ class RoutingTrace(Callback):
         self._writer: Writer | None = None
 
     def on_start(self, run: Run) -> None:
-        """Raises ValueError where the run's trace is of other experts."""
+        """Raises ConfigError on every rank where the run's trace is of other experts, or none."""
         layers = layers_of(run.engine.bare_chunks)
         self._layers = [layers[number] for number in sorted(layers)]
-        if not self._layers:
-            return
         for number, layer in enumerate(self._layers):
             layer.router.register_forward_hook(self._hook(number))
-        if run.topology.speaks_for_stage:
+        problem = None
+        if self._layers and run.topology.speaks_for_stage:
             stage, moe = run.topology.pipeline.rank, run.config.moe
             self._path = run.run_dir / ("routing.trace" if stage == 0 else f"routing_stage{stage}.trace")
             assert moe.num_experts is not None
             self._header = Header(run.config.name, moe.num_experts, moe.top_k, run.config.parallel.expert)
-            self._open(run)
+            try:
+                self._open(run)
+            except ConfigError as error:
+                problem = str(error)
+        raise_together(problem)
 
     def _open(self, run: Run) -> None:
-        with writing(self._path):
-            self._writer = Writer(self._path, self._header, after=run.progress.step)
+        self._writer = Writer(self._path, self._header, after=run.progress.step)
+        for line in self._writer.missing:
+            events.say(self._path.parent, events.INCOMPLETE, line)
 
     def _hook(self, number: int) -> Any:
         def count(router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -61,7 +67,6 @@ class RoutingTrace(Callback):
             self._own_LME = torch.stack([torch.stack(self._counts[number]) for number in range(len(self._layers))])
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
-        """Raises WriteError."""
         if not self._layers:
             return
         own_LME, first = self._own_LME, self._layers[0]
@@ -72,8 +77,7 @@ class RoutingTrace(Callback):
         dist.all_gather_into_tensor(everywhere, own_LME, group=first.ep_group)
         if self._writer is not None:
             counts_LMRE = everywhere.view(ranks, *own_LME.shape).permute(1, 2, 0, 3).cpu().numpy()
-            with writing(self._path):
-                self._writer.append(run.progress.step, counts_LMRE)
+            self._writer.append(run.progress.step, counts_LMRE)
 
     def on_rollback(self, run: Run) -> None:
         """Steps that are taken again are written again."""
@@ -81,6 +85,6 @@ class RoutingTrace(Callback):
             self._writer.close()
             self._open(run)
 
-    def on_end(self, run: Run) -> None:
+    def close(self) -> None:
         if self._writer is not None:
             self._writer.close()

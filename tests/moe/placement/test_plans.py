@@ -1,0 +1,200 @@
+"""Files of plans: continued over kills and moves of homes, and refused for another run than they are of."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.schema import ConfigError
+from moe.placement.map import PlacementMap
+from moe.placement.plans import Copies, Header, PlanFile, Replayed, read_plans
+from moe.placement.quotas import Costs, Limits
+
+HOMES = {0: (0, 0, 1, 1), 2: (0, 0, 1, 1)}
+MOVED = {0: (1, 0, 0, 1), 2: (0, 0, 1, 1)}
+LAST = 4
+
+
+def header(step: int, **other: Any) -> Header:
+    fields = {"run": "a1", "expert_ranks": 2, "num_experts": 4, "slots": 2, "homes": HOMES if step < 3 else MOVED}
+    return Header(**{"step": step, **fields, **other})
+
+
+def calls_of(step: int) -> dict[int, list[Copies]]:
+    """Two calls of two layers, with homes that move after step 2."""
+    away = [[(0, 1, step), (1, 1, 3)], []] if step < 3 else [[(1, 1, step)], [(2, 1, 2)]]
+    return {0: away, 2: [[(3, 0, 1)], [(2, 0, 1), (3, 0, 7)]]}
+
+
+def write(path: Path, steps: range, after: int = 0) -> PlanFile:
+    file = PlanFile(path, "a1", after)
+    for step in steps:
+        file.append(header(step), calls_of(step))
+    file.close()
+    return file
+
+
+def holds(path: Path, steps: range) -> None:
+    plans = read_plans(path)
+    assert plans.calls == {layer: {step: calls_of(step)[layer] for step in steps} for layer in HOMES}
+    for step in steps:
+        said = plans.header(step)
+        assert said is not None and said.is_like(header(step))
+
+
+def test_a_resumed_run_has_each_step_once_with_its_homes(tmp_path: Path) -> None:
+    path = tmp_path / "a.plans"
+    write(path, range(1, 4))
+    holds(path, range(1, 4))
+    assert sum(b"format" in line for line in path.read_bytes().splitlines()) == 2  # the start, and the move
+    before = path.read_bytes()
+    for cut in (1, 5, len(before.splitlines()[-1]), 200):  # a kill in step 3, and the run goes on from step 2
+        path.write_bytes(before[:-cut])
+        assert write(path, range(3, 5), after=2).missing is None
+        holds(path, range(1, 5))
+    assert read_plans(path).problem(header(1), LAST, 2) is None
+    path.write_bytes(before[: before.index(b'{"step": 2')] + b'{"ste')
+    file = write(path, range(4, 5), after=3)
+    assert file.missing is not None and file.missing.startswith(f"{path}: steps 2 to 3 are not in it")
+    assert "step 2, layer 0, call 0 is not there" in str(read_plans(path).problem(header(1), LAST, 2))
+    with pytest.raises(ConfigError, match=r"a.plans has plans of run a1, and this is run b2. Move the file away."):
+        PlanFile(path, "b2", 4)
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "a.plans"
+    write(path, range(1, 2))
+    with monkeypatch.context() as context:
+        context.setattr(os, "write", full)
+        write(path, range(2, 4), after=1)
+    holds(path, range(1, 2))
+    assert capsys.readouterr().err.count("a.plans cannot be written: No space left on device.") == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"expert_ranks": 4}, "step 1 is of parallel.expert=2, and this run of 4. Replay a run of the same layout"),
+        ({"num_experts": 8}, "step 1 is of moe.num_experts=4, and this run of 8"),
+        ({"slots": 1}, "step 1 is of moe.placement.extra_slots=2, and this run of 1"),
+        ({"slots": 3}, None),
+        ({"homes": {0: (0, 0, 1, 1)}}, r"step 1 is of the MoE layers \[0, 2\], and here they are \[0\]"),
+        ({"homes": MOVED}, "step 1, layer 0: expert 0 was at home on rank 0, and here on rank 1: plans are of other"),
+        ({"step": 5, "homes": MOVED}, "step 5, layer 0, call 0 is not there"),
+    ],
+)
+def test_what_is_of_another_run_is_refused_before_it(tmp_path: Path, other: dict[str, Any], said: str | None) -> None:
+    write(tmp_path / "a.plans", range(1, 5))
+    plans = read_plans(tmp_path / "a.plans")
+    own = dataclasses.replace(header(1), **other)
+    text = plans.problem(own, max(LAST, own.step), 2)
+    assert text is None if said is None else text is not None
+    if said is not None:
+        with pytest.raises(ConfigError, match=f"^moe.placement.replay: {tmp_path}/a.plans: {said}"):
+            raise ConfigError(text)
+    assert "step 1, layer 0 has 2 calls, and here 3" in str(plans.problem(header(1), LAST, 3))
+    assert plans.other_homes(header(3)) is None
+    assert "expert 0 was at home on rank 1, and here on rank 0" in str(plans.other_homes(header(3, homes=HOMES)))
+
+
+Change = Callable[[list[dict[str, Any]]], None]
+
+
+def put(number: int, **fields: Any) -> Change:
+    return lambda lines: lines[number].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (put(1, copies=[[0, -1, 1]]), r"line 2: rank \(-1\) must be from 0 to 1"),
+        (put(1, copies=[[0, 2, 1]]), r"line 2: rank \(2\) must be from 0 to 1"),
+        (put(1, copies=[[4, 1, 1]]), r"line 2: expert \(4\) must be from 0 to 3"),
+        (put(1, copies=[[-1, 1, 1]]), r"line 2: expert \(-1\) must be from 0 to 3"),
+        (put(1, copies=[[0, 1, 0]]), r"line 2: assignments \(0\) must be from 1 to"),
+        (put(1, copies=[[0, 1, 10**30]]), rf"line 2: assignments \({10**30}\) must be from 1 to"),
+        (put(1, copies=[[0, 1, 1.5]]), "line 2: 1.5 must be a number"),
+        (put(1, copies=[[0, 1, True]]), "line 2: True must be a number"),
+        (put(1, copies=[[0, 1]]), "line 2: "),
+        (put(1, copies=[[0, 1, 1], [0, 1, 2]]), "line 2: a copy stands there twice"),
+        (put(1, copies=[[0, 0, 1]]), "line 2: expert 0 has a copy on its home"),
+        (put(1, layer=1), r"line 2: layer \(1\) must be one of \[0, 2\]"),
+        (put(1, call=7), "line 2: step 1, layer 0: call 7 follows 0 calls"),
+        (put(1, step=None), "line 2: None must be a number"),
+        (put(0, format="other"), r"line 1: its format \(other\) is not the one"),
+        (put(0, homes={"0": [0, 0, 0, 1], "2": [0, 0, 1, 1]}), "line 1: its homes are none of 4 experts on 2 ranks"),
+        (put(0, homes={"0": [0, 0, 1, -1], "2": [0, 0, 1, 1]}), "line 1: its homes are none of"),
+        (put(0, expert_ranks=0), "line 1: its header has numbers that no run has"),
+        (put(0, slots=1), "line 2: a rank has 2 copies, and 1 slots"),
+        (put(0, run=None), "line 10: it is of run a1, and what is before it of run None"),
+        (lambda lines: lines.insert(3, {}), "line 4: it is none"),
+        (lambda lines: lines.clear(), "has no plan: it was cut off"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_with_the_line(tmp_path: Path, change: Change, said: str) -> None:
+    path = tmp_path / "a.plans"
+    write(path, range(1, 5))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_plans(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_any_damage_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.plans"
+    write(path, range(1, 5))
+    data, rng = path.read_bytes(), np.random.default_rng(0)
+    for _ in range(200):
+        damaged = bytearray(data)
+        damaged[rng.integers(len(data))] = rng.integers(256)
+        path.write_bytes(damaged[: rng.integers(1, len(data) + 1)])
+        try:
+            text = read_plans(path).problem(header(1), LAST, 2)
+        except ConfigError as error:
+            text = str(error)
+        assert text is None or (str(path) in text and "\n" not in text)
+        PlanFile(path, "a1", 2).close() if b'"a1"' in path.read_bytes().split(b"\n")[0] else None
+
+
+def test_a_file_of_an_earlier_version_is_read_where_all_fits(tmp_path: Path) -> None:
+    path = tmp_path / "a.plans"
+    write(path, range(1, 5))
+    lines = [json.loads(line) for line in path.read_text().splitlines() if "format" not in line]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plans = read_plans(path)
+    assert not plans.headers and plans.problem(header(1), LAST, 2) is None
+    assert "rank (1) must be from 0 to 0" in str(plans.problem(header(1, expert_ranks=1), LAST, 2))
+    assert "a rank has 2 copies, and 1 slots" in str(plans.problem(header(1, slots=1), LAST, 2))
+    write(path, range(3, 5), after=2)  # gone on with by this version
+    assert read_plans(path).problem(header(1), LAST, 2) is None and read_plans(path).header(2) is None
+
+
+def test_a_call_of_other_counts_is_refused(tmp_path: Path) -> None:
+    placement, counts_RE = PlacementMap(4, 2), np.full((2, 4), 5)
+    for copies, said in (
+        ([(0, 1, 4)], None),
+        ([(0, 1, 11)], r"call 0 has more assignments at copies of expert 0 than there are \(10\)"),
+        ([(3, 1, 1)], "call 0 has a copy of expert 3 on its home, rank 1"),
+    ):
+        replayed = Replayed(tmp_path / "a.plans", 2, {7: [copies]})
+        replayed.begin(7)
+        if said is None:
+            assert replayed(counts_RE, placement, Costs(), Limits(2, 2)).tolist() == [[6, 4], [10, 0], [0, 10], [0, 10]]
+        else:
+            with pytest.raises(ConfigError, match=f"a.plans: step 7, layer 2, {said}"):
+                replayed(counts_RE, placement, Costs(), Limits(2, 2))
