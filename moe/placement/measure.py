@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -15,40 +16,78 @@ from moe.placement.quotas import Costs
 from moe.schedule.chunk_plan import Plan
 
 SMALL, LARGE = 64, 512  # assignments of a piece
-REPEATS = 5
+ROUNDS = 9  # in each of which everything is measured once, so that a busy moment of the machine spoils all alike
+FACTOR = 64  # by which a cost may be off from the assumed one; beyond it was noise, or another program's work
 
 
-def measure(weights: Weights | None, group: dist.ProcessGroup, node: int, device: torch.device) -> Costs:
+@dataclass(frozen=True)
+class Measured:
+    """What came of a measurement."""
+
+    costs: Costs
+    assignment: float  # seconds that an expert takes for one more
+    problem: str | None  # why these costs are not plausible
+
+
+def measure(
+    weights: Weights | None, group: dist.ProcessGroup, node: int, device: torch.device, assumed: Costs
+) -> Measured:
     """The costs of layers like this one (None: this rank has none), the same on all ranks of the job: of the slowest of
     them. A collective call of all; node: ranks of the group that follow one another on one."""
-    own = torch.zeros(4, dtype=torch.float64)
+    seconds = torch.zeros(ROUNDS, 4, dtype=torch.float64)
     if weights is not None:
-        own[0], own[1] = (_seconds(partial(_piece, weights, number), device) for number in (SMALL, LARGE))
-        own[2] = _seconds(partial(_copy, weights, group, 1), device) if node > 1 else 0.0
-        own[3] = _seconds(partial(_copy, weights, group, node), device) if node < group.size() else 0.0
-    own = own.to(device)
-    dist.all_reduce(own, op=dist.ReduceOp.MAX)
-    small, large, in_node, between = own.tolist()
-    assignment = max((large - small) / (LARGE - SMALL), 1e-9)
-    in_node, between = in_node or between, between or in_node
-    return Costs(
+        measured: list[Callable[[], None] | None] = [partial(_piece, weights, number) for number in (SMALL, LARGE)]
+        measured.append(partial(_copy, weights, group, 1) if node > 1 else None)
+        measured.append(partial(_copy, weights, group, node) if node < group.size() else None)
+        for number in range(-1, ROUNDS):  # the first round makes buffers and connections
+            for i, function in enumerate(measured):
+                if function is not None:
+                    seconds[number, i] = _seconds(function, device)
+    seconds = seconds.to(device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return judged(seconds.tolist(), assumed)
+
+
+def judged(rounds: Sequence[Sequence[float]], assumed: Costs) -> Measured:
+    """The costs of rounds, and whether they are plausible. Each has the seconds of SMALL and of LARGE assignments, of a
+    copy inside a node and of one between nodes; 0: there is no such way."""
+    small, large, in_node, between = (median(column) for column in zip(*rounds, strict=True))
+    assignment = (large - small) / (LARGE - SMALL)
+    if assignment <= 0:
+        problem = f"{LARGE} assignments took {large:.2g} s and {SMALL} took {small:.2g} s"
+        return Measured(assumed, assignment, problem)
+    costs = Costs(
         piece=max(0, round(small / assignment - SMALL)),
-        copy_in_node=round(in_node / assignment),
-        copy_between=round(between / assignment),
+        copy_in_node=round((in_node or between) / assignment),
+        copy_between=round((between or in_node) / assignment),
     )
+    # One that was not measured is the other way's.
+    return Measured(costs, assignment, implausible(costs, assumed, ways=(in_node > 0, between > 0)))
+
+
+def implausible(costs: Costs, assumed: Costs, ways: tuple[bool, bool] = (True, True)) -> str | None:
+    """Why costs are none that a machine has, in words; None where they may be. `ways`: which of a copy's costs are its
+    own."""
+    least = min(assumed.copy_in_node, assumed.copy_between or assumed.copy_in_node)
+    most = max(assumed.copy_in_node, assumed.copy_between or assumed.copy_in_node)
+    for name, value, low, high in (
+        ("a piece", costs.piece, 0, FACTOR * assumed.piece),
+        ("a copy inside a node", costs.copy_in_node if ways[0] else most, -(-least // FACTOR), FACTOR * most),
+        ("a copy between nodes", costs.copy_between if ways[1] else most, -(-least // FACTOR), FACTOR * most),
+    ):
+        if value is not None and not low <= value <= high:
+            return f"{value} for {name}, where {low} to {high} was expected"
+    return None
 
 
 def _seconds(function: Callable[[], None], device: torch.device) -> float:
-    times = []
-    for _ in range(1 + REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def _piece(weights: Weights, assignments: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -47,7 +48,9 @@ def test_homes_outlive_a_resume_on_any_tier_bit_for_bit(data: list[str], tmp_pat
         assert [line[key] for line in turns] == [line[key] for line in whole]
 
 
-def test_any_map_policy_and_number_of_ranks_goes_on(data: list[str], tmp_path: Path) -> None:
+def test_any_map_policy_and_number_of_ranks_goes_on(
+    data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     common = [*RUN, *data]
     train_on_ranks([*common, f"run_dir={tmp_path / 'whole'}", "training.steps=8"])
     turns: tuple[tuple[int, list[str]], ...] = (
@@ -59,6 +62,9 @@ def test_any_map_policy_and_number_of_ranks_goes_on(data: list[str], tmp_path: P
     for i, (ranks, layout) in enumerate(turns, start=1):
         words = [f"run_dir={tmp_path / 'turns'}", f"training.steps={2 * i}", "checkpoint.keep=9"]
         train_on_ranks([*common, *layout, *words], ranks)
+        said = capfd.readouterr().out
+        back = "moe.placement.policy is static and parallel.expert 2: experts that had moved are at home in order again"
+        assert (back in said) == ("moe.placement.policy=static" in layout) and "is without: it is left out" not in said
     whole, found = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "turns")
     assert _moved(found) > 4
     assert largest_difference(found, whole, "loss") < FP32_LOSS

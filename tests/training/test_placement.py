@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from checkpoint.manifest import good_checkpoint_at
 from checkpoint.state import read_state
 from configs.schema import ConfigError
 from moe.placement.plans import read_plans
+from moe.placement.policy import ASSUMED
 from moe.placement.trace import Header, read, read_header
 from tests.distributed import RankError
 from tests.training.helpers import read_metrics, train_on_ranks
@@ -84,7 +86,7 @@ def test_steps_that_are_taken_again_stand_once(tmp_path: Path) -> None:
     run.progress.step = 1
     trace.on_rollback(run)
     trace._writer.append(2, np.full((1, 1, 1, 2), 7))
-    trace.on_end(run)
+    trace.close()
     assert [(step, int(counts.max())) for step, counts in read(trace._path)] == [(1, 1), (2, 7)]
 
 
@@ -93,19 +95,28 @@ def test_plans_are_recorded_and_replayed(data: list[str], tmp_path: Path) -> Non
     common += ["moe.placement.extra_slots=2", "moe.placement.interval=2", "training.eval_interval=2"]
     first = ["moe.placement.policy=quota", "moe.placement.record=true", "checkpoint.interval=2"]
     recorded = train_on_ranks([*common, *first, f"run_dir={tmp_path / 'first'}"], 2)
-    plans = read_plans(tmp_path / "first" / "placement_0_0.plans")
-    assert sorted(plans) == [0, 1, 2, 3] and all(sorted(of_layer) == [1, 2, 3, 4] for of_layer in plans.values())
+    path = tmp_path / "first" / "placement_0_0.plans"
+    plans = read_plans(path)
+    assert sorted(plans.calls) == [0, 1, 2, 3]
+    assert all(sorted(of_layer) == [1, 2, 3, 4] for of_layer in plans.calls.values())
+    assert recorded[1]["placement"]["moved"] > 0 and [header.step for header in plans.headers] == [1, 3]
+    assert [list(homes) for homes in plans.headers[1].homes.values()] == recorded[1]["placement"]["homes"]
     again = ["moe.placement.policy=solve", f"moe.placement.replay={tmp_path / 'first'}", "checkpoint=off"]
     replayed = train_on_ranks([*common, *again, f"run_dir={tmp_path / 'again'}"], 2)
     for key in ("loss", "grad_norm"):
         assert [line.get(key) for line in replayed] == [line.get(key) for line in recorded]
     for key in ("placed", "copies", "moved"):
         assert [line["placement"][key] for line in replayed] == [line["placement"][key] for line in recorded]
-    with pytest.raises(RankError, match="step 5, layer 0, call 0 is not there"):
-        train_on_ranks([*common, *again, "training.steps=5", f"run_dir={tmp_path / 'longer'}"], 2)
-    (tmp_path / "first" / "placement_0_0.plans").write_text("{}\n")
-    with pytest.raises(ConfigError, match="is no file of plans"):
-        read_plans(tmp_path / "first" / "placement_0_0.plans")
+    for more, said in (
+        ("training.steps=5", "step 5, layer 0, call 0 is not there"),  # before the first step
+        ("moe.placement.extra_slots=1", "step 1 is of moe.placement.extra_slots=2, and this run of 1"),
+        ("moe.placement.interval=3", r"step 3, layer \d: expert \d was at home on rank"),
+    ):
+        taken = tmp_path / more / "metrics.jsonl"
+        with pytest.raises(RankError, match=f"moe.placement.replay: {path}: {said}") as caught:
+            train_on_ranks([*common, *again, more, f"run_dir={tmp_path / more}"], 2)
+        assert isinstance(caught.value.__cause__, ConfigError) and "(rank 0)" in str(caught.value)
+        assert len(taken.read_text().splitlines() if taken.exists() else []) == (2 if "step 3" in said else 0)
 
 
 def test_auto_has_copies_where_they_pay_and_goes_on_so(data: list[str], tmp_path: Path) -> None:
@@ -131,7 +142,9 @@ def test_a_cap_that_cannot_be_kept_ends_the_run(data: list[str], tmp_path: Path)
         train_on_ranks([*common, "moe.placement.max_load=1.0"], 2)
 
 
-def test_measured_costs_are_those_of_the_first_start(data: list[str], tmp_path: Path) -> None:
+def test_measured_costs_are_those_of_the_first_start_that_asks(
+    data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     common = [
         *data,
         *SKEWED,
@@ -140,11 +153,16 @@ def test_measured_costs_are_those_of_the_first_start(data: list[str], tmp_path: 
         "parallel.pipeline=2",
         f"run_dir={tmp_path}",
     ]
-    common += ["moe.placement.policy=auto", "moe.placement.extra_slots=2", "moe.placement.costs=measured"]
+    common += ["moe.placement.policy=auto", "moe.placement.extra_slots=2"]
     common += ["model.num_layers=2", "moe.layers=[0,1]"]  # the first stage has no experts
     found = []
-    for steps in (1, 2):
-        train_on_ranks([*common, f"training.steps={steps}"], 4)
-        state = read_state(good_checkpoint_at(tmp_path))
-        found.append(state["callbacks"]["home_moves"]["costs"])
-    assert found[0] == found[1] and found[0]["copy_in_node"] > 0
+    for steps, costs in enumerate(("assumed", "measured", "measured"), 1):
+        train_on_ranks([*common, f"training.steps={steps}", f"moe.placement.costs={costs}"], 4)
+        state = read_state(good_checkpoint_at(tmp_path))["callbacks"]["home_moves"]
+        assert state["costs_asked"] == costs
+        said = [line for line in capfd.readouterr().out.splitlines() if "placement reckons" in line]
+        assert len(said) == (costs == "measured")
+        assert all(f"{state['costs']['copy_in_node']} for a copy inside a node" in line for line in said)
+        found.append((state["costs"], said))
+    assert found[0][0] == asdict(ASSUMED["cpu"]) and found[1][0] == found[2][0]
+    assert "at an earlier start" not in found[1][1][0] and "at an earlier start" in found[2][1][0]

@@ -21,7 +21,7 @@ from training.callbacks.memory_tiers import MemoryTiers
 from training.callbacks.moe.expert_placement import ExpertPlacement
 from training.callbacks.moe.expert_planning import ExpertPlanning
 from training.callbacks.moe.global_aux_loss import GlobalAuxLoss
-from training.callbacks.moe.home_moves import HomeMoves
+from training.callbacks.moe.home_moves import HomeMoves, HomesInOrder
 from training.callbacks.moe.load_limit import LoadLimit
 from training.callbacks.moe.moe_layers import MoELayers
 from training.callbacks.moe.placement_plans import RecordedPlans, ReplayedPlans
@@ -45,7 +45,7 @@ def default_callbacks(config: Config, guard: Guard | None = None, signals: StopS
         *([GlobalAuxLoss()] if config.moe.global_aux_loss_coeff > 0 else []),
         *([MoELayers(planning)] if is_moe(config) else []),  # these add to the metrics that the next ones write
         *([ExpertPlacement()] if places_experts(config) else []),
-        *([HomeMoves()] if places_experts(config) else []),
+        *([HomeMoves() if places_experts(config) else HomesInOrder()] if is_moe(config) else []),
         *([ReplayedPlans()] if places_experts(config) and config.moe.placement.replay is not None else []),
         *([RecordedPlans()] if places_experts(config) and config.moe.placement.record else []),
         *([RoutingTrace()] if is_moe(config) and config.moe.placement.record else []),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from configs import derived
 from moe.layer import layers_of
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.measure import measure
+from moe.placement.measure import implausible, measure
 from moe.placement.moves import SlotMove, slot_moves, trade
 from moe.placement.planners.homes import plan_homes, swapped
 from moe.placement.policy import ASSUMED, pays
@@ -43,7 +43,8 @@ class HomeMoves(Callback):
     def state_dict(self) -> dict[str, Any]:
         homes = {str(layer): each.home_ranks.tolist() for layer, each in self._maps.items()}
         tokens = {"tokens": self._tokens_LE.tolist(), "last_tokens": self._last_LE.tolist()}
-        return {"expert_ranks": self._ranks, "homes": homes, **tokens, "costs": asdict(self._costs)}
+        costs = {"costs": asdict(self._costs), "costs_asked": self._asked, "device": self._device}
+        return {"expert_ranks": self._ranks, "homes": homes, **tokens, **costs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._saved = state
@@ -66,23 +67,37 @@ class HomeMoves(Callback):
         self._take_up(run)
 
     def _reckon(self, run: Run) -> None:
-        """Costs as the config asks, the same on all ranks; measured ones are those of the run's first start."""
+        """Costs as the config asks, the same on all ranks; measured ones are those of the start that first asked."""
         layers = [layer for layer in layers_of(run.engine.bare_chunks).values() if layer.placement is not None]
-        costs = ASSUMED[run.topology.device.type]
-        if run.config.moe.placement.costs == "measured":
-            if self._saved is not None and self._saved["expert_ranks"] == self._ranks:
-                costs = Costs(**self._saved["costs"])
+        self._asked, self._device = run.config.moe.placement.costs, run.topology.device.type
+        self._costs = assumed = ASSUMED[self._device]
+        kept, kept_asked = self._kept_costs()
+        if self._asked == "measured":
+            if kept is not None and kept_asked == "measured" and implausible(kept, assumed) is None:
+                how = "assumed, as none that are plausible were measured," if kept == assumed else "measured"
+                self._costs, how = kept, f"{how} at an earlier start"
             else:
                 weights, topology = layers[0].experts() if layers else None, run.topology
-                costs = measure(weights, topology.expert.group, self._ranks_per_node, topology.device)
-                run.say(
-                    f"placement reckons, in an expert's assignments, with {costs.piece} for a piece, "
-                    f"{costs.copy_in_node} for a copy inside a node and {costs.copy_between} between nodes"
-                )
-        self._costs = costs
+                found = measure(weights, topology.expert.group, self._ranks_per_node, topology.device, assumed)
+                if found.problem is None:
+                    self._costs, how = found.costs, f"measured, one takes {1e6 * found.assignment:.3g} us"
+                else:
+                    how = f"assumed, as those measured are not plausible: {found.problem}"
+            run.say(f"placement reckons {_in_words(self._costs)} ({how})")
+        elif kept is not None and kept_asked == "measured":
+            run.say(f"placement reckons {_in_words(assumed)} (assumed, no longer those measured)")
         for layer in layers:
             assert layer.placement is not None
-            layer.placement.costs = costs
+            layer.placement.costs = self._costs
+
+    def _kept_costs(self) -> tuple[Costs | None, str]:
+        """The costs that a checkpoint of as many expert ranks on such a device keeps, and what had been asked for."""
+        saved = self._saved
+        if saved is None or saved["expert_ranks"] != self._ranks or saved.get("device", self._device) != self._device:
+            return None, ""
+        costs = Costs(**saved["costs"])
+        # Earlier versions did not say.
+        return costs, saved.get("costs_asked", "assumed" if costs in ASSUMED.values() else "measured")
 
     def on_rollback(self, run: Run) -> None:
         self._take_up(run)
@@ -135,6 +150,34 @@ class HomeMoves(Callback):
     def _move(self, run: Run, after: Maps) -> None:
         move_homes(run.engine, self._maps, after)
         self._maps = dict(after)
+
+
+class HomesInOrder(Callback):
+    """In place of HomeMoves where nothing places experts: homes are in order, and a checkpoint's others are left. Says
+    so where that changes any."""
+
+    name = HomeMoves.name
+
+    def __init__(self) -> None:
+        self._saved: dict[str, Any] = {"homes": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._saved = state
+
+    def on_start(self, run: Run) -> None:
+        if any(each != sorted(each) for each in self._saved["homes"].values()):
+            policy, ranks = run.config.moe.placement.policy, run.config.parallel.expert
+            run.say(
+                f"moe.placement.policy is {policy} and parallel.expert {ranks}: experts that had moved are at home in "
+                "order again, also for later starts"
+            )
+
+
+def _in_words(costs: Costs) -> str:
+    return (
+        f"with {costs.piece} of an expert's assignments for a piece, {costs.copy_in_node} for a copy inside a node and "
+        f"{costs.copy_between} between nodes"
+    )
 
 
 @torch.no_grad()

@@ -1,0 +1,100 @@
+"""Measured costs of placement: medians of rounds, believed where a machine may have them, and kept as they were asked
+for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe.placement.measure import LARGE, ROUNDS, SMALL, Measured, implausible, judged
+from moe.placement.policy import ASSUMED
+from moe.placement.quotas import Costs
+from training.callbacks.moe import home_moves
+from training.callbacks.moe.home_moves import HomeMoves
+
+CPU = ASSUMED["cpu"]
+US = 1e-6
+
+
+def rounds(piece: int, in_node: int, between: int) -> list[list[float]]:
+    """Of a machine on which an assignment takes 2 us."""
+    row = [2 * US * (piece + SMALL), 2 * US * (piece + LARGE), 2 * US * in_node, 2 * US * between]
+    return [list(row) for _ in range(ROUNDS)]
+
+
+def test_a_busy_moment_changes_nothing() -> None:
+    measured = rounds(10, 400, 900)
+    for spoiled in measured[:4]:
+        spoiled[:] = [1.0, 0.0, 30.0, 1e-9]
+    found = judged(measured, CPU)
+    assert found.costs == Costs(10, 400, 900) and found.assignment == pytest.approx(2 * US) and found.problem is None
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (rounds(10, 1_092_322, 0), "1092322 for a copy inside a node, where 1 to 16384 was expected"),
+        (rounds(10, 0, 1_092_322), "1092322 for a copy between nodes"),
+        (rounds(100_000, 400, 0), "100000 for a piece, where 0 to 512 was expected"),
+        ([[5 * US, 5 * US, US, 0.0]] * ROUNDS, "512 assignments took 5e-06 s and 64 took 5e-06 s"),
+        ([[5 * US, 4 * US, US, 0.0]] * ROUNDS, "512 assignments took 4e-06 s and 64 took 5e-06 s"),
+        (rounds(0, 1, 0), None),
+        (rounds(0, 400, 0), None),
+    ],
+)
+def test_what_no_machine_has_is_not_believed(measured: list[list[float]], said: str | None) -> None:
+    found = judged(measured, CPU)
+    assert found.problem is None if said is None else found.problem is not None and found.problem.startswith(said)
+
+
+def test_what_is_assumed_is_plausible() -> None:
+    assert [implausible(costs, costs) for costs in ASSUMED.values()] == [None] * len(ASSUMED)
+
+
+def test_costs_are_those_that_the_config_asks_for_at_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Measured] = []
+    monkeypatch.setattr(home_moves, "measure", lambda *_: measured.pop())
+    monkeypatch.setattr(home_moves, "layers_of", lambda _: {})
+
+    def start(asked: str, state: dict[str, Any] | None, ranks: int = 2) -> tuple[dict[str, Any], str]:
+        said: list[str] = []
+        moves = HomeMoves()
+        if state is not None:
+            moves.load_state_dict(state)
+        moves._ranks, moves._ranks_per_node = ranks, ranks
+        config = SimpleNamespace(moe=SimpleNamespace(placement=SimpleNamespace(costs=asked)))
+        device = SimpleNamespace(type="cpu")
+        topology = SimpleNamespace(device=device, expert=SimpleNamespace(group=None))
+        run: Any = SimpleNamespace(
+            config=config, topology=topology, engine=SimpleNamespace(bare_chunks=[]), say=said.append
+        )
+        moves._reckon(run)
+        kept = {"expert_ranks": ranks, "costs": asdict(moves._costs), "costs_asked": moves._asked, "device": "cpu"}
+        return kept, " ".join(said)
+
+    first, second, noise = Costs(10, 400, 400), Costs(12, 500, 500), Costs(0, 1_092_322, 1_092_322)
+    state, said = start("assumed", None)
+    assert state["costs"] == asdict(CPU) and said == ""
+    measured.append(Measured(first, 2 * US, None))
+    state, said = start("measured", state)  # though an earlier start assumed
+    assert state["costs"] == asdict(first)
+    assert "with 10 of an expert's assignments for a piece, 400 for a copy inside a node and 400 between nodes" in said
+    state, said = start("measured", state)  # and keeps them
+    assert state["costs"] == asdict(first) and "measured at an earlier start" in said
+    measured.append(Measured(second, 2 * US, None))
+    state, said = start("measured", state, ranks=4)
+    assert state["costs"] == asdict(second) and not measured
+    state, said = start("assumed", state, ranks=4)
+    assert state["costs"] == asdict(CPU) and "assumed, no longer those measured" in said
+    measured.append(Measured(noise, 2 * US, "too much"))
+    state, said = start("measured", state, ranks=4)
+    assert state["costs"] == asdict(CPU) and "not plausible: too much" in said
+    state, said = start("measured", state, ranks=4)  # a run repeats, also with these
+    assert state["costs"] == asdict(CPU) and "assumed, as none that are plausible were measured" in said
+    for costs, again in ((CPU, True), (noise, True), (first, False)):  # an earlier version's
+        measured[:] = [Measured(second, 2 * US, None)]
+        state, _ = start("measured", {"expert_ranks": 2, "costs": asdict(costs)})
+        assert state["costs"] == asdict(second if again else costs)
