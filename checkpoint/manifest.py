@@ -9,6 +9,7 @@ be code.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import sys
@@ -49,30 +50,35 @@ def folder_of(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:07d}"
 
 
-def sum_of(path: Path) -> FileSum:
-    """Size and checksum of a file as it is on disk now. Raises OSError."""
-    digest, size, buffer = xxhash.xxh3_128(), 0, bytearray(CHUNK_BYTES)
-    view = memoryview(buffer)
+def new_buffer() -> memoryview:
+    """CHUNK_BYTES to read files into. It comes from the system and goes back there: what threads allocate otherwise
+    stays with the process, once for each arena of the allocator."""
+    return memoryview(mmap.mmap(-1, CHUNK_BYTES))
+
+
+def sum_of(path: Path, buffer: memoryview | None = None) -> FileSum:
+    """Size and checksum of a file as it is on disk now, read into `buffer` or one of its own. Raises OSError."""
+    digest, size, view = xxhash.xxh3_128(), 0, new_buffer() if buffer is None else buffer
     with open(path, "rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
+        while count := stream.readinto(view):
             digest.update(view[:count])
             size += count
     return FileSum(size, digest.hexdigest())
 
 
-def write(folder: Path, step: int, files: dict[str, FileSum]) -> None:
+def write(folder: Path, step: int, files: dict[str, FileSum], buffer: memoryview | None = None) -> None:
     """Write the manifest of a folder whose files are all on disk. Raises OSError."""
     content = {"format": FORMAT, "step": step, "files": {name: vars(files[name]) for name in sorted(files)}}
-    write_text(folder / MANIFEST, json.dumps({**content, "xxh3": _self_sum(content)}, indent=1))
+    write_text(folder / MANIFEST, json.dumps({**content, "xxh3": _self_sum(content)}, indent=1), buffer)
 
 
-def write_text(path: Path, text: str) -> FileSum:
-    """Write a small file through to the disk. Raises OSError."""
+def write_text(path: Path, text: str, buffer: memoryview | None = None) -> FileSum:
+    """Write a small file through to the disk, and sum it up as `sum_of`. Raises OSError."""
     with writing(path), open(path, "wb") as stream:
         stream.write(text.encode())
         stream.flush()
         os.fsync(stream.fileno())
-    return sum_of(path)
+    return sum_of(path, buffer)
 
 
 def sync_folder(folder: Path) -> None:

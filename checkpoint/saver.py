@@ -238,7 +238,7 @@ class _Save:
         if self.cancelled.is_set():
             raise _Broken(self._reason)
         for name, text in self._small.items():
-            files[name] = manifest.write_text(self.temporary / name, text)
+            files[name] = manifest.write_text(self.temporary / name, text, self._snapshot.buffer)
         for path in self.temporary.iterdir():  # of a save that was killed on more ranks
             if path.name not in files:
                 path.unlink()
@@ -250,7 +250,7 @@ class _Save:
         )
         lacking = safetensors_header.incomplete(entries)
         assert lacking is None, lacking
-        manifest.write(self.temporary, self.step, files)
+        manifest.write(self.temporary, self.step, files, self._snapshot.buffer)
         manifest.sync_folder(self.temporary)
         self.before_name()
         manifest.put_in_place(self.temporary, self.folder)

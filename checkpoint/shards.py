@@ -62,6 +62,7 @@ class Snapshot:
     def __init__(self, pinned: bool):
         self.pinned = pinned
         self.header = b""
+        self.buffer = manifest.new_buffer()  # in which each save's files are read back, one after the other
         self._body = torch.empty(0, dtype=torch.uint8)
         self._copies: list[tuple[str, int, torch.Tensor]] = []  # name, place in the file's body, where it was copied to
         self._stored: list[tuple[int, StoredTensor]] = []  # place in the file's body, box
@@ -124,7 +125,7 @@ class Snapshot:
                         written = os.pwrite(stream.fileno(), chunk, at)
                         chunk, at = chunk[written:], at + written
             os.fsync(stream.fileno())
-        return _read_back(path, sums)
+        return _read_back(path, sums, self.buffer)
 
     def _contents(self, cancelled: threading.Event) -> Iterator[tuple[int, memoryview]]:
         """What comes after the header, with its place in the file; valid until the next. Buckets first: updates wait
@@ -154,13 +155,15 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def _read_back(path: Path, sums: dict[int, tuple[int, int]]) -> FileSum:
+def _read_back(path: Path, sums: dict[int, tuple[int, int]], buffer: memoryview) -> FileSum:
     """Size and checksum of a file, every part of which must have the given checksum. Raises OSError."""
     digest, size = xxhash.xxh3_128(), 0
-    with open(path, "rb") as stream:
+    with open(path, "rb", buffering=0) as stream:
         for place, (length, expected) in sorted(sums.items()):
-            part = stream.read(length)
-            if place != size or len(part) != length or xxhash.xxh3_64_intdigest(part) != expected:
+            part, filled = buffer[:length], 0
+            while filled < length and (count := stream.readinto(part[filled:])):
+                filled += count
+            if place != size or filled != length or xxhash.xxh3_64_intdigest(part) != expected:
                 raise OSError(f"{path} reads back other bytes than were written")
             digest.update(part)
             size += length

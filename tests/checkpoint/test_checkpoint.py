@@ -9,9 +9,11 @@ import resource
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,7 +40,8 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def save_while_training(config: Any, folder: Path) -> dict[str, Any]:
-    """Begin to save after step 1 with a disk that hangs until step 3 is done, then save again."""
+    """Begin to save after step 1 with a disk that hangs until step 3 is done, then save again. What the threads of
+    further saves allocate is counted."""
     from checkpoint.saver import Saver
     from checkpoint.shards import Snapshot
     from training.progress import Progress, load, state
@@ -75,6 +78,16 @@ def save_while_training(config: Any, folder: Path) -> dict[str, Any]:
     load(model, folder / "step_0000001")
     assert [train_step(model, batches_of(config, step), step).loss for step in (2, 3)] == steps
     assert all(torch.equal(value, at_end[key]) for key, value in weights_of(model).items())
+    buffers: list[int] = []
+    with mock.patch.object(manifest, "new_buffer", lambda: buffers.append(1) or memoryview(bytearray(100))):
+        tracemalloc.start()
+        for step in (4, 5, 6):
+            saver.start(
+                model.chunks, model.optimizer, state(model, Progress(step, 8), {}), folder / f"step_000000{step}"
+            )
+            saver.finish()
+        seen["buffers"], seen["allocated"] = len(buffers), tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
     return seen
 
 
@@ -87,6 +100,8 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path, precision: st
     (seen,) = distributed.run(save_while_training, 1, config, tmp_path)
     assert seen["polled"] is None and seen["pending"] and "step_0000001" not in seen["there"]
     assert (seen["step_0000001"], seen["step_0000003"]) == (1, 3)
+    # The saver's one buffer serves all: a buffer of each thread would stay with the process.
+    assert seen["buffers"] == 0 and seen["allocated"] < manifest.CHUNK_BYTES / 4
     assert all(manifest.verify(tmp_path / name) is None for name in ("step_0000001", "step_0000003"))
 
 
@@ -220,12 +235,15 @@ def test_a_full_disk_at_the_end_ends_every_rank_with_a_clear_line(data: list[str
 
 def train_where_room_is_short(config: Any) -> Lines:
     """Train where no line of metrics.jsonl finds room while the checkpoint of step 2 is being written, which takes
-    until step 4."""
+    until step 4, and nothing that the run can do without ever does."""
     from checkpoint import shards
     from checkpoint.saver import Saver
+    from configs import files
     from configs.files import Log
+    from simulator import run_plan
 
     write, line, init = shards.Snapshot.write, Log.write, Saver.__init__
+    text, append = files.write_text, Log.append
     savers: list[Saver] = []
 
     def slow(self: Any, path: Path, cancelled: Any) -> Any:
@@ -242,23 +260,35 @@ def train_where_room_is_short(config: Any) -> Lines:
         savers.append(self)
         init(self, *arguments)
 
+    def refuse(path: Path, content: Any, function: Any) -> None:
+        if path.suffix == ".trace" or path.name in ("environment.json", "plan.json"):
+            raise WriteError(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        function(content)
+
+    Log.append = lambda self, content: refuse(Path(self.path), content, lambda c: append(self, c))  # type: ignore
+    files.write_text = lambda path, content, **more: refuse(path, content, lambda c: text(path, c, **more))  # type: ignore
+    run_plan.write_text = files.write_text  # type: ignore[attr-defined]
     shards.Snapshot.write, Log.write, Saver.__init__ = slow, no_room, remember  # type: ignore[method-assign, assignment]
     try:
         return train(config)
     finally:
         shards.Snapshot.write, Log.write, Saver.__init__ = write, line, init  # type: ignore[method-assign]
+        files.write_text, run_plan.write_text, Log.append = text, text, append  # type: ignore
 
 
 def test_an_unfinished_checkpoint_gives_way_to_the_record_of_steps(
     data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = make_config([*TINY, *data, f"run_dir={tmp_path}", "checkpoint.interval=2", "training.steps=6"])
+    words = [f"run_dir={tmp_path}", "checkpoint.interval=2", "training.steps=6", "moe.placement.record=true"]
+    config = make_config([*TINY, *data, *words])
     (lines,) = distributed.run(train_where_room_is_short, 1, config)
     assert [line["step"] for line in read_metrics(tmp_path)] == [line["step"] for line in lines] == list(range(1, 7))
     assert [path.name for path in manifest.list_checkpoints(tmp_path)] == ["step_0000006", "step_0000004"]
     said = capfd.readouterr().out
     assert "metrics.jsonl cannot be written: No space left on device. Make room" in said
     assert "step_0000002 cannot be written (rank 0: it gave its room to metrics.jsonl)" in said
+    for name in ("routing.trace", "environment.json", "plan.json"):
+        assert said.count(f"{tmp_path / name} cannot be written: No space left on device. Make room") == 1, name
 
 
 def train_until_the_folder_goes(config: Any) -> str:
