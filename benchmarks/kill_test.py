@@ -1,15 +1,16 @@
 """Kill trainings again and again, and compare them with ones that were left alone.
 
 `python -m benchmarks.kill_test [--kills 200] [--disk 0.3] [--seed 0] [--layouts ep2,moves] [--steps 40]
-[--tiers device,host] [--json] [KEY=VALUE]`
+[--tiers device,host] [--cuts 10] [--json] [KEY=VALUE]`
 
 GPT-MoE runs in several layouts are killed with SIGKILL and started again until each has had its share of the kills and
 ends by itself. Each kill falls at a random moment of a random kind: any moment from the start on, while a checkpoint is
 saved (taken, written, put in place or an old one deleted), while one is loaded, during an evaluation, or, where homes
-of experts move, while they do; it takes all ranks at once, or one rank, and the others some moments later. Every run
-must end with the loss, validation loss, gradient norm and learning rate of every step bit for bit those of the
-undisturbed run, each step on record once. No checkpoint that was announced may be lost: after each kill it must be
-there and good, or as many newer good ones as `checkpoint.keep` asks for.
+of experts move, while they do, or, where calls are recorded, while a file grows; it takes all ranks at once, or one
+rank, and the others some moments later. Every run must end with the loss, validation loss, gradient norm and learning
+rate of every step bit for bit those of the undisturbed run, each step on record once, and so the plans and routing
+counts. No checkpoint that was announced may be lost: after each kill it must be there and good, or as many newer good
+ones as `checkpoint.keep` asks for.
 
 `--disk SHARE` makes that share of the kills faults of the disk, at the same moments: it is full, for a while or for
 good; it becomes read-only, as after an error; the run's folder is moved away. The run must go on, or end by itself with
@@ -20,6 +21,10 @@ image that is mounted: this takes root.
 `--tiers` names where the optimizer's state lies: each start of a run takes another of them than the one before, and the
 undisturbed run keeps it on the device. A third of the kills then falls while state off the device is changed, a third
 while it is saved, a third inside a resume; there are more until each third is complete.
+
+`--cuts NUMBER` then kills one more run of each layout half-way, and cuts so many files of its folder (`all`: every
+one), one at a time, each at a random byte. The same command must go on bit for bit, or end with one line that names the
+file. Where a record lacks steps it must say so. The report must be made of it, or refuse with one line.
 
 After every start no process may be left, and after every run no temporary file and no lock.
 
@@ -62,20 +67,26 @@ import torch
 from checkpoint import manifest, resume, saver
 from checkpoint import state as checkpoint_state
 from checkpoint.saver import SaveError
+from configs import files
 from configs.compose import compose
 from configs.files import WriteError
 from configs.schema import Config, ConfigError
 from configs.validate import validate
 from memory import lanes
 from memory.lanes import Lane
+from moe.placement import trace
+from moe.placement.plans import Plans, read_plans
 from training.callbacks import evaluation
 from training.callbacks.moe import home_moves
+from training.report import sources
+from training.report.page.render import render
 from training.trainer import Trainer
 
 MOVING = (
     *("moe.num_experts=8", "moe.aux_loss_coeff=0", "optimizer.lr=0.01", "optimizer.schedule=constant"),
     *("moe.placement.policy=quota", "moe.placement.extra_slots=2", "moe.placement.interval=1"),
 )
+RECORDED = ("moe.placement.record=true", "optimizer.bucket_parameters=65536", "optimizer.early_update=always")
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "single": (1, []),
     "ep2": (2, ["parallel.expert=2", "training.precision=bf16"]),
@@ -84,6 +95,12 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     # Routers that no loss balances, copies in most calls, homes that move whenever it pays.
     "moves": (2, ["parallel.expert=2", *MOVING]),
     "pp2_moves": (4, ["parallel.pipeline=2", "parallel.expert=2", "optimizer.bucket_parameters=65536", *MOVING]),
+    # The same with state off the device, and every call on record.
+    "recorded_moves": (2, ["parallel.expert=2", "optimizer.state_device=host", *RECORDED, *MOVING]),
+    "pp2_recorded_moves": (
+        4,
+        ["parallel.pipeline=2", "parallel.expert=2", "optimizer.state_device=disk", *RECORDED, *MOVING],
+    ),
 }
 TIERS = {
     "device": [],
@@ -96,10 +113,11 @@ TIERED = ["optimizer.distributed=true", "optimizer.bucket_parameters=65536"]  # 
 CHANGING = ("from device", "host update", "disk write")  # lanes that change a tier's state
 KINDS = {"any": 0.25, "save": 0.35, "load": 0.2, "evaluate": 0.2}  # shares of the kills
 MOVES = {"move": 0.6}  # beside them, where homes of experts move
+RECORDS = {"record": 0.4}  # beside them, where calls are on record
 TIER_KINDS = ("tier", "save", "resume")
 # What a rank says that it does; of several at once what a kill was meant for, else the first here. A resume is the part
 # of a load that comes once the checkpoint was chosen.
-PHASES = ("save", "load", "evaluate", "tier", "resume", "move")
+PHASES = ("save", "load", "evaluate", "tier", "resume", "move", "record")
 # Seconds after the phase began.
 LONGEST_DELAY = {
     "any": 2.0,
@@ -109,9 +127,10 @@ LONGEST_DELAY = {
     "tier": 0.0003,
     "resume": 0.03,
     "move": 0.002,
+    "record": 0.0002,
 }
 # Times on each rank that a phase is let pass at most; a start looks for a checkpoint, then loads it.
-MAX_COUNT = {"any": 6, "save": 6, "load": 2, "evaluate": 6, "tier": 120, "resume": 1, "move": 6}
+MAX_COUNT = {"any": 6, "save": 6, "load": 2, "evaluate": 6, "tier": 120, "resume": 1, "move": 6, "record": 60}
 MOST = 255  # of what a byte counts
 SURVIVORS = 0.5  # seconds at most that the other ranks outlive one that was killed
 POLL = 0.0005  # seconds
@@ -164,6 +183,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for all runs")
+    parser.add_argument(
+        "--cuts",
+        type=lambda text: math.inf if text == "all" else int(text),
+        default=0,
+        metavar="NUMBER",
+        help="files of a killed run of each layout to cut, one at a time; all: every one",
+    )
     arguments = parser.parse_args()
     layouts = arguments.layouts.split(",")
     tiers = [] if arguments.tiers is None else arguments.tiers.split(",")
@@ -172,25 +198,29 @@ def main() -> int:
             parser.error(f"no such {what}: {min(unknown)}; there are {', '.join(known)}")
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
     over = ", ".join(layouts) + (f"; tiers: {', '.join(tiers)}" if tiers else "")
-    print(f"seed {seed}: {arguments.kills} kills over {over}", flush=True)
+    cuts = "all" if arguments.cuts == math.inf else arguments.cuts
+    also = f", then {cuts} files of each cut" if cuts else ""
+    print(f"seed {seed}: {arguments.kills} kills over {over}{also}", flush=True)
     _adopt_orphans()
     rng, begin = random.Random(seed), time.monotonic()
     landed: Counter[str] = Counter()
     victims: Counter[str] = Counter()
     found: list[str] = []
-    runs = unfinished = 0
+    runs = unfinished = cut_files = refused = 0
     with tempfile.TemporaryDirectory() as folder:
         for i, name in enumerate(layouts):
             share = arguments.kills // len(layouts) + (i < arguments.kills % len(layouts))
             place = Path(folder) / name
             place.mkdir()
             with Disk(place) if arguments.disk > 0 else contextlib.nullcontext() as disk:
-                plan = Plan(share, arguments.disk, tiers, rng, moves=name.endswith("moves"))
+                plan = Plan(share, arguments.disk, tiers, rng, "moves" in name, "recorded" in name, arguments.cuts)
                 result = kill_runs(name, plan, arguments.steps, place, arguments.overrides, disk)
             landed += result.landed
             victims += result.victims
             found += result.found
             runs, unfinished = runs + result.runs, unfinished + result.unfinished
+            cut_files += result.cut_files
+            refused += result.refused
     for text in found:
         print(text)
     kills = sum(landed.values())
@@ -201,9 +231,12 @@ def main() -> int:
         f"checkpoint unfinished; {'NOT ' if found else ''}bit for bit the undisturbed runs, "
         f"{'see above' if found else 'no announced checkpoint lost'}; {time.monotonic() - begin:.0f} s"
     )
+    if cut_files:
+        print(f"{cut_files} files were cut: {cut_files - refused} runs went on, {refused} ended with a line")
     if arguments.json:
         result_json = {"seed": seed, "kills": kills, "during": dict(landed), "victims": dict(victims), "runs": runs}
-        print(json.dumps({**result_json, "unfinished": unfinished, "differences": found}))
+        cut_json = {"cut_files": cut_files, "refused": refused}
+        print(json.dumps({**result_json, **cut_json, "unfinished": unfinished, "differences": found}))
     return 1 if found or kills < arguments.kills else 0
 
 
@@ -222,6 +255,8 @@ class Result:
     found: list[str] = field(default_factory=list)
     runs: int = 0
     unfinished: int = 0
+    cut_files: int = 0
+    refused: int = 0  # starts with a cut file that ended with a line
 
 
 @dataclass
@@ -233,6 +268,8 @@ class Plan:
     tiers: Sequence[str]
     rng: random.Random
     moves: bool = False  # homes of experts do
+    records: bool = False  # calls are on record
+    cuts: float = 0  # files to cut afterwards
     _last: str = ""
 
     def is_done(self, landed: Counter[str]) -> bool:
@@ -250,7 +287,7 @@ class Plan:
             lacking = [kind for kind in self._lacking(landed) if has_checkpoint or kind != "resume"]
             kind = rng.choice(lacking or ["save"])
         else:
-            kinds = KINDS | MOVES if self.moves else KINDS
+            kinds = KINDS | (MOVES if self.moves else {}) | (RECORDS if self.records else {})
             (kind,) = rng.choices(list(kinds), list(kinds.values()))
         rank = rng.randrange(ranks) if ranks > 1 and rng.random() < 0.5 else None
         count = rng.randint(1, ranks * MAX_COUNT[kind])
@@ -346,6 +383,10 @@ def kill_runs(
             f"{kill.delay:>8.3f}  {whom:<8} {len(read_steps(run.run_dir)):>6}  {sorted(good)}",
             flush=True,
         )
+    if plan.cuts:
+        _cut_one_by_one(name, plan, new_run("cut"), whole, config_of, result)
+    if plan.kills == 0:
+        return result
     if start(config_of(run, plan.next_tier()), ranks, run) is not None:
         raise AssertionError("nobody asked for a kill")
     result.runs += 1
@@ -370,7 +411,27 @@ def differences(ours: Path, theirs: Path) -> list[str]:
     found = [f"{x} differs from {y}" for x, y in zip(a, b) if x != y]
     if [x["step"] for x in a] != [y["step"] for y in b]:
         found.append(f"steps on record: {[x['step'] for x in a]}, expected {[y['step'] for y in b]}")
+    for path in sorted([*theirs.glob("*.plans"), *theirs.glob("*.trace")]):
+        x, y = _recorded(ours / path.name, found), _recorded(path, found)
+        if x != y:
+            wrong = sorted(step for step in x.keys() | y.keys() if x.get(step) != y.get(step))
+            found.append(f"{path.name} differs in steps {wrong}")
     return found
+
+
+def _recorded(path: Path, damages: list[str]) -> dict[int, Any]:
+    """What a file of plans or of routing counts says, by step."""
+    if path.suffix == ".trace":
+        return {step: (counts.shape, counts.tobytes()) for step, counts in trace.read(path, damages.append)}
+    plans = read_plans(path)
+    steps = {step for of_layer in plans.calls.values() for step in of_layer}
+    return {step: _planned(plans, step) for step in steps}
+
+
+def _planned(plans: Plans, step: int) -> Any:
+    header = plans.header(step)
+    calls = {layer: of_layer.get(step) for layer, of_layer in plans.calls.items()}
+    return None if header is None else header.homes, calls
 
 
 def lost(run: Run, keep: int) -> list[str]:
@@ -399,6 +460,76 @@ def leftovers(run_dir: Path) -> list[str]:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             found.append(f"{run_dir / resume.LOCK} is still held")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files that are cut
+# ---------------------------------------------------------------------------------------------------------------------
+
+MAY_LACK = ("metrics.jsonl", ".plans", ".trace")  # how records end that may lack steps, where that is said
+
+
+def _cut_one_by_one(
+    name: str, plan: Plan, run: Run, whole: Run, config_of: Callable[[Run, str], Config], result: Result
+) -> None:
+    """Kill a run half-way; then cut a file of its folder, start it again, and begin anew with the next file."""
+    ranks, config = LAYOUTS[name][0], config_of(run, "")
+    half_way = (2 * ranks + 1) * (config.training.steps // (2 * config.checkpoint.interval))
+    kill = Kill("save", min(half_way, MOST), plan.rng.uniform(0, LONGEST_DELAY["save"]), None, 0.0)
+    if start(config, ranks, run, kill) is None:
+        raise RuntimeError(f"{name}: the run whose files were to be cut ended before its kill; give it more --steps")
+    kept = run.run_dir.with_name("kept")
+    shutil.copytree(run.run_dir, kept)
+    there = sorted(path.relative_to(kept) for path in kept.rglob("*") if path.is_file() and path.stat().st_size)
+    if plan.cuts < len(there):
+        there = sorted(plan.rng.sample(there, int(plan.cuts)))
+    for file in there:
+        shutil.rmtree(run.run_dir)
+        shutil.copytree(kept, run.run_dir)
+        size = (kept / file).stat().st_size
+        at = plan.rng.randrange(size)
+        os.truncate(run.run_dir / file, at)
+        said_before = run.log.stat().st_size
+        problems = _report_of(run.run_dir, file)
+        ended = start(config, ranks, run, may_end=True)
+        said = run.log.read_text(errors="replace")[said_before:]
+        if ended is not None:
+            result.refused += 1
+            if not any("ends: " in line and file.name in line for line in said.splitlines()):
+                problems.append(f"no line that names it, but: {said[-2000:]}")
+        else:
+            found = differences(run.run_dir, whole.run_dir)
+            if found and file.name.endswith(MAY_LACK) and any(file.name in line for line in said.splitlines()):
+                found = _other_steps(run.run_dir, whole.run_dir)
+            problems += [*found, *leftovers(run.run_dir)]
+        if "Traceback" in said:
+            problems.append(f"a traceback: {said[-2000:]}")
+        result.cut_files += 1
+        result.found += [f"{name}, {file} cut at byte {at} of {size}: {text}" for text in [*problems, *run.found]]
+        run.found = []
+        print(f"{name}: {file} cut at byte {at} of {size}: {'goes on' if ended is None else 'ends'}", flush=True)
+    shutil.rmtree(kept)
+
+
+def _report_of(run_dir: Path, file: Path) -> list[str]:
+    """What a report of a folder with a cut file does that it must not."""
+    try:
+        render(sources.read(run_dir))
+    except ConfigError as error:
+        return [] if file.name in str(error) else [f"the report does not name it: {error}"]
+    except Exception as error:
+        return [f"the report raised {type(error).__name__}: {error}"]
+    return []
+
+
+def _other_steps(ours: Path, theirs: Path) -> list[str]:
+    """What differs in the steps that both runs have on record."""
+    expected = {line["step"]: line for line in read_steps(theirs)}
+    found = [f"{line} differs" for line in read_steps(ours) if line != expected[line["step"]]]
+    for path in sorted([*theirs.glob("*.plans"), *theirs.glob("*.trace")]):
+        x, y = _recorded(ours / path.name, []), _recorded(path, [])
+        found += [f"{path.name} differs in step {step}" for step in x if x[step] != y[step]]
     return found
 
 
@@ -479,9 +610,9 @@ def _call(*command: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str | None:
+def start(config: Config, ranks: int, run: Run, kill: Kill | None = None, may_end: bool = False) -> str | None:
     """Start the run on forked ranks, and kill them as planned; what the first victim was doing, or None where the run
-    ended.
+    ended. may_end: it may also end with a line of its own, which is "ends".
 
     Raises RuntimeError if it fails by itself or outlives the limit.
     """
@@ -499,8 +630,8 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str
     try:
         while living:
             now = time.monotonic()
-            ended += _reap(living, run.log, any_status=broken is not None)
-            if broken is not None:
+            ended += _reap(living, run.log, any_status=broken is not None or may_end)
+            if broken is not None or (may_end and any(ended)):
                 if now >= room_at and run.disk is not None:
                     run.found += run.disk.mend(broken)
                     room_at = math.inf
@@ -542,7 +673,7 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None) -> str
         if orphans := _children():
             run.found.append(f"processes were left: {orphans}")
     if broken is None:
-        return None
+        return "ends" if any(ended) else None
     assert run.disk is not None
     if broken.startswith("full") and any(ended) and (left := [*(run.run_dir / "checkpoints").glob("*.tmp")]):
         run.found.append(f"half a checkpoint kept its room on a full disk: {left}")
@@ -630,6 +761,7 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
     vars(saver)["Saver"].start = told("save", saver.Saver.start)
     vars(saver)["_Part"]._run = told("save", saver._Part._run)
     vars(lanes)["Lane"].submit = submit_told
+    vars(files)["Log"].append = told("record", files.Log.append)
     try:
         Trainer(config).fit()
     except (WriteError, SaveError, ConfigError) as error:
