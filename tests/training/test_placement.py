@@ -107,14 +107,16 @@ def test_plans_are_recorded_and_replayed(data: list[str], tmp_path: Path) -> Non
         assert [line.get(key) for line in replayed] == [line.get(key) for line in recorded]
     for key in ("placed", "copies", "moved"):
         assert [line["placement"][key] for line in replayed] == [line["placement"][key] for line in recorded]
-    for more, said in (
-        ("training.steps=5", "step 5, layer 0, call 0 is not there"),  # before the first step
-        ("moe.placement.extra_slots=1", "step 1 is of moe.placement.extra_slots=2, and this run of 1"),
-        ("moe.placement.interval=3", r"step 3, layer \d: expert \d was at home on rank"),
+    for number, (more, said) in enumerate(
+        (
+            ("training.steps=5", "step 5, layer 0, call 0 is not there"),  # before the first step
+            ("moe.placement.extra_slots=1", "step 1 is of moe.placement.extra_slots=2, and this run of 1"),
+            ("moe.placement.interval=3", r"step 3, layer \d: expert \d was at home on rank"),
+        )
     ):
-        taken = tmp_path / more / "metrics.jsonl"
+        taken = tmp_path / f"refused{number}" / "metrics.jsonl"
         with pytest.raises(RankError, match=f"moe.placement.replay: {path}: {said}") as caught:
-            train_on_ranks([*common, *again, more, f"run_dir={tmp_path / more}"], 2)
+            train_on_ranks([*common, *again, more, f"run_dir={taken.parent}"], 2)
         assert isinstance(caught.value.__cause__, ConfigError) and "(rank 0)" in str(caught.value)
         assert len(taken.read_text().splitlines() if taken.exists() else []) == (2 if "step 3" in said else 0)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def read_steps(run_dir: Path, notes: list[str]) -> list[dict[str, Any]]:
         for rank in chosen:
             try:
                 spans[rank] = read_trace(traces[step][rank])
-            except (OSError, EOFError, ValueError, KeyError, TypeError):
+            except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError):
                 notes.append(f"{traces[step][rank].name} cannot be read and is left out.")
         spans = {rank: found for rank, found in spans.items() if found}
         if spans:
