@@ -13,6 +13,7 @@ import numpy as np
 from configs.schema import ConfigError
 from data.tokenizer.base import EOD_NAMES, PAD_NAMES, SPACE, Tokenizer
 from data.tokenizer.settings import first_line, read_settings, token_name
+from data.tokenizer.words import WordEncoder, word_encoder
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -55,12 +56,17 @@ class HuggingFaceTokenizer(Tokenizer):
         self._settings = {"tokenizer_class": "PreTrainedTokenizerFast", **(settings or roles)}
 
     def encode_array(self, text: str) -> np.ndarray:
+        ids = None if self._words is None else self._words.encode(text)
+        if ids is not None:
+            return ids
         return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_prompt(self, text: str) -> list[int]:
         return list(self._of_transformers.encode(text, add_special_tokens=True).ids)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        if self._words is not None:
+            return super().encode_batch(texts)
         return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _content(self) -> bytes:
@@ -75,6 +81,10 @@ class HuggingFaceTokenizer(Tokenizer):
         # Without a class in its settings, transformers would take that of the model's family, which may split texts by
         # rules of its own.
         return {} if self._says_class else {"tokenizer_config.json": json.dumps(self._settings, indent=2) + "\n"}
+
+    @cached_property
+    def _words(self) -> WordEncoder | None:
+        return word_encoder(self._model, self._spec)
 
     @cached_property
     def _of_transformers(self) -> Any:

@@ -3,6 +3,7 @@ tokens."""
 
 from __future__ import annotations
 
+import json
 import random
 import sysconfig
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import tokenizers
 
 from data.tokenizer import load_tokenizer, train_tokenizer
+from data.tokenizer.huggingface import HuggingFaceTokenizer
 from data.tokenizer.unigram import NotConvertible, tokenizer_json
 
 NASTY = [
@@ -81,6 +84,79 @@ def test_a_whole_source_is_split_as_it_is_in_training(folder: Path) -> None:
         assert len(ids) == pytest.approx(len(again), rel=1e-3)
         different = sum(ours.encode(line) != theirs.encode(line) for line in text.splitlines(keepends=True))
         assert different < len(text.splitlines()) / 50
+
+
+class Counted:
+    """A library's tokenizer that counts the characters that it is asked to search."""
+
+    def __init__(self, model: Any):
+        self.model, self.characters = model, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.characters += len(text)
+        return self.model.encode(text, **options)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.characters += sum(map(len, texts))
+        return self.model.encode_batch_fast(texts, **options)
+
+
+def test_words_that_come_again_are_not_searched_again(folder: Path, tmp_path: Path) -> None:
+    """As fast as by the model beside it is a folder of our own export only if each word is searched once."""
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    tokenizer._model = counted = Counted(tokenizer._model)
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    rng = random.Random(1)
+    mixed = [
+        "".join(rng.choice([" ", "    ", "\n", "e", "re", "(", "[1]", "</s>", "9", "\t", "\xe9"]) for _ in range(99))
+    ]
+    texts = [*NASTY, *mixed, "a\ufdd0 (\ufdd1", *(_random_text(rng) for _ in range(200)), "x" * 300 + " " * 300]
+    for text in [*texts, _source("argparse"), _source("tarfile")]:
+        assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids, repr(text)
+    assert counted.characters < 60_000  # of 210,000
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    counted.characters = 0
+    tokenizer.encode(_source("argparse") + _source("tarfile"))
+    assert counted.characters < 2_000  # the longest words, which are not kept
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "by_words"),
+    [
+        ("model", {"byte_fallback": False}, False),
+        ("normalizer", None, False),
+        ("pre_tokenizer", {"type": "Metaspace", "replacement": "_", "prepend_scheme": "never", "split": True}, False),
+        ("added_tokens", [], False),
+        ("piece", "a(b", True),  # longer words
+        ("piece", "a b", False),  # from word to word
+        ("score", -(2.0**-45), True),  # only of short texts: of longer ones the scores' sums are rounded
+    ],
+)
+def test_a_tokenizer_whose_words_could_be_split_otherwise(
+    section: str, change: Any, by_words: bool, folder: Path, tmp_path: Path
+) -> None:
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    if section == "piece":
+        spec["model"]["vocab"].append([change, -1.0])
+    elif section == "score":
+        spec["model"]["vocab"][-1][1] = change
+    elif section == "model":
+        spec["model"].update(change)
+    else:
+        spec[section] = change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "tokenizer_config.json").write_bytes((folder / "tokenizer_config.json").read_bytes())
+    tokenizer = load_tokenizer(tmp_path)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert (tokenizer._words is not None) == by_words
+    for text in [_source("typing"), "x = a(b) a b ", *NASTY]:
+        assert tokenizer.encode(text) == tokenizer._model.encode(text, add_special_tokens=False).ids, repr(text)
+    if section == "score":
+        assert tokenizer._words is not None and tokenizer._words.encode("a" * 20) is None
 
 
 @pytest.mark.parametrize(
