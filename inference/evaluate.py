@@ -4,13 +4,14 @@ Prints the tokens' perplexity and the bits per byte of each text file and of all
 model's sequence length is read in windows that overlap, so that each token is predicted once, from at least the length
 minus the stride tokens before it. Perplexity compares models with the same tokenizer, bits per byte any models.
 
-`--tasks NAME ... --task-folder FOLDER` runs tasks of the LM evaluation harness (pip install 'mixtrain[eval]') from the
-.yaml files of a folder, whose data are local files; nothing is downloaded.
+`--tasks NAME ... --task-folder FOLDER` runs tasks of the LM evaluation harness (`bash launch/setup.sh --extra eval`
+installs it) from the .yaml files of a folder, whose data are local files; nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from inference.decoder import Decoder
     from inference.open_model import OpenModel
     from inference.scoring import Score
+
+HARNESS = "bash launch/setup.sh --extra eval"  # what installs it
 
 
 def evaluate_text(model: OpenModel, decoder: Decoder, text: str, length: int, stride: int, batch_size: int) -> Score:
@@ -86,7 +89,7 @@ def _evaluate_tasks(options: argparse.Namespace, model: OpenModel, decoder: Deco
     try:
         from inference.lm_harness import run_tasks
     except ImportError as error:
-        raise ConfigError(f"--tasks needs the package lm-eval ({error}). Try pip install 'mixtrain[eval]'.") from error
+        raise ConfigError(f"--tasks needs the package lm-eval ({error}). Try {HARNESS}.") from error
     results = run_tasks(
         model, decoder, options.tasks, options.task_folder, options.few_shots, options.limit, options.batch
     )
@@ -123,6 +126,8 @@ def _main(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} ({value}) must be at least 1.")
     if options.tasks and (options.task_folder is None or not options.task_folder.is_dir()):
         raise ConfigError(f"--task-folder ({options.task_folder}) must be a folder with the tasks' .yaml files.")
+    if options.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(f"--tasks needs the package lm-eval, which is not installed. Try {HARNESS}.")
     import torch.distributed as dist
 
     from inference.open_model import open_from

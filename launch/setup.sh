@@ -8,8 +8,8 @@ Usage: bash launch/setup.sh [PYTHON] [--extra NAME]... [--system-torch] [--wheel
 
 Makes .venv in the repository with Python 3.11 or 3.12 and installs the pinned dependencies. Does nothing when they are
 there already. PYTHON is the interpreter to use (default: python3.12, else python3.11, else python3). Extras: dev (lint,
-types, tests), cuda (TransformerEngine), peers (benchmarks). Other arguments go to pip install, as does pip's own
-configuration. To start over, delete .venv.
+types, tests), eval (inference.evaluate --tasks), cuda (TransformerEngine), peers (benchmarks). Other arguments go to pip
+install, as does pip's own configuration. To start over, delete .venv.
 
   --system-torch  take the torch that PYTHON has, such as an image's own build for its GPUs, and install none
   --wheels DIR    install from this folder of wheels alone, without a network; launch/wheels.sh fills one
@@ -46,6 +46,9 @@ while [[ $# -gt 0 ]]; do
             ;;
         --extra)
             [[ ${2:-} =~ ^[a-z]+$ ]] || die "--extra needs a name, such as --extra dev"
+            # pip would leave out what it does not know, without a word
+            known=$(sed -n '/^\[project.optional-dependencies\]/,/^\[tool/s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml)
+            grep -qx -- "$2" <<<"$known" || die "--extra $2: there is no such extra; it is one of ${known//$'\n'/, }"
             extras+=("$2")
             shift 2
             ;;

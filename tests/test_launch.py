@@ -193,6 +193,14 @@ def test_setup_installs_again_when_the_pins_change(sandbox: Sandbox, file: str) 
     assert sandbox.log() == [pip_line("dev")]
 
 
+def test_setup_refuses_an_extra_that_is_none(sandbox: Sandbox) -> None:
+    """pip would go on without it, and say nothing."""
+    result = sandbox.run("setup.sh", "--extra", "evl")
+    expected = "setup: --extra evl: there is no such extra; it is one of cuda, peers, eval, dev\n"
+    assert (result.returncode, result.stderr) == (1, expected)
+    assert sandbox.log() == []
+
+
 def test_setup_adds_extras_to_those_that_are_there(sandbox: Sandbox) -> None:
     sandbox.run("setup.sh", "--extra", "dev")
     sandbox.run("setup.sh", "--extra", "cuda", "--no-build-isolation", "-v")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import math
@@ -214,6 +215,18 @@ def test_what_is_longer_than_the_model_is_refused_by_the_harness(harness: Any) -
 def _evaluate_tasks(cache: Path, arguments: list[str]) -> tuple[int, str, str]:
     os.environ["HF_HOME"] = str(cache)  # read when the harness is imported
     return command(evaluate.main, arguments)
+
+
+def test_tasks_without_the_harness_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "config.json").touch()  # as far as it is looked at
+    status, _, said = command(
+        evaluate.main, ["--checkpoint", str(tmp_path), "--tasks", "a", "--task-folder", str(tmp_path)]
+    )
+    assert status == 2
+    assert said == (
+        "error: --tasks needs the package lm-eval, which is not installed. Try bash launch/setup.sh --extra eval.\n"
+    )
 
 
 def test_tasks_of_the_harness(tmp_path: Path) -> None:
