@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoint import kept_tokenizer, manifest
-from configs import command
+from configs import command, progress
 from configs.architecture import for_use
 from configs.compose import load
 from configs.tokenizer_files import FOR_TRANSFORMERS, copy_tokenizer
@@ -30,6 +30,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
     """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder, as `dtype`
     (None: as the model has them), with the run's tokenizer. Returns the checkpoint. Raises ConfigError, and OSError
     where the disk fails."""
+    progress.begin(f"Checking {source}")
     good = manifest.good_checkpoint_at(source)
     tokenizer = kept_tokenizer.of_checkpoint(good)
     from checkpoint import state as checkpoint_state
@@ -54,6 +55,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
         try:
             chunks = build_model(config, place, vocab_size, fill=False)
             _keep_on_disk(chunks, partial)
+            progress.begin(f"Reading {good}")
             checkpoint_state.load_weights(chunks, good)
             folders.write_logical(chunks, partial, trained, vocab_size, dtype, special)
         finally:

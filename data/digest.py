@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from configs import progress
 from configs.schema import ConfigError
 from data import lock
 
@@ -25,6 +26,7 @@ PIECE_BYTES = 1 << 26
 READ_BYTES = 1 << 22
 MAX_THREADS = 8
 TRIES = 3
+SAID_BYTES = 4 << 30  # of a file whose reading may take long enough to be said
 # A file that is changed twice within one tick of its file system's clock has the same times after both. So what was
 # changed less than this before it was read is read again the next time.
 TICK_NS = 2_000_000_000
@@ -90,6 +92,8 @@ def _read(path: Path) -> tuple[str, dict[str, int]]:
     for _ in range(TRIES):
         with open(path, "rb", buffering=0) as file:
             before = _fingerprint(os.fstat(file.fileno()))
+            if before["size"] >= SAID_BYTES:
+                progress.begin(f"Reading {path} ({before['size'] / 1e9:.0f} GB), to know it by its content")
             starts = range(0, before["size"], PIECE_BYTES)
             with ThreadPoolExecutor(max(1, min(MAX_THREADS, len(starts)))) as threads:
                 pieces = list(threads.map(functools.partial(_piece, file.fileno()), starts))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from checkpoint import kept_tokenizer, manifest
 from checkpoint import state as checkpoint_state
+from configs import progress
 from configs.architecture import for_use
 from configs.compose import compose, load
 from configs.ranks import world_size
@@ -108,6 +109,8 @@ def open_model(
         print(f"the tokenizer {words.path} is not the one that {source.folder} was trained with", file=sys.stderr)
     joined = dist.is_initialized()
     place = topology.initialize(config)
+    if place.rank == 0:
+        progress.begin(f"Loading {source.folder}")
     try:
         chunks = build_model(config, place, source.vocab_size, fill=False)
         source.load(chunks)

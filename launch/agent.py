@@ -63,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         others += ["--log-dir", str(options.log_dir), "--redirects", "3", "--tee", "0:3"]
 
     ranks = options.nproc_per_node
+    _say(f"starting {ranks} {'rank' if ranks == 1 else 'ranks'} on this node")
     while True:
         status = _run([*others, "--nproc-per-node", str(ranks)], options.log_dir, overrides)
         if status in (0, STOPPED_EARLY) or options.min_ranks is None:

@@ -44,7 +44,7 @@ def secure(options: Namespace) -> Namespace:
         options.standalone, options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = (
             False,
             BACKEND,
-            "",
+            LOOPBACK,  # nobody reads it; without one torch warns of --master-addr, which nobody gave
             str(uuid4()),
         )
     # The one place of torch.distributed that unpickles what a store holds.

@@ -38,7 +38,7 @@ def import_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
     carried = _carried_files(source)
     special = special_tokens.of_config(folders.read_json(source / "config.json"), vocab_size)
     with folders.new_folder(target) as partial:
-        writer = folders.Writer(partial, part_bytes or folders.PART_BYTES)
+        writer = folders.Writer(partial, part_bytes or folders.PART_BYTES, _weight_bytes(source), shown=True)
         for name in hf.names():
             writer.add(name, hf.get(name))
         writer.close()
@@ -72,7 +72,7 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
             "import it again."
         )
         special = dict.fromkeys(special_tokens.KEYS)
-    writer = folders.Writer(target, part_bytes or folders.PART_BYTES)
+    writer = folders.Writer(target, part_bytes or folders.PART_BYTES, _weight_bytes(source), shown=True)
     dtype = str(reader.main_dtype(reader.names())).removeprefix("torch.")
     for name, tensor in translate.export_weights(family, config, reader.get):
         writer.add(name, tensor)
@@ -82,6 +82,10 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
     if special_tokens.GENERATION_CONFIG not in carried and config.model.family == "gpt" and generation:
         _write_json(target / special_tokens.GENERATION_CONFIG, generation)
     _write_json(target / "config.json", {**hf_config, **special, "dtype": dtype, "torch_dtype": dtype})
+
+
+def _weight_bytes(source: Path) -> int:
+    return sum(file.stat().st_size for file in source.glob("*.safetensors"))
 
 
 def _carried_files(source: Path) -> dict[str, Path]:

@@ -24,6 +24,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from configs import progress
 from configs.architecture import architecture, description
 from configs.schema import Config, ConfigError
 from configs.weights import FORMAT, means_nothing, read_config
@@ -184,8 +185,10 @@ class Writer:
     """Collects tensors and writes a part whenever `part_bytes` are full; `close` numbers the parts and writes the
     index."""
 
-    def __init__(self, folder: Path, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, folder: Path, part_bytes: int = PART_BYTES, total_bytes: int = 0, shown: bool = False) -> None:
+        """`total_bytes`: about how much will be added, for the bar that is shown on standard error."""
         folder.mkdir(parents=True, exist_ok=True)
+        self._bar = progress.bar(total_bytes, f"writing {folder.name.partition('.partial-')[0]}", shown=shown)
         self.folder = folder
         self.part_bytes = part_bytes
         self._part: dict[str, torch.Tensor] = {}
@@ -201,10 +204,12 @@ class Writer:
         self._part[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._part_size += size
         self._total_size += size
+        self._bar.update(size)
 
     def close(self) -> None:
         """Write what is left, the final file names and the index."""
         self._flush()
+        self._bar.close()
         count = len(self._parts)
         if count == 1:
             self._path(0).rename(self.folder / SINGLE_NAME)
@@ -288,7 +293,8 @@ def write_logical(
     """Write the files of `save_logical_folder` into a folder, and which tokens are special
     (models/huggingface/special_tokens.py), where that is known; every rank gathers with the one that calls this. Raises
     OSError."""
-    writer = Writer(folder)
+    wide = [p.numel() * (dtype or p.dtype).itemsize for chunk in chunks for p in chunk.parameters()]
+    writer = Writer(folder, total_bytes=sum(wide), shown=True)
     for name, tensor in gather_logical(chunks):
         writer.add(name, tensor if dtype is None else tensor.to(dtype))
     writer.close()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from configs import progress
 from configs.schema import ConfigError, DataConfig
 from data import lock
 from data.corpus import Document, File, Source, plan_parts, read_span, unpack
@@ -36,11 +37,7 @@ def find_tokenizer(config: DataConfig, sources: list[Source], cache: Path, show_
         with lock.hold(path.with_suffix(".lock"), config.timeout_seconds):
             if not path.exists():
                 if show_progress:
-                    print(
-                        f"Training a sentencepiece tokenizer of {config.vocab_size} pieces ...",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    progress.begin(f"Training a sentencepiece tokenizer of {config.vocab_size} pieces")
                 begin = time.monotonic()
                 files = [file for source in text_sources for file in source.files]
                 names = "+".join(source.name for source in text_sources)

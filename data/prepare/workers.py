@@ -9,27 +9,12 @@ import selectors
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from tqdm import tqdm
-
+from configs import progress
 from configs.schema import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-class _Lines:
-    """What tqdm writes to: each of its pictures becomes a line of a log."""
-
-    def __init__(self, log: TextIO):
-        self._log = log
-
-    def write(self, text: str) -> None:
-        if text.strip():
-            self._log.write(text.strip() + "\n")
-
-    def flush(self) -> None:
-        self._log.flush()
 
 
 def run_jobs(
@@ -52,16 +37,8 @@ def run_jobs(
     processes: list[subprocess.Popen[bytes]] = []
     selector = selectors.DefaultSelector()
     total = ready + sum(job["size"] for job in jobs)
-    look: dict[str, Any] = {"dynamic_ncols": True, "mininterval": 0.5}
-    if not sys.stderr.isatty():  # a log: plain lines, and not many
-        look = {
-            "file": _Lines(sys.stderr),
-            "mininterval": 30.0,
-            "bar_format": "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}",
-        }
-    bar = tqdm(total=total, initial=ready, unit="B", unit_scale=True, desc=verb, disable=not show_progress, **look)
     try:
-        with bar:
+        with progress.bar(total, verb, ready, show_progress) as bar:
             for _ in range(min(num_workers, len(jobs))):
                 command = [sys.executable, "-m", "data.worker"]
                 process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

@@ -108,7 +108,8 @@ def test_words_that_come_again_are_not_searched_again(folder: Path, tmp_path: Pa
     """As fast as by the model beside it is a folder of our own export only if each word is searched once."""
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     assert isinstance(tokenizer, HuggingFaceTokenizer)
-    tokenizer._model = counted = Counted(tokenizer._model)
+    counted: Any = Counted(tokenizer._model)
+    tokenizer._model = counted
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     rng = random.Random(1)
     mixed = [

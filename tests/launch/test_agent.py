@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -123,6 +124,8 @@ def test_stop_on_purpose_is_no_failure_and_no_reason_to_start_again(launch: Laun
     out, err = process.communicate(timeout=LONG)
     assert process.returncode == 75, out + err
     assert "SIGUSR1: the ranks finish their step, save and stop" in err
+    assert err.startswith("launch: starting 2 ranks on this node\n")
+    assert re.findall(r"^[WE]\d{4} .*", err, re.M) == []  # torch's own words
     for rank in (0, 1):
         assert launch.log(rank) == f"rank {rank} of 2, attempt 0\nasked by {int(signal.SIGUSR1)}\n"
 
@@ -167,7 +170,7 @@ def test_without_restarts_left_it_names_the_rank_and_goes_on_with_fewer(launch: 
     process = launch.start("--ranks-per-node", "4", "--min-ranks", "1", "--log-dir", "logs", "--", *overrides)
     out, err = process.communicate(timeout=LONG)
     assert process.returncode == 0, out + err
-    named, went_on = [line for line in err.splitlines() if line.startswith("launch: ")]
+    _, named, went_on = [line for line in err.splitlines() if line.startswith("launch: ")]
     assert named.startswith("launch: rank 2 on ") and named.endswith(
         " failed first, with exit status 7: see its output"
     )

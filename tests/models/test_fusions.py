@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
+import parallel
 from configs.compose import compose
 from models.parallelize import accumulate_in_products
 from models.transformer_config import fusions, transformer_config
@@ -40,6 +42,28 @@ def test_a_model_gets_what_it_can_use(experiment: str, monkeypatch: pytest.Monke
 def test_others_get_none(override: str, backend: str) -> None:
     megatron: Any = transformer_config(compose(["experiment=llama3_8b", override]), backend)
     assert not any(value for name, value in vars(megatron).items() if name.endswith("_fusion"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "experiment=gpt2_124m training.recompute=selective",
+        "experiment=bert_base training.recompute=selective training.deterministic=true",
+        "experiment=qwen3_30b_a3b training.recompute=full",
+        "experiment=deepseek_v3_like training.recompute=selective",
+    ],
+)
+def test_megatron_core_warns_of_nothing_that_a_user_could_not_mend(
+    overrides: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", lambda *args, **kwargs: None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.resetwarnings()  # pytest's own
+        parallel.leave_out_notes()
+        for backend in ("portable", "transformer_engine"):
+            transformer_config(compose(overrides.split()), backend)
+        warnings.warn("one of another kind", stacklevel=1)
+    assert [str(warning.message) for warning in said] == ["one of another kind"]
 
 
 def test_the_fused_loss_takes_no_fp16() -> None:

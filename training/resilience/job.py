@@ -8,6 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from configs import progress
 from configs.exit_status import STOPPED_EARLY
 from configs.files import WriteError
 from configs.ranks import launched, use_fewer
@@ -26,6 +27,8 @@ def run(config: Config) -> int:
     stop.end_at_once()  # again, where an earlier run of this process has ended
     if attempts.stopped():
         return STOPPED_EARLY  # torchrun takes that for a failure, and has started the ranks again
+    if launched().rank == 0 and config.logging.progress:
+        progress.begin("Loading torch and Megatron-core")
     from training.resilience import (
         spare_ranks,  # imports torch, as the rest does: seconds that a wrong config need not wait for
     )

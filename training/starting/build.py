@@ -14,6 +14,7 @@ from checkpoint import kept_tokenizer, manifest, resume, start
 from checkpoint.saver import Saver
 from checkpoint.state_file import in_words
 from configs import files
+from configs.progress import begin
 from configs.ranks import launched
 from configs.schema import Config, ConfigError
 from data.build import build_data
@@ -63,6 +64,8 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
     engine = Engine(config, topology, vocab_size, run_plan.room_beside(expected.memory[topology.rank], expected.rooms))
     built.callback(engine.close)
     health, position = Health(config), progress.Progress()
+    if topology.rank == 0 and config.logging.progress and (folder or config.checkpoint.weights):
+        begin(f"Reading {folder or config.checkpoint.weights}")
     if folder is not None:
         position = progress.load(engine, folder)
         kept, line = kept_state(position.health, position.step, folder)

@@ -1,0 +1,44 @@
+"""What takes long says on standard error what it is, and how far. Imports nothing of Mixtrain."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+LOG_EVERY_SECONDS = 30.0
+
+
+def begin(text: str) -> None:
+    """Say in a line what begins. Where there are ranks, the first one calls it alone."""
+    print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+def bar(total: int, what: str, done: int = 0, shown: bool = True) -> tqdm[Any]:
+    """A bar over `total` bytes, of which some are `done`; in a log a line at the start, at the end and now and then."""
+    from tqdm import tqdm
+
+    look: dict[str, Any] = {"dynamic_ncols": True, "mininterval": 0.5}
+    if not sys.stderr.isatty():
+        look = {
+            "file": _Lines(sys.stderr),
+            "mininterval": LOG_EVERY_SECONDS,
+            "bar_format": "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}",
+        }
+    return tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=what, disable=not shown, **look)
+
+
+class _Lines:
+    """What tqdm writes to: each of its pictures becomes a line of a log."""
+
+    def __init__(self, log: TextIO):
+        self._log = log
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self._log.write(text.strip() + "\n")
+
+    def flush(self) -> None:
+        self._log.flush()
