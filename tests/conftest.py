@@ -14,7 +14,8 @@ from tests.waits import LONG
 
 # Files whose tests start no rank and no training, marked `fast`.
 FAST = {
-    *("test_docs", "test_readme", "test_waits", "test_rooms", "test_walkthrough", "test_summary", "test_rounds"),
+    *("test_docs", "test_readme", "test_readme_table", "test_waits", "test_rooms", "test_walkthrough", "test_summary"),
+    *("test_rounds",),
     *("test_files", "test_keys", "test_last_words", "test_ranks", "test_validate", "test_weights"),
     *("test_corpus", "test_identity", "test_loader", "data/test_samples", "test_split"),
     *("test_load", "test_planner", "test_program", "test_route", "test_solve", "test_trial", "moe/test_trace"),
