@@ -160,8 +160,8 @@ def _memory(plan: RunPlan) -> str:
         asked = plan.config.moe.placement
         over = "ends the run" if asked.over_limit == "stop" else "takes more, and is counted"
         lines.append(
-            f"  With the busiest rank at moe.placement.max_load ({asked.max_load}) times the mean rank's assignments; a "
-            f"call that cannot keep it {over} (moe.placement.over_limit={asked.over_limit})."
+            f"  With the busiest rank at moe.placement.max_load ({asked.max_load}) times the mean rank's assignments; "
+            f"a call that cannot keep it {over} (moe.placement.over_limit={asked.over_limit})."
         )
     elif derived.is_moe(plan.config):
         lines.append(

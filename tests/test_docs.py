@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.schema import KEYS
 from tests.distributed import ROOT
 
 DOCS = ROOT / "docs"
@@ -81,3 +82,38 @@ def test_contents_of_the_decisions_list_each_once() -> None:
         text = page.read_text(encoding="utf-8")
         found.append((text.splitlines()[0][2:], page.name, " (superseded)" if "**Superseded by**" in text else ""))
     assert sorted(listed) == sorted(found)
+
+
+def unknown_keys(text: str) -> list[str]:
+    """Config keys in code spans that the schema does not have."""
+    sections = "|".join(sorted({key.partition(".")[0] for key in KEYS if "." in key}))
+    named = [
+        re.match(rf"({sections})(\.[a-z_]+)+(?=$|=)", word)
+        for span in re.findall(r"`([^`\n]+)`", text)
+        for word in span.split()
+    ]
+    keys = {found[0] for found in named if found is not None}
+    keys = {key for key in keys if not re.search(r"\.(md|json|safetensors)$", key)}
+    modules = {key for key in keys if ROOT.joinpath(*key.split(".")).with_suffix(".py").is_file()}
+    return sorted(keys - modules - KEYS.keys() - {"data.prepare", "training.report"})
+
+
+@pytest.mark.parametrize("page", [*NAMED, ROOT / "CHANGELOG.md"], ids=name)
+def test_keys_that_are_named_exist(page: Path) -> None:
+    assert unknown_keys(page.read_text(encoding="utf-8")) == []
+
+
+def test_unknown_keys_are_found() -> None:
+    assert unknown_keys("`moe.palcement=1`, `training.steps=3 model.stesp`, `docs/moe.md`") == [
+        "model.stesp",
+        "moe.palcement",
+    ]
+
+
+def test_what_is_not_there_yet_is_what_the_schema_refuses() -> None:
+    """And nothing else is said to be missing."""
+    missing = {key.needed_for for key in KEYS.values()} - {""}
+    (said,) = re.findall(r"^Not there yet: (.*?)\. ", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    assert set(said.split(", ")) == missing
+    for page in [*NAMED, ROOT / "CHANGELOG.md"]:
+        assert not re.search(r"do(es)? not move yet|has no effect\.", page.read_text(encoding="utf-8")), name(page)

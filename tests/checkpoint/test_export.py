@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -280,12 +281,16 @@ def _hugging_face_folder(name: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", GPT_FAMILIES)
-def test_there_and_back_with_the_same_text(name: str, tmp_path: Path) -> None:
+def test_there_and_back_with_the_same_text(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     _hugging_face_folder(name, tmp_path / "hf")
     expected = their_texts(tmp_path / "hf")
     assert any(stopped for _, stopped, _ in expected)
     assert convert.main(["import", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
     assert convert.main(["export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    said = capfd.readouterr().err
+    for made in ("ours", "back"):  # a line at the start and one at the end
+        assert re.findall(rf"^writing {made}: (\S+B) of", said, re.M)[0] == "0.00B"
+        assert len(re.findall(rf"^writing {made}: ", said, re.M)) == 2
     assert their_texts(tmp_path / "back") == expected
     before, after = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("hf", "back"))
     length = "n_positions" if name == "gpt2" else "max_position_embeddings"

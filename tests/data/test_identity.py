@@ -89,8 +89,9 @@ def test_prepared_files_of_equal_size_and_other_bytes(config):
     assert prepare(config, "gpt", False) == prepared
 
 
-def test_a_digest_is_kept_while_the_file_is_not_touched(tmp_path, monkeypatch):
+def test_a_digest_is_kept_while_the_file_is_not_touched(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(digest_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(digest_module, "SAID_BYTES", 2000)
     path, cache = tmp_path / "file", tmp_path / "cache"
     contents = [bytes(n % 251 for n in range(size)) for size in (0, 999, 1000, 2500)]
     contents.append(contents[-1][:-1] + b"x")
@@ -99,6 +100,8 @@ def test_a_digest_is_kept_while_the_file_is_not_touched(tmp_path, monkeypatch):
         path.write_bytes(content)
         digests.append(file_digest(path, cache, 10))
     assert len(set(digests)) == len(contents)
+    said = f"Reading {path} (0 GB), to know it by its content ...\n"  # the two that are long
+    assert capsys.readouterr().err == 2 * said
     assert not list(cache.rglob("*.json"))  # written just now: another write may have the same time
     old = time.time_ns() - 10**10
     real = digest_module._fingerprint

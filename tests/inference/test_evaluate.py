@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -304,6 +305,7 @@ def test_masked_words(layout: list[str], tmp_path: Path) -> None:
         return
     status, out, err = distributed.run(command, 1, fill_mask.main, [*source, "--text", "a = [MASK] + [MASK]"])[0]
     assert status == 0 and [len(place) for place in json.loads(out)["places"]] == [3, 3], err
+    assert re.match(r"Loading .* \.\.\.\n", err)
     wrong = {
         "no masked place": (fill_mask.main, [*source, "--text", "a = 1"]),
         f"more than the model's sequence length ({LENGTH})": (

@@ -212,6 +212,7 @@ def test_a_run_on_a_terminal(tmp_path: Path, data: list[str]) -> None:
     assert process.wait(timeout=LONG) == 0
     lines = terminal.screen()
     text = "\n".join(lines)
+    assert lines[0] == "Loading torch and Megatron-core ..."  # seconds, in which nothing else is said
     assert len(re.findall(rf"^{STAMP} step [246]/6 \| [\d,]+ tokens \| validation loss", text, re.M)) == 3, text
     assert len(re.findall(r"^checkpoint .*$", text, re.M)) == 2, text
     assert not re.search("wandb|warning|deprecat", text.replace(str(tmp_path), ""), re.I), text
