@@ -22,12 +22,13 @@ WORDS = re.compile(r"timeout|monotonic|\.(wait|join)\(")
 def short_waits(code: str) -> Iterator[tuple[str, int, str]]:
     """Function, line and text of each limit below LONG: a `timeout`, a mark, a deadline."""
     for function in ast.walk(ast.parse(code)):
-        for node in ast.walk(function) if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) else ():
-            if any(value < LONG for value in _limits(node)):
-                yield function.name, node.lineno, ast.unparse(node)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.expr) and any(value < LONG for value in _limits(node)):
+                    yield function.name, node.lineno, ast.unparse(node)
 
 
-def _limits(node: ast.AST) -> Iterator[float]:
+def _limits(node: ast.expr) -> Iterator[float]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
         given = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]

@@ -58,5 +58,5 @@ def config(tmp_path: Path, jsonl: Path, model_path: Path) -> DataConfig:
         cache_dir=str(tmp_path / "cache"),
         num_workers=1,
         validation_fraction=0.1,
-        timeout_seconds=LONG,
+        timeout_seconds=int(LONG),
     )
