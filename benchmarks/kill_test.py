@@ -632,7 +632,7 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None, may_en
             now = time.monotonic()
             ended += _reap(living, run.log, any_status=broken is not None or may_end)
             if broken is not None or (may_end and any(ended)):
-                if now >= room_at and run.disk is not None:
+                if now >= room_at and run.disk is not None and broken is not None:
                     run.found += run.disk.mend(broken)
                     room_at = math.inf
                 if any(ended) and kill_at == math.inf:

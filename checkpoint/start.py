@@ -103,7 +103,8 @@ def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
         if taken > max(last, held.saved) and last > 0:  # a step's metrics are written before its checkpoint
             raise ConfigError(
                 f"run_dir ({run_dir}) holds run {held.id} at step {max(last, held.saved)}, and {good.name}, which it "
-                f"has not saved. Move that out of {run_dir / 'checkpoints'}, or choose another run_dir."
+                f"has not saved, or {record.METRICS} was cut off. Move {good.name} out of {run_dir / 'checkpoints'} to "
+                "go on from the one before, or choose another run_dir."
             )
         if taken < held.saved and not any(int(folder.name[5:]) >= held.saved for folder in own):
             passed_over = [*passed_over, f"passed over {manifest.folder_of(run_dir, held.saved)}: it is gone"]

@@ -348,7 +348,12 @@ def test_broken_files_are_noted_and_left_out(run_dir: Path, tmp_path: Path) -> N
         file.write(json.dumps({"step": 61, "loss": float("nan"), "grad_norm": float("inf")}) + '\n{"step": 62, "lo')
     (copy / "plan.json").write_text("[]")
     trace = next((copy / "traces").iterdir())
-    trace.write_bytes(trace.read_bytes()[:200])
+    whole = trace.read_bytes()
+    trace.write_bytes(whole[:400] + bytes(byte ^ 0xFF for byte in whole[400:440]) + whole[440:])
+    noted: list[str] = []
+    timeline.read_steps(copy, noted)
+    assert f"{trace.name} cannot be read and is left out." in noted
+    trace.write_bytes(whole[:200])
     found = make(copy)
     assert found.data["steps"][-1] == 61 and found.data["curves"]["loss"][-1] is None
     notes = " ".join(found.data["notes"])
