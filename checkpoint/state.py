@@ -21,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from checkpoint.shards import Reader
-from checkpoint.state_file import read_state
+from checkpoint.state_file import draws_alike, read_state
 from configs.schema import ConfigError
 from models.parallelize import bare, frozen_weights
 from optim import state as optimizer_state
@@ -57,25 +57,25 @@ def tensors_to_save(chunks: list[DistributedDataParallel], optimizer: MegatronOp
 
 def load(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path, layout: dict[str, Any]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], bool]:
     """Fill chunks and optimizer with a checkpoint and, where it was saved in this layout, take its random number
     states.
 
-    Returns its state.json. A collective call; the model may have taken other steps since. Raises ConfigError on every
-    rank if any cannot read its part.
+    Returns its state.json, and whether the random number states were taken. A collective call; the model may have taken
+    other steps since. Raises ConfigError on every rank if any cannot read its part.
     """
-    problem, state = None, {}
+    problem, state, has_streams = None, {}, False
     try:
-        state = _load(chunks, optimizer, folder, layout)
+        state, has_streams = _load(chunks, optimizer, folder, layout)
     except ConfigError as error:
         problem = str(error)
     raise_together(problem)
-    return state
+    return state, has_streams
 
 
 def _load(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path, layout: dict[str, Any]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], bool]:
     state, reader = read_state(folder), Reader(folder)
     optimizer_state.allocate(optimizer, chunks, state["optimizer_steps"])
     with frozen_weights(chunks):  # a gather of old weights that is still due must not come after the new ones
@@ -85,14 +85,15 @@ def _load(
                 reader.fill(tensor)
         optimizer_state.fill_stored(optimizer, tensors, reader.fill)
     optimizer_state.restore_scaler(optimizer, state["loss_scaler"])
-    if state["layout"] == layout:
-        states = {name: torch.empty_like(value) for name, value in random_states().items()}
-        tensors = _random_tensors(states)
-        if all(tensor.key in reader for tensor in tensors):  # else another kind of device saved it
-            for tensor in tensors:
-                reader.fill(tensor)
-            restore_random_states(states)
-    return state
+    states = {name: torch.empty_like(value) for name, value in random_states().items()}
+    tensors = _random_tensors(states)
+    # They are missing where another kind of device saved it.
+    has_streams = draws_alike(state["layout"], layout) and all(tensor.key in reader for tensor in tensors)
+    if has_streams:
+        for tensor in tensors:
+            reader.fill(tensor)
+        restore_random_states(states)
+    return state, has_streams
 
 
 def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:

@@ -47,8 +47,19 @@ def of_model(config: Config, vocab_size: int, world_size: int) -> dict[str, Any]
 
 
 def layout_of(config: Config, world_size: int) -> dict[str, Any]:
-    """How the model lies on the ranks. Random number states fit the layout that saved them, and no other."""
+    """How the model lies on the ranks."""
     return {"world_size": world_size, **asdict(config.parallel)}
+
+
+def draws_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether the random number states of one layout fit another: each rank draws for the same rows and layers.
+
+    Where experts lie draws nothing, and keys of `parallel` that are no sizes, which versions add, change nothing.
+    """
+    return all((one.get(key) or 1) == (other.get(key) or 1) for key in _DRAWING)
+
+
+_DRAWING = ("world_size", "tensor", "sequence", "pipeline", "virtual_pipeline", "context")
 
 
 def in_words(layout: dict[str, Any]) -> str:

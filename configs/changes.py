@@ -39,7 +39,7 @@ def on_resume(name: str, before: Config, after: Config) -> OnResume:
 
 
 def _looks_at_micro_batches(config: Config) -> bool:
-    model, moe = config.model, config.moe
-    if model.hidden_dropout > 0 or model.attention_dropout > 0:
+    moe = config.moe
+    if derived.has_dropout(config):
         return True  # each micro-batch draws its own
     return derived.is_moe(config) and (moe.aux_loss_coeff > 0 or moe.capacity_factor is not None)

@@ -13,6 +13,11 @@ def is_moe(config: Config) -> bool:
     return config.moe.num_experts is not None
 
 
+def has_dropout(config: Config) -> bool:
+    """Whether training draws random numbers to drop hidden states or attention probabilities."""
+    return config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
+
+
 def head_dim(config: Config) -> int:
     """Channels of one attention head."""
     return config.model.head_dim or config.model.hidden_size // config.model.num_attention_heads

@@ -8,6 +8,8 @@ import parallel.megatron  # noqa: F401  (before anything else of Megatron-core i
 import torch
 from megatron.core import tensor_parallel
 
+PLACE = "place"  # beside the tracker's states: the (step, micro-batch) of the pass, for parallel/dropout.py
+
 
 def random_states() -> dict[str, torch.Tensor]:
     """This rank's random number states, on the host."""
@@ -15,7 +17,8 @@ def random_states() -> dict[str, torch.Tensor]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["device"] = torch.cuda.get_rng_state()
     for name, tracked in tensor_parallel.get_cuda_rng_tracker().get_states().items():
-        states[f"tracker.{name}"] = tracked.cpu()
+        if name != PLACE:
+            states[f"tracker.{name}"] = tracked.cpu()
     return states
 
 

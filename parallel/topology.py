@@ -97,8 +97,8 @@ def choose_device(config: Config) -> torch.device:
 def initialize(config: Config) -> Topology:
     """Join the job and build the groups of the configured layout; every rank calls it once.
 
-    Uses torchrun's environment, or a world of one without it; keeps a process group that exists already. The seed of
-    every rank's dropout follows from `training.seed` and its place. Raises ConfigError when the world does not fit.
+    Uses torchrun's environment, or a world of one without it; keeps a process group that exists already. Every rank's
+    random number states follow from `training.seed` and its place. Raises ConfigError when the world does not fit.
     """
     device = choose_device(config)
     apply_patches(device.type)
@@ -185,9 +185,10 @@ def _axis(group: dist.ProcessGroup) -> Axis:
 
 
 def _seed_random_numbers(config: Config, topology: Topology) -> None:
-    # Only dropout draws from these: weights come from models/initial_weights.py, data order from data/samples/. Ranks
-    # that hold different tokens need different masks, so the place in pipeline and data parallelism enters the seed;
-    # tensor and expert ranks get theirs from Megatron's tracker.
+    # Nothing draws from these but dropout by stream, of runs that an earlier version began: weights come from
+    # models/initial_weights.py, data order from data/samples/, dropout by place seeds its own. Ranks that hold
+    # different tokens need different masks, so the place in pipeline and data parallelism enters the seed; tensor and
+    # expert ranks get theirs from Megatron's tracker.
     place = 100 * topology.pipeline.rank + 10_000 * topology.data.rank
     torch.manual_seed(config.training.seed + place)
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed + place, force_reset_rng=True)

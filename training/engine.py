@@ -31,6 +31,7 @@ from moe.watch import RouterWatch
 from optim.build import build_optimizer
 from optim.grad_norms import GradNorms
 from optim.tiers.tiers import tiers_of
+from parallel.dropout import Dropout
 from parallel.megatron.ddp import release
 from parallel.refusal import raise_together
 from parallel.topology import Topology
@@ -58,6 +59,7 @@ class Engine:
         self.bare_chunks = build_model(config, topology, vocab_size)
         self.chunks = parallelize(config, topology, self.bare_chunks)
         self.optimizer = build_optimizer(config, topology, self.chunks, device_room)
+        self.dropout = Dropout(config, topology, self.bare_chunks)
         self.layer_inputs = offload_layer_inputs(config, topology, self.bare_chunks)
         self.schedule = get_forward_backward_func()
         _connect(config, self.chunks, self.optimizer)

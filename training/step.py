@@ -67,6 +67,7 @@ def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult
     for chunk in engine.chunks:
         chunk.train()
     _clear_gradients(engine)
+    engine.dropout.step = step
     rate = set_learning_rate(engine.optimizer, engine.config, step)
     update.begin(engine.optimizer)
     losses, count = _run(engine, batches, forward_only=False)
@@ -105,7 +106,8 @@ def apply(engine: Engine, result: StepResult) -> None:
 
 
 def run_again(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Forward and backward passes once more, for those who watch them; nothing is changed but gradients."""
+    """Forward and backward passes once more, for those who watch them, with the dropout of the last step's; nothing is
+    changed but gradients."""
     mark = engine.mark()
     _clear_gradients(engine)
     update.begin(engine.optimizer, passive=True)
@@ -169,14 +171,16 @@ def _run(engine: Engine, batches: Sequence[Batch], *, forward_only: bool) -> tup
     scale = len(batches) * topology.data.size / count.clamp(min=1.0)
     losses = _no_losses(engine)
 
-    def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        batch = _to_device(engine, next(iterator))
+    def forward_step(iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        number, batch = next(iterator)
+        batch = _to_device(engine, batch)
+        engine.dropout.begin(number)
         return engine.family.forward(chunk, batch), partial(_loss, engine, batch, scale, losses)
 
     engine.begin_passes(forward_only)
     engine.schedule(
         forward_step_func=forward_step,
-        data_iterator=_iterators(engine, batches),
+        data_iterator=_iterators(engine, list(enumerate(batches))),
         model=_chunks(engine),
         num_microbatches=len(batches),
         seq_length=config.model.sequence_length,
@@ -208,7 +212,7 @@ def _chunks(engine: Engine) -> Any:
     return engine.chunks if len(engine.chunks) > 1 else engine.chunks[0]
 
 
-def _iterators(engine: Engine, batches: Sequence[Batch]) -> Any:
+def _iterators(engine: Engine, batches: Sequence[Any]) -> Any:
     return [iter(batches) for _ in engine.chunks] if len(engine.chunks) > 1 else iter(batches)
 
 

@@ -75,6 +75,7 @@ def _tiered(where: str, engine: str, early: str) -> tuple[str, ...]:
     )
 
 
+DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
 DENSE, NONE = "model=gpt_tiny", places.waits({}, 0)
 PLACED = ("moe.placement.policy=quota", "moe.placement.extra_slots=2")
 IN_BLOCKS = ("moe.placement.bitwise=true", "moe.placement.block_rows=16", "moe.placement.interval=1")
@@ -119,7 +120,7 @@ CASES = {
     "recompute layers": Case(
         2, _expert_parallel("keep", "training.recompute=full"), places.waits(places.FLAT_TWICE, NUM_LAYERS * 2)
     ),
-    "layer inputs on the host": Case(1, (*LAYERS_OFFLOADED, "model=gpt_tiny"), places.waits({}, 0), "fp32"),
+    "layer inputs on the host": Case(1, (*LAYERS_OFFLOADED, *DROPOUT, "model=gpt_tiny"), places.waits({}, 0), "fp32"),
     "some layer inputs on the host": Case(
         4,
         (
@@ -131,7 +132,7 @@ CASES = {
     ),
     "tensor": Case(
         2,
-        _expert_parallel("keep", "parallel.tensor=2", "parallel.sequence=true"),
+        _expert_parallel("keep", "parallel.tensor=2", "parallel.sequence=true", *DROPOUT),
         places.waits(places.FLAT, NUM_LAYERS * 4),
     ),
     "bert": Case(2, ("model=bert_moe_tiny", "parallel.expert=2"), FLAT),

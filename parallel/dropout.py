@@ -1,0 +1,72 @@
+"""Dropout by place: what a layer drops follows from what it works on, never from what was drawn before.
+
+As a layer is entered, the generators that it draws from are seeded by (run's seed, step, layer, micro-batch of the
+global batch, rows of this rank). So neither a resume, nor another order of passes, nor recomputing changes a mask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported: see parallel/megatron/startup.py)
+
+# isort: split
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from configs import derived
+from configs.schema import Config
+from parallel.random_state import PLACE
+from parallel.topology import Topology
+
+# How a run's masks are drawn, as its checkpoints say it. By stream: from random number states that go on from pass to
+# pass and lie in the checkpoint, as in runs of earlier versions, whose checkpoints say nothing.
+BY_PLACE, BY_STREAM = "by_place", "by_stream"
+
+
+class Dropout:
+    """What a rank's model chunks draw for dropout. `step`: of the passes to come."""
+
+    def __init__(self, config: Config, topology: Topology, bare_chunks: Sequence[torch.nn.Module]):
+        self.rule, self.step = BY_PLACE, 0
+        self._seed, self._data = config.training.seed, topology.data
+        self._is_cut = config.parallel.sequence  # tensor ranks hold different rows between attention and feed-forward
+        # What all tensor ranks of these tokens share, and what is this one's alone.
+        self._rows = f"context {topology.context.rank}"
+        self._own_rows = f"{self._rows} tensor {topology.tensor.rank}"
+        on_gpu = topology.device.type == "cuda"
+        self._generator = torch.cuda.default_generators[topology.device.index] if on_gpu else torch.default_generator
+        for module in (module for chunk in bare_chunks for module in chunk.modules()):
+            if derived.has_dropout(config) and isinstance(module, (LanguageModelEmbedding, TransformerLayer)):
+                layer = module.layer_number if isinstance(module, TransformerLayer) else 0  # from 1, in the whole model
+                module.register_forward_pre_hook(partial(self._enter, layer))
+
+    def begin(self, micro_batch: int) -> None:
+        """What follows is a pass over this micro-batch of the rank's, counted from 0."""
+        # The number that it has in the global batch, in every layout: see data/loader.py. It lies with the random
+        # number states because Megatron-core puts those back where it computes a layer again.
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        place = (self.step, micro_batch * self._data.size + self._data.rank)
+        tracker.set_states({**tracker.get_states(), PLACE: place})
+
+    def _enter(self, layer: int, module: torch.nn.Module, _inputs: Any) -> None:
+        if self.rule != BY_PLACE or not module.training:
+            return
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        step, micro_batch = tracker.get_states()[PLACE]
+        own = seed_of(self._seed, step, layer, micro_batch, self._own_rows)
+        with tracker.fork():  # attention over this rank's heads, and embeddings of its rows, draw from the tracker
+            self._generator.manual_seed(own)
+        shared = seed_of(self._seed, step, layer, micro_batch, self._rows)
+        self._generator.manual_seed(own if self._is_cut else shared)
+
+
+def seed_of(seed: int, step: int, layer: int, micro_batch: int, rows: str) -> int:
+    """The seed of what one layer draws in one pass, in [0, 2^63). `layer` 0 is the embedding."""
+    digest = hashlib.blake2b(f"{seed} {step} {layer} {micro_batch} {rows}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
