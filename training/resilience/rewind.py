@@ -1,8 +1,8 @@
 """What a step changes before its weights are touched, put back: a refused step leaves no trace.
 
-Passes draw random numbers (dropout by stream), add to the routers' biases and counts, and lower the fp16 loss scale. Were that
-kept, the steps after a refused one would depend on whether its batch was refused now, or passed over because of an
-earlier run's record.
+Passes draw random numbers (dropout by stream), add to the routers' biases and counts, and lower the fp16 loss scale.
+Were that kept, the steps after a refused one would depend on whether its batch was refused now, or passed over because
+of an earlier run's record.
 """
 
 from __future__ import annotations
