@@ -5,6 +5,8 @@ They assume a configuration that passed `validate`; nothing here raises for a us
 
 from __future__ import annotations
 
+import math
+
 from configs.schema import Config
 
 
@@ -132,6 +134,11 @@ def tokens_per_call(config: Config) -> int:
     parallel, training = config.parallel, config.training
     samples = training.micro_batch_size * expert_tensor_size(config)
     return samples * config.model.sequence_length // (parallel.tensor * parallel.context)
+
+
+def expert_capacity(tokens: int, num_experts: int, top_k: int, factor: float) -> int:
+    """The most of a micro-batch's tokens that an expert takes: `factor` times an even share, rounded up."""
+    return math.ceil(tokens * top_k / num_experts * factor)
 
 
 def element_size(config: Config) -> int:

@@ -205,7 +205,10 @@ class MoEConfig:
         None, "groups that a token's experts come from; null: no groups", architecture=True, low=1
     )
     capacity_factor: Optional[float] = key(
-        None, "tokens that an expert takes, in parts of an even share; null: all (dropless)", "say", above=0
+        None,
+        "tokens of a micro-batch that an expert takes, in parts of an even share; null: all (dropless)",
+        "say",
+        above=0,
     )
     drop_policy: str = key(
         "probs",

@@ -18,15 +18,17 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from configs import derived
 from memory.pool import WORKSPACE
-from moe import kernels
+from moe import capacity, kernels
 from parallel.megatron.router import TopKRouter
 
 BLOCK_ROWS = 256  # 0.5 MiB of fp32 at hidden 512: stays in the second-level cache
 
 
 class Router(TopKRouter):
-    """TopKRouter; losses, bias, groups, capacity and checkpoints are Megatron's."""
+    """TopKRouter; losses, bias, groups and checkpoints are Megatron's. They go by what was chosen, before any is
+    dropped."""
 
     _passed: torch.Tensor | None = None  # set only inside `forward`
     # told layer, logits [..., E] and score function in training passes
@@ -34,11 +36,14 @@ class Router(TopKRouter):
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(_choose, config, pg_collection)
+        self._capacity_factor, self._drop_policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
+        # The ranks that hold the tokens of a micro-batch: without sequence parallelism each holds all.
+        self._holders = self.tp_group if config.sequence_parallel and self.tp_group.size() > 1 else None
 
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, pass_input: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Probabilities and routing map [T, E] of the tokens [..., H].
+        """Probabilities and routing map [T, E] of the tokens [..., H], of what is kept where there is a capacity.
 
         With `pass_input` also the tokens again, for the experts: where the experts' gradient comes back through the
         router, it adds its own to it in place, instead of autograd, which makes a third tensor of both.
@@ -51,12 +56,18 @@ class Router(TopKRouter):
             self._passed = None
 
     def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's choice by the logits of all experts, which no hook of the module sees."""
+        """Megatron's choice by the logits of all experts, which no hook of the module sees, and what is kept of it."""
         # Without gradients it is an evaluation, or the first of two passes under recompute.
         if self.watch is not None and torch.is_grad_enabled():
             with torch.no_grad():
                 self.watch(self.layer_number - 1, logits, self.score_function)
-        return super().routing(logits, *args, **kwargs)
+        probs, chosen = super().routing(logits, *args, **kwargs)
+        if self._capacity_factor is None:
+            return probs, chosen
+        tokens = len(chosen) * (1 if self._holders is None else self._holders.size())
+        most = derived.expert_capacity(tokens, chosen.size(1), self.topk, self._capacity_factor)
+        kept = capacity.keep(probs, chosen, most, self._drop_policy, self._holders)
+        return probs * kept, kept
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., E] of the tokens [..., H], in the router's precision."""

@@ -1,4 +1,7 @@
-"""What the routers did since it was last asked: tokens per expert, entropy and auxiliary losses, by layer."""
+"""What the routers did since it was last asked: tokens per expert, entropy and auxiliary losses, by layer.
+
+Tokens per expert are those that experts compute: what a capacity leaves out is not among them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class RouterReport:
 
 
 class RouterWatch:
-    """Counts each router's choices in training passes, on its device, without any communication.
+    """Counts what each router gives to experts in training passes, on its device, without any communication.
 
     `take` returns a flat float64 tensor: [num_layers * num_experts] tokens per expert (rows of dense layers and of
     layers on other ranks are zero), [num_layers] entropies, then [num_losses * num_layers] sums over micro-batches;
@@ -95,9 +98,9 @@ def in_metrics(
 
     `layers` [num_layers] tells which are MoE layers. `tokens` and `micro_batches` are those of the global batch.
     """
-    chosen = report.tokens_per_expert[layers].sum(dim=1)
+    kept = report.tokens_per_expert[layers].sum(dim=1)
     by_layer: dict[str, list[float]] = {
-        "dropped_tokens": (tokens * top_k - chosen).long().tolist(),
+        "dropped_tokens": (tokens * top_k - kept).long().tolist(),
         "router_entropy": (report.entropy[layers] / tokens).tolist(),
     }
     means = {}

@@ -281,9 +281,9 @@ class Activations:
     def _router(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
         moe = self.config.moe
         of_token = ROUTER_EXPERT_BYTES * (moe.num_experts or 0) + ROUTER_ASSIGNMENT_BYTES * moe.top_k
-        return self._apply(
-            tape, operation, held, extra=self.sizes.own_tokens * of_token, weight=self._weight_bytes(operation.weights)
-        )
+        gathered = sum(self.sizes.bytes(collective.whole) for collective in operation.collectives)
+        extra, weight = self.sizes.own_tokens * of_token, self._weight_bytes(operation.weights)
+        return self._apply(tape, operation, held, extra=extra, during=gathered, weight=weight)
 
     def _experts(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
         """The routed experts, as moe/planning/footprint.py counts them."""

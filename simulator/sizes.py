@@ -5,6 +5,7 @@ from __future__ import annotations
 from configs import derived
 from configs.schema import Config
 from models.blueprint.operation import (
+    BOOLEAN,
     FLOAT32,
     MODEL,
     OWN_TOKENS,
@@ -39,7 +40,7 @@ class Sizes:
             SAMPLES: self.samples,
             SCALAR: 1,
         }
-        self._bytes = {MODEL: self.element, FLOAT32: FP32}
+        self._bytes = {MODEL: self.element, FLOAT32: FP32, BOOLEAN: 1}
 
     def numbers(self, tensor: Tensor) -> int:
         """How many this rank has of it."""

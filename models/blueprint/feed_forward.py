@@ -5,10 +5,12 @@ from __future__ import annotations
 from configs import derived
 from configs.schema import Config
 from models.blueprint.operation import (
+    BOOLEAN,
     EXPERT,
     EXPERT_TENSOR,
     FLOAT32,
     PEER_TOKENS,
+    SCALAR,
     TENSOR,
     TOKENS,
     Collective,
@@ -80,14 +82,19 @@ def experts(config: Config, x: str, output: str) -> list[Operation]:
             saved=(x,),
             weights=tuple(router),
             flops=2.0 * moe.num_experts * size,
+            collectives=_capacity_exchange(config),
         ),
     ]
     source, name = x, output if moe.shared_expert_ffn_hidden_size is None else f"{output}.routed"
     if split > 1:
         peers = Tensor("peer_tokens", size, PEER_TOKENS)
+        peer_probs = Tensor("peer_probs", moe.num_experts, PEER_TOKENS, dtype=FLOAT32)
         gathering = (
-            Collective("all_gather", EXPERT_TENSOR, peers),
-            Collective("reduce_scatter", EXPERT_TENSOR, peers, is_backward=True),
+            *(Collective("all_gather", EXPERT_TENSOR, each) for each in (peers, peer_probs)),
+            Collective(
+                "all_gather", EXPERT_TENSOR, Tensor("peer_choices", moe.num_experts, PEER_TOKENS, dtype=BOOLEAN)
+            ),
+            *(Collective("reduce_scatter", EXPERT_TENSOR, each, is_backward=True) for each in (peers, peer_probs)),
         )
         operations.append(Operation("gather", "mlp.experts", (x,), (peers,), collectives=gathering))
         routed = Tensor(f"{name}.partial", size, PEER_TOKENS)
@@ -119,6 +126,21 @@ def experts(config: Config, x: str, output: str) -> list[Operation]:
         "add", "mlp.shared_experts", outputs=(hidden(config, output),), passes=(name, shared), frees=(name, shared)
     )
     return [*operations, both]
+
+
+def _capacity_exchange(config: Config) -> tuple[Collective, ...]:
+    """What tensor ranks tell each other so that an expert's capacity is that of all their tokens: moe/capacity.py."""
+    moe, tensor = config.moe, config.parallel.tensor
+    if moe.capacity_factor is None or not config.parallel.sequence:
+        return ()
+    assert moe.num_experts is not None
+    tokens = config.training.micro_batch_size * config.model.sequence_length
+    capacity = derived.expert_capacity(tokens, moe.num_experts, moe.top_k, moe.capacity_factor)
+    if capacity >= tokens:
+        return ()
+    candidates = 1 if moe.drop_policy == "position" else min(capacity, tokens // tensor)
+    everywhere = Tensor("candidates", tensor * candidates * moe.num_experts, SCALAR, dtype=FLOAT32)
+    return (Collective("all_gather", TENSOR, everywhere),)
 
 
 def _expert_weights(config: Config) -> tuple[Weight, ...]:

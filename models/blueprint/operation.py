@@ -17,7 +17,8 @@ TENSOR, EXPERT, EXPERT_TENSOR = "tensor", "expert", "expert_tensor"  # axes of r
 # Rows of a tensor: the tokens of a micro-batch, this rank's own of them, those of all its expert tensor peers, samples,
 # one.
 TOKENS, OWN_TOKENS, PEER_TOKENS, SAMPLES, SCALAR = "tokens", "own_tokens", "peer_tokens", "samples", "scalar"
-MODEL, FLOAT32 = "model", "float32"  # kinds of numbers: `training.precision`, or always fp32
+# Kinds of numbers: `training.precision`, always fp32, or a byte for true and false.
+MODEL, FLOAT32, BOOLEAN = "model", "float32", "boolean"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ Balance = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TopKRouter(router.TopKRouter):
-    """Megatron-core's router, whose experts `choose` picks; everything else is Megatron's."""
+    """Megatron-core's router, whose experts `choose` picks and which drops nothing; everything else is Megatron's."""
 
     global_balance: Balance | None = None  # the `global_aux_loss`, once somebody has set it
 
@@ -36,6 +37,10 @@ class TopKRouter(router.TopKRouter):
     def __init__(
         self, choose: Choose, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
     ) -> None:
+        # Without this Megatron drops before it counts, so that biases follow what was kept; and it drops by the tokens
+        # of this rank, and any of those that are equal.
+        config = copy.copy(config)
+        config.moe_expert_capacity_factor = None
         super().__init__(config, pg_collection)
         # Without this the choice is torch.topk, which a CPU takes far longer for than a kernel that knows how few are
         # wanted. Megatron has no hook for it, but asks a replayer of recorded choices first, where there is one.

@@ -26,6 +26,7 @@ LATENT = (
     "model.value_head_dim=16",
 )
 SHARED_EXPERT = "moe.shared_expert_ffn_hidden_size=64"
+SCARCE = ("moe.capacity_factor=0.8", "moe.router_score=sigmoid", "moe.expert_bias=true")
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,16 @@ CASES = {
         ranks_per_node=2,
     ),
     "communicate": Case(2, _expert_parallel("communicate_recompute", *_chunks(2, 2)), FLAT),
-    "capacity": Case(2, _expert_parallel("keep", "moe.capacity_factor=1.0"), FLAT),
+    "capacity": Case(
+        2,
+        _expert_parallel("keep", "parallel.tensor=2", "parallel.sequence=true", *SCARCE),
+        places.waits(places.FLAT, NUM_LAYERS * 4),
+    ),
+    "capacity by position": Case(
+        2,
+        _expert_parallel("keep", "parallel.tensor=2", "parallel.sequence=true", *SCARCE, "moe.drop_policy=position"),
+        places.waits(places.FLAT, NUM_LAYERS * 4),
+    ),
     "experts at copies": Case(
         2,
         _expert_parallel("keep", SHARED_EXPERT, *_chunks(4, 2), *PLACED),
@@ -270,6 +280,7 @@ MATRIX_ONLY = (
     "state and layer inputs on the host",
     "state, late gradients",
     "state of interleaved stages",
+    "capacity by position",
 )
 
 

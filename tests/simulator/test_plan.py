@@ -198,6 +198,7 @@ def _sent(config: Any) -> float:
         ("gpt_tiny", ["parallel.tensor=2", *LATENT]),
         ("gpt_tiny", ["parallel.tensor=2", "parallel.sequence=true", "model.q_lora_rank=48", *LATENT]),
         ("gpt_moe_tiny", ["parallel.expert=2", "moe.top_k=4"]),  # all experts: so all are equally busy
+        ("gpt_moe_tiny", ["parallel.tensor=2", "parallel.sequence=true", "moe.num_experts=64", "model.num_layers=1"]),
         ("bert_tiny", ["parallel.pipeline=2", "training.precision=bf16"]),
     ],
 )
@@ -207,6 +208,18 @@ def test_communication_is_what_collectives_move(model: str, layout: list[str]) -
     for stage, sent in enumerate(distributed.run(_sent, 2, config)):
         planned = plan.communication[stage if config.parallel.pipeline > 1 else 0]
         assert sum(planned.values()) == pytest.approx(sent, rel=0.02)  # norms, counts and losses beside
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_what_capacity_adds_to_communication(policy: str) -> None:
+    layout = ["parallel.tensor=2", "parallel.sequence=true", "training.recompute=full", f"moe.drop_policy={policy}"]
+    sent, planned = [], []
+    for factor in ("null", "0.3"):
+        overrides = ["experiment=gpt_moe_tiny", "training.device=cpu", f"moe.capacity_factor={factor}", *layout]
+        config = make_config([*overrides, "model.num_layers=1"], 2)
+        sent.append(distributed.run(_sent, 2, config)[0])
+        planned.append(sum(make_plan(config, 2, 1000).communication[0].values()))
+    assert planned[1] - planned[0] == sent[1] - sent[0] > 0
 
 
 def test_step_time_is_predicted_from_measured_costs(data: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Which of its chosen tokens an expert with a capacity keeps: by the tokens of the whole micro-batch, in every layout.
+
+Under sequence parallelism the tensor ranks hold them, in the order of their ranks. A decision looks at the values and
+at the tokens' order alone, never at which of equal values a kernel finds first. So it is the same on every device.
+
+Shapes: T this rank's tokens, E experts, R ranks, K the most that a rank's tokens can take of a capacity.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+MAGNITUDE = 0x7FFFFFFF  # of an fp32 number: all bits but the sign
+
+
+def keep(
+    probs_TE: torch.Tensor,
+    chosen_TE: torch.Tensor,
+    capacity: int,
+    policy: str,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """The assignments among `chosen_TE` [T, E] (bool) that their experts keep: at most `capacity` of an expert.
+
+    `policy` position: the first ones, in the order of tokens; probs: the most probable by `probs_TE` [T, E] (fp32, not
+    negative), the first ones among equals. `group`: the ranks that hold the micro-batch's tokens, each as many; None:
+    this rank has them all.
+    """
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    if capacity >= size * len(chosen_TE):
+        return chosen_TE
+    if policy == "position":
+        counts_RE = _gather(chosen_TE.sum(dim=0, dtype=torch.int32), size, group)
+        return _first(chosen_TE, capacity - counts_RE[:rank].sum(dim=0))
+    # The bits of numbers that are not negative have the order of the numbers, and NaN is the greatest: a step that
+    # went wrong is not hidden by dropping it.
+    bits_TE = (probs_TE.detach().view(torch.int32) & MAGNITUDE).masked_fill(~chosen_TE, -1)
+    best_KE = bits_TE.topk(min(capacity, len(bits_TE)), dim=0, sorted=False).values
+    best_RKE = _gather(best_KE, size, group)
+    least_E = best_RKE.flatten(0, 1).topk(capacity, dim=0, sorted=False).values.amin(dim=0)
+    room_E = capacity - (best_RKE > least_E).sum(dim=(0, 1)) - (best_RKE[:rank] == least_E).sum(dim=(0, 1))
+    return (bits_TE > least_E) | _first(chosen_TE & (bits_TE == least_E), room_E)
+
+
+def _first(taken_TE: torch.Tensor, room_E: torch.Tensor) -> torch.Tensor:
+    return taken_TE & (taken_TE.cumsum(dim=0, dtype=torch.int32) <= room_E)
+
+
+def _gather(own: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """What every rank has, [R, ...]."""
+    if group is None:
+        return own[None]
+    everywhere = own.new_empty(size * len(own), *own.shape[1:])
+    dist.all_gather_into_tensor(everywhere, own.contiguous(), group=group)
+    return everywhere.view(size, *own.shape)
