@@ -64,7 +64,8 @@ def load(
     Returns its state.json, and whether the random number states were taken. A collective call; the model may have taken
     other steps since. Raises ConfigError on every rank if any cannot read its part.
     """
-    problem, state, has_streams = None, {}, False
+    problem, has_streams = None, False
+    state: dict[str, Any] = {}
     try:
         state, has_streams = _load(chunks, optimizer, folder, layout)
     except ConfigError as error:

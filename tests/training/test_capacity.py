@@ -12,7 +12,7 @@ from tests.training.helpers import largest_difference, make_config
 from tests.training.test_step import SAMPLES, SMALL, batches_of, build
 
 STEPS = 3
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "TP2+SP": (2, {"tensor": 2, "sequence": "true"}),
     "PP2": (2, {"pipeline": 2}),
