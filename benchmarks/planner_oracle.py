@@ -1,6 +1,7 @@
 """Our planner of expert placement, and the published ones, against the best plan there is, on small cases.
 
-`python -m benchmarks.planner_oracle [--cases 200] [--seed 0] [--markdown] [--json]`
+`python -m benchmarks.planner_oracle [--cases 200] [--seed 0] [--limit] [--markdown] [--json]`
+`--limit`: whether ours keeps `moe.placement.max_load` wherever a plan does (benchmarks/limit_cases.py).
 
 A case has 2 to 4 ranks, 4 to 8 experts, 1 or 2 slots a rank, and skewed counts with a few dozen assignments of an
 expert. Some have costs of pieces, of copies, copies that are there already, or nodes of two ranks. What counts is the
@@ -14,6 +15,9 @@ subset of ranks, its costs and the experts that compute nowhere else fit into T 
 largest of these quotients, rounded up. A pair that gets nothing in the split costs too much, but the same split is also
 tried without it. No split is searched, so the number of tokens does not matter.
 
+With a limit of assignments, a rank's room is the lesser of the limit and what its costs leave of T. So each subset of
+the ranks is split in all ways into those that the limit binds and those that T binds.
+
 Sets are left out early where this bound is no better than the best plan so far, a home's piece being free as long as it
 is not decided. With a free piece the bound is never too high, and when all are decided it is the time itself.
 """
@@ -24,6 +28,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -31,6 +36,7 @@ from statistics import fmean
 
 import numpy as np
 
+from benchmarks import limit_cases
 from benchmarks.planners import PLANNERS
 from benchmarks.tables import table
 from configs import command
@@ -41,6 +47,7 @@ from moe.placement.quotas import Costs, Limits, at_home, check, held, outcome
 
 COMPARED = ("static", "least_loaded", "quota", "flex", "solve")
 SIZES = ((2, 4), (2, 6), (2, 8), (3, 6), (4, 4), (4, 8))  # ranks and experts
+NEVER = 10**15
 AN_EXPERT = (12, 48)  # assignments of an expert, on average
 
 
@@ -85,19 +92,27 @@ def case(seed: int, number: int) -> Case:
     return Case(counts_RE, PlacementMap(experts, ranks, placement.homes, tuple(sorted(fresh))), costs, limits)
 
 
-def exact(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> int:
-    """The least time of the busiest rank, in the unit of Costs."""
+def exact(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> int | None:
+    """The least time of the busiest rank, in the unit of Costs; None where no plan keeps `limits.most`."""
     worked_E = np.flatnonzero(counts_RE.sum(0))
     totals_E, homes_E = counts_RE.sum(0)[worked_E], placement.home_ranks[worked_E]
     inside_MA, sizes_A = _subsets(placement.num_ranks)
-    best = outcome(at_home(counts_RE, placement), placement, costs, limits).seconds
+    numbers = np.arange(1, len(sizes_A) + 1)  # of subsets
+    outer_P, inner_P = np.nonzero(numbers[:, None] & numbers == numbers)
+    home, most = outcome(at_home(counts_RE, placement), placement, costs, limits), limits.most
+    best = NEVER if most is not None and home.loads_R.max() > most else home.seconds
 
     def bound(where_NE: Integers, costs_NR: Integers) -> Integers:
         """[N]: the least time, were these costs all."""
-        demand_NA = costs_NR @ inside_MA[1 << np.arange(placement.num_ranks)]
+        costs_NA = costs_NR @ inside_MA[1 << np.arange(placement.num_ranks)]
+        work_NA = np.zeros_like(costs_NA)
         for total, mask_N in zip(totals_E, where_NE.T, strict=True):
-            demand_NA += total * inside_MA[mask_N]
-        return (-(-demand_NA // sizes_A)).max(1)
+            work_NA += total * inside_MA[mask_N]
+        if most is None:
+            return (-(-(work_NA + costs_NA) // sizes_A)).max(1)
+        work_NP = work_NA[:, outer_P] - most * (sizes_A[outer_P] - sizes_A[inner_P])
+        times_N = (-(-(work_NP + costs_NA[:, inner_P]) // sizes_A[inner_P])).max(1)
+        return np.where((work_NA > most * sizes_A).any(1), NEVER, times_N)
 
     def better(where_NE: Integers, costs_NR: Integers) -> tuple[Integers, Integers]:
         keep = bound(where_NE, costs_NR) < best
@@ -115,8 +130,8 @@ def exact(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Li
             both = np.concatenate([where_NE, where_without]), np.concatenate([costs_NR, costs_without])
             where_NE, costs_NR = better(*both)
         if len(where_NE):
-            best = int(bound(where_NE, costs_NR).min())
-    return best
+            best = min(best, int(bound(where_NE, costs_NR).min()))
+    return None if best == NEVER else best
 
 
 def _subsets(ranks: int) -> tuple[Integers, Integers]:
@@ -137,7 +152,13 @@ def _sets_of_copies(
     options = []
     for rank in range(ranks):
         allowed = [index for index, expert in enumerate(experts) if may_ER[expert, rank]]
-        chosen = [c for number in range(limits.slots + 1) for c in combinations(allowed, number)]
+        pinned = [index for index in allowed if (int(experts[index]), rank) in limits.pinned]
+        taken = sum(copy_rank == rank for _, copy_rank in limits.pinned)
+        others = [index for index in allowed if index not in pinned]
+        chosen = [c for number in range(limits.slots - taken + 1) for c in combinations(others, number)]
+        chosen = [
+            c + more for c in chosen for number in range(len(pinned) + 1) for more in combinations(pinned, number)
+        ]
         where, prices = np.zeros((len(chosen), len(experts)), np.int64), np.zeros((len(chosen), ranks), np.int64)
         for place, copies in enumerate(chosen):
             for index in copies:
@@ -148,9 +169,9 @@ def _sets_of_copies(
                     near = home // limits.ranks_per_node == rank // limits.ranks_per_node
                     prices[place, [home, rank]] += costs.copy_in_node if near else costs.copy_between or 0
         options.append((where, prices))
-    first, *others = options
+    first, *rest = options
     where_NE, costs_NR = np.zeros((1, len(experts)), np.int64), np.zeros((1, ranks), np.int64)
-    for where, prices in others:
+    for where, prices in rest:
         where_NE = (where_NE[:, None] | where).reshape(-1, len(experts))
         costs_NR = (costs_NR[:, None] + prices).reshape(-1, ranks)
     for where, prices in zip(*first, strict=True):
@@ -161,6 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", action="store_true", help="judge calls with a limit of a rank's assignments")
     parser.add_argument("--markdown", action="store_true", help="tables for benchmarks/results")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     arguments = parser.parse_args()
@@ -171,10 +193,14 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints what the planners take by the best, over all cases, and ours by kind of case."""
     if arguments.cases < 1:
         raise ConfigError(f"--cases ({arguments.cases}) must be at least 1")
+    if arguments.limit:
+        show_limits(arguments)
+        return
     start, ratios, kinds = time.perf_counter(), {name: np.empty(arguments.cases) for name in COMPARED}, []
     for number in range(arguments.cases):
         asked = case(arguments.seed, number)
         least = exact(asked.counts_RE, asked.placement, asked.costs, asked.limits)
+        assert least is not None, "a call without a limit has a plan"
         kinds.append(("all", *asked.kinds))
         for name in COMPARED:
             quotas_ER = PLANNERS[name].plan(asked.counts_RE, asked.placement, asked.costs, asked.limits)
@@ -193,6 +219,25 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{arguments.cases} cases, seed {arguments.seed}, {time.perf_counter() - start:.0f} s")
     if arguments.json:
         print(json.dumps({"seed": arguments.seed, "planners": planners, "solve": by_kind}))
+
+
+def show_limits(arguments: argparse.Namespace) -> None:
+    """Prints in how many calls the limit is kept, cannot be kept, and neither."""
+    start, found = time.perf_counter(), dict[str, Counter[str]]()
+    for number in range(arguments.cases):
+        asked = limit_cases.case(arguments.seed, number)
+        verdict = limit_cases.judge(asked, exact)
+        for kind in ("all", *asked.kinds):
+            found.setdefault(kind, Counter()).update((verdict, "calls", *("plain",) * asked.is_plain_over()))
+        if verdict in ("missed", "undecided"):
+            print(f"{verdict}: case {number}")
+    columns = ("calls", "plain", *limit_cases.VERDICTS)
+    rows = [[kind, *(str(found[kind][column]) for column in columns)] for kind in sorted(found)]
+    titles = ["calls with", "calls", "over it if it is not asked", "kept", "no plan keeps it", "missed", "undecided"]
+    print(table(titles, rows, arguments.markdown) + "\n")
+    print(f"{arguments.cases} calls, seed {arguments.seed}, {time.perf_counter() - start:.0f} s")
+    if arguments.json:
+        print(json.dumps({"seed": arguments.seed, "limit": found}))
 
 
 def summary(ratios: np.ndarray, numbers: Sequence[int]) -> dict[str, float]:

@@ -27,7 +27,6 @@ MOST_PAIRS = 1_000_000  # of blocks that are looked at for an exchange
 def within(blocks: Blocks, placement: PlacementMap, costs: Costs, limits: Limits, reachable: bool) -> Blocks:
     """The blocks with ranks that keep `limits.most`, or are less over it. reachable: whether a plan that need not keep
     blocks whole keeps it; else copies are not searched for."""
-    assert limits.most is not None
     state = _State(blocks, placement, costs, limits)
     state.fill()
     best, least = state.ranks.copy(), state.over()
@@ -53,7 +52,8 @@ class _State:
     """Where blocks are."""
 
     def __init__(self, blocks: Blocks, placement: PlacementMap, costs: Costs, limits: Limits) -> None:
-        self.sizes, self.experts, self.limits = blocks.sizes, blocks.experts, limits
+        assert limits.most is not None
+        self.sizes, self.experts, self.limits, self.most = blocks.sizes, blocks.experts, limits, limits.most
         self.shape = placement.num_experts, placement.num_ranks
         self.homes_E = placement.home_ranks
         self.pinned_ER = np.zeros(self.shape, dtype=bool)
@@ -71,7 +71,7 @@ class _State:
         self.num_ER = np.bincount(self.experts * ranks + self.ranks, minlength=experts * ranks).reshape(self.shape)
 
     def over(self) -> int:
-        return int(np.maximum(self.loads_R - self.limits.most, 0).sum())
+        return int(np.maximum(self.loads_R - self.most, 0).sum())
 
     def open_ER(self) -> np.ndarray:
         """bool [E, R]: where an expert's blocks may go."""
@@ -88,16 +88,15 @@ class _State:
 
     def fill(self) -> None:
         """Move and exchange blocks of ranks above the limit as long as that helps."""
-        assert self.limits.most is not None
         while True:
-            over = np.flatnonzero(self.loads_R > self.limits.most)
+            over = np.flatnonzero(self.loads_R > self.most)
             in_order = over[np.argsort(-self.loads_R[over], kind="stable")]
             if not any(self._relieve(int(rank)) for rank in in_order):
                 return
 
     def _relieve(self, rank: int) -> bool:
         """The move that brings the most; else the exchange."""
-        most, open_ER = self.limits.most, self.open_ER()
+        most, open_ER = self.most, self.open_ER()
         over, own_A = self.loads_R[rank] - most, np.flatnonzero(self.ranks == rank)
         _, first = np.unique(np.stack([self.experts[own_A], self.sizes[own_A]]), axis=1, return_index=True)
         own_A = own_A[first]  # of equal ones, one
@@ -107,8 +106,8 @@ class _State:
         gain_AR[:, rank] = 0
         there_AR = (self.num_ER > 0)[self.experts[own_A]]
         if gain_AR.max() > 0:
-            block, target = np.unravel_index((2 * gain_AR + (there_AR & (gain_AR > 0))).argmax(), gain_AR.shape)
-            self.move(int(own_A[block]), int(target))
+            best = np.unravel_index((2 * gain_AR + (there_AR & (gain_AR > 0))).argmax(), gain_AR.shape)
+            self.move(int(own_A[best[0]]), int(best[1]))
             return True
         others = np.flatnonzero((self.ranks != rank) & open_ER[self.experts, rank])[: MOST_PAIRS // len(own_A)]
         if not len(others):
@@ -118,19 +117,19 @@ class _State:
         gain = np.where(to_AR[:, self.ranks[others]], gain, 0)
         if gain.max() <= 0:
             return False
-        block, other = np.unravel_index(gain.argmax(), gain.shape)
-        target = int(self.ranks[others[other]])
-        self.move(int(others[other]), rank)
-        self.move(int(own_A[block]), target)
+        best = np.unravel_index(gain.argmax(), gain.shape)
+        block, other = int(own_A[best[0]]), int(others[best[1]])
+        target = int(self.ranks[other])
+        self.move(other, rank)
+        self.move(block, target)
         return True
 
     def exactly(self) -> Integers | None:
         """Ranks that keep the limit, found by trying all of them, the largest blocks first; None where there are none,
         or not among the first `NODES`."""
-        assert self.limits.most is not None
         order = np.lexsort((self.experts, -self.sizes)).tolist()
         experts, sizes = self.experts[order].tolist(), self.sizes[order].tolist()
-        room = [self.limits.most] * self.shape[1]
+        room = [self.most] * self.shape[1]
         slots = (self.limits.slots - self.pinned_ER.sum(0)).tolist()
         always, may = self.always_ER.tolist(), self.may_ER.tolist()
         num: Counter[tuple[int, int]] = Counter()
@@ -170,8 +169,8 @@ class _State:
         for _ in range(random.below(3)):
             if len(copies):
                 expert, rank = (int(each) for each in copies[random.below(len(copies))])
-                for block in np.flatnonzero((self.experts == expert) & (self.ranks == rank)):
-                    self.move(int(block), int(self.homes_E[expert]))
+                for each in np.flatnonzero((self.experts == expert) & (self.ranks == rank)):
+                    self.move(int(each), int(self.homes_E[expert]))
                 if random.below(2) and self.may_ER[expert, rank]:
                     self.may_ER[expert, rank] = False
                     barred.append((expert, rank))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
 import pytest
 
-from benchmarks import planner_oracle
+from benchmarks import limit_cases, planner_oracle
 from benchmarks.planner_oracle import COMPARED, case, exact
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import may_hold
@@ -28,7 +29,7 @@ def splits(total: int, ranks: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others)
 
 
-def brute_force(totals: list[int], placement: PlacementMap, costs: Costs, limits: Limits) -> int:
+def brute_force(totals: list[int], placement: PlacementMap, costs: Costs, limits: Limits) -> int | None:
     experts, ranks = placement.num_experts, placement.num_ranks
     may_ER = may_hold(placement, costs, limits) | held(placement)
     is_home = np.zeros_like(may_ER)
@@ -39,8 +40,9 @@ def brute_force(totals: list[int], placement: PlacementMap, costs: Costs, limits
         used_ER = quotas_ER > 0
         if (used_ER & ~may_ER & ~is_home).any() or ((used_ER & ~is_home).sum(0) > limits.slots).any():
             continue
-        best = min(best, outcome(quotas_ER, placement, costs, limits).seconds)
-    return best
+        if limits.most is None or quotas_ER.sum(0).max() <= limits.most:
+            best = min(best, outcome(quotas_ER, placement, costs, limits).seconds)
+    return None if best == 10**9 else best
 
 
 @pytest.mark.parametrize(("ranks", "experts", "most", "cases"), [(2, 4, 5, 25), (3, 3, 5, 12), (4, 4, 2, 6)])
@@ -56,7 +58,8 @@ def test_exact_is_the_best_of_all_plans(ranks: int, experts: int, most: int, cas
         placement = PlacementMap(experts, ranks, tuple(homes.tolist()), tuple(sorted(copies)))
         far = None if rng.random() < 0.3 else int(rng.integers(0, 3))
         costs = Costs(int(rng.integers(0, 3)), int(rng.integers(0, 2)), far)
-        limits = Limits(slots, int(rng.choice([2, ranks])))
+        total = int(counts_RE.sum())
+        limits = Limits(slots, int(rng.choice([2, ranks])), (None, -(-total // ranks), total // 2)[number % 3])
         expected = brute_force(counts_RE.sum(0).tolist(), placement, costs, limits)
         assert exact(counts_RE, placement, costs, limits) == expected, number
 
@@ -67,9 +70,28 @@ def test_no_plan_of_ours_is_better_than_exact() -> None:
         asked = case(1, number)
         kinds |= set(asked.kinds)
         arguments = asked.counts_RE, asked.placement, asked.costs, asked.limits
-        found = outcome(solve(*arguments), asked.placement, asked.costs, asked.limits).seconds
-        assert found >= exact(*arguments)
+        found, least = outcome(solve(*arguments), asked.placement, asked.costs, asked.limits).seconds, exact(*arguments)
+        assert least is not None and found >= least
     assert kinds == {"nothing costs", "pieces", "copies cost", "fresh copies", "nodes", "1 slot", "2 slots"}
+
+
+def test_the_limit_is_kept_wherever_a_plan_keeps_it() -> None:
+    found, kinds = Counter[str](), set()
+    for number in range(160):
+        asked = limit_cases.case(3, number)
+        verdict = limit_cases.judge(asked, exact)
+        assert verdict in ("kept", "impossible"), (number, verdict)
+        found[verdict] += 1
+        kinds |= set(asked.kinds)
+    assert found["kept"] > 80 and found["impossible"] > 10 and len(kinds) == 11
+
+
+def test_the_judge_of_blocks_tries_all_ranks() -> None:
+    sizes, experts = np.array([3, 3, 2, 2, 2]), np.zeros(5, np.int64)
+    placement, node = PlacementMap(2, 2), Limits(1, 2, most=6)
+    assert limit_cases.blocks_fit(sizes, experts, placement, Costs(), node)
+    assert not limit_cases.blocks_fit(sizes[:3], experts[:3], placement, Costs(), Limits(1, 2, most=4))
+    assert not limit_cases.blocks_fit(sizes, experts, placement, Costs(copy_between=None), Limits(1, 1, most=6))
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +102,10 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert list(found["planners"]) == list(COMPARED) and found["solve"]["all"] == found["planners"]["solve"]
     assert all(1 <= figures["mean"] <= figures["worst"] for figures in found["planners"].values())
     assert "| planner | cases |" in out
+    monkeypatch.setattr(sys, "argv", ["planner_oracle", "--limit", "--cases", "8", "--json"])
+    assert planner_oracle.main() == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["limit"]["all"]
+    assert found["calls"] == 8 == found["kept"] + found.get("impossible", 0)
     monkeypatch.setattr(sys, "argv", ["planner_oracle", "--cases", "0"])
     assert planner_oracle.main() == 2
     assert "--cases (0) must be at least 1" in capsys.readouterr().err

@@ -187,6 +187,8 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
         "moe.placement.max_load",
         "keeps no limit",
     ),
+    (["model=gpt_moe_tiny", "moe.placement.over_limit=stop"], 1, "moe.placement.over_limit", "there is no limit"),
+    (["model=gpt_moe_tiny", "moe.placement.over_limit=end"], 1, "moe.placement.over_limit", "one of warn, stop"),
     (["model=gpt_moe_tiny", "moe.placement.replay=/runs/one"], 1, "moe.placement.replay", "must be null"),
     (["model=gpt_moe_tiny", "moe.placement.costs=free"], 1, "moe.placement.costs", "one of assumed, measured"),
     (["model=gpt_moe_tiny", "moe.placement.interval=-1"], 1, "moe.placement.interval", "at least 0"),

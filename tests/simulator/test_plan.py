@@ -472,3 +472,21 @@ def test_text_names_everything() -> None:
     ):
         assert part in words, part
     assert dataclasses.asdict(plan.worst)["rank"] == plan.as_dict()["worst_rank"]
+
+
+@pytest.mark.parametrize("bitwise", ["false", "true"])
+def test_the_limit_of_a_rank_is_in_the_plan(bitwise: str) -> None:
+    from simulator.text import text
+
+    asked = ["model=gpt_moe_tiny", "parallel.expert=2", "moe.placement.policy=solve", "moe.placement.extra_slots=1"]
+    asked += [f"moe.placement.bitwise={bitwise}"]
+    plans = {
+        limit: run_plan(make_config([*asked, f"moe.placement.max_load={limit}"], 2), 2, 1024)
+        for limit in ("null", "1.0", "1.25", "1.5", "9")
+    }
+    totals = {limit: plan.worst.activations for limit, plan in plans.items()}
+    assert totals["null"] == totals["1.0"] < totals["1.25"] < totals["1.5"] < totals["9"]
+    assert "max_load (1.25) times the mean rank's assignments; a call that cannot keep it takes" in text(plans["1.25"])
+    assert "max_load" not in text(plans["null"])
+    hard = [*asked, "moe.placement.max_load=1.25", "moe.placement.over_limit=stop"]
+    assert "a call that cannot keep it ends the run" in text(run_plan(make_config(hard, 2), 2, 1024))

@@ -20,6 +20,7 @@ from moe.placement.trace import Header, read, read_header
 from tests.distributed import RankError
 from tests.training.helpers import read_metrics, train_on_ranks
 from training.callbacks.moe.routing_trace import RoutingTrace
+from training.resilience.events import read as read_events
 
 # All of them: python -m benchmarks.placement_parity
 # Few steps at a high rate: routers that no loss balances soon prefer some experts.
@@ -134,13 +135,26 @@ def test_auto_has_copies_where_they_pay_and_goes_on_so(data: list[str], tmp_path
     ]
 
 
-def test_a_cap_that_cannot_be_kept_ends_the_run(data: list[str], tmp_path: Path) -> None:
-    common = [*data, *SKEWED, "experiment=gpt_moe_tiny", "moe.aux_loss_coeff=0", "parallel.expert=2", "checkpoint=off"]
+def test_a_limit_is_kept_or_said_and_counted_or_ends_the_run_with_all_saved(data: list[str], tmp_path: Path) -> None:
+    common = [*data, *SKEWED, "experiment=gpt_moe_tiny", "moe.aux_loss_coeff=0", "parallel.expert=2"]
     common += ["moe.placement.policy=solve", "moe.placement.extra_slots=1", f"run_dir={tmp_path}"]
-    kept = train_on_ranks([*common, "moe.placement.max_load=1.3"], 2)
-    assert max(line["placement"]["placed"] for line in kept) <= 1.3
-    with pytest.raises(RankError, match=r"moe.placement.max_load \(1.0\) cannot be kept: rank \d of the expert group"):
-        train_on_ranks([*common, "moe.placement.max_load=1.0"], 2)
+    blocks = ["moe.placement.bitwise=true", "moe.placement.block_rows=64"]
+    kept = train_on_ranks([*common, *blocks, "moe.placement.max_load=1.3", "checkpoint=off"], 2)
+    for line in kept:
+        assert max(line["placement"]["ranks_placed"]) <= 1.3 and line["placement"]["placed"] <= 1.3
+        assert line["placement"]["over_calls"] == 0 and line["placement"]["over_worst"] is None
+    hard = [*common, *blocks, "moe.placement.max_load=1.0", f"run_dir={tmp_path / 'hard'}", "checkpoint.interval=0"]
+    line = r"max_load \(1.0\) is not kept: in step 1 .* in \d+ calls, .* The run is saved after step 1. To go on, set"
+    with pytest.raises(RankError, match=line):
+        train_on_ranks([*hard, "moe.placement.over_limit=stop"], 2)
+    assert good_checkpoint_at(tmp_path / "hard").name == "step_0000001"
+    assert [event["kind"] for event in read_events(tmp_path / "hard")].count("over_limit") == 1
+    soft = train_on_ranks(hard, 2)
+    assert [line["step"] for line in soft] == [1, 2, 3, 4]
+    placements = [line["placement"] for line in soft if line["placement"]["over_calls"]]
+    assert len(placements) > 1 and all(1 < each["over_worst"] < 1.3 for each in placements)
+    # It was said at the stop, and is said once.
+    assert [event["kind"] for event in read_events(tmp_path / "hard")].count("over_limit") == 1
 
 
 def test_measured_costs_are_those_of_the_first_start_that_asks(

@@ -114,9 +114,11 @@ inline Score score(const Problem& p, const Spread& s, Number most) {
     return {over, seconds, copies};
 }
 
-inline std::vector<Number> remove(Problem& p, Spread& s, Random& random) {
+using Barred = std::vector<std::pair<Number, char>>;  // what their kind was
+
+inline Barred remove(Problem& p, Spread& s, Random& random) {
     std::vector<std::pair<Number, Number>> copies;  // (rank, expert)
-    std::vector<Number> barred;
+    Barred barred;
     for (Number r = 0; r < p.ranks; ++r)
         for (Number e : s.experts[r])
             if (p.homes[e] != r) copies.emplace_back(r, e);
@@ -130,7 +132,8 @@ inline std::vector<Number> remove(Problem& p, Spread& s, Random& random) {
         const auto [rank, expert] = copies[chosen];
         const Number index = rank * p.experts + expert;
         move(p, s, expert, rank, p.homes[expert], s.quotas[index]);
-        if (random.below(2) && p.kinds[index] == MAY) p.kinds[index] = NONE, barred.push_back(index);
+        if (random.below(2) && p.kinds[index] != PINNED)
+            barred.emplace_back(index, std::exchange(p.kinds[index], NONE));
         copies.erase(copies.begin() + chosen);
     }
     return barred;
@@ -143,11 +146,11 @@ inline bool search(Problem& p, Spread& best, Number most, Number tries, Number p
     Score least = score(p, best, most), current = least;
     for (; std::get<0>(least) > 0 ? tries > 0 : polish > 0; --(std::get<0>(least) > 0 ? tries : polish)) {
         Spread next = now;
-        const std::vector<Number> barred = remove(p, next, random);
+        const Barred barred = remove(p, next, random);
         fill(p, next, most, std::get<0>(current) == 0);
-        for (Number index : barred) p.kinds[index] = MAY;
+        for (const auto& [index, kind] : barred) p.kinds[index] = kind;
         const Score found = score(p, next, most);
-        if (found <= current) now = next, current = found;
+        if (found <= current || (std::get<0>(current) > 0 && random.below(8) == 0)) now = next, current = found;
         if (found < least) best = next, least = found;
     }
     return std::get<0>(least) == 0;

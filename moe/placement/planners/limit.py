@@ -4,9 +4,9 @@ Which copies keep a limit is a packing problem: a rank has few slots, an expert'
 has. `fill` moves assignments along the widest path from a rank above the limit to one with room: over copies that are
 there, else over new ones. A rank may pass on its own experts to make room for others', and one whose last slot is taken
 is filled up, so that its room moves to a rank with slots. Where that is not enough, copies are taken out at random,
-some of them barred, and the rest is filled again; what is no worse is gone on from (Shaw 1998, large neighbourhood
-search). The same goes on for a while with a plan that keeps the limit, to take less time. Where none is found, the
-least limit that has one is searched.
+some of them barred, and the rest is filled again; what is no worse, and now and then what is, is gone on from (large
+neighbourhood search, Shaw 1998). The same goes on for a while with a plan that keeps the limit, to take less time.
+Where none is found, the least limit that has one is searched.
 
 The random numbers are a fixed sequence: a call's plan depends on nothing else. limit.h is the same compiled.
 """
@@ -156,10 +156,10 @@ def score(p: Problem, s: Spread, most: int) -> tuple[int, int, int]:
     return sum(max(load - most, 0) for load in s.loads), max(work), copies
 
 
-def remove(p: Problem, s: Spread, random: Random) -> list[tuple[int, int]]:
-    """Send one to three copies home, small ones rather; (rank, expert) of those that are barred for now."""
+def remove(p: Problem, s: Spread, random: Random) -> list[tuple[int, int, int]]:
+    """Send one to three copies home, small ones rather; (rank, expert, kind) of those that are barred for now."""
     copies = [(rank, expert) for rank in range(p.ranks) for expert in s.experts[rank] if p.homes[expert] != rank]
-    barred: list[tuple[int, int]] = []
+    barred: list[tuple[int, int, int]] = []
     for _ in range(1 + random.below(3)):
         if not copies:
             break
@@ -168,9 +168,9 @@ def remove(p: Problem, s: Spread, random: Random) -> list[tuple[int, int]]:
             chosen = min(chosen, random.below(len(copies)), key=lambda i: s.quotas[copies[i][0]][copies[i][1]])
         rank, expert = copies.pop(chosen)
         move(p, s, expert, rank, p.homes[expert], s.quotas[rank][expert])
-        if random.below(2) and p.kinds[rank][expert] == MAY:
+        if random.below(2) and p.kinds[rank][expert] != PINNED:
+            barred.append((rank, expert, p.kinds[rank][expert]))
             p.kinds[rank][expert] = NONE
-            barred.append((rank, expert))
     return barred
 
 
@@ -188,10 +188,10 @@ def search(p: Problem, start: Spread, most: int, tries: int, polish: int) -> Spr
         following = now.copy()
         barred = remove(p, following, random)
         fill(p, following, most, near_first=current[0] == 0)
-        for rank, expert in barred:
-            p.kinds[rank][expert] = MAY
+        for rank, expert, kind in barred:
+            p.kinds[rank][expert] = kind
         found = score(p, following, most)
-        if found <= current:
+        if found <= current or (current[0] > 0 and random.below(8) == 0):
             now, current = following, found
         if found < least:
             best, least = following, found

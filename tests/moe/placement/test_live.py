@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from moe.alltoall.flat import FlatAllToAll
 from moe.alltoall.hierarchical import HierarchicalAllToAll
-from moe.placement.live import LayerPlacement
+from moe.placement.live import OVER, LayerPlacement
+from moe.placement.planners.solve import solve
 from moe.placement.quotas import Costs, Limits
 from moe.placement.whole_blocks import assign, in_blocks, num_blocks
 from moe.schedule.chunk_plan import Plan
@@ -96,3 +100,38 @@ def test_any_quotas_give_the_sums_and_gradients_of_the_loop(ranks: int, routing:
 
 def test_rows_to_copies_pass_through_relays() -> None:
     run(_scattered_calls, 4, "skewed", False, 2)
+
+
+def test_blocks_keep_the_limit_in_assignments() -> None:
+    """Their padding is no one's load: of 300 assignments 212 are a block of their own 256."""
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 4)
+    generator, over = np.random.default_rng(7), 0
+    for number in range(20):
+        popularity = generator.dirichlet(np.full(16, 2.0))
+        counts_RDE = np.stack([generator.multinomial(3000, popularity)[None] for _ in range(4)]).astype(np.int64)
+        placement = LayerPlacement(group, 16, solve, Costs(8, 32, 256), Limits(2, 4), 256, max_load=1.3)
+        plan = placement._plan(counts_RDE)
+        assert plan.blocks is not None
+        loads_R = plan.blocks.loads_R(4)
+        assert loads_R.sum() == 12_000 and loads_R.max() <= 3900, (number, loads_R)
+        padded_R = np.bincount(plan.blocks.ranks, minlength=4) * 256
+        over += bool(padded_R.max() > 1.3 * padded_R.mean())
+        placement._count(plan)
+        assert placement.tally[OVER] == 0 and placement.worst == 0
+        tight = LayerPlacement(group, 16, solve, Costs(8, 32, 256), Limits(0, 4), 256, max_load=1.0)
+        tight._count(tight._plan(counts_RDE))
+        assert tight.tally[OVER] == 1 and tight.worst == tight.tally[2] > 1
+
+
+def test_copies_that_backward_passes_need_are_planned_for() -> None:
+    """A plan that counted on their slots would be sent home, over the limit."""
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    counts_RDE = np.array([[[60, 10, 5, 5, 5, 5]], [[60, 10, 5, 5, 5, 5]]])
+    placement = LayerPlacement(group, 6, solve, Costs(), Limits(1, 2), max_load=1.0)
+    placement._held[1], placement._pinned[0, 1] = [0], 1
+    assert placement._plan(counts_RDE).quotas_ER.sum(0).tolist() == [90, 90]
+    placement._held[1] = [1]
+    placement._pinned.clear()
+    placement._pinned[1, 1] = 1
+    quotas_ER = placement._plan(counts_RDE).quotas_ER
+    assert quotas_ER.sum(0).tolist() == [130, 50] and quotas_ER[1].tolist() == [0, 20]

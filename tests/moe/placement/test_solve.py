@@ -45,8 +45,9 @@ def random_case(generator: np.random.Generator) -> tuple[Integers, PlacementMap,
             copies.append((int(expert), rank))
     far = None if generator.random() < 0.3 else int(generator.integers(0, 200))
     costs = Costs(int(generator.integers(0, 20)), int(generator.integers(0, 60)), far)
-    most = None if generator.random() < 0.5 else int(counts_RE.sum() / ranks * 1.2)
-    limits = Limits(slots, int(generator.choice([1, 2, 4, ranks])), most)
+    most = None if generator.random() < 0.5 else int(counts_RE.sum() / ranks * generator.choice([1.0, 1.2]))
+    pinned = frozenset(copy for copy in copies if generator.random() < 0.3)
+    limits = Limits(slots, int(generator.choice([1, 2, 4, ranks])), most, pinned)
     return counts_RE, PlacementMap(experts, ranks, tuple(homes.tolist()), tuple(copies)), costs, limits
 
 
@@ -86,6 +87,44 @@ def test_a_call_is_left_alone_where_copies_do_not_pay() -> None:
     np.testing.assert_array_equal(solve(counts_RE, placement, dear, Limits(2, 8)), at_home(counts_RE, placement))
     even_RE = np.full((8, 32), 10)
     np.testing.assert_array_equal(solve(even_RE, placement, FREE, Limits(2, 8)), at_home(even_RE, placement))
+
+
+def test_copies_are_made_for_the_limit_whatever_they_cost() -> None:
+    placement = PlacementMap(16, 4)
+    for seed in range(5):
+        counts_RE = skewed(4, 16, 1.8, seed, tokens=1000)
+        dear = Costs(piece=8, copy_in_node=10_000, copy_between=100_000)
+        kept = Limits(2, 2, most=int(1.2 * counts_RE.sum() / 4))
+        found = outcome(solve(counts_RE, placement, dear, kept), placement, dear, kept)
+        assert found.loads_R.max() <= kept.most and solve(counts_RE, placement, dear, Limits(2, 2)).sum(0).max() > 1700
+        assert 1 <= found.new_copies <= 4
+        near = Limits(2, 2, most=int(1.2 * counts_RE.sum() / 4))
+        inside = Costs(piece=8, copy_in_node=10_000, copy_between=None)
+        quotas_ER = solve(counts_RE, placement, inside, near)
+        nodes = at_home(counts_RE, placement).sum(0).reshape(2, 2).sum(1)
+        least = max(near.most, -(-int(nodes.max()) // 2))  # what a node has stays in it
+        assert quotas_ER.sum(0).max() <= least + least // 500 + 2
+
+
+def test_full_ranks_pass_on_their_own_experts() -> None:
+    """Rank 0 has many small experts, of which the only rank with room has no slots for enough."""
+    counts_RE = np.zeros((4, 56), np.int64)
+    counts_RE[0, :14], counts_RE[0, [14, 28]], counts_RE[0, 42] = 10, 100, 40
+    limits = Limits(2, 4, most=100)
+    quotas_ER = solve(counts_RE, PlacementMap(56, 4), Costs(copy_in_node=500), limits)
+    check(quotas_ER, counts_RE, PlacementMap(56, 4), limits)
+    assert quotas_ER.sum(0).max() == 100
+
+
+def test_pinned_copies_keep_their_slots() -> None:
+    counts_RE = np.full((2, 4), 10)
+    counts_RE[:, 0] = 100
+    for pinned, loads in ((frozenset(), 130), (frozenset({(1, 1)}), 200), (frozenset({(0, 1)}), 130)):
+        placement = PlacementMap(4, 2, copies=tuple(pinned))
+        limits = Limits(1, 2, most=130, pinned=pinned)
+        quotas_ER = solve(counts_RE, placement, Costs(copy_in_node=50), limits)
+        check(quotas_ER, counts_RE, placement, limits)
+        assert quotas_ER.sum(0).max() <= loads and (loads == 130 or quotas_ER.sum(0).max() == loads)
 
 
 def test_copies_cross_nodes_only_where_they_may_and_pay() -> None:
