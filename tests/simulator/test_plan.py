@@ -481,7 +481,7 @@ def test_the_limit_of_a_rank_is_in_the_plan(bitwise: str) -> None:
     asked = ["model=gpt_moe_tiny", "parallel.expert=2", "moe.placement.policy=solve", "moe.placement.extra_slots=1"]
     asked += [f"moe.placement.bitwise={bitwise}"]
     plans = {
-        limit: run_plan(make_config([*asked, f"moe.placement.max_load={limit}"], 2), 2, 1024)
+        limit: make_plan(make_config([*asked, f"moe.placement.max_load={limit}"], 2), 2, 1024, "cpu")
         for limit in ("null", "1.0", "1.25", "1.5", "9")
     }
     totals = {limit: plan.worst.activations for limit, plan in plans.items()}
@@ -489,4 +489,4 @@ def test_the_limit_of_a_rank_is_in_the_plan(bitwise: str) -> None:
     assert "max_load (1.25) times the mean rank's assignments; a call that cannot keep it takes" in text(plans["1.25"])
     assert "max_load" not in text(plans["null"])
     hard = [*asked, "moe.placement.max_load=1.25", "moe.placement.over_limit=stop"]
-    assert "a call that cannot keep it ends the run" in text(run_plan(make_config(hard, 2), 2, 1024))
+    assert "a call that cannot keep it ends the run" in text(make_plan(make_config(hard, 2), 2, 1024, "cpu"))

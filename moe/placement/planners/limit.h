@@ -1,4 +1,4 @@
-// The search of moe/placement/planners/limit.py, whose functions of the same names say what these do: the same integers.
+// The search of moe/placement/planners/limit.py, whose functions of the same names say what these do.
 #pragma once
 
 #include <algorithm>
@@ -58,8 +58,8 @@ inline void move(const Problem& p, Spread& s, Number expert, Number from, Number
     }
 }
 
-inline bool augment(const Problem& p, Spread& s, Number most, Number reach) {
-    std::vector<Number> width(p.ranks), before(p.ranks, -1), by(p.ranks, -1);
+inline bool augment(const Problem& p, Spread& s, Number most, Number reach, bool large) {
+    std::vector<Number> width(p.ranks), size(p.ranks), before(p.ranks, -1), by(p.ranks, -1);
     std::vector<char> done(p.ranks, 0);
     for (Number r = 0; r < p.ranks; ++r) width[r] = std::max<Number>(s.loads[r] - most, 0);
     Number end = -1, amount = 0;
@@ -72,15 +72,15 @@ inline bool augment(const Problem& p, Spread& s, Number most, Number reach) {
         const Number room = std::min(width[from], most - s.loads[from]);
         if (room > amount || (room > 0 && room == amount && s.loads[from] > s.loads[end])) end = from, amount = room;
         for (Number e : s.experts[from]) {
-            const Number now = std::min(width[from], s.quotas[from * p.experts + e]), home = p.homes[e];
+            const Number there = s.quotas[from * p.experts + e], now = std::min(width[from], there), home = p.homes[e];
             for (Number to = 0; to < p.ranks; ++to) {
-                if (done[to] || now <= width[to]) continue;
+                if (done[to] || now < width[to] || (now == width[to] && (!size[to] || there <= size[to]))) continue;
                 if (to != home && s.quotas[to * p.experts + e] == 0) {
                     const char kind = p.kinds[to * p.experts + e];
                     if (kind == NONE || (kind != PINNED && (reach == THERE || s.used[to] >= p.slots))) continue;
                     if (reach == IN_NODE && home / p.node != to / p.node) continue;
                 }
-                width[to] = now, before[to] = from, by[to] = e;
+                width[to] = now, size[to] = large ? there : 0, before[to] = from, by[to] = e;
             }
         }
     }
@@ -92,8 +92,9 @@ inline bool augment(const Problem& p, Spread& s, Number most, Number reach) {
     return true;
 }
 
-inline void fill(const Problem& p, Spread& s, Number most, bool near_first) {
-    while (augment(p, s, most, THERE) || (near_first && augment(p, s, most, IN_NODE)) || augment(p, s, most, ANYWHERE)) {
+inline void fill(const Problem& p, Spread& s, Number most, bool near_first, bool large) {
+    while (augment(p, s, most, THERE, large) || (near_first && augment(p, s, most, IN_NODE, large)) ||
+           augment(p, s, most, ANYWHERE, large)) {
     }
 }
 
@@ -141,13 +142,13 @@ inline Barred remove(Problem& p, Spread& s, Random& random) {
 
 inline bool search(Problem& p, Spread& best, Number most, Number tries, Number polish) {
     Random random;
-    fill(p, best, most, true);
+    fill(p, best, most, true, false);
     Spread now = best;
     Score least = score(p, best, most), current = least;
     for (; std::get<0>(least) > 0 ? tries > 0 : polish > 0; --(std::get<0>(least) > 0 ? tries : polish)) {
         Spread next = now;
         const Barred barred = remove(p, next, random);
-        fill(p, next, most, std::get<0>(current) == 0);
+        fill(p, next, most, std::get<0>(current) == 0, random.below(4) == 0);
         for (const auto& [index, kind] : barred) p.kinds[index] = kind;
         const Score found = score(p, next, most);
         if (found <= current || (std::get<0>(current) > 0 && random.below(8) == 0)) now = next, current = found;

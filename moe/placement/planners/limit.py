@@ -95,9 +95,11 @@ def move(p: Problem, s: Spread, expert: int, source: int, target: int, count: in
         s.experts[source].remove(expert)
 
 
-def augment(p: Problem, s: Spread, most: int, reach: int) -> bool:
-    """Move along the path that takes the most, found as Dijkstra's shortest one is; whether there is any."""
+def augment(p: Problem, s: Spread, most: int, reach: int, large: bool) -> bool:
+    """Move along the path that takes the most, found as Dijkstra's shortest one is; whether there is any. large: of
+    such paths the one over experts with more assignments, whose copies may take more later."""
     width = [max(load - most, 0) for load in s.loads]
+    size = [0] * p.ranks
     before, by, done = [-1] * p.ranks, [-1] * p.ranks, [False] * p.ranks
     end, amount = -1, 0
     while True:
@@ -111,9 +113,12 @@ def augment(p: Problem, s: Spread, most: int, reach: int) -> bool:
         if room > amount or (room > 0 and room == amount and s.loads[source] > s.loads[end]):
             end, amount = source, room
         for expert in s.experts[source]:
-            now, home = min(widest, s.quotas[source][expert]), p.homes[expert]
+            there, home = s.quotas[source][expert], p.homes[expert]
+            now = min(widest, there)
             for target in range(p.ranks):
-                if done[target] or now <= width[target]:
+                if done[target] or now < width[target]:
+                    continue
+                if now == width[target] and (size[target] == 0 or there <= size[target]):
                     continue
                 if target != home and s.quotas[target][expert] == 0:
                     kind = p.kinds[target][expert]
@@ -122,6 +127,7 @@ def augment(p: Problem, s: Spread, most: int, reach: int) -> bool:
                     if reach == IN_NODE and home // p.node != target // p.node:
                         continue
                 width[target], before[target], by[target] = now, source, expert
+                size[target] = there if large else 0
     if end < 0:
         return False
     target = end
@@ -134,9 +140,13 @@ def augment(p: Problem, s: Spread, most: int, reach: int) -> bool:
     return True
 
 
-def fill(p: Problem, s: Spread, most: int, near_first: bool) -> None:
+def fill(p: Problem, s: Spread, most: int, near_first: bool, large: bool) -> None:
     """Move what is over the limit to where room is, as far as there are paths."""
-    while augment(p, s, most, THERE) or (near_first and augment(p, s, most, IN_NODE)) or augment(p, s, most, ANYWHERE):
+    while (
+        augment(p, s, most, THERE, large)
+        or (near_first and augment(p, s, most, IN_NODE, large))
+        or augment(p, s, most, ANYWHERE, large)
+    ):
         pass
 
 
@@ -177,7 +187,7 @@ def remove(p: Problem, s: Spread, random: Random) -> list[tuple[int, int, int]]:
 def search(p: Problem, start: Spread, most: int, tries: int, polish: int) -> Spread:
     """The best plan found from a start."""
     random, best = Random(), start.copy()
-    fill(p, best, most, near_first=True)
+    fill(p, best, most, near_first=True, large=False)
     now, least = best, score(p, best, most)
     current = least
     while (tries if least[0] > 0 else polish) > 0:
@@ -187,7 +197,7 @@ def search(p: Problem, start: Spread, most: int, tries: int, polish: int) -> Spr
             polish -= 1
         following = now.copy()
         barred = remove(p, following, random)
-        fill(p, following, most, near_first=current[0] == 0)
+        fill(p, following, most, near_first=current[0] == 0, large=random.below(4) == 0)
         for rank, expert, kind in barred:
             p.kinds[rank][expert] = kind
         found = score(p, following, most)
