@@ -173,7 +173,10 @@ def _read_header(file: BinaryIO, path: Path) -> Header:
                 return header
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         pass
-    raise ConfigError(f"{path} is no trace of routing counts, as `moe.placement.record` writes them. Move it away.")
+    raise ConfigError(
+        f"{path} is no trace of routing counts, as `moe.placement.record` writes them. Give one that is, or move it out "
+        "of the run's folder."
+    )
 
 
 def _parts(file: BinaryIO) -> Iterator[_Frame | _Damage]:
