@@ -174,8 +174,8 @@ def _read_header(file: BinaryIO, path: Path) -> Header:
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         pass
     raise ConfigError(
-        f"{path} is no trace of routing counts, as `moe.placement.record` writes them. Give one that is, or move it out "
-        "of the run's folder."
+        f"{path} is no trace of routing counts, as `moe.placement.record` writes them. Give one that is, or move it "
+        "out of the run's folder."
     )
 
 
