@@ -35,6 +35,8 @@ def on_resume(name: str, before: Config, after: Config) -> OnResume:
         return "free"  # the loss is a mean over the global batch
     if name == "data.vocab_size" and all(config.data.tokenizer != "sentencepiece" for config in both):
         return "free"  # of a tokenizer that is trained here
+    if name.startswith("moe.") and not any(derived.is_moe(config) for config in both):
+        return "free"  # a dense model has none of it
     return KEYS[name].on_resume
 
 

@@ -68,6 +68,12 @@ def limits_load(config: Config) -> bool:
     return places_experts(config) and config.moe.placement.max_load is not None
 
 
+def experts_of_other_ranks(config: Config) -> int:
+    """Experts whose home is on another rank: those that a rank may hold a copy of; at least one with several ranks."""
+    experts, ranks = config.moe.num_experts or 0, config.parallel.expert
+    return max(experts - experts // ranks, 1)
+
+
 def block_rows(config: Config) -> int | None:
     """Assignments of a block of one expert's, where the same bits are asked for whatever the placement."""
     placement = config.moe.placement
@@ -167,6 +173,12 @@ def overlap_param_gather(config: Config) -> bool:
 def has_tiers(config: Config) -> bool:
     """Whether the optimizer's state is kept in buckets of our own, and not as Megatron-core keeps it."""
     return config.optimizer.state_device != "device" or config.optimizer.moment_dtype != "fp32"
+
+
+def uses_host(config: Config) -> bool:
+    """Whether something is kept on the host under `memory.host_budget`."""
+    offloads = is_moe(config) and any(word in config.moe.memory_strategy for word in ("offload", "auto"))
+    return config.optimizer.state_device != "device" or config.training.activation_offload != "none" or offloads
 
 
 def exchange_sms(config: Config) -> int:

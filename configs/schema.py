@@ -124,7 +124,11 @@ class OptimizerConfig:
         choices=("auto", "device_stream", "host", "split"),
     )
     bucket_parameters: int = key(
-        2**24, "parameters of a rank whose state moves and is updated as one, at most", "free", low=4096
+        2**24,
+        "parameters of a rank whose state moves and is updated as one, at most; an eighth of them all where that is "
+        "less",
+        "free",
+        low=4096,
     )
     early_update: str = key(
         "auto",

@@ -17,7 +17,7 @@ from configs.schema import Config
 Tier = Literal["device", "host", "disk"]
 Way = Literal["device", "device_stream", "host"]  # where a bucket is updated; device: in place
 
-NUM_SLOTS = 2  # that records, or gradients and weights, pass through
+NUM_SLOTS = 2  # that records, or gradients and weights, pass through, at most
 BLOCK = 4096  # bytes that a disk is read and written in multiples of
 GRAD_BYTES = 4  # of a parameter's gradient, which is in fp32
 
@@ -25,6 +25,24 @@ GRAD_BYTES = 4  # of a parameter's gradient, which is in fp32
 def padded(num_bytes: int) -> int:
     """Rounded up to whole blocks."""
     return -(-num_bytes // BLOCK) * BLOCK
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Memory that buckets pass through one after the other: as many slots, each for the largest bucket."""
+
+    number: int
+    size: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Slots:
+        """For buckets of these sizes. Never more than these take together."""
+        largest = max(sizes, default=0)
+        return cls(min(NUM_SLOTS, sum(sizes) // largest), largest) if largest else cls(0, 0)
+
+    @property
+    def total(self) -> int:
+        return self.number * self.size
 
 
 @dataclass(frozen=True)
@@ -45,24 +63,28 @@ class Arrangement:
         """Bytes of each record."""
         return [numel * self.bytes_per_element for numel in self.numels]
 
-    def largest(self, way: Way) -> int:
-        """Parameters of the largest bucket that goes this way, or may."""
+    def slots(self, way: Way) -> Slots:
+        """Through which the buckets pass that go this way, or may; sizes in parameters."""
         may = (of == way or (self.flexible and of != "device") for of in self.ways)
-        return max((numel for numel, goes in zip(self.numels, may, strict=True) if goes), default=0)
+        return Slots.of([numel for numel, goes in zip(self.numels, may, strict=True) if goes])
 
     @property
-    def largest_on_disk(self) -> int:
-        """Bytes of the largest record there, in whole blocks."""
-        return max(
-            (padded(size) for size, tier in zip(self.sizes, self.tiers, strict=True) if tier == "disk"), default=0
-        )
+    def disk_slots(self) -> Slots:
+        """Of the host, for records of the disk; sizes in bytes, of whole blocks."""
+        tiers = zip(self.sizes, self.tiers, strict=True)
+        return Slots.of([padded(size) for size, tier in tiers if tier == "disk"])
 
     @property
     def device_bytes(self) -> int:
         """Residents, and slots for the records that come by."""
         residents = sum(size for size, tier in zip(self.sizes, self.tiers, strict=True) if tier == "device")
         each = self.bytes_per_element + (self.weight_bytes if any(self.early) else 0)
-        return residents + NUM_SLOTS * self.largest("device_stream") * each
+        return residents + self.slots("device_stream").total * each
+
+    @property
+    def saved(self) -> int:
+        """Bytes of the device that it has free because state lies elsewhere."""
+        return sum(self.sizes) - self.device_bytes
 
     @property
     def host_parts(self) -> dict[str, int]:
@@ -75,8 +97,8 @@ class Arrangement:
                 for size, here, early in zip(self.sizes, on_host, self.early, strict=True)
                 if here and early
             ),
-            "optimizer staging": NUM_SLOTS * self.largest_on_disk
-            + NUM_SLOTS * self.largest("host") * (GRAD_BYTES + self.weight_bytes)
+            "optimizer staging": self.disk_slots.total
+            + self.slots("host").total * (GRAD_BYTES + self.weight_bytes)
             + padded(max(self.sizes, default=0)),
             "gradients": sum(GRAD_BYTES * n for n, leaves in zip(self.numels, self.leaving, strict=True) if leaves),
             "new weights": sum(

@@ -10,6 +10,8 @@ from typing import Protocol
 # A larger slice is cut at multiples of so many elements from its start: the vectorised kernel gives other bits where
 # a cut leaves it another rest.
 CUT = 4096
+# Of a rank's state in a bucket, at most: two slots for the largest bucket are then a small part of the state.
+MOST = 1 / 8
 
 
 class Slice(Protocol):
@@ -55,7 +57,8 @@ class Bucket:
 
 
 def cut(slices: Sequence[Slice], limit: int) -> list[Bucket]:
-    """Buckets of at most `limit` elements (at least CUT), in the order of first use."""
+    """Buckets of at most `limit` elements and MOST of all (but CUT at least), in the order of first use."""
+    limit = min(limit, int(MOST * sum(owned.end - owned.start for owned in slices)))
     limit = max(limit // CUT, 1) * CUT
     runs: dict[Hashable, list[int]] = {}
     for index, owned in enumerate(slices):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from configs import derived
 from configs.ranks import launched
+from configs.rules import idle
 from configs.schema import Config
 from memory.arrange import Arrangement
 from models.blueprint import padded_vocab_size, parts
@@ -36,6 +37,7 @@ def show(config: Config, world_size: int, vocab_size: int) -> int:
 def text(plan: RunPlan) -> str:
     """Everything, one section after the other."""
     sections = [_model(plan), _layout(plan), _memory(plan), _tiers(plan), _communication(plan), _time(plan)]
+    sections.append(idle.ready(plan.config))
     return "\n\n".join(section for section in sections if section)
 
 
@@ -199,7 +201,17 @@ def _tiers(plan: RunPlan) -> str:
     lines.append(
         f"  in the backward pass the gradients of {share:.1%} of the parameters (at least) can leave or be used{why}"
     )
+    if settings.state_device != "device":
+        lines.append(f"  {_saved(plan, min(tiers.saved for _, tiers in found))}")
     return "\n".join([*lines, f"  {_engine(plan, found[0][1])}"])
+
+
+def _saved(plan: RunPlan, least: int) -> str:
+    """What tiers are for, of the rank that has least of it."""
+    if least <= 0:
+        return "this saves nothing: a rank's device has as much in use as with optimizer.state_device=device"
+    words = f"this saves {size(least)} of a rank's device, or more"
+    return f"{words}; with training.device=cpu that is the host's memory too" if plan.device == "cpu" else words
 
 
 def _in_tier(tiers: Arrangement, tier: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from configs.rules import layout, memory, model, training, values
+from configs.rules import idle, layout, memory, model, training, values
 from configs.rules.problem import Problem
 from configs.schema import Config
 
@@ -25,6 +25,7 @@ RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
     training.optimizer,
     memory.optimizer_state,
     memory.activations,
+    idle.idle,
 ]
 
 

@@ -20,10 +20,6 @@ def optimizer_state(config: Config, world_size: int) -> Iterator[Problem]:
         if value != default and not optimizer.distributed:
             fixes: list[Fix] = [{"optimizer.distributed": True}, {key: default}]
             yield Problem(key, f"must be {default} while optimizer.distributed is false", fixes)
-    for key, value in (("optimizer.engine", optimizer.engine), ("optimizer.early_update", optimizer.early_update)):
-        if value != "auto" and device == "device":
-            rule = "must be auto while optimizer.state_device is device: it is for state that lives elsewhere"
-            yield Problem(key, rule, [{key: "auto"}, {"optimizer.state_device": "host"}])
     if optimizer.early_update == "always" and not config.parallel.overlap_grad_reduce:
         rule = "needs parallel.overlap_grad_reduce (false): only gradients that are reduced early can be used early"
         yield Problem(

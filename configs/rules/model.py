@@ -61,9 +61,6 @@ def model(config: Config, world_size: int) -> Iterator[Problem]:
     if model.family == "bert" and model.sequence_length < MIN_BERT_SEQUENCE:
         rule = f"must be at least {MIN_BERT_SEQUENCE} for BERT, whose samples hold [CLS], two sentences and two [SEP]"
         yield Problem("model.sequence_length", rule, set_to("model.sequence_length", [MIN_BERT_SEQUENCE, 64, 512]))
-    for key, value in (("model.sentence_head", "none"), ("model.norm_position", "pre")):
-        if model.family != "bert" and get(config, key) != value:
-            yield Problem(key, f"must be {value} unless model.family is bert", [{key: value}, {"model.family": "bert"}])
     trained_here = config.data.tokenizer == "sentencepiece"
     if trained_here and config.data.vocab_size < MIN_SENTENCEPIECE_VOCAB:
         rule = f"must be at least {MIN_SENTENCEPIECE_VOCAB} for a sentencepiece tokenizer with byte fallback"
@@ -76,12 +73,6 @@ def model(config: Config, world_size: int) -> Iterator[Problem]:
 def moe(config: Config, world_size: int) -> Iterator[Problem]:
     moe, experts = config.moe, config.moe.num_experts
     if experts is None:
-        unset: Fix = {"ffn_hidden_size": None, "shared_expert_ffn_hidden_size": None, "expert_bias": False}
-        unset |= {"global_aux_loss_coeff": 0.0, "capacity_factor": None, "num_groups": None, "group_top_k": None}
-        for name, value in unset.items():
-            if getattr(moe, name) != value:
-                rule = f"must be {show(value)} in a dense model (moe.num_experts is null)"
-                yield Problem(f"moe.{name}", rule, [{f"moe.{name}": value}, {"moe.num_experts": 8}])
         return
     if moe.top_k > experts:
         rule = f"must not exceed moe.num_experts ({experts})"
@@ -199,12 +190,20 @@ def _placement(config: Config) -> Iterator[Problem]:
         yield Problem("moe.placement.replay", rule, [{"moe.placement.replay": None}, {"moe.placement.policy": "solve"}])
     if is_static:
         return
+    if placement.costs == "measured" and config.training.deterministic:
+        rule = "must be assumed for training.deterministic: measured costs are other ones in every run"
+        fixes = [{"moe.placement.costs": "assumed"}, {"training.deterministic": False}]
+        yield Problem("moe.placement.costs", rule, fixes)
     if config.parallel.expert == 1:
         rule = "must be static where parallel.expert is 1: a rank has all experts"
         yield Problem("moe.placement.policy", rule, [static, {"parallel.expert": 2}])
+    others = derived.experts_of_other_ranks(config)
     if placement.extra_slots == 0:
         rule = f"must be at least 1 for moe.placement.policy={placement.policy}, whose copies lie there"
-        yield Problem("moe.placement.extra_slots", rule, [{"moe.placement.extra_slots": 2}, static])
+        yield Problem("moe.placement.extra_slots", rule, [{"moe.placement.extra_slots": min(2, others)}, static])
+    elif placement.extra_slots > others:
+        rule = f"must be at most {others}, the experts of the other ranks: a rank has no use for more copies"
+        yield Problem("moe.placement.extra_slots", rule, [{"moe.placement.extra_slots": others}, static])
     if config.moe.capacity_factor is not None:
         rule = f"must be null for moe.placement.policy={placement.policy}, which balances ranks without dropping tokens"
         yield Problem("moe.capacity_factor", rule, [{"moe.capacity_factor": None}, static])

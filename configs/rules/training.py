@@ -56,7 +56,3 @@ def optimizer(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem(
             "optimizer.wsd_decay_steps", rule, set_to("optimizer.wsd_decay_steps", [max(1, (end - warmup) // 5)])
         )
-    if optimizer.schedule != "wsd" and tail:
-        rule = f"must be 0 for the {optimizer.schedule} schedule: only wsd has a final decay of its own"
-        fixes = [{"optimizer.wsd_decay_steps": 0}, {"optimizer.schedule": "wsd"}]
-        yield Problem("optimizer.wsd_decay_steps", rule, fixes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memory.arrange import NUM_SLOTS, Arrangement
+from memory.arrange import Arrangement
 from memory.budgets import DISK, HOST
 from memory.disk import Disk, aligned, offsets
 from memory.lanes import Done, Lanes, Users
@@ -93,18 +93,19 @@ def allocate(arrangement: Arrangement, weights_dtype: torch.dtype, lanes: Lanes,
         record(size) if early and tier == "host" else None
         for size, tier, early in zip(sizes, tiers, arrangement.early, strict=True)
     ]
-    streamed, staged = arrangement.largest("device_stream"), arrangement.largest("host")
+    streamed, staged, of_disk = arrangement.slots("device_stream"), arrangement.slots("host"), arrangement.disk_slots
     device_slots = [
         DeviceSlot(
-            torch.empty(streamed * arrangement.bytes_per_element, dtype=torch.uint8, device=device),
-            torch.empty(streamed, dtype=weights_dtype, device=device) if any(arrangement.early) else None,
+            torch.empty(streamed.size * arrangement.bytes_per_element, dtype=torch.uint8, device=device),
+            torch.empty(streamed.size, dtype=weights_dtype, device=device) if any(arrangement.early) else None,
             Users(Done.so_far(device)),  # whoever had this memory before
         )
-        for _ in range(NUM_SLOTS)
-        if streamed
+        for _ in range(streamed.number)
     ]
-    stages = [StagingSlot(host(staged, torch.float32), host(staged, weights_dtype)) for _ in range(NUM_SLOTS) if staged]
-    disk_slots = [aligned(size, pinned) for _ in range(NUM_SLOTS) if (size := arrangement.largest_on_disk)]
+    stages = [
+        StagingSlot(host(staged.size, torch.float32), host(staged.size, weights_dtype)) for _ in range(staged.number)
+    ]
+    disk_slots = [aligned(of_disk.size, pinned) for _ in range(of_disk.number)]
     on_disk = [size if tier == "disk" else 0 for size, tier in zip(sizes, tiers, strict=True)]
     behind = [size if early else 0 for size, early in zip(on_disk, arrangement.early, strict=True)]
     return TierMemory(

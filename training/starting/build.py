@@ -16,6 +16,7 @@ from checkpoint.state_file import in_words
 from configs import files
 from configs.progress import begin
 from configs.ranks import launched
+from configs.rules import idle
 from configs.schema import Config, ConfigError
 from data.build import build_data
 from data.prepare import PreparedData, prepare
@@ -166,6 +167,8 @@ def _describe(run: Run, begun: start.Start, expected: run_plan.RunPlan) -> None:
         f"{config.training.steps} of {run.tokens_per_step} tokens; writing to {run.run_dir}",
         flush=True,
     )
+    if unused := idle.ready(config):
+        print(unused, flush=True)
     device = run.topology.device
     if device.type == "cuda":
         fused = ", ".join(fusions(config, resolve_backend(config, device))) or "none"

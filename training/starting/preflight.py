@@ -7,19 +7,27 @@ import os
 from pathlib import Path
 
 from checkpoint import manifest, start
+from configs import derived
+from configs.ranks import launched
 from configs.schema import Config, ConfigError
 from configs.tokenizer_files import core_file
 from data.corpus import parse_corpus
 from data.tokenizer import load_tokenizer, tokenizer_digest
 from parallel.devices import refuse_missing
+from simulator.parameters import places
+
+WANDB_MODE = "WANDB_MODE"  # wandb's own variable, which nobody overrules with disabled
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for a device, corpus, tokenizer, checkpoint or weights that is missing, a wrong vocabulary, an
-    unusable run_dir."""
+    """Raise ConfigError for a device, corpus, tokenizer, checkpoint, weights or plans that are missing, a wrong
+    vocabulary, nodes without a hierarchy, an unusable run_dir."""
     refuse_missing(config.training.device, "training.device")
-    if config.logging.wandb == "online":
+    if config.logging.wandb == "online" and os.environ.get(WANDB_MODE) != "disabled":
         _check_wandb()
+    _check_plans(config.moe.placement.replay)
+    if config.moe.all_to_all == "hierarchical" and not config.training.elastic:
+        _check_nodes(config)
     parse_corpus(config.data.corpus)
     begun = start.find(config, manifest.problem_with)  # the bytes are read once, by all ranks together
     if begun.checkpoint is not None:
@@ -42,6 +50,34 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"run_dir ({config.run_dir}) cannot be made: {error.strerror}. Give a folder that can be written."
         ) from error
+
+
+def _check_plans(folder: str | None) -> None:
+    if folder is not None and not any(Path(folder).glob("placement_*.plans")):
+        raise ConfigError(
+            f"moe.placement.replay ({folder}) must be a folder with placement_*.plans, which a run with "
+            "moe.placement.record=true writes. Try moe.placement.replay=null, which plans anew."
+        )
+
+
+def _check_nodes(config: Config) -> None:
+    """What this rank's launcher says of its node is enough to see that there is no hierarchy."""
+    launch = launched()
+    if launch.local_rank is None or launch.local_world_size is None:
+        return  # the ranks will tell each other
+    everyone, split = list(places(config, launch.world_size)), derived.expert_tensor_size(config)
+    own, first = everyone[launch.rank], launch.rank - launch.local_rank
+    group = [
+        place.rank
+        for place in everyone
+        if (place.stage, place.expert_data, place.rank % split) == (own.stage, own.expert_data, own.rank % split)
+    ]
+    here = sum(first <= rank < first + launch.local_world_size for rank in group)
+    if not 1 < here < len(group):
+        raise ConfigError(
+            "moe.all_to_all (hierarchical) needs an expert parallel group with several ranks on each of several "
+            f"nodes; this rank's has {len(group)}, of which {here} on its node. Try moe.all_to_all=flat."
+        )
 
 
 def _check_wandb() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +13,8 @@ from training.run import Callback, Metrics, Run
 
 
 class WeightsAndBiases(Callback):
-    """Logs on the main rank unless `logging.wandb` is off; under the run's own id, also when it goes on."""
+    """Logs on the main rank unless `logging.wandb` is off or WANDB_MODE disabled; under the run's own id, also when it
+    goes on."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -22,12 +24,17 @@ class WeightsAndBiases(Callback):
         mode = run.config.logging.wandb
         if not run.is_main or mode == "off":
             return
+        asked = os.environ.get("WANDB_MODE")  # wandb's own variable
+        if asked == "disabled":
+            print(f"logging.wandb={mode}: there is no run of wandb, since WANDB_MODE is disabled", flush=True)
+            return
         import wandb  # imports for a second; only where it is used
 
         wandb.setup(wandb.Settings(silent=True))  # its greetings, hints and warnings are not the run's
         try:
             if mode == "auto":
-                mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+                has_key = asked != "offline" and wandb.login(prompt=False, verify=False)
+                mode = "online" if has_key else "offline"
             self._run = self._begin(run, mode)
         except (wandb.errors.CommError, ValueError) as error:
             reason = " ".join(str(error).splitlines()[0].split()).rstrip(".")

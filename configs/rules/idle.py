@@ -1,0 +1,156 @@
+"""Keys that have no effect beside others: what was asked for would not be done, and nobody would be told.
+
+What asks for something is refused. Places and sizes that stand ready for something that is off are named by the run
+and by its plan, and go on: `ready`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from configs import derived
+from configs.keys import get
+from configs.rules.problem import Fix, Problem
+from configs.schema import KEYS, Config
+from configs.show import show
+
+
+class Needs(NamedTuple):
+    """Keys whose other values than the default have no effect unless something holds; `otherwise` reads on from "must
+    be <default> "."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[Config], bool]
+    otherwise: str
+
+
+def _lags(config: Config) -> bool:
+    backward = derived.pipeline_degrees(config)[1]
+    chosen = "auto" in (config.moe.pipeline_degree, config.moe.memory_strategy)
+    return config.parallel.expert > 1 and not chosen and backward is not None and backward > 1
+
+
+# In the order in which they are checked; of a key that several lines name each must hold.
+NEEDS = [
+    Needs(
+        (*(name for name in KEYS if name.startswith("moe.") and name != "moe.num_experts"), "parallel.expert_tensor"),
+        derived.is_moe,
+        "in a dense model (moe.num_experts is null)",
+    ),
+    Needs(("moe.expert_bias_rate",), lambda c: c.moe.expert_bias, "while moe.expert_bias is false"),
+    Needs(("moe.drop_policy",), lambda c: c.moe.capacity_factor is not None, "while moe.capacity_factor is null"),
+    Needs(
+        ("moe.all_to_all", "moe.placement.bitwise"),
+        lambda c: c.parallel.expert > 1,
+        "where parallel.expert is 1: a rank has all experts, and exchanges nothing",
+    ),
+    Needs(
+        ("moe.weight_lag",),
+        _lags,
+        "where a backward pass over several ranks (parallel.expert) has not several chunks "
+        "(moe.backward_pipeline_degree), or they are chosen (auto)",
+    ),
+    Needs(
+        ("moe.placement.costs", "moe.placement.interval"),
+        lambda c: c.moe.placement.policy != "static",
+        "while moe.placement.policy is static, which plans and moves nothing",
+    ),
+    Needs(("moe.placement.block_rows",), lambda c: c.moe.placement.bitwise, "while moe.placement.bitwise is false"),
+    Needs(
+        ("model.q_lora_rank", "model.kv_lora_rank", "model.rotary_head_dim", "model.value_head_dim"),
+        lambda c: c.model.attention == "latent",
+        "unless model.attention is latent",
+    ),
+    Needs(
+        ("model.rotary_base", "model.rotary_fraction"),
+        lambda c: c.model.position_embedding == "rope",
+        "unless model.position_embedding is rope",
+    ),
+    Needs(
+        ("model.sentence_head", "model.norm_position", "data.mask_probability", "data.short_sequence_probability"),
+        lambda c: c.model.family == "bert",
+        "unless model.family is bert",
+    ),
+    Needs(
+        ("optimizer.engine", "optimizer.early_update"),
+        lambda c: c.optimizer.state_device != "device",
+        "while optimizer.state_device is device: it is for state that lives elsewhere",
+    ),
+    Needs(
+        ("optimizer.decay_steps",),
+        lambda c: c.optimizer.schedule != "constant",
+        "while optimizer.schedule is constant: nothing decays",
+    ),
+    Needs(
+        ("optimizer.wsd_decay_steps",),
+        lambda c: c.optimizer.schedule == "wsd",
+        "unless optimizer.schedule is wsd: the others, such as cosine, have no final decay of their own",
+    ),
+    Needs(("memory.disk_budget",), lambda c: c.memory.disk_dir is not None, "while memory.disk_dir is null"),
+    Needs(
+        ("training.initial_loss_scale",),
+        lambda c: c.training.precision == "fp16",
+        "unless training.precision is fp16: no other loss is scaled",
+    ),
+    Needs(("training.spike",), lambda c: c.training.spike_factor is not None, "while training.spike_factor is null"),
+    Needs(("training.profile.ranks",), lambda c: bool(c.training.profile.steps), "while training.profile.steps is []"),
+    Needs(
+        ("checkpoint.keep_every",),
+        lambda c: c.checkpoint.interval > 0 and c.checkpoint.keep > 0,
+        "where checkpoint.interval is 0 (only the last is written) or checkpoint.keep is 0 (all stay)",
+    ),
+]
+
+# The same of what is kept ready.
+READY = [
+    Needs(
+        ("optimizer.bucket_parameters",),
+        derived.has_tiers,
+        "optimizer.state_device is device, and optimizer.moment_dtype fp32",
+    ),
+    Needs(
+        ("memory.disk_dir", "memory.disk_budget"),
+        lambda c: c.optimizer.state_device in ("disk", "auto"),
+        "optimizer.state_device is neither disk nor auto",
+    ),
+    Needs(
+        ("memory.host_budget",),
+        derived.uses_host,
+        "optimizer state, activations and experts' inputs stay on the device",
+    ),
+    Needs(
+        ("sample.num_tokens", "sample.temperature", "sample.top_p"),
+        lambda c: bool(c.sample.prompts),
+        "sample.prompts is []",
+    ),
+    Needs(("logging.wandb_project",), lambda c: c.logging.wandb != "off", "logging.wandb is off"),
+    Needs(("data.text_key",), lambda c: c.data.corpus != "stdlib", "data.corpus is stdlib"),
+]
+
+
+def _idle(config: Config, table: list[Needs]) -> Iterator[tuple[str, str]]:
+    """(key, why) of each key of a table that has another value than its default, and no effect."""
+    for keys, holds, otherwise in table:
+        if not holds(config):
+            yield from ((key, otherwise) for key in keys if get(config, key) != KEYS[key].default)
+
+
+def idle(config: Config, world_size: int) -> Iterator[Problem]:
+    """The first such key; the advice sets all of them back."""
+    back: Fix = {key: KEYS[key].fresh_default() for key, _ in _idle(config, NEEDS)}
+    for key, otherwise in _idle(config, NEEDS):
+        yield Problem(key, f"must be {show(back[key])} {otherwise}", [back])
+
+
+def set_back(config: Config) -> None:
+    """Set all keys of NEEDS that have no effect to their defaults: for a config that was typed for another use."""
+    for key in [key for key, _ in _idle(config, NEEDS)]:
+        section, _, last = key.rpartition(".")
+        setattr(get(config, section), last, KEYS[key].fresh_default())
+
+
+def ready(config: Config) -> str:
+    """What stands ready and is not used, in one line; empty where all is."""
+    found = [f"{key} ({why})" for key, why in _idle(config, READY)]
+    return f"without effect here: {'; '.join(found)}" if found else ""
