@@ -57,8 +57,7 @@ class Bucket:
 
 
 def cut(slices: Sequence[Slice], limit: int) -> list[Bucket]:
-    """Buckets of at most `limit` elements and MOST of all (but CUT at least), in the order of first use."""
-    limit = min(limit, int(MOST * sum(owned.end - owned.start for owned in slices)))
+    """Buckets of at most `limit` elements (at least CUT), in the order of first use."""
     limit = max(limit // CUT, 1) * CUT
     runs: dict[Hashable, list[int]] = {}
     for index, owned in enumerate(slices):
@@ -74,6 +73,11 @@ def cut(slices: Sequence[Slice], limit: int) -> list[Bucket]:
             pieces.append(Piece(piece.index, piece.start, piece.end, filled))
         buckets.append(_bucket(slices, pieces))
     return sorted(buckets, key=lambda bucket: bucket.order)
+
+
+def largest(slices: Sequence[Slice], bucket_parameters: int) -> int:
+    """The limit of a rank's buckets: what the config asks for, and MOST of its elements."""
+    return min(bucket_parameters, int(MOST * sum(owned.end - owned.start for owned in slices)))
 
 
 def _cut_slices(slices: Sequence[Slice], run: Iterable[int], limit: int) -> Iterable[Piece]:

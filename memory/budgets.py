@@ -48,7 +48,7 @@ class Budget:
         """Before so many bytes are allocated. Raises ConfigError where they are too many."""
         with self._lock:
             if self.total + num_bytes > self.limit:
-                raise ConfigError(self._refusal(num_bytes, what))
+                raise ConfigError(self.refusal(num_bytes, what))
             self._count(num_bytes, what)
 
     def give(self, num_bytes: int, what: str) -> None:
@@ -68,11 +68,20 @@ class Budget:
         self.peaks[what] = max(self.peaks[what], self.held[what])
         self.peak = max(self.peak, self.total)
 
-    def _refusal(self, num_bytes: int, what: str) -> str:
-        least, left = math.ceil((self.total + num_bytes) / MIB), max(self.limit - self.total, 0)
+    def least(self, num_bytes: int) -> int:
+        """MiB of a budget that leaves so many bytes beside what is kept."""
+        return math.ceil((self.total + num_bytes) / MIB)
+
+    def could_be(self, mib: int) -> bool:
+        """Whether a budget of so many MiB is free; one that was given is its giver's to raise."""
+        return mib * MIB <= self._free
+
+    def refusal(self, num_bytes: int, what: str, beside: str = "") -> str:
+        """Why so many bytes are too many. `beside`: other keys that must be set with this one."""
+        least, left = self.least(num_bytes), max(self.limit - self.total, 0)
         share = f" is {SHARE:.0%} of what is free, for this rank {self.limit / MIB:.1f} MiB, and"
         advice = (
-            f"Try {self.key}={least}" if least * MIB <= self._free else "More is not free: use more ranks, or nodes"
+            f"Try {self.key}={least}{beside}" if self.could_be(least) else "More is not free: use more ranks, or nodes"
         )
         return (
             f"{self.key} ({show(self._given)}){share if self._given is None else ''} must leave "

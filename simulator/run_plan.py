@@ -10,7 +10,7 @@ import copy
 import ctypes
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,10 @@ from configs.rules import first_problem
 from configs.schema import Config, ConfigError
 from memory import host_memory
 from memory.arrange import Rooms
-from memory.budgets import Budget, open_budgets
 from models.blueprint import padded_vocab_size, parts
 from moe.placement.map import PlacementMap
 from parallel.pipeline import layers_of_stage
-from simulator import communication
+from simulator import budgets, communication
 from simulator.flops import (
     executed_flops_per_token,
     forward_flops_per_token,
@@ -35,7 +34,7 @@ from simulator.flops import (
 from simulator.memory import KINDS, RankMemory, rank_memory
 from simulator.parameters import Place, parameters, places
 from simulator.step_time import Prediction, predict_step
-from simulator.tiers import TierPlan, least_host_bytes, left
+from simulator.tiers import left
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +126,7 @@ def make_plan(
 def rooms(config: Config, world_size: int, device_memory: float | None) -> Rooms:
     """Bytes of each tier that a rank may take: `training.memory_limit_gib`, or the most of `device_memory`; the
     budgets, or a share of what is free. Nothing is known of the host and disk of ranks that were not started here."""
-    host, disk = _budgets(config, world_size)
+    host, disk = budgets.of_node(config, world_size)
     device = math.inf if device_memory is None else device_memory * (1 - TOLERANCE)
     if config.training.memory_limit_gib is not None:
         device = config.training.memory_limit_gib * GIB
@@ -137,17 +136,6 @@ def rooms(config: Config, world_size: int, device_memory: float | None) -> Rooms
 def room_beside(rank: RankMemory, of: Rooms) -> float:
     """Bytes of a rank's device that optimizer state may take."""
     return left(of, rank.total - rank.optimizer).device
-
-
-def _budgets(config: Config, world_size: int) -> tuple[Budget, Budget]:
-    """As a run opens them on its own node."""
-    host, disk = Budget("memory.host_budget"), Budget("memory.disk_budget")
-    if world_size == launched().world_size:
-        open_budgets(config.memory, host, disk)
-    else:
-        host.open(config.memory.host_budget, math.inf)
-        disk.open(config.memory.disk_budget, math.inf)
-    return host, disk
 
 
 def device_type(config: Config) -> str:
@@ -179,36 +167,22 @@ def write(plan: RunPlan, run_dir: Path) -> None:
 
 def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) -> None:
     """Raise ConfigError if a rank needs more than `training.memory_limit_gib`, or clearly more than its GPU has, or if
-    no memory tier holds its optimizer state."""
-    _refuse_what_no_tier_holds(plan)
-    limit_gib = plan.config.training.memory_limit_gib
-    if limit_gib is not None:
-        limit, needed = limit_gib * GIB, float(plan.worst.total)
+    no memory tier holds its optimizer state: with what would do, all of it at once."""
+    config, limit, slack = plan.config, math.inf, 1.0
+    if config.training.memory_limit_gib is not None:
+        limit = config.training.memory_limit_gib * GIB
     elif device is not None and device.type == "cuda":
         import torch
 
-        limit, needed = float(torch.cuda.get_device_properties(device).total_memory), plan.worst.total * (1 - TOLERANCE)
-    else:
-        return
-    if needed > limit:
-        raise ConfigError(out_of_memory(plan, limit))
-
-
-def _refuse_what_no_tier_holds(plan: RunPlan) -> None:
-    """Raise ConfigError, with the least budget that would do, where what a rank keeps off its device does not fit."""
-    refused = [rank for rank in plan.memory if rank.host > plan.rooms.host or rank.disk > plan.rooms.disk]
-    if not refused:
-        return
-    worst = max(refused, key=lambda rank: (rank.host, rank.disk))
-    needed, (host, disk) = worst.host, _budgets(plan.config, plan.world_size)
-    if plan.config.optimizer.state_device == "auto":  # what the other tiers hold need not be there
-        place = list(places(plan.config, plan.world_size))[worst.rank]
-        asked = TierPlan(plan.config, plan.vocab_size, plan.world_size, plan.rooms).wanted(place)
-        least = least_host_bytes(asked, left(plan.rooms, worst.total - worst.optimizer))
-        needed = needed if least is None else worst.host_activations + least
-    what = "optimizer state and activations" if worst.host_activations else "optimizer state"
-    host.take(needed, f"{what} of rank {worst.rank}")
-    disk.take(worst.disk, f"{what} of rank {worst.rank}")
+        limit, slack = float(torch.cuda.get_device_properties(device).total_memory), 1 - TOLERANCE
+    most = limit / slack
+    needs = budgets.needed(config, plan.vocab_size, plan.world_size, plan.device, plan.memory, plan.rooms, most)
+    if needs is not None:
+        plan = replace(plan, rooms=needs.rooms, memory=needs.memory)
+    if plan.worst.total > most:
+        raise ConfigError(out_of_memory(plan, limit, "" if needs is None else needs.keys))
+    if needs is not None:
+        raise ConfigError(needs.refusal)
 
 
 def refuse_what_the_host_cannot_hold(plan: RunPlan) -> None:
@@ -241,13 +215,17 @@ def refuse_what_the_host_cannot_hold(plan: RunPlan) -> None:
     )
 
 
-def out_of_memory(plan: RunPlan, limit: float) -> str:
-    """One line: what is asked for, what is there, and what would fit."""
+def out_of_memory(plan: RunPlan, limit: float, beside: str = "") -> str:
+    """One line: what is asked for, what is there, and what would fit, with the keys `beside`."""
     worst, config = plan.worst, plan.config
     kinds = ", ".join(f"{kind} {_size(getattr(worst, kind))}" for kind in KINDS if getattr(worst, kind))
     what = "training.memory_limit_gib" if config.training.memory_limit_gib is not None else "the device's memory"
     fix = what_fits(plan, limit)
-    advice = f"Try {fix}." if fix else f"No smaller micro-batch nor recomputation fits: {_more_ranks(plan, limit)}."
+    advice = (
+        f"Try {beside.lstrip()}{' ' * bool(beside)}{fix}."
+        if fix
+        else f"No smaller micro-batch nor recomputation fits: {_more_ranks(plan, limit)}."
+    )
     return (
         f"training.micro_batch_size ({config.training.micro_batch_size}) needs {_size(worst.total)} on rank "
         f"{worst.rank} ({kinds}), but {what} is {_size(limit)}. {advice}"
@@ -273,11 +251,9 @@ def what_fits(plan: RunPlan, limit: float) -> str | None:
                 changed, plan.world_size
             ) is not None:
                 continue
-            most = max(
-                rank.total
-                for rank in rank_memory(changed, plan.vocab_size, plan.world_size, plan.device, rooms=plan.rooms)
-            )
-            if most <= limit:
+            memory = rank_memory(changed, plan.vocab_size, plan.world_size, plan.device, rooms=plan.rooms)
+            most = max(rank.total for rank in memory)
+            if most <= limit and not budgets.over(memory, plan.rooms):
                 fix = [f"training.micro_batch_size={number}"] if number != size else []
                 fix += [f"training.recompute={recompute}"] if recompute != config.training.recompute else []
                 return f"{' '.join(fix)} ({_size(most)})"

@@ -10,7 +10,7 @@ from functools import cache
 
 from configs.schema import Config
 from memory.arrange import Arrangement, Rooms, Wanted, arrange, least, wanted
-from memory.buckets import cut
+from memory.buckets import cut, largest
 from models.blueprint import parts
 from simulator.buffers import Buffer, buffers
 from simulator.parameters import Parameter, Place, parameters
@@ -54,7 +54,7 @@ class TierPlan:
     def _want(self, stage: int, data: int, expert_data: int) -> Wanted:
         ranks = {"dense": data, "expert": expert_data}
         slices = owned_slices(self._static[stage], self._local[stage], ranks)
-        found = cut(slices, self.config.optimizer.bucket_parameters)
+        found = cut(slices, largest(slices, self.config.optimizer.bucket_parameters))
         return wanted(self.config, [bucket.numel for bucket in found], [bucket.late for bucket in found])
 
 

@@ -87,12 +87,6 @@ NEEDS = [
         lambda c: c.optimizer.schedule == "wsd",
         "unless optimizer.schedule is wsd: the others, such as cosine, have no final decay of their own",
     ),
-    Needs(("memory.disk_budget",), lambda c: c.memory.disk_dir is not None, "while memory.disk_dir is null"),
-    Needs(
-        ("training.initial_loss_scale",),
-        lambda c: c.training.precision == "fp16",
-        "unless training.precision is fp16: no other loss is scaled",
-    ),
     Needs(("training.spike",), lambda c: c.training.spike_factor is not None, "while training.spike_factor is null"),
     Needs(("training.profile.ranks",), lambda c: bool(c.training.profile.steps), "while training.profile.steps is []"),
     Needs(
@@ -110,9 +104,14 @@ READY = [
         "optimizer.state_device is device, and optimizer.moment_dtype fp32",
     ),
     Needs(
-        ("memory.disk_dir", "memory.disk_budget"),
+        ("memory.disk_dir",),
         lambda c: c.optimizer.state_device in ("disk", "auto"),
         "optimizer.state_device is neither disk nor auto",
+    ),
+    Needs(
+        ("memory.disk_budget",),
+        lambda c: c.optimizer.state_device in ("disk", "auto") and c.memory.disk_dir is not None,
+        "nothing goes to memory.disk_dir",
     ),
     Needs(
         ("memory.host_budget",),
@@ -124,6 +123,7 @@ READY = [
         lambda c: bool(c.sample.prompts),
         "sample.prompts is []",
     ),
+    Needs(("training.initial_loss_scale",), lambda c: c.training.precision == "fp16", "training.precision is not fp16"),
     Needs(("logging.wandb_project",), lambda c: c.logging.wandb != "off", "logging.wandb is off"),
     Needs(("data.text_key",), lambda c: c.data.corpus != "stdlib", "data.corpus is stdlib"),
 ]

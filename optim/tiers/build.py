@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from configs.schema import Config, ConfigError
 from memory.arrange import Arrangement, Rooms, Wanted, arrange, least, wanted
-from memory.buckets import cut
+from memory.buckets import cut, largest
 from memory.budgets import DISK, HOST
 from memory.disk import Disk
 from memory.lanes import Lanes
@@ -36,7 +36,7 @@ def build_tiers(
     does not fit."""
     settings, dtype = config.optimizer, DTYPES[config.training.precision]
     slices = owned_slices(optimizer, chunks)
-    buckets = cut(slices, settings.bucket_parameters)
+    buckets = cut(slices, largest(slices, settings.bucket_parameters))
     layout = RecordLayout(dtype != torch.float32, DTYPES[settings.moment_dtype])
     asked = wanted(config, [bucket.numel for bucket in buckets], [bucket.late for bucket in buckets])
     arrangement, disk, problem = None, None, None
