@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from configs.ranks import launched
-from configs.schema import Config
+from configs.schema import Config, MemoryConfig
 from memory.arrange import Rooms
 from memory.budgets import MIB, Budget, open_budgets
 from simulator.memory import RankMemory, rank_memory
@@ -30,11 +31,20 @@ def of_node(config: Config, world_size: int) -> tuple[Budget, Budget]:
     """Of the host and of the disk, as a run opens them on its own node."""
     host, disk = Budget("memory.host_budget"), Budget("memory.disk_budget")
     if world_size == launched().world_size:
-        open_budgets(config.memory, host, disk)
+        open_budgets(_there(config), host, disk)
     else:
         host.open(config.memory.host_budget, math.inf)
         disk.open(config.memory.disk_budget, math.inf)
     return host, disk
+
+
+def _there(config: Config) -> MemoryConfig:
+    """With a folder of the disk that is there: the run's own is made when it starts."""
+    folder = config.memory.disk_dir
+    if folder is None or Path(folder).absolute() != Path(config.run_dir).absolute():
+        return config.memory
+    own = Path(folder).absolute()
+    return replace(config.memory, disk_dir=str(next(path for path in (own, *own.parents) if path.exists())))
 
 
 def over(memory: Sequence[RankMemory], rooms: Rooms) -> list[RankMemory]:
@@ -57,6 +67,8 @@ def needed(
     if not refused:
         return None
     budgets = of_node(config, world_size)
+    for budget, room in zip(budgets, (rooms.host, rooms.disk), strict=True):
+        budget.limit = room  # what is free may have changed since the plan
     worst = max(refused, key=lambda rank: (rank.host, rank.disk))
     if config.memory.disk_dir is not None:
         rooms = replace(rooms, disk=max(rooms.disk, _whole(max(rank.disk for rank in memory))))
@@ -81,7 +93,8 @@ def needed(
             found = with_host(middle)
             low, high, tried = (low, middle, found) if found[2] else (middle, high, tried)
     rooms, memory, _ = tried
-    what = f"{'optimizer state and activations' if worst.host_activations else 'optimizer state'} of rank {worst.rank}"
+    kept = ["optimizer state"] * (worst.tiers is not None) + ["activations"] * (worst.host_activations > 0)
+    what = f"{' and '.join(kept)} of rank {worst.rank}"
     raised = [
         (budget, int(room))
         for budget, room in zip(budgets, (rooms.host, rooms.disk), strict=True)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from configs import derived
 from configs.rules.problem import Fix, Problem, set_to
 from configs.schema import Config
-from configs.show import show
 
 
 def optimizer_state(config: Config, world_size: int) -> Iterator[Problem]:
@@ -37,7 +36,7 @@ def optimizer_state(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def activations(config: Config, world_size: int) -> Iterator[Problem]:
-    offload, budget = config.training.activation_offload, config.memory.host_budget
+    offload = config.training.activation_offload
     if offload != "none" and config.training.recompute != "full":
         rule = f"needs training.recompute ({config.training.recompute}) to be full: it keeps the inputs of layers alone"
         yield Problem(
@@ -51,11 +50,4 @@ def activations(config: Config, world_size: int) -> Iterator[Problem]:
             "training.activation_offload",
             f"must hold at least one layer's input, {size / 2**20:.3g} MiB",
             [{"training.activation_offload": "auto"}, {"training.activation_offload": math.ceil(size / 2**20)}],
-        )
-    if not isinstance(offload, str) and budget is not None and offload > budget:
-        rule = f"must not exceed memory.host_budget ({show(budget)}), of which it is a part"
-        yield Problem(
-            "training.activation_offload",
-            rule,
-            [{"training.activation_offload": "auto"}, {"memory.host_budget": offload}],
         )

@@ -13,6 +13,7 @@ def split(line: str) -> tuple[str, list[list[str]]]:
     assert found, line
     alternatives = []
     for part in re.split(r",? or (?=\S)", (found[2] or "").rstrip(".")):
+        assert not re.match(r"(null|true|false)\b", part), f"a value without its key cannot be typed: {line}"
         processes = re.match(r"(\d+) processes", part)
         overrides = [f"WORLD_SIZE={processes[1]}"] if processes else []
         overrides += [word for word in shlex.split(part) if re.match(r"[\w./]+=", word)]

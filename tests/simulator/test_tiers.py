@@ -13,8 +13,10 @@ from models.blueprint import parts
 from simulator.buffers import buffers
 from simulator.parameters import parameters, places
 from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit
+from simulator.text import text
 from simulator.tiers import owned_slices
 from tests import distributed
+from tests.configs import advice
 from tests.training.helpers import make_config
 
 VOCAB_SIZE = 1000
@@ -107,6 +109,48 @@ def test_what_no_tier_holds_is_refused_with_the_least_that_would(overrides: list
     if least > 1:
         with pytest.raises(ConfigError):
             refuse_what_cannot_fit(_plan(*overrides, f"memory.host_budget={least - 1}", "memory.disk_budget=1000"))
+
+
+MIXTRAL = ["experiment=mixtral_8x7b", "training.device=cuda", "optimizer.state_device=auto"]
+MIXTRAL += ["optimizer.bucket_parameters=16777216"]
+OFFLOADED = ["training.recompute=full", "training.activation_offload=auto", "training.micro_batch_size=1"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (64, [*MIXTRAL, "training.memory_limit_gib=24", "memory.host_budget=1000"]),
+        (4, ["parallel.pipeline=4", "optimizer.state_device=auto", "training.memory_limit_gib=0.005"]),
+        (2, ["parallel.pipeline=2", *OFFLOADED, "optimizer.state_device=host"]),
+        (1, [*OFFLOADED, "optimizer.state_device=host", "training.activation_offload=9"]),
+        (2, [*OFFLOADED, "optimizer.state_device=disk", "memory.disk_dir=/var/tmp", "memory.disk_budget=0.1"]),
+        (2, ["optimizer.state_device=disk", "memory.disk_dir=/var/tmp", "memory.disk_budget=0.1"]),
+    ],
+)
+def test_budgets_that_are_proposed_are_enough(ranks: int, overrides: list[str]) -> None:
+    """Each by itself, for every rank, and all that is too small at once."""
+    words = [*([] if "memory.host_budget" in overrides[-1] else ["memory.host_budget=0.05"]), *overrides]
+    with pytest.raises(ConfigError) as caught:
+        refuse_what_cannot_fit(_plan(*words, ranks=ranks))
+    field, alternatives = advice.split(str(caught.value))
+    assert field == "memory.host_budget" and len(alternatives) == 1
+    refuse_what_cannot_fit(_plan(*words, *alternatives[0], ranks=ranks))
+
+
+@pytest.mark.parametrize("command", [["experiment=gpt_moe_small"], ["model=gpt_moe_tiny"], ["model=bert_tiny"]])
+def test_slots_are_a_part_of_the_state_that_they_serve(command: list[str]) -> None:
+    """The documented first commands, with the default size of a bucket."""
+    more = [*command, "training.device=cpu", "parallel.overlap_grad_reduce=true"]
+    at_home = make_plan(make_config(more, 1), 1, VOCAB_SIZE).worst
+    plan = make_plan(make_config([*more, "optimizer.state_device=host"], 1), 1, VOCAB_SIZE)
+    assert plan.worst.tiers is not None
+    assert plan.worst.optimizer == plan.worst.tiers.device_bytes < at_home.optimizer / 2
+    assert "this saves " in text(plan) and "the host's memory too" in text(plan)
+
+
+def test_a_plan_says_where_a_tier_saves_nothing() -> None:
+    plan = _plan("optimizer.state_device=auto")
+    assert "this saves nothing" in text(plan)
 
 
 def test_what_the_disk_cannot_hold_is_refused() -> None:

@@ -36,7 +36,9 @@ def check(config: Config) -> None:
         start.data_config(config, begun)
         start.check_tokenizer(config, begun)
     if config.data.tokenizer != "sentencepiece":  # else it is trained here, to a size that the config was checked with
-        _check_vocabulary(config, load_tokenizer(start.data_config(config, begun).tokenizer).vocab_size)
+        weights = config.checkpoint.weights
+        of = begun.checkpoint or (None if weights is None else Path(weights))
+        _check_vocabulary(config, load_tokenizer(start.data_config(config, begun).tokenizer).vocab_size, of)
     if begun.checkpoint is None and config.checkpoint.weights is not None:
         _check_tokenizer_of(Path(config.checkpoint.weights), config.data.tokenizer)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and not Path(config.run_dir).exists():
@@ -56,7 +58,7 @@ def _check_plans(folder: str | None) -> None:
     if folder is not None and not any(Path(folder).glob("placement_*.plans")):
         raise ConfigError(
             f"moe.placement.replay ({folder}) must be a folder with placement_*.plans, which a run with "
-            "moe.placement.record=true writes. Try moe.placement.replay=null, which plans anew."
+            "moe.placement.record=true writes. Try moe.placement.replay=null to plan anew."
         )
 
 
@@ -97,13 +99,18 @@ def _check_wandb() -> None:
         )
 
 
-def _check_vocabulary(config: Config, tokenizer_size: int) -> None:
-    if config.model.vocab_size is not None and config.model.vocab_size < tokenizer_size:
-        raise ConfigError(
-            f"model.vocab_size ({config.model.vocab_size}) must be at least the vocabulary of data.tokenizer "
-            f"({tokenizer_size}): some tokens would have no embedding. Try model.vocab_size={tokenizer_size}, or null "
-            "to follow the tokenizer."
-        )
+def _check_vocabulary(config: Config, tokenizer_size: int, of: Path | None) -> None:
+    """`of`: the checkpoint or the weights that the model is of, whose size stays."""
+    size = config.model.vocab_size
+    if size is None or size >= tokenizer_size:
+        return
+    advice = "Try model.vocab_size=null to follow the tokenizer"
+    if of is not None:
+        advice = f"The model of {of} stays as it is: give a data.tokenizer of at most {size} tokens"
+    raise ConfigError(
+        f"model.vocab_size ({size}) must be at least the vocabulary of data.tokenizer ({tokenizer_size}): some tokens "
+        f"would have no embedding. {advice}."
+    )
 
 
 def _check_tokenizer_of(weights: Path, named: str) -> None:

@@ -59,6 +59,7 @@ def test_device_holds_two_slots(
     # Early updates have their new weights in the slot too, until these have left.
     each = record + (weight if early == "always" else 0)
     assert found["device"] == found["counted"][0] == 2 * found["largest"] * each
+    assert found["device"] < found["total"] * record / 2  # however large a bucket may be
     assert found["after"] == (0, 0)
     assert (found["counted"][2] > 0) == (device == "disk")
 

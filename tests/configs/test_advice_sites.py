@@ -1,0 +1,63 @@
+"""Every message that proposes something has a test that does it: a new one must be entered here with its own."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = "checkpoint configs data inference launch memory models moe optim parallel simulator training".split()
+
+# How many texts of a file propose something ("Try ..."), and the files of tests that take it.
+TRIED: dict[str, tuple[int, str]] = {
+    "checkpoint/start.py": (2, "training/test_another_model training/test_start"),
+    "configs/advice.py": (1, "configs/test_validate configs/test_wrong_values test_wrong_configs configs/test_idle"),
+    "configs/compose.py": (5, "test_wrong_configs configs/test_compose"),
+    "configs/mistakes.py": (9, "test_wrong_configs"),
+    "configs/presets.py": (1, "configs/test_compose"),
+    "configs/ranks.py": (5, "configs/test_ranks"),  # a launcher
+    "configs/values.py": (1, "configs/test_wrong_values"),
+    "data/build.py": (2, "data/test_split"),
+    "data/corpus/rows.py": (1, "data/test_wrong_text"),
+    "inference/decoder/run.py": (1, "inference/test_generate"),
+    "inference/evaluate.py": (3, "inference/test_evaluate"),
+    "inference/fill_mask.py": (2, "inference/test_generate"),
+    "inference/generation.py": (1, "inference/test_generate"),
+    "inference/open_model.py": (1, "inference/test_generate"),
+    "launch/submit.py": (4, "launch/test_submit"),
+    "memory/budgets.py": (2, "memory/test_budgets simulator/test_tiers"),
+    "memory/disk.py": (3, "memory/test_disk"),
+    "models/attention.py": (1, "parallel/test_context"),
+    "models/convert.py": (1, "models/test_huggingface"),
+    "models/folder.py": (2, "models/test_huggingface"),
+    "models/specs.py": (2, "models/test_build"),
+    "moe/alltoall/factory.py": (1, "moe/test_layer training/test_preflight"),
+    "moe/alltoall/hierarchical.py": (1, "moe/test_hierarchical"),
+    "moe/planning/search.py": (4, "moe/test_planner"),
+    "parallel/devices.py": (1, "test_wrong_configs"),
+    "parallel/topology.py": (2, "parallel/test_topology"),
+    "simulator/run_plan.py": (3, "simulator/test_plan simulator/test_tiers"),
+    "training/callbacks/logging/weights_and_biases.py": (1, "training/test_another_model"),
+    "training/callbacks/loss_scale.py": (1, "training/test_health"),
+    "training/resilience/recovery.py": (1, "training/test_health"),
+    "training/starting/activations.py": (1, "training/test_activation_offload"),
+    "training/starting/preflight.py": (5, "training/test_preflight training/test_another_model"),
+}
+
+
+def proposals(path: Path) -> int:
+    """Texts of a file that propose something, docstrings aside."""
+    tree = ast.parse(path.read_text())
+    documented = (ast.FunctionDef, ast.ClassDef, ast.Module)
+    documents = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return sum("Try " in text and text not in documents for text in texts)
+
+
+def test_every_message_that_proposes_something_is_entered() -> None:
+    files = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    found = {str(path.relative_to(ROOT)): number for path in files if (number := proposals(path))}
+    assert found == {path: number for path, (number, _) in TRIED.items()}
+    for _, tests in TRIED.values():
+        for name in tests.split():
+            assert (ROOT / "tests" / f"{name}.py").is_file(), name
