@@ -119,7 +119,7 @@ OFFLOADED = ["training.recompute=full", "training.activation_offload=auto", "tra
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        (64, [*MIXTRAL, "training.memory_limit_gib=24", "memory.host_budget=1000"]),
+        (32, [*MIXTRAL, "training.memory_limit_gib=30", "memory.host_budget=1000"]),
         (4, ["parallel.pipeline=4", "optimizer.state_device=auto", "training.memory_limit_gib=0.005"]),
         (2, ["parallel.pipeline=2", *OFFLOADED, "optimizer.state_device=host"]),
         (1, [*OFFLOADED, "optimizer.state_device=host", "training.activation_offload=9"]),
