@@ -198,7 +198,7 @@ def _sent(config: Any) -> float:
         ("gpt_tiny", ["parallel.tensor=2", *LATENT]),
         ("gpt_tiny", ["parallel.tensor=2", "parallel.sequence=true", "model.q_lora_rank=48", *LATENT]),
         ("gpt_moe_tiny", ["parallel.expert=2", "moe.top_k=4"]),  # all experts: so all are equally busy
-        ("gpt_moe_tiny", ["parallel.tensor=2", "parallel.sequence=true", "moe.num_experts=64", "model.num_layers=1"]),
+        ("gpt_moe_tiny", ["parallel.tensor=2", "parallel.sequence=true", "moe.num_experts=16", "model.num_layers=1"]),
         ("bert_tiny", ["parallel.pipeline=2", "training.precision=bf16"]),
     ],
 )
