@@ -74,7 +74,7 @@ def trains(command: str) -> bool:
 def judge(command: str, status: int, output: str, seen: set[str]) -> tuple[bool, str]:
     """Whether a row did what it shall, and what that was. `seen`: what went before has trained to, folder and last
     step; it is added to."""
-    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
+    last = next((line.strip() for line in reversed(output.splitlines()) if re.search(r"[a-z]{2}", line)), "")
     for program, needed, expected, words in (WITHOUT_GPU, WITHOUT_SLURM):
         if command.startswith(program) and shutil.which(needed) is None:
             return status == expected and words in output, last
