@@ -214,7 +214,16 @@ def made_up_run(
             "grad_norm_by_part": {
                 part: norm * draw.random() for part in ("embedding", "attention", "norm", "router", "experts", "head")
             },
-            "memory": {"device": 30 * 2**30, "device_peak": 40 * 2**30, "host": 5 * 2**30, "disk": step * 2**20},
+            "memory": {
+                "state_device": 3 * 2**30,
+                "state_host": 8 * 2**30,
+                "state_disk": 0,
+                "layer_inputs_host": 2**28,
+                "device": 30 * 2**30,
+                "device_peak": 40 * 2**30,
+                "host": 5 * 2**30,
+                "disk": step * 2**20,
+            },
         }
         if step in (1, steps // 2):
             line["memory"]["device_peak_by_rank"] = [int((36 + 4 * draw.random()) * 2**30) for _ in range(ranks)]

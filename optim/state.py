@@ -262,6 +262,22 @@ def named_state(
         yield from ((int(chunk), rest, kind, value) for kind, value in held.items())
 
 
+def state_bytes(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]) -> dict[str, int]:
+    """Bytes of this rank's optimizer state on the device, the host and the disk: masters and moments, as they are once
+    a step was taken."""
+    tiers, found = tiers_of(optimizer), {"device": 0, "host": 0, "disk": 0}
+    if tiers is not None:
+        for size, tier in zip(tiers.memory.arrangement.sizes, tiers.memory.arrangement.tiers, strict=True):
+            found[tier] += size
+        return found
+    parameters = list(_parameters(chunks))
+    for (_, parameter), owned in zip(parameters, _owned(optimizer, parameters), strict=True):
+        if owned is not None:
+            kinds = len(MOMENTS) + (parameter.dtype != torch.float32)
+            found["device"] += kinds * owned.main.numel() * torch.float32.itemsize
+    return found
+
+
 def fill_stored(
     optimizer: MegatronOptimizer, tensors: Sequence[ShardedTensor], read: Callable[[ShardedTensor], None]
 ) -> None:

@@ -46,6 +46,10 @@ def test_homes_outlive_a_resume_on_any_tier_bit_for_bit(data: list[str], tmp_pat
     assert _moved(whole) > 4 and len(whole) == 6
     for key in ("loss", "grad_norm", "placement"):
         assert [line[key] for line in turns] == [line[key] for line in whole]
+    state = [{tier: line["memory"][f"state_{tier}"] for tier in ("host", "disk", "device")} for line in turns]
+    size = state[0]["host"]
+    expected = [{**dict.fromkeys(state[0], 0), tier: size} for tier in state[0] for _ in range(2)]
+    assert size > 0 and state == expected
 
 
 def test_any_map_policy_and_number_of_ranks_goes_on(

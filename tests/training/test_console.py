@@ -162,6 +162,17 @@ def test_rates_are_means_and_lines_have_stamps(
     ), last
 
 
+def test_what_is_placed_and_offloaded_has_one_number_each(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = {"layer_inputs_host": 3 << 30, "layer_inputs_device_peak": 5, "host": 7}
+    placed = {"placement": {"at_home": 2.5, "placed": 1.125, "copies": 4}, "memory": memory}
+    for more in (placed, {"placement": {"at_home": None, "placed": None}, "memory": {"host": 7}}, {}):
+        run = make_run(steps=1)
+        ProgressLine().after_step(run, metrics_of(1) | more)
+    lines = capsys.readouterr().out.splitlines()
+    assert "GiB | busiest rank 1.12x | offload 3,072 MiB | eta" in lines[0]
+    assert all("busiest" not in line and "offload" not in line for line in lines[1:])
+
+
 def test_each_validation_loss_has_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "evaluate", lambda run: (3.0, {}, 4.5 if run.progress.step < 5 else 2.5))
     run, callback = make_run(steps=5, eval_interval=2), evaluation.Evaluation()

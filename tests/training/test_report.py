@@ -3,6 +3,7 @@ without complaint."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -26,7 +27,8 @@ from training.report.metrics import scalars
 from training.report.page import markup
 from training.report.page.curves import MAX_STEPS, thin
 from training.report.page.facts import _duration
-from training.report.page.layers import MAX_CELLS
+from training.report.page.layers import MAX_CELLS, homes_of
+from training.report.page.render import ASSETS
 from training.resilience import events
 
 SECTIONS = {"loss", "speed", "experts", "placement", "plans", "timeline", "memory", "events", "run"}
@@ -124,10 +126,10 @@ def test_expert_loads_are_the_runs(run_dir: Path) -> None:
 
 def test_placement_shows_loads_before_and_after_and_the_homes(run_dir: Path) -> None:
     found, lines = make(run_dir).data, read_metrics(run_dir)
-    busiest, ranks, gain, copies = found["charts"]["placement"]
+    busiest, gain, copies = found["charts"]["placement"]
     assert [series["name"] for series in busiest["series"]] == ["experts at home", "placed"]  # on one scale
-    names = [f"{when}, rank {rank}" for when in ("at home", "placed") for rank in range(4)]
-    assert [series["name"] for series in ranks["series"]] == names
+    for picture, key in zip(found["ranks"]["pictures"], ("ranks_at_home", "ranks_placed"), strict=True):
+        assert picture["columns"][7] == pytest.approx(lines[7]["placement"][key], rel=1e-4)
     assert [series["name"] for series in gain["series"]] == ["predicted", "measured, in rows"]
     assert found["curves"]["placement/copies"] == [line["placement"]["copies"] for line in lines]
     assert [series["key"] for series in copies["series"]] == ["placement/copies", "placement/moved"]
@@ -137,6 +139,47 @@ def test_placement_shows_loads_before_and_after_and_the_homes(run_dir: Path) -> 
     homes = found["homes"]["ranks"]
     assert homes[8] == [[0] * 8] * 3  # in order; expert parallelism over one rank in this made-up run
     assert homes[9] == homes[-1] == [[expert % 4 for expert in range(8)]] * 3
+
+
+def test_homes_open_on_the_layer_that_moved_first() -> None:
+    in_order, swapped = [0, 0, 1, 1], [0, 1, 0, 1]
+    moves = [{}, {"homes": [in_order, in_order, swapped]}, {"homes": [swapped, in_order, swapped]}]
+    counts = {"counts": [[1, 1, 1, 1]] * 3}
+    lines = [{"step": i, "tokens_per_expert": counts, "placement": move} for i, move in enumerate(moves)]
+    source = sources.Source(Path(), config={"parallel": {"expert": 2}}, metrics=lines)
+    opened = [homes_of(dataclasses.replace(source, metrics=lines[:count])) for count in (3, 1)]
+    assert [homes["first"] if homes else None for homes in opened] == [2, 0]
+
+
+def test_the_page_opens_the_layer_that_moved(tmp_path: Path) -> None:
+    made_up_run(tmp_path / "run", steps=12, layers=3, experts=8, ranks=4, spans=0)
+    lines = read_metrics(tmp_path / "run")
+    for line in lines:
+        if "homes" in line["placement"]:
+            line["placement"]["homes"][:2] = [[0] * 8] * 2
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = page.write(tmp_path / "run").read_text(encoding="utf-8")
+    assert re.findall(r'<option value="(\d)" selected>', text) == ["2"]
+
+
+def test_many_ranks_are_a_picture_and_not_as_many_lines(tmp_path: Path) -> None:
+    made_up_run(tmp_path / "run", steps=4, layers=2, experts=64, ranks=64, spans=0)
+    found = make(tmp_path / "run")
+    assert all(len(chart["series"]) <= 10 for charts in found.data["charts"].values() for chart in charts)
+    assert all(len(column) == 64 for picture in found.data["ranks"]["pictures"] for column in picture["columns"])
+    assert {"ranks-0", "ranks-1", "homes-chart", "memory-1"} <= found.charts
+    state = [series["name"] for series in found.data["memory"]["state"]["series"]]
+    assert state == ["optimizer state, device", "optimizer state, host", "layer inputs, host"]  # none on the disk
+
+
+def test_every_axis_says_what_it_shows(run_dir: Path) -> None:
+    found = make(run_dir).data
+    charts = [chart for charts in found["charts"].values() for chart in charts]
+    assert all(len(chart["unit"]) > 2 for chart in [*charts, found["plans"]["chart"], found["memory"]["chart"]])
+    assert all(picture["unit"] for picture in found["layers"]["pictures"])
+    axes = [line for line in (ASSETS / "page.js").read_text().splitlines() if re.search(r"\b[xy]Axis: ", line)]
+    assert len(axes) > 8
+    assert [line for line in axes if not any(sign in line for sign in ("name:", "upright(", "stepAxis()"))] == []
 
 
 def test_many_layers_and_experts_are_averaged_over_steps(tmp_path: Path) -> None:
@@ -404,9 +447,9 @@ def test_a_browser_draws_it(run_dir: Path, tmp_path: Path) -> None:
                 }).map(place => place.id)"""
                 assert set(browser.run(painted)) == charts
                 # Axes have names, and steps, ranks, layers and experts are whole numbers.
-                axes = """[...document.querySelectorAll(".chart:not(#events-chart)")].flatMap(place => {
+                axes = """[...document.querySelectorAll(".chart")].flatMap(place => {
                     const option = echarts.getInstanceByDom(place).getOption();
-                    return [option.xAxis[0].name, place.id === "timeline-chart" ? "lanes" : option.yAxis[0].name];
+                    return [option.xAxis[0].name, option.yAxis[0].name];
                 })"""
                 assert all(browser.run(axes))
                 ticks = """[...document.querySelectorAll(".chart")].flatMap(place => {

@@ -9,17 +9,19 @@ from pathlib import Path
 import psutil
 import torch
 
+from optim.state import state_bytes
 from training.report.metrics import peak_memory_bytes
 from training.run import Callback, Metrics, Run
 
+STATE = {"state_device": "device", "state_host": "host", "state_disk": "disk"}
 DISK_EVERY_SECONDS = 30.0  # a run's folder is walked no more often
 
 
 class MemoryTiers(Callback):
     """Adds `memory`, in bytes: `device` (in use after the step) and `device_peak`, `host` (resident), each the largest
     over ranks; `disk`, the run's folder. On a CPU the device is the host. `device_peak_by_rank` is there when a rank's
-    peak has grown. With `training.activation_offload`, `layer_inputs_device_peak` and `layer_inputs_host` count a
-    step's.
+    peak has grown. `state_device`, `state_host` and `state_disk` are the optimizer state of the rank with most on each
+    tier. With `training.activation_offload`, `layer_inputs_device_peak` and `layer_inputs_host` count a step's.
     """
 
     def __init__(self) -> None:
@@ -30,16 +32,20 @@ class MemoryTiers(Callback):
     def on_start(self, run: Run) -> None:
         topology = run.topology
         layer_inputs = run.engine.layer_inputs
-        sums = torch.zeros(
-            topology.world_size, 3 if layer_inputs is None else 5, dtype=torch.float64, device=topology.device
-        )
+        columns = len(STATE) + (3 if layer_inputs is None else 5)
+        sums = torch.zeros(topology.world_size, columns, dtype=torch.float64, device=topology.device)
+        state = state_bytes(run.engine.optimizer, run.engine.bare_chunks)
+        for column, tier in enumerate(STATE.values()):  # which stays where it is
+            sums[topology.rank, column].fill_(state[tier])
 
         def measure() -> torch.Tensor:
             # A row per rank, filled by a kernel each: a copy from the host would wait for the device.
             host = self._process.memory_info().rss
             device = torch.cuda.memory_allocated(topology.device) if topology.device.type == "cuda" else host
             counted = [] if layer_inputs is None else [layer_inputs.counts.device_peak, layer_inputs.host_bytes]
-            for column, value in enumerate((device, peak_memory_bytes(topology.device), host, *counted)):
+            for column, value in enumerate(
+                (device, peak_memory_bytes(topology.device), host, *counted), start=len(STATE)
+            ):
                 sums[topology.rank, column].fill_(value)
             return sums
 
@@ -47,12 +53,14 @@ class MemoryTiers(Callback):
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         assert run.result is not None
-        device, peak, host, *layer_inputs = run.result.sums["memory"].t().tolist()
+        by_column = run.result.sums["memory"].t().tolist()
+        device, peak, host, *layer_inputs = by_column[len(STATE) :]
         tiers: dict[str, int | list[int]] = {
             "device": int(max(device)),
             "device_peak": int(max(peak)),
             "host": int(max(host)),
         }
+        tiers |= {name: int(max(values)) for name, values in zip(STATE, by_column, strict=False)}
         for name, values in zip(("layer_inputs_device_peak", "layer_inputs_host"), layer_inputs, strict=False):
             tiers[name] = int(max(values))
         if run.is_main and time.monotonic() >= self._next_walk:

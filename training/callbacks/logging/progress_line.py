@@ -16,7 +16,8 @@ WINDOW = 50  # steps that rates are means over
 
 class ProgressLine(Callback):
     """Shows loss, gradient norm, tokens/s, MFU, memory and time to go, on the main rank. Rates are means over the last
-    WINDOW steps."""
+    WINDOW steps. Where experts are placed: the busiest rank's load by the mean rank's; with activation offload, what
+    the host keeps of layer inputs."""
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
@@ -71,6 +72,11 @@ class ProgressLine(Callback):
         if metrics.get("mfu") is not None:
             parts.append(f"MFU {metrics['mfu'] * rate / metrics['tokens_per_second']:.1%}")
         parts.append(f"{metrics['peak_memory_bytes'] / 2**30:.2f} GiB")
+        placed, offloaded = (metrics.get(key) or {} for key in ("placement", "memory"))
+        if placed.get("placed") is not None:
+            parts.append(f"busiest rank {placed['placed']:.2f}x")
+        if "layer_inputs_host" in offloaded:
+            parts.append(f"offload {offloaded['layer_inputs_host'] / 2**20:,.0f} MiB")
         return parts
 
     def close(self) -> None:

@@ -103,7 +103,7 @@
       toolbox: toolbox(),
       tooltip: { trigger: "axis", valueFormatter: (value) => exact(value) + (inBytes ? " " + unit.name : "") },
       xAxis: stepAxis(),
-      yAxis: upright(unit.name, { type: chart.log ? "log" : "value", scale: true, axisLabel: { color: look().muted, formatter: short } }),
+      yAxis: upright(inBytes ? "memory, " + unit.name : unit.name, { type: chart.log ? "log" : "value", scale: true, axisLabel: { color: look().muted, formatter: short } }),
       series: chart.series.map((s) => {
         const points = data.curves[s.key].map((value, i) => [data.steps[i], scaled(value)]);
         const sparse = points.filter((point) => point[1] !== null).length < Math.max(2, points.length / 2);
@@ -129,7 +129,7 @@
       yAxis: upright(scale.yName, { type: "category", data: rows, nameLocation: "start", inverse: true, splitLine: { show: false } }),
       visualMap: {
         min: scale.min, max: scale.max, calculable: false, orient: "horizontal", left: "center", bottom: 0, itemHeight: 110, itemWidth: 10,
-        text: [short(scale.max) + (scale.open ? "+" : ""), short(scale.min)], textStyle: { color: muted },
+        text: [short(scale.max) + (scale.open ? "+" : "") + " " + scale.unit, short(scale.min)], textStyle: { color: muted },
         inRange: { color: ramp(scale.min, scale.max, scale.diverging) },
       },
       series: [{ type: "heatmap", data: cells, progressive: 0, itemStyle: { borderWidth: 0 }, emphasis: { itemStyle: { borderColor: text, borderWidth: 1 } } }],
@@ -155,8 +155,18 @@
     }
     if (picture.key === "dropped_share") [low, high] = [0, Math.max(high, 1)];
     heat("layers-" + i, windows.map((w) => w[0]), layers, cells, {
-      min: low, max: high > low ? high : low + 1e-9 + Math.abs(low) * 1e-6, xName: "step", yName: "layer",
+      min: low, max: high > low ? high : low + 1e-9 + Math.abs(low) * 1e-6, xName: "step", yName: "layer", unit: picture.unit,
       say: (x, y, value) => `layer ${layers[y]}, step ${span(windows[x])}<br><b>${exact(value)}</b>`,
+    });
+  }
+
+  function rankPicture(i) {
+    const { windows, pictures } = data.ranks;
+    const cells = [];
+    pictures[i].columns.forEach((column, x) => column.forEach((value, y) => value === null || cells.push([x, y, value])));
+    heat("ranks-" + i, windows.map((w) => w[0]), pictures[i].columns[0].map((_, rank) => rank), cells, {
+      min: 0, max: 2, open: true, diverging: true, xName: "step", yName: "rank", unit: "times the mean",
+      say: (x, y, value) => `rank ${y}, step ${span(windows[x])}<br><b>${exact(value)}</b> times the mean rank's load`,
     });
   }
 
@@ -167,7 +177,7 @@
     const cells = [];
     ranks.forEach((window, x) => window[layer].forEach((value, y) => cells.push([x, y, value])));
     heat("homes-chart", windows.map((w) => w[0]), ranks[0][layer].map((_, i) => i), cells, {
-      min: 0, max: Math.max(1, ...cells.map((cell) => cell[2])), xName: "step", yName: "expert",
+      min: 0, max: Math.max(1, ...cells.map((cell) => cell[2])), xName: "step", yName: "expert", unit: "(rank)",
       say: (x, y, value) => `layer ${layers[layer]}, expert ${y}, step ${span(windows[x])}<br><b>rank ${value}</b>`,
     });
   }
@@ -180,7 +190,7 @@
     const cells = [];
     percent.forEach((window, x) => window[layer].forEach((value, y) => cells.push([x, y, value])));
     heat("experts-chart", windows.map((w) => w[0]), percent[0][layer].map((_, i) => i), cells, {
-      min: 0, max: 200, open: true, diverging: true, xName: "step", yName: "expert",
+      min: 0, max: 200, open: true, diverging: true, xName: "step", yName: "expert", unit: "% of an even share",
       say: (x, y, value) => `layer ${layers[layer]}, expert ${y}, step ${span(windows[x])}<br><b>${value} %</b> of an even share`,
     });
   }
@@ -196,7 +206,7 @@
     const { colors, text } = look();
     const lanes = step.ranks.flatMap((rank) => ["rank " + rank, "layers", "messages"]);
     const place = document.getElementById("timeline-chart");
-    place.style.height = lanes.length * 20 + 150 + "px";
+    place.style.height = lanes.length * 20 + 164 + "px";
     const used = [...new Set(step.spans.map((s) => s[1]))].sort((a, b) => a - b);
     const rectangle = (params, api) => {
       const lane = api.value(0), from = api.coord([api.value(1), lane]), to = api.coord([api.value(2), lane]);
@@ -209,11 +219,11 @@
     };
     draw("timeline-chart", {
       legend: { data: used.map((n) => NAMES[n]), type: narrow() ? "scroll" : "plain" },
-      grid: { left: 8, right: 34, top: narrow() ? 34 : 60, bottom: 76, containLabel: true },
+      grid: { left: 8, right: 34, top: narrow() ? 48 : 74, bottom: 76, containLabel: true },
       tooltip: { formatter: (point) => `${escaped(NAMES[point.data.name])}, ${lanes[point.data.value[0] - point.data.value[0] % 3]}<br>`
         + `<b>${micro(point.data.value[2] - point.data.value[1])}</b> from ${micro(point.data.value[1])}` },
       xAxis: axis({ type: "value", name: "time", nameLocation: "middle", nameGap: 24, min: 0, max: step.microseconds, axisLabel: { color: look().muted, formatter: micro, hideOverlap: true } }),
-      yAxis: axis({ type: "category", data: lanes, inverse: true, splitLine: { show: false },
+      yAxis: upright("rank, its layers and messages", { type: "category", data: lanes, nameLocation: "start", inverse: true, splitLine: { show: false },
         axisLabel: { interval: 0, color: (value) => (value.startsWith("rank") ? text : look().muted), fontSize: 11 } }),
       dataZoom: [{ type: "slider", filterMode: "weakFilter", height: 18, bottom: 8, labelFormatter: (value) => micro(value),
         textStyle: { color: look().muted } },
@@ -252,7 +262,7 @@
       grid: { left: 8, right: 14, top: 52, bottom: 30, containLabel: true },
       tooltip: { trigger: "axis", valueFormatter: (value) => exact(value) + " " + unit.name },
       xAxis: axis({ type: "category", data: ranks.map((r) => r.rank), name: "rank", nameLocation: "middle", nameGap: 24, splitLine: { show: false } }),
-      yAxis: upright(unit.name, { type: "value", axisLabel: { color: look().muted, formatter: short } }),
+      yAxis: upright("memory, " + unit.name, { type: "value", axisLabel: { color: look().muted, formatter: short } }),
       series,
     });
   }
@@ -263,13 +273,13 @@
     if (!place) return;
     const { colors } = look();
     const kinds = [...new Set(list.map((event) => event.kind))];
-    place.style.height = kinds.length * 26 + 70 + "px";
+    place.style.height = kinds.length * 26 + 86 + "px";
     draw("events-chart", {
-      grid: { left: 8, right: 20, top: 10, bottom: 30, containLabel: true },
+      grid: { left: 8, right: 20, top: 26, bottom: 30, containLabel: true },
       tooltip: { formatter: (point) => `step ${point.data.value[0]}: ${escaped(point.data.text)}` },
       xAxis: { ...stepAxis(), min: Math.min(data.steps.length ? data.steps[0] : Infinity, ...list.map((e) => e.step)),
         max: Math.max(data.steps.length ? data.steps[data.steps.length - 1] : 0, ...list.map((e) => e.step)) },
-      yAxis: axis({ type: "category", data: kinds.map((kind) => kind.replaceAll("_", " ")), inverse: true }),
+      yAxis: upright("kind of event", { type: "category", data: kinds.map((kind) => kind.replaceAll("_", " ")), inverse: true, nameLocation: "start" }),
       series: [{ type: "scatter", symbolSize: 9,
         data: list.map((event) => ({ value: [event.step, kinds.indexOf(event.kind)], text: event.text, itemStyle: { color: colors[kinds.indexOf(event.kind) % colors.length] } })) }],
     });
@@ -284,11 +294,13 @@
       group.forEach((chart, i) => chart.series.length && list.push([section + "-" + i, () => lines(section + "-" + i, chart)]));
     }
     if (data.layers) data.layers.pictures.forEach((_, i) => list.push(["layers-" + i, () => layerPicture(i)]));
+    if (data.ranks) data.ranks.pictures.forEach((_, i) => list.push(["ranks-" + i, () => rankPicture(i)]));
     list.push(["experts-chart", experts]);
     list.push(["homes-chart", homes]);
     if (data.plans.chart.series.length) list.push(["plans-chart", () => lines("plans-chart", data.plans.chart)]);
     list.push(["timeline-chart", timeline]);
-    if (data.memory.chart.series.length) list.push(["memory-0", () => lines("memory-0", data.memory.chart)]);
+    [data.memory.chart, data.memory.state].forEach((chart, i) => chart.series.length
+      && list.push(["memory-" + i, () => lines("memory-" + i, chart)]));
     list.push(["memory-ranks", memoryRanks], ["events-chart", eventsChart]);
     return list.filter(([id]) => document.getElementById(id));
   }

@@ -7,7 +7,7 @@ from typing import Any
 from training.report import timeline
 from training.report.page.curves import CURVES, chart_of, plain, thin
 from training.report.page.facts import events_of, facts_of, run_of
-from training.report.page.layers import experts_of, homes_of, layers_of, plans_of
+from training.report.page.layers import experts_of, homes_of, layers_of, plans_of, ranks_of
 from training.report.page.memory import memory_of
 from training.report.sources import Source
 
@@ -38,7 +38,7 @@ def collect(source: Source) -> dict[str, Any]:
     if data["experts"] is None:
         dense = (source.config.get("moe") or {}).get("num_experts") is None and bool(source.config)
         missing["experts"] = "No experts: a dense model." if dense else "No expert loads in metrics.jsonl."
-    data["homes"] = homes_of(source)
+    data["homes"], data["ranks"] = homes_of(source), ranks_of(source)
     if data["homes"] is None:
         missing["placement"] = "Every expert is computed at its home: moe.placement.policy is static."
     data["plans"] = plans_of(source, flat, data["curves"])

@@ -15,15 +15,15 @@ CURVES: dict[str, list[Chart]] = {
     "loss": [
         (
             "Loss",
-            "nats",
+            "loss, nats",
             False,
             [("loss", "training"), ("validation_loss", "validation"), ("unigram_entropy", "unigram entropy")],
         ),
-        ("Gradient norm", "norm", True, [("grad_norm", "total"), ("grad_norm_by_part/", "")]),
+        ("Gradient norm", "gradient norm", True, [("grad_norm", "total"), ("grad_norm_by_part/", "")]),
         ("Learning rate", "learning rate", False, [("learning_rate", "learning rate")]),
         (
             "Other losses",
-            "loss",
+            "loss, nats; auxiliary: no unit",
             False,
             [
                 (key, key.replace("_", " "))
@@ -42,25 +42,19 @@ CURVES: dict[str, list[Chart]] = {
         ("Tokens per second", "tokens/s", False, [("tokens_per_second", "tokens per second")]),
         (
             "Time of a step",
-            "s",
+            "seconds",
             False,
             [("step_seconds", "step"), ("step_seconds_percentiles/", "")],
         ),
-        ("Waiting for data", "s", False, [("data_wait_seconds", "waiting for data")]),
-        ("Model FLOPs utilization", "share of the peak", False, [("mfu", "MFU")]),
+        ("Waiting for data", "seconds", False, [("data_wait_seconds", "waiting for data")]),
+        ("Model FLOPs utilization", "FLOP/s, share of the peak", False, [("mfu", "MFU")]),
     ],
     "placement": [
         (
             "Load of the busiest rank",
-            "by the mean rank's",
+            "assignments, by the mean rank's",
             False,
             [("placement/at_home", "experts at home"), ("placement/placed", "placed")],
-        ),
-        (
-            "Load of each rank",
-            "by the mean rank's",
-            False,
-            [("placement/ranks_at_home/", ""), ("placement/ranks_placed/", "")],
         ),
         (
             "Gain of placement",
@@ -70,7 +64,7 @@ CURVES: dict[str, list[Chart]] = {
         ),
         (
             "Copies and moves",
-            "experts",
+            "number of experts",
             False,
             [("placement/copies", "copies that travelled"), ("placement/moved", "homes that moved")],
         ),
@@ -101,12 +95,6 @@ def plain(line: Line) -> dict[str, float | None]:
     return {name: finite(value) for name, value in scalars(line).items()}
 
 
-def _name_of(found: str, key: str) -> str:
-    # Lists by rank say whose rank's number it is.
-    rest = found.removeprefix(key).replace("_", " ")
-    return f"{key.rstrip('/').rpartition('ranks_')[2].replace('_', ' ')}, rank {rest}" if "/ranks_" in key else rest
-
-
 def chart_of(
     chart: Chart, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
@@ -120,6 +108,6 @@ def chart_of(
         for found in names:
             if any(line.get(found) is not None for line in flat):
                 curves[found] = [line.get(found) for line in flat]
-                series.append({"key": found, "name": name or _name_of(found, key)})
+                series.append({"key": found, "name": name or found.removeprefix(key).replace("_", " ")})
     missing = None if series else MISSING.get(title, f"No {title.lower()} in metrics.jsonl.")
     return {"title": title, "unit": unit, "log": logarithmic, "series": series, "missing": missing}

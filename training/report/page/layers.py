@@ -8,15 +8,19 @@ from training.report.sources import Line, Source, finite
 
 MAX_WINDOWS = 100  # columns of a picture of all layers
 MAX_CELLS = 130_000  # numbers of the picture of each expert of each layer
-LAYER_PICTURES = (
-    ("max_over_mean", "Busiest expert's tokens by the mean"),
-    ("router_entropy", "Entropy of the router, nats"),
-    ("at_home", "Busiest rank's load by the mean rank's, experts at home"),
-    ("placed", "Busiest rank's load by the mean rank's, placed"),
-    ("copies", "Copies of experts that travelled"),
-    ("dropped_share", "Share of assignments dropped, %"),
-    ("aux_loss", "Load-balancing loss"),
-    ("global_aux_loss", "Load-balancing loss over the global batch"),
+LAYER_PICTURES = (  # key, title, unit
+    ("max_over_mean", "Busiest expert's tokens by the mean", "times the mean"),
+    ("router_entropy", "Entropy of the router, nats", "nats"),
+    ("at_home", "Busiest rank's load by the mean rank's, experts at home", "times the mean"),
+    ("placed", "Busiest rank's load by the mean rank's, placed", "times the mean"),
+    ("copies", "Copies of experts that travelled", "copies"),
+    ("dropped_share", "Share of assignments dropped, %", "%"),
+    ("aux_loss", "Load-balancing loss", "loss"),
+    ("global_aux_loss", "Load-balancing loss over the global batch", "loss"),
+)
+RANK_PICTURES = (
+    ("ranks_at_home", "Load of each rank by the mean rank's, experts at home"),
+    ("ranks_placed", "Load of each rank by the mean rank's, placed"),
 )
 
 
@@ -48,7 +52,7 @@ def layers_of(metrics: list[Line]) -> dict[str, Any] | None:
     windows = _windows(lines, MAX_WINDOWS)
     numbers = _layer_numbers(lines[-1])
     pictures = []
-    for key, title in LAYER_PICTURES:
+    for key, title, unit in LAYER_PICTURES:
         columns = []
         for window in windows:
             rows = [_of_layers(line, key) for line in window]
@@ -56,7 +60,7 @@ def layers_of(metrics: list[Line]) -> dict[str, Any] | None:
         if key == "dropped_share" and not any(value for column in columns for value in column):
             continue  # said below
         if any(value is not None for column in columns for value in column):
-            pictures.append({"key": key, "title": title, "columns": columns})
+            pictures.append({"key": key, "title": title, "unit": unit, "columns": columns})
     return {
         "layers": numbers,
         "windows": [[window[0]["step"], window[-1]["step"]] for window in windows],
@@ -74,13 +78,31 @@ def _of_layers(line: Line, key: str) -> list[Any]:
     return table.get(key) or []
 
 
+def ranks_of(source: Source) -> dict[str, Any] | None:
+    """Pictures of the load of each rank of an expert group over the steps: the mean of each stretch of steps,
+    [stretch][rank]."""
+    lines = [line for line in source.metrics if (line.get("placement") or {}).get("ranks_placed")]
+    if not lines:
+        return None
+    windows, ranks = _windows(lines, MAX_WINDOWS), len(lines[-1]["placement"]["ranks_placed"])
+    pictures = []
+    for key, title in RANK_PICTURES:
+        columns = []
+        for window in windows:
+            rows = [line["placement"].get(key) or [] for line in window]
+            columns.append([_mean([row[rank] for row in rows if rank < len(row)]) for rank in range(ranks)])
+        pictures.append({"key": key, "title": title, "columns": columns})
+    return {"windows": [[window[0]["step"], window[-1]["step"]] for window in windows], "pictures": pictures}
+
+
 def homes_of(source: Source) -> dict[str, Any] | None:
-    """The rank that each expert is at home on, [stretch][layer][expert], as each stretch of steps ends."""
+    """The rank that each expert is at home on, [stretch][layer][expert], as each stretch of steps ends; `first` is the
+    place of the layer that moved first, 0 where none did."""
     lines = [line for line in _with_experts(source.metrics) if isinstance(line.get("placement"), dict)]
     if not lines:
         return None
     counts, ranks = lines[-1]["tokens_per_expert"]["counts"], (source.config.get("parallel") or {}).get("expert") or 1
-    homes = [[expert * ranks // len(layer) for expert in range(len(layer))] for layer in counts]
+    start = homes = [[expert * ranks // len(layer) for expert in range(len(layer))] for layer in counts]
     windows = _windows(lines, max(1, min(MAX_WINDOWS, MAX_CELLS // max(sum(map(len, counts)), 1))))
     columns = []
     for window in windows:
@@ -88,7 +110,9 @@ def homes_of(source: Source) -> dict[str, Any] | None:
             found = line["placement"].get("homes")
             homes = found if found and len(found) == len(counts) else homes
         columns.append(homes)
+    changed = ([a != b for a, b in zip(homes, start, strict=True)] for homes in columns)
     return {
+        "first": next((layers.index(True) for layers in changed if any(layers)), 0),
         "layers": _layer_numbers(lines[-1]),
         "windows": [[window[0]["step"], window[-1]["step"]] for window in windows],
         "ranks": columns,
@@ -168,7 +192,7 @@ def plans_of(
             else "No predictions: the plans are fixed by the configuration."
         )
     title = "Calls of MoE layers, forward and backward: mean of the layers whose time is known"
-    chart = {"title": title, "unit": "s", "log": False, "series": series, "missing": missing}
+    chart = {"title": title, "unit": "seconds", "log": False, "series": series, "missing": missing}
     return {"rows": rows, "chart": chart, "decisions": sum("load" in line for line in source.plans)}
 
 

@@ -43,9 +43,13 @@ def _section(name: str, data: dict[str, Any]) -> str:
         charts = data["charts"][name]
         shown = [_figure(f"{name}-{i}", chart["title"]) for i, chart in enumerate(charts) if not chart["missing"]]
         if name == "placement":
+            first = data["homes"]["first"]
             options = "".join(
-                f'<option value="{i}">{layer}</option>' for i, layer in enumerate(data["homes"]["layers"])
+                f'<option value="{i}"{" selected" if i == first else ""}>{layer}</option>'
+                for i, layer in enumerate(data["homes"]["layers"])
             )
+            pictures = data["ranks"]["pictures"] if data["ranks"] else []
+            shown += [_figure(f"ranks-{i}", picture["title"]) for i, picture in enumerate(pictures)]
             choice = f'<label>Layer <select id="homes-layer">{options}</select></label>'
             shown.append(_figure("homes-chart", "Rank that each expert is at home on", choice, "wide tall"))
         return _grid(shown) + _remark(" ".join(chart["missing"] for chart in charts if chart["missing"]))
@@ -102,6 +106,7 @@ def _section(name: str, data: dict[str, Any]) -> str:
         )
         figures = [
             *([] if chart["missing"] else [_figure("memory-0", chart["title"])]),
+            *([] if memory["state"]["missing"] else [_figure("memory-1", memory["state"]["title"])]),
             *([_figure("memory-ranks", title)] if rows else []),
         ]
         return _remark(memory["missing"] or "") + _grid(figures) + _table(heads, rows)

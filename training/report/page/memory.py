@@ -7,6 +7,14 @@ from typing import Any
 from training.report.page.curves import chart_of
 from training.report.sources import Source, finite
 
+STATE = [
+    ("memory/state_device", "optimizer state, device"),
+    ("memory/state_host", "optimizer state, host"),
+    ("memory/state_disk", "optimizer state, disk"),
+    ("memory/layer_inputs_device_peak", "layer inputs, device, peak"),
+    ("memory/layer_inputs_host", "layer inputs, host"),
+]
+
 
 def memory_of(
     source: Source, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
@@ -15,13 +23,12 @@ def memory_of(
         ("memory/device_peak", "device, peak"),
         ("memory/device", "device, in use"),
         ("memory/host", "host"),
-        ("memory/disk", "disk"),
+        ("memory/disk", "disk: the run's folder"),
     ]
     if not any(line.get("memory/device_peak") is not None for line in flat):
         keys = [("peak_memory_bytes", "device, peak")]
-    # a tier that nothing lay in is no curve
-    keys = [(key, name) for key, name in keys if any(line.get(key) for line in flat)]
-    chart = chart_of(("Memory by tier, of the rank with most", "bytes", False, keys), flat, curves)
+    chart = _chart("Memory by tier, of the rank with most", keys, flat, curves)
+    state = _chart("State by tier, of the rank with most", STATE, flat, curves)
     peaks: dict[int, float] = {}
     for line in source.metrics:
         for rank, value in enumerate((line.get("memory") or {}).get("device_peak_by_rank") or []):
@@ -47,4 +54,15 @@ def memory_of(
             "On a CPU the measured peak is that of the whole process, with Python and its libraries; the plan is "
             "the model's part."
         )
-    return {"chart": chart, "kinds": kinds, "ranks": rows, "missing": missing}
+    return {"chart": chart, "state": state, "kinds": kinds, "ranks": rows, "missing": missing}
+
+
+def _chart(
+    title: str,
+    keys: list[tuple[str, str]],
+    flat: list[dict[str, float | None]],
+    curves: dict[str, list[float | None]],
+) -> dict[str, Any]:
+    # a tier that nothing lay in is no curve
+    keys = [(key, name) for key, name in keys if any(line.get(key) for line in flat)]
+    return chart_of((title, "bytes", False, keys), flat, curves)
