@@ -83,9 +83,9 @@ def features(disk: Path) -> dict[str, Feature]:
         for name, (ranks, layout) in layouts.items():
             state = (f"optimizer.state_device={tier}", f"memory.disk_dir={disk}")
             found[f"state on {tier}, {name}"] = Feature(moe, ranks, (*layout, *state))
-    state = ("optimizer.state_device=host", "optimizer.early_update=always", "optimizer.moment_dtype=bf16")
+    on_host = ("optimizer.state_device=host", "optimizer.early_update=always", "optimizer.moment_dtype=bf16")
     found |= {
-        "state on host, moved homes": Feature(moe, 2, (*EP2, *_placed("quota"), *state)),
+        "state on host, moved homes": Feature(moe, 2, (*EP2, *_placed("quota"), *on_host)),
         "activation offload": Feature(gpt, 1, (FULL, "training.activation_offload=auto")),
         "activation offload, EP2": Feature(moe, 2, (*EP2, FULL, "training.activation_offload=auto")),
         "recompute selective": Feature(moe, 1, ("training.recompute=selective",)),

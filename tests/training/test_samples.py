@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -91,14 +92,22 @@ def _continuation(overrides: list[str], ranks: int) -> str:
     ("prompt", "most", "room"), [("abc", 2, 2), ("abc", 64, 5), ("abcdefgh", 64, 0), ("abc", 0, 0)]
 )
 def test_a_prompt_stays_whole(prompt: str, most: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, said = [], []
+    asked: list[tuple[list[str], int]] = []
+    said: list[str] = []
     decoder, done = SimpleNamespace(max_length=8), [SimpleNamespace(tokens=[])]
     monkeypatch.setattr(samples, "Decoder", lambda *_: decoder)
-    monkeypatch.setattr(samples, "generate", lambda _, prompts, tokens, *__: asked.append((prompts[0], tokens)) or done)
+
+    def generate(_: Any, prompts: list[Any], tokens: int, *__: Any) -> list[Any]:
+        asked.append((prompts[0], tokens))
+        return done
+
+    monkeypatch.setattr(samples, "generate", generate)
     words = SimpleNamespace(encode_prompt=list, decode="".join, eod=0)
     engine = SimpleNamespace(frozen_weights=contextlib.nullcontext, bare_chunks=[])
     config = SimpleNamespace(training=SimpleNamespace(seed=1))
-    run = SimpleNamespace(tokenizer=words, engine=engine, config=config, topology=None, vocab_size=9, say=said.append)
+    run: Any = SimpleNamespace(
+        tokenizer=words, engine=engine, config=config, topology=None, vocab_size=9, say=said.append
+    )
     assert samples.continue_text(run, prompt, most, temperature=0.0) == ""
     assert asked == ([(list(prompt), room)] if room else [])
     assert said == (["a prompt of 8 tokens fills the model's 8 learned positions"] if len(prompt) == 8 else [])
