@@ -77,7 +77,13 @@ def features(disk: Path) -> dict[str, Feature]:
         "bitwise": Feature(moe, 2, (*EP2, *_placed("solve", "moe.placement.bitwise=true"))),
         "placement, BERT": Feature(bert_moe, 2, (*EP2, *_placed("quota"))),
     }
-    layouts = {"TP2": (2, TP2), "PP2": (2, PP2), "VPP2": (2, VPP), "DP2": (2, ()), "EP2": (2, EP2)}
+    layouts: dict[str, tuple[int, tuple[str, ...]]] = {
+        "TP2": (2, TP2),
+        "PP2": (2, PP2),
+        "VPP2": (2, VPP),
+        "DP2": (2, ()),
+        "EP2": (2, EP2),
+    }
     layouts |= {"EP2xETP2": (4, ETP2)}
     for tier in ("host", "disk", "auto"):
         for name, (ranks, layout) in layouts.items():
