@@ -162,7 +162,8 @@ def read_json_lines(path: Path) -> list[Any]:
 
 def cut_steps(path: Path, after: int) -> str | None:
     """Take the lines of later steps than `after` off the end of a file of JSON lines, in order of their `step`: they
-    come again. So does what a kill has left of a line. Reads from the end to the first line that stays.
+    come again. So does what a kill has left of a step, of which all lines but the final one may say `last` false. Reads
+    from the end to the first line that stays.
 
     Returns a line on the steps that are missing, if any are: the file was cut, or damaged. Raises WriteError.
     """
@@ -213,11 +214,13 @@ def _from_the_end(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _step_of(line: bytes) -> int | None:
+    """The step that ends with a line; None where none does."""
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        content = json.loads(line)
+        step, is_last = content["step"], content.get("last", True)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return step if type(step) is int else None
+    return step if type(step) is int and is_last else None
 
 
 class Log:

@@ -1,10 +1,10 @@
 """Plans of placement on disk: what a run's planner answered, and a planner that answers the same again.
 
 A file of JSON lines. A header says what the lines behind it are of, up to the next: {"format", "run", "step",
-"expert_ranks", "num_experts", "slots", "homes"}; each start of the run and each move of homes makes one. The other
-lines are calls: {"step", "layer", "call", "copies": [[expert, rank, assignments], ...]}; what is not at a copy is at
-home. A call is one of a step's forward passes that a backward pass follows, in its order. Files of earlier versions
-have no header.
+"expert_ranks", "num_experts", "slots", "homes", "last"}; each start of the run and each move of homes makes one, and
+each step without calls. The other lines are calls: {"step", "layer", "call", "copies": [[expert, rank, assignments],
+...], "last"}; what is not at a copy is at home. `last` is true of a step's final line. A call is one of a step's
+forward passes that a backward pass follows, in its order. Files of earlier versions have no header and no `last`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Header:
     slots: int  # copies that a rank may hold of a layer
     homes: Mapping[int, tuple[int, ...]]  # by MoE layer of the pipeline stage: the rank of each expert
 
-    def line(self) -> str:
-        """As it stands in the file."""
-        return json.dumps({"format": FORMAT, **asdict(self)})
+    def line(self, last: bool) -> str:
+        """As it stands in the file; `last`: no line of its step follows."""
+        return json.dumps({"format": FORMAT, **asdict(self), "last": last})
 
     def is_like(self, other: Header) -> bool:
         """Whether it says the same of another step."""
@@ -66,12 +66,13 @@ class PlanFile:
 
     def append(self, header: Header, calls: Mapping[int, Sequence[Copies]]) -> None:
         """The calls of a step, by layer."""
-        lines = [] if self._header is not None and header.is_like(self._header) else [header.line()]
-        for layer, of_layer in calls.items():
-            for number, copies in enumerate(of_layer):
-                lines.append(json.dumps({"step": header.step, "layer": layer, "call": number, "copies": copies}))
-        if lines:
-            self._log.write("\n".join(lines))
+        own = [(layer, number, copies) for layer in calls for number, copies in enumerate(calls[layer])]
+        is_known = self._header is not None and header.is_like(self._header)
+        lines = [] if is_known and own else [header.line(last=not own)]
+        for i, (layer, number, copies) in enumerate(own, 1):
+            line = {"step": header.step, "layer": layer, "call": number, "copies": copies, "last": i == len(own)}
+            lines.append(json.dumps(line))
+        self._log.write("\n".join(lines))
         self._header = header
 
     def close(self) -> None:

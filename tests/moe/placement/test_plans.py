@@ -61,12 +61,27 @@ def test_a_resumed_run_has_each_step_once_with_its_homes(tmp_path: Path) -> None
         assert write(path, range(3, 5), after=2).missing is None
         holds(path, range(1, 5))
     assert read_plans(path).problem(header(1), LAST, 2) is None
-    path.write_bytes(before[: before.index(b'{"step": 2')] + b'{"ste')
+    second, third = (before.index(b'{"step": %d' % step) for step in (2, 3))
+    for end in range(second + 1, before.rindex(b"{", 0, third - 300), 40):  # inside step 2, also between its lines
+        path.write_bytes(before[:end])
+        missing = PlanFile(path, "a1", 2).missing
+        assert missing is not None and missing.startswith(f"{path}: step 2 is not in it")
+        holds(path, range(1, 2))
+    path.write_bytes(before[:second] + b'{"ste')
     file = write(path, range(4, 5), after=3)
     assert file.missing is not None and file.missing.startswith(f"{path}: steps 2 to 3 are not in it")
     assert "step 2, layer 0, call 0 is not there" in str(read_plans(path).problem(header(1), LAST, 2))
     with pytest.raises(ConfigError, match=r"a.plans has plans of run a1, and this is run b2. Move the file away."):
         PlanFile(path, "b2", 4)
+
+
+def test_a_step_without_calls_is_not_missing(tmp_path: Path) -> None:
+    write(tmp_path / "a.plans", range(1, 3))
+    file = PlanFile(tmp_path / "a.plans", "a1", 2)
+    file.append(header(3), {0: [], 2: []})
+    file.close()
+    assert PlanFile(tmp_path / "a.plans", "a1", 3).missing is None
+    holds(tmp_path / "a.plans", range(1, 3))
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(
