@@ -150,9 +150,9 @@ def test_a_limit_is_kept_or_said_and_counted_or_ends_the_run_with_all_saved(data
     assert good_checkpoint_at(tmp_path / "hard").name == "step_0000001"
     assert [event["kind"] for event in read_events(tmp_path / "hard")].count("over_limit") == 1
     soft = train_on_ranks(hard, 2)
-    assert [line["step"] for line in soft] == [1, 2, 3, 4]
+    assert [line["step"] for line in soft] == [2, 3, 4]
     placements = [line["placement"] for line in soft if line["placement"]["over_calls"]]
-    assert len(placements) > 1 and all(1 < each["over_worst"] < 1.3 for each in placements)
+    assert placements and all(1 < each["over_worst"] < 1.3 for each in placements)
     # It was said at the stop, and is said once.
     assert [event["kind"] for event in read_events(tmp_path / "hard")].count("over_limit") == 1
 
