@@ -24,14 +24,14 @@ from memory.arrange import Rooms
 from models.blueprint import padded_vocab_size, parts
 from moe.placement.map import PlacementMap
 from parallel.pipeline import layers_of_stage
-from simulator import budgets, communication
+from simulator import communication
 from simulator.flops import (
     executed_flops_per_token,
     forward_flops_per_token,
     forward_operations,
     training_flops_per_token,
 )
-from simulator.memory import KINDS, RankMemory, rank_memory
+from simulator.memory import KINDS, RankMemory, budgets_of_node, needed_budgets, over_budget, rank_memory
 from simulator.parameters import Place, parameters, places
 from simulator.step_time import Prediction, predict_step
 from simulator.tiers import left
@@ -126,7 +126,7 @@ def make_plan(
 def rooms(config: Config, world_size: int, device_memory: float | None) -> Rooms:
     """Bytes of each tier that a rank may take: `training.memory_limit_gib`, or the most of `device_memory`; the
     budgets, or a share of what is free. Nothing is known of the host and disk of ranks that were not started here."""
-    host, disk = budgets.of_node(config, world_size)
+    host, disk = budgets_of_node(config, world_size)
     device = math.inf if device_memory is None else device_memory * (1 - TOLERANCE)
     if config.training.memory_limit_gib is not None:
         device = config.training.memory_limit_gib * GIB
@@ -176,7 +176,7 @@ def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) ->
 
         limit, slack = float(torch.cuda.get_device_properties(device).total_memory), 1 - TOLERANCE
     most = limit / slack
-    needs = budgets.needed(config, plan.vocab_size, plan.world_size, plan.device, plan.memory, plan.rooms, most)
+    needs = needed_budgets(config, plan.vocab_size, plan.world_size, plan.device, plan.memory, plan.rooms, most)
     if needs is not None:
         plan = replace(plan, rooms=needs.rooms, memory=needs.memory)
     if plan.worst.total > most:
@@ -253,7 +253,7 @@ def what_fits(plan: RunPlan, limit: float) -> str | None:
                 continue
             memory = rank_memory(changed, plan.vocab_size, plan.world_size, plan.device, rooms=plan.rooms)
             most = max(rank.total for rank in memory)
-            if most <= limit and not budgets.over(memory, plan.rooms):
+            if most <= limit and not over_budget(memory, plan.rooms):
                 fix = [f"training.micro_batch_size={number}"] if number != size else []
                 fix += [f"training.recompute={recompute}"] if recompute != config.training.recompute else []
                 return f"{' '.join(fix)} ({_size(most)})"
