@@ -144,10 +144,11 @@ def test_a_limit_is_kept_or_said_and_counted_or_ends_the_run_with_all_saved(data
         assert max(line["placement"]["ranks_placed"]) <= 1.3 and line["placement"]["placed"] <= 1.3
         assert line["placement"]["over_calls"] == 0 and line["placement"]["over_worst"] is None
     hard = [*common, *blocks, "moe.placement.max_load=1.0", f"run_dir={tmp_path / 'hard'}", "checkpoint.interval=0"]
-    said = r"max_load \(1.0\) is not kept: in step 1 .* in \d+ calls, .* The run is saved after step 1. To go on, set"
-    with pytest.raises(RankError, match=said):
+    words = r"max_load \(1.0\) is not kept: in step 1 .* in \d+ calls, .* The run is saved after step 1. To go on, set"
+    with pytest.raises(RankError, match=words):
         train_on_ranks([*hard, "moe.placement.over_limit=stop"], 2)
-    assert good_checkpoint_at(tmp_path / "hard").name == "step_0000001"
+    saved = good_checkpoint_at(tmp_path / "hard")
+    assert saved is not None and saved.name == "step_0000001"
     assert [event["kind"] for event in read_events(tmp_path / "hard")].count("over_limit") == 1
     soft = train_on_ranks(hard, 2)
     assert [line["step"] for line in soft] == [2, 3, 4]

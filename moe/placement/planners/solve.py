@@ -38,15 +38,19 @@ def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Li
     """quotas_ER of one call."""
     if (library := _loaded()) is None:
         return reference(counts_RE, placement, costs, limits)
-    problem = _Problem.of(counts_RE, placement, costs, limits)
     ranks, experts = counts_RE.shape
     left, copies = np.empty(experts, np.int64), np.empty((ranks * max(limits.slots, 1), 3), np.int64)
-    starts = np.cumsum([0, *map(len, problem.fresh)])
-    fresh = np.array([rank for of_expert in problem.fresh for rank in of_expert], np.int64)
-    pinned = np.array([(e, r) in limits.pinned for e, ranks in enumerate(problem.fresh) for r in ranks], np.int64)
+    held = sorted(placement.copies)
+    starts = np.zeros(experts + 1, np.int64)
+    fresh, pinned = np.empty(len(held), np.int64), np.zeros(len(held), np.int64)
+    if held:
+        fresh[:] = [rank for _, rank in held]
+        pinned[:] = [copy in limits.pinned for copy in held]
+        np.cumsum(np.bincount([expert for expert, _ in held], minlength=experts), out=starts[1:])
     totals, steps = counts_RE.sum(0), np.array(STEPS)
     numbers = (experts, ranks, limits.slots, limits.ranks_per_node, costs.piece, costs.copy_in_node)
-    far, most = problem.far, -1 if limits.most is None else limits.most
+    far = -1 if costs.copy_between is None else costs.copy_between
+    most = -1 if limits.most is None else limits.most
     arrays = (totals, placement.home_ranks, starts, fresh, pinned, steps)
     addresses = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
     outputs = [ctypes.c_void_p(array.ctypes.data) for array in (left, copies)]
