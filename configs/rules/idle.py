@@ -52,9 +52,9 @@ NEEDS = [
         "(moe.backward_pipeline_degree), or they are chosen (auto)",
     ),
     Needs(
-        ("moe.placement.costs", "moe.placement.interval"),
+        ("moe.placement.costs",),
         lambda c: c.moe.placement.policy != "static",
-        "while moe.placement.policy is static, which plans and moves nothing",
+        "while moe.placement.policy is static, which plans nothing",
     ),
     Needs(("moe.placement.block_rows",), lambda c: c.moe.placement.bitwise, "while moe.placement.bitwise is false"),
     Needs(
@@ -98,6 +98,11 @@ NEEDS = [
 
 # The same of what is kept ready.
 READY = [
+    Needs(
+        ("moe.placement.interval",),
+        lambda c: not derived.is_moe(c) or c.moe.placement.policy != "static",
+        "moe.placement.policy is static, which moves nothing",
+    ),
     Needs(
         ("optimizer.bucket_parameters",),
         derived.has_tiers,

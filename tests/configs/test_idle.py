@@ -100,16 +100,11 @@ def test_what_has_no_effect_is_refused(needs: idle.Needs) -> None:
 
 @pytest.mark.parametrize("needs", idle.READY, ids=lambda needs: needs.keys[0])
 def test_what_stands_ready_is_named(needs: idle.Needs) -> None:
-    config = compose(["experiment=gpt_tiny", "logging.wandb=off"])
-    assert idle.ready(config) == ""
+    base = ["experiment=gpt_moe_tiny" if needs.keys[0].startswith("moe.") else "experiment=gpt_tiny"]
+    assert idle.ready(compose([*base, "logging.wandb=off"])) == ""
     for name in needs.keys:
-        changed = compose(
-            [
-                "experiment=gpt_tiny",
-                "logging.wandb=off",
-                f"{name}={show('other' if 'wandb' in name else other_or(name))}",
-            ]
-        )
+        value = "other" if "wandb" in name else other_or(name)
+        changed = compose([*base, "logging.wandb=off", f"{name}={show(value)}"])
         validate(changed, 1)
         assert idle.ready(changed).startswith(f"without effect here: {name} (")
 

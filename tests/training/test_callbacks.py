@@ -207,7 +207,13 @@ def test_a_state_is_kept_in_checkpoints_for_any_layout(data: list[str], tmp_path
 
 
 def test_a_rollback_brings_the_state_back(data: list[str], tmp_path: Path) -> None:
-    more = ["training.steps=4", "training.spike=rollback", "checkpoint.interval=2", f"run_dir={tmp_path}"]
+    more = [
+        "training.steps=4",
+        "training.spike=rollback",
+        "training.spike_factor=1e6",
+        "checkpoint.interval=2",
+        f"run_dir={tmp_path}",
+    ]
     ((seen, losses),) = distributed.run(train_counted, 1, make_config([*TINY, *data, *more]), True, 4)
     assert seen == [("started", 0), ("loaded", 2), ("rolled back", 2)]
     assert losses == losses_of(tmp_path) and len(losses) == 4
