@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from configs import derived
 from configs.keys import OnResume, get
+from configs.rules import idle
 from configs.schema import KEYS, Config
 
 
@@ -35,8 +36,8 @@ def on_resume(name: str, before: Config, after: Config) -> OnResume:
         return "free"  # the loss is a mean over the global batch
     if name == "data.vocab_size" and all(config.data.tokenizer != "sentencepiece" for config in both):
         return "free"  # of a tokenizer that is trained here
-    if name.startswith("moe.") and not any(derived.is_moe(config) for config in both):
-        return "free"  # a dense model has none of it
+    if all(idle.has_no_effect(name, config) for config in both):
+        return "free"  # an earlier version took what is refused now
     return KEYS[name].on_resume
 
 

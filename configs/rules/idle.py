@@ -148,8 +148,13 @@ def idle(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem(key, f"must be {show(back[key])} {otherwise}", [back])
 
 
+def has_no_effect(key: str, config: Config) -> bool:
+    """Whether a key's value says nothing in this config, by NEEDS."""
+    return any(key in needs.keys and not needs.holds(config) for needs in NEEDS)
+
+
 def set_back(config: Config) -> None:
-    """Set all keys of NEEDS that have no effect to their defaults: for a config that was typed for another use."""
+    """Set all keys of NEEDS that have no effect to their defaults: an earlier version took other values."""
     for key in [key for key, _ in _idle(config, NEEDS)]:
         section, _, last = key.rpartition(".")
         setattr(get(config, section), last, KEYS[key].fresh_default())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from configs.architecture import for_use
 from configs.changes import changes
 from configs.compose import compose
 from configs.keys import get
@@ -15,7 +16,7 @@ from configs.mistakes import presets_by_group
 from configs.rules import idle
 from configs.schema import KEYS, Config, ConfigError
 from configs.show import show
-from configs.validate import validate
+from configs.validate import validate, validate_for_use
 from tests.configs import advice
 
 OTHER: dict[str, Any] = {  # a legal value that is not the default, where the schema does not show one
@@ -90,6 +91,10 @@ def test_what_has_no_effect_is_refused(needs: idle.Needs) -> None:
             assert message.startswith(f"{name} ({show(other(name))}) must be {show(KEYS[name].default)} "), message
         for fixes in advice.split(message)[1]:
             validate(compose([base, *without, *fixes]), 1)
+        # a run of an earlier version, which took it, goes on without it, and its model opens
+        before, after = compose([base, *without]), compose([base, *TAKEN.get(first, [])])
+        assert [change.on_resume for change in changes(before, after)] == ["free"]
+        validate_for_use(for_use(before), 1)
         if not dense:
             ranks, given = GIVEN[first]
             config = compose([base, *given, text])
