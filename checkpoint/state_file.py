@@ -56,10 +56,11 @@ def draws_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
     Where experts lie draws nothing, and keys of `parallel` that are no sizes, which versions add, change nothing.
     """
-    return all((one.get(key) or 1) == (other.get(key) or 1) for key in _DRAWING)
+    sizes_alike = all((one.get(key) or 1) == (other.get(key) or 1) for key in _DRAWING)
+    return sizes_alike and bool(one.get("sequence")) == bool(other.get("sequence"))
 
 
-_DRAWING = ("world_size", "tensor", "sequence", "pipeline", "virtual_pipeline", "context")
+_DRAWING = ("world_size", "tensor", "pipeline", "virtual_pipeline", "context")
 
 
 def in_words(layout: dict[str, Any]) -> str:

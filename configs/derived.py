@@ -63,6 +63,11 @@ def places_experts(config: Config) -> bool:
     return is_moe(config) and config.moe.placement.policy != "static" and config.parallel.expert > 1
 
 
+def replays_plans(config: Config) -> bool:
+    """Whether experts are placed as a run before has recorded it."""
+    return places_experts(config) and config.moe.placement.replay is not None
+
+
 def limits_load(config: Config) -> bool:
     """Whether there is a limit of what a rank may compute."""
     return places_experts(config) and config.moe.placement.max_load is not None

@@ -167,7 +167,7 @@ def cut_steps(path: Path, after: int) -> str | None:
 
     Returns a line on the steps that are missing, if any are: the file was cut, or damaged. Raises WriteError.
     """
-    last = end = 0
+    last = end = 0  # what is kept: a later step's line may be damaged, and only seem to be of an early one
     with writing(path):
         try:
             stream = open(path, "r+b")
@@ -176,9 +176,11 @@ def cut_steps(path: Path, after: int) -> str | None:
         with stream:
             for start, line in _from_the_end(stream):
                 step = _step_of(line)
-                if step is not None and step <= after:
-                    last, end = step, start + len(line) + 1
+                if step is None:
+                    continue
+                if end and step <= last:
                     break
+                last, end = (step, start + len(line) + 1) if step <= after else (0, 0)
             if end < stream.seek(0, os.SEEK_END):
                 stream.truncate(end)
     return missing(path, last, after)

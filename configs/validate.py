@@ -8,7 +8,7 @@ import math
 from configs import derived
 from configs.advice import advice
 from configs.keys import get
-from configs.rules import first_problem, idle
+from configs.rules import first_problem
 from configs.rules.problem import WORLD_SIZE
 from configs.schema import Config, ConfigError
 from configs.show import show
@@ -36,7 +36,6 @@ def validate_for_use(config: Config, world_size: int) -> None:
     # a batch that also the layouts of the advice divide
     asked.training.micro_batch_size, asked.training.global_batch_size = 1, math.lcm(*range(1, 9)) * world_size
     asked.training.global_batch_size *= layout.pipeline
-    idle.set_back(asked)
     _refuse_first_problem(asked, world_size, "parallel.")
 
 

@@ -49,7 +49,7 @@ class HarnessModel(TemplateLM):
         results: dict[int, tuple[float, bool]] = {}
         longest_answer = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest_answer >= self.length:
-            self._refuse(f"an answer of {longest_answer} tokens", "fit, after a token of its question, into")
+            self._refuse(f"an answer of {longest_answer} tokens", "fit, after a token of its question, into", "Leave")
         # A continuation is predicted from as much of its context as the model was trained to read.
         texts = [(context + continuation)[-self.length :] for _, context, continuation in requests]
         order = sorted(range(len(requests)), key=lambda i: len(texts[i]))
@@ -82,8 +82,11 @@ class HarnessModel(TemplateLM):
         prompts = [self.words.encode(request.args[0]) or [self.eot_token_id] for request in requests]
         wanted = [int(request.args[1].get("max_gen_toks", MAX_NEW_TOKENS)) for request in requests]
         rooms = [room_for_answer(len(prompt), most, self.length) for prompt, most in zip(prompts, wanted, strict=True)]
-        if 0 in rooms:
-            self._refuse(f"a prompt of {len(prompts[rooms.index(0)])} tokens", "leave room for an answer in")
+        full = [len(prompt) for prompt, most, room in zip(prompts, wanted, rooms, strict=True) if room == 0 < most]
+        if full:
+            self._refuse(
+                f"a prompt of {full[0]} tokens", "leave room for an answer in", "Try fewer --few-shots, or leave"
+            )
         cut = [room for room, most in zip(rooms, wanted, strict=True) if room < most]
         if cut and dist.get_rank() == 0:
             print(
@@ -98,10 +101,9 @@ class HarnessModel(TemplateLM):
             for prompt, room, request in zip(prompts, rooms, requests, strict=True)
         ]
 
-    def _refuse(self, text: str, must: str) -> NoReturn:
+    def _refuse(self, text: str, must: str, remedy: str) -> NoReturn:
         raise ConfigError(
-            f"--tasks has {text}: it must {must} the model's sequence length ({self.length}). Try fewer --few-shots, "
-            "or leave the task out."
+            f"--tasks has {text}: it must {must} the model's sequence length ({self.length}). {remedy} the task out."
         )
 
     def _answer(self, prompt: list[int], max_tokens: int, settings: dict[str, Any]) -> str:

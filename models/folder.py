@@ -230,6 +230,7 @@ class Writer:
             try:
                 save_file(self._part, path, metadata={"format": "pt"})
             except SafetensorError as error:  # a full disk, for one
+                self._bar.close()  # so that what is said of it has a line of its own
                 raise OSError(str(error)) from error
             path.chmod(mode)
             self._parts.append(list(self._part))

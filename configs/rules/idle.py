@@ -1,7 +1,7 @@
 """Keys that have no effect beside others: what was asked for would not be done, and nobody would be told.
 
-What asks for something is refused. Places and sizes that stand ready for something that is off are named by the run
-and by its plan, and go on: `ready`.
+What asks for a feature that cannot be had beside the other keys is refused. Other values, which often stand ready for
+something that is off, are named by the run and by its plan, and go on: `ready`.
 """
 
 from __future__ import annotations
@@ -17,58 +17,49 @@ from configs.show import show
 
 
 class Needs(NamedTuple):
-    """Keys whose other values than the default have no effect unless something holds; `otherwise` reads on from "must
-    be <default> "."""
+    """Keys whose other values than the default have no effect unless something holds; `otherwise` says why."""
 
     keys: tuple[str, ...]
     holds: Callable[[Config], bool]
     otherwise: str
 
 
+def _of(section: str) -> tuple[str, ...]:
+    return tuple(name for name in KEYS if name.startswith(f"{section}."))
+
+
 def _lags(config: Config) -> bool:
     backward = derived.pipeline_degrees(config)[1]
-    chosen = "auto" in (config.moe.pipeline_degree, config.moe.memory_strategy)
-    return config.parallel.expert > 1 and not chosen and backward is not None and backward > 1
+    return config.parallel.expert > 1 and not derived.plans_moe(config) and backward is not None and backward > 1
 
 
-# In the order in which they are checked; of a key that several lines name each must hold.
+def _uses_dense_width(config: Config) -> bool:
+    return 0 in derived.moe_layer_pattern(config) or config.moe.ffn_hidden_size is None
+
+
+# What is refused, in the order in which it is checked; `otherwise` reads on from "must be <default> ".
 NEEDS = [
     Needs(
-        (*(name for name in KEYS if name.startswith("moe.") and name != "moe.num_experts"), "parallel.expert_tensor"),
+        (
+            *("moe.ffn_hidden_size", "moe.shared_expert_ffn_hidden_size", "moe.expert_bias", "moe.capacity_factor"),
+            *("moe.global_aux_loss_coeff", "moe.num_groups", "moe.group_top_k", "parallel.expert_tensor"),
+            *_of("moe.placement"),
+        ),
         derived.is_moe,
         "in a dense model (moe.num_experts is null)",
     ),
-    Needs(("moe.expert_bias_rate",), lambda c: c.moe.expert_bias, "while moe.expert_bias is false"),
-    Needs(("moe.drop_policy",), lambda c: c.moe.capacity_factor is not None, "while moe.capacity_factor is null"),
     Needs(
         ("moe.all_to_all", "moe.placement.bitwise"),
         lambda c: c.parallel.expert > 1,
         "where parallel.expert is 1: a rank has all experts, and exchanges nothing",
     ),
     Needs(
-        ("moe.weight_lag",),
-        _lags,
-        "where a backward pass over several ranks (parallel.expert) has not several chunks "
-        "(moe.backward_pipeline_degree), or they are chosen (auto)",
-    ),
-    Needs(
         ("moe.placement.costs",),
         lambda c: c.moe.placement.policy != "static",
         "while moe.placement.policy is static, which plans nothing",
     ),
-    Needs(("moe.placement.block_rows",), lambda c: c.moe.placement.bitwise, "while moe.placement.bitwise is false"),
     Needs(
-        ("model.q_lora_rank", "model.kv_lora_rank", "model.rotary_head_dim", "model.value_head_dim"),
-        lambda c: c.model.attention == "latent",
-        "unless model.attention is latent",
-    ),
-    Needs(
-        ("model.rotary_base", "model.rotary_fraction"),
-        lambda c: c.model.position_embedding == "rope",
-        "unless model.position_embedding is rope",
-    ),
-    Needs(
-        ("model.sentence_head", "model.norm_position", "data.mask_probability", "data.short_sequence_probability"),
+        ("model.sentence_head", "model.norm_position"),
         lambda c: c.model.family == "bert",
         "unless model.family is bert",
     ),
@@ -78,31 +69,70 @@ NEEDS = [
         "while optimizer.state_device is device: it is for state that lives elsewhere",
     ),
     Needs(
-        ("optimizer.decay_steps",),
-        lambda c: c.optimizer.schedule != "constant",
-        "while optimizer.schedule is constant: nothing decays",
-    ),
-    Needs(
         ("optimizer.wsd_decay_steps",),
         lambda c: c.optimizer.schedule == "wsd",
         "unless optimizer.schedule is wsd: the others, such as cosine, have no final decay of their own",
     ),
-    Needs(("training.spike",), lambda c: c.training.spike_factor is not None, "while training.spike_factor is null"),
-    Needs(("training.profile.ranks",), lambda c: bool(c.training.profile.steps), "while training.profile.steps is []"),
-    Needs(
-        ("checkpoint.keep_every",),
-        lambda c: c.checkpoint.interval > 0 and c.checkpoint.keep > 0,
-        "where checkpoint.interval is 0 (only the last is written) or checkpoint.keep is 0 (all stay)",
-    ),
 ]
 
-# The same of what is kept ready.
+# What is named.
 READY = [
+    Needs(
+        tuple(name for name in _of("moe") if name != "moe.num_experts" and name not in NEEDS[0].keys),
+        derived.is_moe,
+        "moe.num_experts is null",
+    ),
+    Needs(("model.ffn_hidden_size",), _uses_dense_width, "all layers have experts, of moe.ffn_hidden_size"),
+    Needs(("moe.expert_bias_rate",), lambda c: not derived.is_moe(c) or c.moe.expert_bias, "moe.expert_bias is false"),
+    Needs(
+        ("moe.drop_policy",),
+        lambda c: not derived.is_moe(c) or c.moe.capacity_factor is not None,
+        "moe.capacity_factor is null",
+    ),
+    Needs(
+        ("moe.weight_lag",),
+        lambda c: not derived.is_moe(c) or _lags(c),
+        "a backward pass over several ranks (parallel.expert) has not several chunks (moe.backward_pipeline_degree), "
+        "or they are chosen (auto)",
+    ),
+    Needs(
+        ("moe.memory_strategy",),
+        lambda c: not derived.is_moe(c) or c.parallel.expert > 1 or "communicate" not in c.moe.memory_strategy,
+        "parallel.expert is 1: nothing is sent again",
+    ),
+    Needs(
+        ("moe.placement.block_rows",),
+        lambda c: not derived.is_moe(c) or c.moe.placement.bitwise,
+        "moe.placement.bitwise is false",
+    ),
     Needs(
         ("moe.placement.interval",),
         lambda c: not derived.is_moe(c) or c.moe.placement.policy != "static",
         "moe.placement.policy is static, which moves nothing",
     ),
+    Needs(
+        ("model.q_lora_rank", "model.kv_lora_rank", "model.rotary_head_dim", "model.value_head_dim"),
+        lambda c: c.model.attention == "latent",
+        "model.attention is not latent",
+    ),
+    Needs(
+        ("model.rotary_base", "model.rotary_fraction", "model.max_positions"),
+        lambda c: c.model.position_embedding == "rope",
+        "model.position_embedding is not rope",
+    ),
+    Needs(
+        ("data.mask_probability", "data.short_sequence_probability"),
+        lambda c: c.model.family == "bert",
+        "model.family is not bert",
+    ),
+    Needs(
+        ("optimizer.decay_steps",),
+        lambda c: c.optimizer.schedule != "constant",
+        "optimizer.schedule is constant: nothing decays",
+    ),
+    Needs(("training.spike",), lambda c: c.training.spike_factor is not None, "training.spike_factor is null"),
+    Needs(("training.profile.ranks",), lambda c: bool(c.training.profile.steps), "training.profile.steps is []"),
+    Needs(("checkpoint.keep_every",), lambda c: c.checkpoint.keep > 0, "checkpoint.keep is 0: all stay"),
     Needs(
         ("optimizer.bucket_parameters",),
         derived.has_tiers,
@@ -149,15 +179,8 @@ def idle(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def has_no_effect(key: str, config: Config) -> bool:
-    """Whether a key's value says nothing in this config, by NEEDS."""
-    return any(key in needs.keys and not needs.holds(config) for needs in NEEDS)
-
-
-def set_back(config: Config) -> None:
-    """Set all keys of NEEDS that have no effect to their defaults: an earlier version took other values."""
-    for key in [key for key, _ in _idle(config, NEEDS)]:
-        section, _, last = key.rpartition(".")
-        setattr(get(config, section), last, KEYS[key].fresh_default())
+    """Whether a key's value says nothing in this config."""
+    return any(key in needs.keys and not needs.holds(config) for needs in (*NEEDS, *READY))
 
 
 def ready(config: Config) -> str:

@@ -89,7 +89,7 @@ def moe(config: Config, world_size: int) -> Iterator[Problem]:
     if moe.expert_bias and moe.router_score != "sigmoid":
         fixes: list[Fix] = [{"moe.router_score": "sigmoid"}, {"moe.expert_bias": False}]
         yield Problem("moe.router_score", "must be sigmoid for moe.expert_bias", fixes)
-    if moe.memory_budget is not None and not derived.plans_moe(config):
+    if moe.memory_budget is not None and "auto" not in (moe.pipeline_degree, moe.memory_strategy):
         rule = "is for what moe.pipeline_degree=auto or moe.memory_strategy=auto choose; neither is auto"
         yield Problem("moe.memory_budget", rule, [{"moe.memory_budget": None}, {"moe.memory_strategy": "auto"}])
     if config.training.deterministic and derived.plans_moe(config):

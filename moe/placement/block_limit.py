@@ -20,6 +20,7 @@ from moe.placement.quotas import Costs, Limits, held
 from moe.placement.whole_blocks import Blocks
 
 TRIES = 300
+FEW = 400  # blocks up to which there are as many; with more, each try takes longer, and there are fewer
 NODES = 20_000  # of the tree in which few blocks are searched through
 MOST_PAIRS = 1_000_000  # of blocks that are looked at for an exchange
 
@@ -30,7 +31,7 @@ def within(blocks: Blocks, placement: PlacementMap, costs: Costs, limits: Limits
     state = _State(blocks, placement, costs, limits)
     state.fill()
     best, least = state.ranks.copy(), state.over()
-    random, tries = Random(), TRIES * reachable
+    random, tries = Random(), TRIES * reachable * FEW // max(FEW, len(blocks.ranks))
     now, current = best, least
     while least > 0 and tries > 0:
         tries -= 1

@@ -37,8 +37,8 @@ def measure(
     seconds = torch.zeros(ROUNDS, 4, dtype=torch.float64)
     if weights is not None:
         measured: list[Callable[[], None] | None] = [partial(_piece, weights, number) for number in (SMALL, LARGE)]
-        measured.append(partial(_copy, weights, group, 1) if node > 1 else None)
-        measured.append(partial(_copy, weights, group, node) if node < group.size() else None)
+        measured.append(partial(_copy, weights, group, 1, node) if node > 1 else None)
+        measured.append(partial(_copy, weights, group, node, group.size()) if node < group.size() else None)
         for number in range(-1, ROUNDS):  # the first round makes buffers and connections
             for i, function in enumerate(measured):
                 if function is not None:
@@ -102,14 +102,19 @@ def _piece(weights: Weights, assignments: int) -> None:
         output.backward(torch.ones_like(output))
 
 
-def _copy(weights: Weights, group: dist.ProcessGroup, distance: int) -> None:
-    """An expert's weights to the rank so far behind, and as much back."""
-    rank, ranks = group.rank(), group.size()
+def peer_of(rank: int, way: int, ranks: int) -> int:
+    """The rank so far behind, among the `ranks` that follow one another."""
+    return rank // ranks * ranks + (rank + way) % ranks
+
+
+def _copy(weights: Weights, group: dist.ProcessGroup, distance: int, ranks: int) -> None:
+    """An expert's weights to the rank so far behind, in a ring of so many, and as much back."""
+    rank = group.rank()
     for way in (distance, -distance):
         operations = []
         for each in weights.tensors:
-            operations.append(dist.P2POp(dist.isend, each[0], group=group, group_peer=(rank + way) % ranks))
+            operations.append(dist.P2POp(dist.isend, each[0], group=group, group_peer=peer_of(rank, way, ranks)))
             arrival = torch.empty_like(each[0])
-            operations.append(dist.P2POp(dist.irecv, arrival, group=group, group_peer=(rank - way) % ranks))
+            operations.append(dist.P2POp(dist.irecv, arrival, group=group, group_peer=peer_of(rank, -way, ranks)))
         for work in dist.batch_isend_irecv(operations):
             work.wait()

@@ -123,7 +123,8 @@ class Replayed:
         """Raises ConfigError where the file does not have the call, or its plan is not one of these counts."""
         if self._step is None:
             return at_home(counts_RE, placement)
-        calls, number = self._calls.get(self._step, []), self._next
+        calls = self._calls.get(self._step, [])
+        number = self._next % max(len(calls), 1)  # passes may come once more, to find what is not finite in them
         self._next += 1
         where = f"moe.placement.replay: {self._path}: step {self._step}, layer {self._layer}, call {number}"
         if number >= len(calls):

@@ -137,6 +137,13 @@ def test_later_steps_and_half_lines_go(
     assert files.cut_steps(tmp_path / "none", 5) is None and not (tmp_path / "none").exists()
 
 
+def test_a_later_line_that_is_damaged_does_not_end_the_cut(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(lines_of(*range(1, 118)) + lines_of(17) + lines_of(119, 120))
+    assert files.cut_steps(path, 100) is None
+    assert path.read_bytes() == lines_of(*range(1, 101))
+
+
 def test_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BLOCK", 64)
     path, step_of = tmp_path / "lines", files._step_of
@@ -149,7 +156,7 @@ def test_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path.write_bytes(lines_of(*range(1, 2000)))
     monkeypatch.setattr(files, "_step_of", noted)
     files.cut_steps(path, 1997)
-    assert len(read) == 3 and path.read_bytes() == lines_of(*range(1, 1998))
+    assert len(read) == 4 and path.read_bytes() == lines_of(*range(1, 1998))
 
 
 def test_a_line_after_half_a_line_stands_alone(tmp_path: Path) -> None:

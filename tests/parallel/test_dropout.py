@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint.state_file import draws_alike
 from configs.schema import Config
 from parallel.dropout import seed_of
 from tests import distributed
@@ -81,3 +82,10 @@ def test_masks_do_not_follow_the_order_of_passes(ranks: int, layout: tuple[str, 
     if ranks > 1:  # each rank has rows of its own
         zeros = [found["by pass"]["embedding", 1, 0] == 0 for found in by_rank]
         assert not torch.equal(*zeros)
+
+
+def test_streams_fit_the_layout_that_drew_from_them() -> None:
+    layout = {"world_size": 4, "tensor": 2, "sequence": True, "pipeline": 1, "virtual_pipeline": None, "context": 1}
+    assert draws_alike(layout, {**layout, "virtual_pipeline": 1, "expert": 2, "timeout_seconds": 9})
+    for key, other in (("world_size", 8), ("tensor", 1), ("sequence", False), ("pipeline", 2), ("context", 2)):
+        assert not draws_alike(layout, {**layout, key: other}), key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.derived import is_moe, limits_load, places_experts, plans_moe
+from configs.derived import is_moe, limits_load, places_experts, plans_moe, replays_plans
 from configs.schema import Config
 from training.callbacks.checkpoints import Checkpoints
 from training.callbacks.early_stop import EarlyStop
@@ -46,7 +46,7 @@ def default_callbacks(config: Config, guard: Guard | None = None, signals: StopS
         *([MoELayers(planning)] if is_moe(config) else []),  # these add to the metrics that the next ones write
         *([ExpertPlacement()] if places_experts(config) else []),
         *([HomeMoves() if places_experts(config) else HomesInOrder()] if is_moe(config) else []),
-        *([ReplayedPlans()] if places_experts(config) and config.moe.placement.replay is not None else []),
+        *([ReplayedPlans(checkpoints.save_now)] if replays_plans(config) else []),
         *([RecordedPlans()] if places_experts(config) and config.moe.placement.record else []),
         *([RoutingTrace()] if is_moe(config) and config.moe.placement.record else []),
         Environment(),

@@ -145,7 +145,8 @@ inline bool search(Problem& p, Spread& best, Number most, Number tries, Number p
     fill(p, best, most, true, false);
     Spread now = best;
     Score least = score(p, best, most), current = least;
-    for (; std::get<0>(least) > 0 ? tries > 0 : polish > 0; --(std::get<0>(least) > 0 ? tries : polish)) {
+    while (std::get<0>(least) > 0 ? tries > 0 : polish > 0) {
+        --(std::get<0>(least) > 0 ? tries : polish);
         Spread next = now;
         const Barred barred = remove(p, next, random);
         fill(p, next, most, std::get<0>(current) == 0, random.below(4) == 0);

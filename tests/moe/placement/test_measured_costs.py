@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe.placement.measure import LARGE, ROUNDS, SMALL, Measured, implausible, judged
+from moe.placement.measure import LARGE, ROUNDS, SMALL, Measured, implausible, judged, peer_of
 from moe.placement.policy import ASSUMED
 from moe.placement.quotas import Costs
 from training.callbacks.moe import home_moves
@@ -48,6 +48,11 @@ def test_a_busy_moment_changes_nothing() -> None:
 def test_what_no_machine_has_is_not_believed(measured: list[list[float]], said: str | None) -> None:
     found = judged(measured, CPU)
     assert found.problem is None if said is None else found.problem is not None and found.problem.startswith(said)
+
+
+def test_a_copy_inside_a_node_stays_there() -> None:
+    assert [peer_of(rank, 1, 2) for rank in range(4)] == [1, 0, 3, 2]
+    assert [peer_of(rank, -2, 4) for rank in range(4)] == [2, 3, 0, 1]
 
 
 def test_what_is_assumed_is_plausible() -> None:

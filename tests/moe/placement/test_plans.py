@@ -209,7 +209,9 @@ def test_a_call_of_other_counts_is_refused(tmp_path: Path) -> None:
         replayed = Replayed(tmp_path / "a.plans", 2, {7: [copies]})
         replayed.begin(7)
         if said is None:
-            assert replayed(counts_RE, placement, Costs(), Limits(2, 2)).tolist() == [[6, 4], [10, 0], [0, 10], [0, 10]]
+            for _ in range(2):  # passes may come once more, where a step is not finite
+                quotas_ER = replayed(counts_RE, placement, Costs(), Limits(2, 2))
+                assert quotas_ER.tolist() == [[6, 4], [10, 0], [0, 10], [0, 10]]
         else:
             with pytest.raises(ConfigError, match=f"a.plans: step 7, layer 2, {said}"):
                 replayed(counts_RE, placement, Costs(), Limits(2, 2))

@@ -68,6 +68,17 @@ def test_the_compiled_core_has_the_reference_s_numbers() -> None:
             assert max(0, ours.loads_R.max() - case[3].most) <= max(0, home.loads_R.max() - case[3].most)
 
 
+def test_the_compiled_search_for_a_limit_tries_as_often_as_the_reference() -> None:
+    """The try that first keeps the limit is one of those for it."""
+    if _loaded() is None:
+        pytest.skip("no C++ compiler")
+    counts_RE = np.zeros((8, 24), dtype=np.int64)
+    counts_RE[0, :12] = [192, 13, 56, 173, 95, 189, 77, 168, 19, 3, 64, 32]
+    counts_RE[0, 12:] = [41, 8, 52, 51, 129, 49, 78, 156, 13, 66, 25, 44]
+    case = counts_RE, PlacementMap(24, 8), Costs(8, 85, 100), Limits(1, 8, 218)
+    np.testing.assert_array_equal(solve(*case), reference(*case))
+
+
 @pytest.mark.parametrize("imbalance", [1.5, 2.0, 3.0])
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_two_slots_are_enough_for_balance_and_a_second_call_copies_nothing(ranks: int, imbalance: float) -> None:

@@ -6,14 +6,18 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from configs import derived
+from configs.schema import KEYS, Config
 from training.resilience import events
 from training.resilience.health import RefusedRun
 from training.run import Callback, Metrics, Run
 
+MOST_SLOTS = int(KEYS["moe.placement.extra_slots"].high or 0)
+
 
 class LoadLimit(Callback):
     """Says once in a run that a step's calls are over the limit; with `moe.placement.over_limit=stop` saves and ends
-    the run, on all ranks alike.
+    the run, on all ranks alike, and again at each start that asks for the same.
 
     save_now: writes a checkpoint of the run as it is.
     """
@@ -23,12 +27,19 @@ class LoadLimit(Callback):
     def __init__(self, save_now: Callable[[Run], None]) -> None:
         self._save_now = save_now
         self._said: float | None = None  # the limit of which it was
+        self._stopped: dict[str, Any] = {}  # for what the run was stopped, and why
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._said is None else {"said": self._said}
+        return {} if self._said is None else {"said": self._said, "stopped": self._stopped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._said = state["said"]
+        self._said, self._stopped = state["said"], state.get("stopped", {})
+
+    def on_start(self, run: Run) -> None:
+        """Raises RefusedRun where the run was stopped, and would be again: a launcher that starts what has failed must
+        not take it on step by step."""
+        if run.config.moe.placement.over_limit == "stop" and self._stopped.get("asked") == _asked(run.config):
+            raise RefusedRun(f"{self._stopped['text']}. {self._stopped['advice']}", run.progress.step)
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         """Raises RefusedRun."""
@@ -45,11 +56,16 @@ class LoadLimit(Callback):
             f"moe.placement.extra_slots={asked.extra_slots} was found that keeps it in {found['over_calls']} calls, "
             f"the worst with {worst} times the mean rank's assignments on one rank"
         )
-        advice = f"moe.placement.max_load={worst}, or more moe.placement.extra_slots"
+        advice = f"moe.placement.max_load={worst}"
+        if (most := min(derived.experts_of_other_ranks(run.config), MOST_SLOTS)) > asked.extra_slots:
+            advice += f", or more moe.placement.extra_slots (at most {most})"
         if stops:
-            text += f". {self._saved(run)}. To go on, set {advice}, or moe.placement.over_limit=warn."
+            advice = f"To go on, set {advice}, or moe.placement.over_limit=warn."
+            self._stopped = {"asked": _asked(run.config), "text": text, "advice": advice}
+            text += f". {self._saved(run)}. {advice}"
         else:
-            text += f". The run goes on; said once, and counted as over_calls in metrics.jsonl. To keep it: {advice}"
+            goes_on = "This was the last step" if run.is_last_step else "The run goes on"
+            text += f". {goes_on}; said once, and counted as over_calls in metrics.jsonl. To keep it: {advice}"
             run.say(text)
         if run.is_main:
             events.record(run.run_dir, "over_limit", text, step=step)
@@ -62,3 +78,12 @@ class LoadLimit(Callback):
             self._save_now(run)
             return f"The run is saved after step {step}"
         return "NOTHING WAS SAVED: checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
+
+
+def _asked(config: Config) -> dict[str, Any]:
+    """What decides whether a limit can be kept."""
+    placement = config.moe.placement
+    values = placement.max_load, placement.extra_slots, placement.policy, placement.bitwise, placement.block_rows
+    return dict(zip(("max_load", "extra_slots", "policy", "bitwise", "block_rows"), values, strict=True)) | {
+        "expert": config.parallel.expert
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from moe.placement.live import LayerPlacement
 from moe.placement.plans import Header, PlanFile, Plans, Recorded, Replayed, read_plans
 from parallel.refusal import raise_together
 from training.resilience import events
+from training.resilience.health import RefusedRun
 from training.run import Callback, Metrics, Run
 from training.step import StepResult
 
@@ -72,7 +74,13 @@ class RecordedPlans(Callback):
 
 class ReplayedPlans(Callback):
     """Has every training call planned as a folder's files say. What is known before the steps is refused before them,
-    on all ranks; other homes when their step comes."""
+    on all ranks; other homes when their step comes.
+
+    save_now: writes a checkpoint of the run as it is.
+    """
+
+    def __init__(self, save_now: Callable[[Run], None]) -> None:
+        self._save_now = save_now
 
     def on_start(self, run: Run) -> None:
         """Raises ConfigError on every rank."""
@@ -103,10 +111,15 @@ class ReplayedPlans(Callback):
             placement.planner = self._planners[-1]
 
     def before_step(self, run: Run) -> None:
-        """Raises ConfigError on every rank where homes are others than a file says."""
+        """Raises RefusedRun on every rank, after a save, where homes are others than a file says."""
         step, interval = run.progress.step + 1, run.config.moe.placement.interval
         if step in self._new_homes or (interval > 0 and run.progress.step % interval == 0):
-            raise_together(self._plans.other_homes(_header(run)))
+            try:
+                raise_together(self._plans.other_homes(_header(run)))
+            except ConfigError as error:
+                if run.progress.step > 0 and (run.config.checkpoint.interval > 0 or run.config.checkpoint.at_end):
+                    self._save_now(run)
+                raise RefusedRun(str(error), run.progress.step) from error
         for planner in self._planners:
             planner.begin(step)
 
