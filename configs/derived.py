@@ -180,6 +180,11 @@ def has_tiers(config: Config) -> bool:
     return config.optimizer.state_device != "device" or config.optimizer.moment_dtype != "fp32"
 
 
+def may_save(config: Config) -> bool:
+    """Whether a run may write a checkpoint when it is stopped."""
+    return config.checkpoint.interval > 0 or config.checkpoint.at_end
+
+
 def uses_host(config: Config) -> bool:
     """Whether something is kept on the host under `memory.host_budget`."""
     offloads = is_moe(config) and any(word in config.moe.memory_strategy for word in ("offload", "auto"))

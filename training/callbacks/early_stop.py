@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from checkpoint import record
+from configs import derived
 from memory.transfer import to_device
 from training.resilience import attempts, events, status
 from training.resilience.signals import ASKING, StopSignals
@@ -62,8 +63,7 @@ class EarlyStop(Callback):
         run.stop_reason = " and ".join(reasons) or None
 
     def on_stop(self, run: Run) -> None:
-        settings, step = run.config.checkpoint, run.progress.step
-        may_save = settings.interval > 0 or settings.at_end
+        step, may_save = run.progress.step, derived.may_save(run.config)
         if may_save:
             self._save_now(run)
             text = (

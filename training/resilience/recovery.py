@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from checkpoint import manifest, resume
 from checkpoint.saver import SaveError
+from configs import derived
 from training import progress
 from training.callbacks.checkpoints import Checkpoints
 from training.resilience import diagnosis, events
@@ -67,7 +68,7 @@ def _record(run: Run, kind: str, text: str, **fields: object) -> None:
 
 
 def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpoints: Checkpoints) -> None:
-    settings, step = run.config.checkpoint, run.progress.step
+    step = run.progress.step
     gave_up, marked = health.gave_up, health.start_over()
     if gave_up and marked:
         run.skipped.take_back(marked, write=run.is_main)
@@ -84,7 +85,7 @@ def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpo
     if damaged:
         saved = "the weights are damaged, and were not saved"
         checkpoints.finish_pending(run)
-    elif settings.interval > 0 or settings.at_end:
+    elif derived.may_save(run.config):
         checkpoints.finish_pending(run)
         saved = f"the checkpoint of step {step} is good" if step > 0 else "no step was taken"
         if step > 0 and manifest.problem_with(manifest.folder_of(run.run_dir, step)) is not None:

@@ -73,17 +73,20 @@ class LoadLimit(Callback):
             raise RefusedRun(text, step)
 
     def _saved(self, run: Run) -> str:
-        settings, step = run.config.checkpoint, run.progress.step
-        if settings.interval > 0 or settings.at_end:
+        if derived.may_save(run.config):
             self._save_now(run)
-            return f"The run is saved after step {step}"
+            return f"The run is saved after step {run.progress.step}"
         return "NOTHING WAS SAVED: checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
 
 
 def _asked(config: Config) -> dict[str, Any]:
     """What decides whether a limit can be kept."""
     placement = config.moe.placement
-    values = placement.max_load, placement.extra_slots, placement.policy, placement.bitwise, placement.block_rows
-    return dict(zip(("max_load", "extra_slots", "policy", "bitwise", "block_rows"), values, strict=True)) | {
-        "expert": config.parallel.expert
+    return {
+        "max_load": placement.max_load,
+        "extra_slots": placement.extra_slots,
+        "policy": placement.policy,
+        "bitwise": placement.bitwise,
+        "block_rows": placement.block_rows,
+        "expert": config.parallel.expert,
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from configs.derived import num_micro_batches
+from configs.derived import may_save, num_micro_batches
 from configs.schema import ConfigError
 from moe.layer import layers_of
 from moe.placement.live import LayerPlacement
@@ -117,7 +117,7 @@ class ReplayedPlans(Callback):
             try:
                 raise_together(self._plans.other_homes(_header(run)))
             except ConfigError as error:
-                if run.progress.step > 0 and (run.config.checkpoint.interval > 0 or run.config.checkpoint.at_end):
+                if run.progress.step > 0 and may_save(run.config):
                     self._save_now(run)
                 raise RefusedRun(str(error), run.progress.step) from error
         for planner in self._planners:
