@@ -1,0 +1,210 @@
+"""Published configs, made small, on every way through: python -m benchmarks.real_models FOLDER [--only WORDS]
+[--markdown] [--json].
+
+FOLDER holds config.json files of published models, one each, called by the model's name. Each is scaled down with its
+keys kept (benchmarks/published.py), gets random weights, and goes the way of a user: `models.convert import`, logits
+against transformers (fp32, up to the original length of scaled positions), two training steps from the imported weights,
+`checkpoint convert` to a Hugging Face folder, logits of that against the run's, and greedy text of both. A model is
+refused in one line that names the key, or all of it agrees: the exit status is 1 if there was a third outcome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import shutil
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.published import LENGTH, VOCAB_SIZE, make_folder, scaled
+from benchmarks.tables import table
+from checkpoint import __main__ as checkpoint
+from data.tokenizer import train_tokenizer
+from inference.generation import generate
+from inference.open_model import open_model
+from models import convert, gpt
+from models.build import family_module
+from tests.models.helpers import random_batch, relative_error
+from tests.tolerances import ORACLE_LOGITS
+from tests.training.helpers import train_on_ranks
+
+NEW_TOKENS = 12
+LEARNED = ("gpt2", "bert")  # families whose positions are weights, so that another length is another model
+TRAINING = (
+    *("training.steps=2", "training.global_batch_size=4", "training.micro_batch_size=2", "optimizer.lr=1e-3"),
+    *("optimizer.warmup_steps=0", "checkpoint.interval=0"),
+)
+
+
+@dataclass
+class Outcome:
+    """What became of a model: `word` is works, refused or wrong."""
+
+    word: str
+    why: str = ""
+    imported: float = float("nan")  # largest relative difference of logits
+    exported: float = float("nan")
+
+
+class Judge:
+    """Sends models through, each in a folder of its own that is deleted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.corpus = folder / "text.txt"
+        sources = sorted((Path(__file__).parents[1] / "docs" / "guide").glob("*.md"))
+        self.corpus.write_text("\n\n\n".join(path.read_text() for path in sources))
+        self.tokenizer = folder / "tokenizer.model"
+        train_tokenizer([self.corpus.read_text()], 400, str(self.tokenizer))
+
+    def outcome(self, name: str, published: dict[str, Any], seed: int) -> Outcome:
+        """What becomes of one model."""
+        case = self.folder / name
+        case.mkdir()
+        try:
+            return self._outcome(case, published, seed)
+        except Exception as error:
+            return Outcome("wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        finally:
+            shutil.rmtree(case)
+
+    def _outcome(self, case: Path, published: dict[str, Any], seed: int) -> Outcome:
+        hf = scaled(published)
+        theirs, ours, run, back = (case / name for name in ("theirs", "ours", "run", "back"))
+        make_folder(hf, theirs, seed)
+        status, said = _quietly(convert.main, ["import", str(theirs), str(ours)])
+        if status:
+            refused = status == 2 and "\n" not in said and not ours.exists()
+            return Outcome("refused" if refused else "wrong", said)
+        batch = random_batch(VOCAB_SIZE, 2, LENGTH, seed)
+        imported = relative_error(_ours(ours, batch), _theirs(theirs, hf, batch)[0])
+        if imported >= ORACLE_LOGITS:
+            return Outcome("wrong", "logits after the import", imported)
+        places = [f"checkpoint.weights={ours}", f"run_dir={run}", f"data.cache_dir={self.folder / 'cache'}"]
+        texts = [f"data.corpus={self.corpus}", f"data.tokenizer={self.tokenizer}"]
+        length = [] if hf["model_type"] in LEARNED else [f"model.sequence_length={LENGTH}"]
+        lines = train_on_ranks([*places, *texts, *length, *TRAINING])
+        if len(lines) != 2 or not all(line["loss"] > 0 for line in lines):
+            return Outcome("wrong", f"training gave {[line['loss'] for line in lines]}", imported)
+        status, said = _quietly(checkpoint.main, ["convert", str(run), str(back), "--to", "huggingface"])
+        if status:
+            return Outcome("wrong", f"export: {said}", imported)
+        after = json.loads((back / "config.json").read_text())
+        trained, text = _theirs(back, after, batch)
+        exported = relative_error(_ours(run, batch), trained)
+        if exported >= ORACLE_LOGITS:
+            return Outcome("wrong", "logits after the export", imported, exported)
+        if text is not None:
+            with open_model(run, precision="fp32", device="cpu") as model:
+                prompts = batch["tokens"][:, :8].tolist()
+                written = [done.tokens for done in generate(model.decoder(), prompts, NEW_TOKENS)]
+            if written != text:
+                return Outcome("wrong", f"greedy text {written}, transformers' {text}", imported, exported)
+        return Outcome("works", said, imported, exported)
+
+
+def _quietly(main: Any, arguments: list[str]) -> tuple[int, str]:
+    words = io.StringIO()
+    with contextlib.redirect_stderr(words), contextlib.redirect_stdout(io.StringIO()):
+        status = main(arguments)
+    return status, words.getvalue().strip()
+
+
+def _ours(path: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.inference_mode(), open_model(path, precision="fp32", device="cpu") as model:
+        if model.config.model.family == "gpt":
+            return gpt.logits(model.chunks[0], batch["tokens"], model.vocab_size).clone()
+        given = {key: value for key, value in batch.items() if key != "labels"}
+        return family_module(model.config).forward(model.chunks[0], given)[0][..., : model.vocab_size].clone()
+
+
+def _theirs(path: Path, hf: dict[str, Any], batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    """Logits of transformers in fp32, and what it writes greedily after each sample's first tokens; None for BERT."""
+    import transformers
+
+    bert = hf.get("model_type") == "bert"
+    name = hf["architectures"][0] if bert else "AutoModelForCausalLM"
+    more: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "attn_implementation": "eager"}
+    if hf.get("quantization_config"):
+        more["quantization_config"] = transformers.FineGrainedFP8Config(
+            weight_block_size=tuple(hf["quantization_config"]["weight_block_size"]), dequantize=True
+        )
+    source = path
+    if hf.get("model_type") == "kimi_k2":
+        source = path.with_name(f"{path.name}_as_deepseek_v3")
+        shutil.copytree(path, source)
+        plain = {key: value for key, value in hf.items() if key != "auto_map"}
+        (source / "config.json").write_text(json.dumps({**plain, "model_type": "deepseek_v3"}))
+    with warnings.catch_warnings(), torch.inference_mode(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        model, report = getattr(transformers, name).from_pretrained(source, **more)
+        missing = {key for key in report["missing_keys"] if key != "cls.predictions.bias"}
+        if missing or report["mismatched_keys"]:
+            raise ValueError(f"transformers fills with random weights: {sorted(missing) or report['mismatched_keys']}")
+        model = model.float().eval()
+        inputs = {"input_ids": batch["tokens"]}
+        if bert:
+            inputs |= {"token_type_ids": batch["types"], "attention_mask": batch["padding_mask"].long()}
+            output = model(**inputs)
+            return output.prediction_logits if "prediction_logits" in output else output.logits, None
+        model.generation_config = transformers.GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS)
+        prompt = batch["tokens"][:, :8]
+        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0)
+        return model(**inputs).logits, text[:, 8:].tolist()
+
+
+def size_of(hf: dict[str, Any]) -> str:
+    """The size that the published config has, in words."""
+    layers, width = hf.get("num_hidden_layers", hf.get("n_layer")), hf.get("hidden_size", hf.get("n_embd"))
+    experts = hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts")
+    return f"{layers} x {width}" + (f", {experts} experts" if experts else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="", help="models whose name holds this")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    files = [path for path in sorted(arguments.folder.glob("*.json")) if arguments.only in path.name]
+    if not files:
+        parser.error(f"{arguments.folder} holds no .json file whose name has {arguments.only!r}")
+    rows, words, wrong = [], Counter[str](), []
+    with tempfile.TemporaryDirectory() as name:
+        judge = Judge(Path(name))
+        for number, path in enumerate(files):
+            hf = json.loads(path.read_text())
+            model = path.stem.replace("__", "/")
+            done = judge.outcome(path.stem, hf, arguments.seed + number)
+            words[done.word] += 1
+            if done.word == "wrong":
+                wrong.append(f"{model}: {done.why}")
+            print(f"{model}: {done.word} {done.why}", file=sys.stderr, flush=True)
+            differences = [f"{value:.1e}" if value == value else "-" for value in (done.imported, done.exported)]
+            why = done.why if done.word == "refused" else ""
+            rows.append([str(hf.get("model_type", "-")), model, size_of(hf), *differences, done.word, why])
+    rows.sort()
+    headings = ["family", "model", "layers x width", "import", "export", "outcome", "refused with"]
+    print(table(headings, rows, arguments.markdown))
+    print(f"{len(files)} models: " + ", ".join(f"{words[word]} {word}" for word in ("works", "refused", "wrong")))
+    for text in wrong:
+        print(text)
+    if arguments.json:
+        print(json.dumps(dict(words)))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
