@@ -134,8 +134,8 @@ def _head_dim(hf: HfConfig) -> int:
 
 
 def make_folder(hf: HfConfig, folder: Path, seed: int) -> None:
-    """Write a model of a small config, with random weights, as its authors' folder: config.json as given, weights of its
-    type, quantised where it says so. Raises what transformers raises."""
+    """Write a model of a small config, with random weights, as its authors' folder: config.json as given, weights of
+    its type, quantised where it says so. Raises what transformers raises."""
     import transformers
 
     given = {key: value for key, value in hf.items() if key not in ("quantization_config", "auto_map")}

@@ -3,9 +3,10 @@
 
 FOLDER holds config.json files of published models, one each, called by the model's name. Each is scaled down with its
 keys kept (benchmarks/published.py), gets random weights, and goes the way of a user: `models.convert import`, logits
-against transformers (fp32, up to the original length of scaled positions), two training steps from the imported weights,
-`checkpoint convert` to a Hugging Face folder, logits of that against the run's, and greedy text of both. A model is
-refused in one line that names the key, or all of it agrees: the exit status is 1 if there was a third outcome.
+against transformers (fp32, up to the original length of scaled positions), two training steps from the imported
+weights, `checkpoint convert` to a Hugging Face folder, logits of that against the run's, and greedy text of both. A
+model is refused in one line that names the key, or all of it agrees: the exit status is 1 if there was a third outcome.
+The columns import and export hold the largest relative difference of logits.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Outcome:
     why: str = ""
     imported: float = float("nan")  # largest relative difference of logits
     exported: float = float("nan")
+    text: str = "-"  # what was generated
 
 
 class Judge:
@@ -109,6 +111,7 @@ class Judge:
                 written = [done.tokens for done in generate(model.decoder(), prompts, NEW_TOKENS)]
             if written != text:
                 return Outcome("wrong", f"greedy text {written}, transformers' {text}", imported, exported)
+            return Outcome("works", said, imported, exported, "same text")
         return Outcome("works", said, imported, exported)
 
 
@@ -177,32 +180,37 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    markdown = arguments.markdown
     torch.set_num_threads(1)
     files = [path for path in sorted(arguments.folder.glob("*.json")) if arguments.only in path.name]
     if not files:
         parser.error(f"{arguments.folder} holds no .json file whose name has {arguments.only!r}")
-    rows, words, wrong = [], Counter[str](), []
+    works, refused, wrong = [], [], []
     with tempfile.TemporaryDirectory() as name:
         judge = Judge(Path(name))
         for number, path in enumerate(files):
             hf = json.loads(path.read_text())
             model = path.stem.replace("__", "/")
             done = judge.outcome(path.stem, hf, arguments.seed + number)
-            words[done.word] += 1
-            if done.word == "wrong":
-                wrong.append(f"{model}: {done.why}")
-            print(f"{model}: {done.word} {done.why}", file=sys.stderr, flush=True)
-            differences = [f"{value:.1e}" if value == value else "-" for value in (done.imported, done.exported)]
-            why = done.why if done.word == "refused" else ""
-            rows.append([str(hf.get("model_type", "-")), model, size_of(hf), *differences, done.word, why])
-    rows.sort()
-    headings = ["family", "model", "layers x width", "import", "export", "outcome", "refused with"]
-    print(table(headings, rows, arguments.markdown))
-    print(f"{len(files)} models: " + ", ".join(f"{words[word]} {word}" for word in ("works", "refused", "wrong")))
-    for text in wrong:
-        print(text)
+            print(f"{number + 1} of {len(files)}: {model}: {done.word} {done.why}", file=sys.stderr, flush=True)
+            about = [str(hf.get("model_type", "-")), model, size_of(hf)]
+            if done.word == "works":
+                works.append([*about, f"{done.imported:.0e}", "2 steps", done.text, f"{done.exported:.0e}"])
+            elif done.word == "refused":
+                refused.append([*about, done.why.removeprefix("error: ")])
+            else:
+                wrong.append([*about, done.why])
+    counts = Counter(row[0] for row in works)
+    names = {family: ", ".join(row[1] for row in works if row[0] == family) for family in sorted(counts)}
+    print(f"{len(works)} work, {len(refused)} are refused, {len(wrong)} are wrong.\n")
+    print(table(["family", "models", "published as"], [[f, str(counts[f]), n] for f, n in names.items()], markdown))
+    headings = ["family", "model", "layers x width"]
+    print("\n" + table([*headings, "import", "train", "generate", "export"], sorted(works), markdown))
+    for what, rows in (("refused with", refused), ("wrong", wrong)):
+        if rows:
+            print("\n" + table([*headings, what], sorted(rows), markdown))
     if arguments.json:
-        print(json.dumps(dict(words)))
+        print(json.dumps({"works": len(works), "refused": len(refused), "wrong": len(wrong)}))
     return 1 if wrong else 0
 
 
