@@ -12,6 +12,7 @@ from configs.rules import first_problem
 from configs.rules.problem import WORLD_SIZE, Fix, Problem
 from configs.schema import KEYS, Config
 from configs.show import show
+from configs.values import as_typed
 
 MAX_FIXES = 40  # tried for one problem, nearest first
 
@@ -74,7 +75,11 @@ def _key_after(config: Config, world_size: int, fix: Fix) -> str | None:
 
 
 def _show_fix(fix: Fix) -> str:
-    keys = " ".join(f"{key}={show(value)}" for key, value in fix.items() if key != WORLD_SIZE)
+    keys = " ".join(
+        as_typed(key, value) if isinstance(value, dict) else f"{key}={show(value)}"
+        for key, value in fix.items()
+        if key != WORLD_SIZE
+    )
     if WORLD_SIZE not in fix:
         return keys
     return f"{fix[WORLD_SIZE]} processes (torchrun --nproc-per-node)" + (f" with {keys}" if keys else "")

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from configs import derived
+from configs import derived, rotary
 from configs.keys import get, put
 from configs.schema import KEYS, Config
 
@@ -27,7 +27,9 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     if not model["qk_norm"] or model["qk_norm_over"] == "head":
         del model["qk_norm_over"]
     if model["position_embedding"] != "rope":
-        del model["rotary_base"], model["rotary_fraction"]
+        del model["rotary_base"], model["rotary_fraction"], model["rotary_scaling"]
+    else:
+        model["rotary_scaling"] = rotary.normalised(model["rotary_scaling"])
     if model["family"] != "bert":
         del model["sentence_head"]
     moe: dict[str, Any] = {"num_experts": config.moe.num_experts}
@@ -87,6 +89,8 @@ def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     overrides["model"].update(
         (key, getattr(config.model, key)) for key in ("hidden_dropout", "attention_dropout", "init_std")
     )
+    if overrides["model"].get("rotary_scaling", 0) is None:
+        del overrides["model"]["rotary_scaling"]  # earlier versions do not know the key
     if config.model.max_positions is not None:
         overrides["model"]["max_positions"] = config.model.max_positions
     return overrides

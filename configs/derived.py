@@ -25,6 +25,13 @@ def head_dim(config: Config) -> int:
     return config.model.head_dim or config.model.hidden_size // config.model.num_attention_heads
 
 
+def rotary_dim(config: Config) -> int:
+    """Channels of a head that turn, where positions rotate."""
+    if config.model.attention == "latent":
+        return config.model.rotary_head_dim
+    return int(head_dim(config) * config.model.rotary_fraction)
+
+
 def num_query_groups(config: Config) -> int:
     """Key/value heads; equal to the query heads for multi-head attention."""
     return config.model.num_query_groups or config.model.num_attention_heads

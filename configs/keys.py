@@ -65,7 +65,7 @@ class Key:
     @property
     def nullable(self) -> bool:
         """Whether null is a value of the key."""
-        return type(None) in self.kinds
+        return type(None) in self.kinds or (self.type is Any and self.default is None)
 
     @property
     def kinds(self) -> tuple[Any, ...]:
@@ -161,10 +161,10 @@ def table(schema: type) -> dict[str, Key]:
 
 
 def get(config: Any, key: str) -> Any:
-    """The value at a dotted key of a config."""
+    """The value at a dotted key of a config, or of a mapping that is such a value."""
     value: Any = config
     for part in key.split("."):
-        value = getattr(value, part)
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
     return value
 
 

@@ -60,6 +60,13 @@ class ModelConfig:
     )
     rotary_base: float = key(10000.0, "base of the rotary frequencies", architecture=True, above=0)
     rotary_fraction: float = key(1.0, "share of each head's channels that rotate", architecture=True, above=0, high=1)
+    rotary_scaling: Any = key(
+        None,
+        "rope: frequencies for texts beyond the length of a first training, in Hugging Face's names; rope_type: "
+        "linear, llama3, yarn or longrope",
+        architecture=True,
+        form="a mapping such as {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}",
+    )
     normalization: str = key("rmsnorm", "kind of norm", architecture=True, choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = key(1e-5, "added to the variance in a norm", architecture=True, above=0)
     norm_position: str = key(

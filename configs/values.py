@@ -17,6 +17,7 @@ from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.keys import Key
+from configs.rotary import normalised
 from configs.schema import KEYS, Config, ConfigError
 from configs.show import nearest, show
 
@@ -90,6 +91,7 @@ def to_config(composed: DictConfig, before: dict[str, Any] | None = None) -> Con
         raise ConfigError(wrong_value(KEYS[name], written, f", {reason}", None, before.get(name)))
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    config.model.rotary_scaling = normalised(config.model.rotary_scaling)
     return config
 
 

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.architecture import architecture
 from configs.keys import get, put
+from configs.rotary import normalised
 from configs.schema import KEYS, Config, ConfigError
 from configs.show import show
 from configs.tokenizer_files import core_file
@@ -50,6 +51,8 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
                 raise ConfigError(
                     f"{path}: {section}.{key} ({value}) must be {KEYS[f'{section}.{key}'].rule()}."
                 ) from error
+        if "rotary_scaling" in values:
+            values["rotary_scaling"] = normalised(values["rotary_scaling"])
     return {section: dict(values) for section, values in found.items() if values is not None}
 
 

@@ -27,13 +27,21 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from configs.schema import ConfigError
+from configs.schema import Config, ConfigError
+from models.pointwise.frequencies import Rotary
 from models.pointwise.rotary import rotate, split_and_rotate, tables
 
 
 class RotarySelfAttention(SelfAttention):
     """Megatron-core's self attention. With rotary embedding, queries, keys and values are split and turned in one
-    function."""
+    function.
+
+    `rotary_factor` is what cosines and sines are multiplied by.
+    """
+
+    def __init__(self, *args: Any, rotary_factor: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary_factor = rotary_factor
 
     def forward(
         self,
@@ -44,19 +52,21 @@ class RotarySelfAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden `[s, b, h]`, rotary_pos_emb (angles) `[s, 1, 1, rotating channels]` -> `[s, b, h]` without the bias,
         and the bias."""
-        if rotary_pos_emb is None or self.config.num_query_groups < self.world_size:
-            return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **others)
+        if rotary_pos_emb is None:
+            return super().forward(hidden_states, attention_mask, **others)
+        assert self.config.num_query_groups >= self.world_size, "a rule of the layout"
         assert all(value is None for value in others.values()), (
             f"no model of this repository uses {[name for name, value in others.items() if value is not None]}"
         )
         if self.config.qk_layernorm:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
-            cos_sin = tables(rotary_pos_emb, query.dtype)
+            cos_sin = tables(rotary_pos_emb, query.dtype, self.rotary_factor)
             query, key = rotate(query, *cos_sin), rotate(key, *cos_sin)
         else:
             mixed, _ = self.linear_qkv(hidden_states)
             groups = self.num_query_groups_per_partition
-            query, key, value = split_and_rotate(mixed, groups, self.hidden_size_per_attention_head, rotary_pos_emb)
+            size = self.hidden_size_per_attention_head
+            query, key, value = split_and_rotate(mixed, groups, size, rotary_pos_emb, self.rotary_factor)
         attend = functools.partial(self.core_attention, attn_mask_type=self.attn_mask_type)
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(attend, False, query, key, value, attention_mask)
@@ -66,15 +76,18 @@ class RotarySelfAttention(SelfAttention):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron-core's multi-head latent attention with right gradients under tensor parallelism.
+    """Megatron-core's multi-head latent attention with our rotary positions, and right gradients under tensor
+    parallelism.
 
     Megatron-core gathers the compressed keys and values from the tensor ranks; on the way back each rank keeps its part
     of the gradient that it computed itself. For the rotary key, which the heads of all ranks use, that part must be
     summed over them.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, model: Config, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Where Megatron-core means YaRN, it takes a factor from the module.
+        self.rotary_pos_emb = Rotary(model, self.pg_collection.cp, with_factor=self.config.rope_type == "yarn")
         if self.config.tensor_model_parallel_size > 1:
             self.linear_kv_down_proj.register_forward_hook(self._gather)
 

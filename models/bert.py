@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.bert.pooler import Pooler
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -26,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from configs.schema import Config
 from models.gpt import POSITION_EMBEDDINGS
 from models.norm import mark_sequence_parallel, norm_class
+from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids
 from parallel.topology import Topology
 
@@ -100,11 +100,7 @@ class Bert(LanguageModule):
             )
         self.rotary_pos_emb = None
         if position_type == "rope":
-            self.rotary_pos_emb = RotaryEmbedding(
-                kv_channels=megatron.kv_channels,
-                rotary_percent=config.model.rotary_fraction,
-                rotary_base=config.model.rotary_base,
-            )
+            self.rotary_pos_emb = Rotary(config, self.pg_collection.cp)
         self.encoder = TransformerBlock(
             config=megatron,
             spec=block,

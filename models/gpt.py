@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
+from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
 
@@ -23,9 +24,11 @@ POSITION_EMBEDDINGS = {"rope": "rope", "learned": "learned_absolute"}
 class Gpt(GPTModel):
     """The part of a GPT that one (virtual) pipeline stage holds."""
 
-    def __init__(self, context: Axis, **settings: Any) -> None:
+    def __init__(self, model: Config, context: Axis, **settings: Any) -> None:
         super().__init__(**settings)
         self.context = context
+        if hasattr(self, "rotary_pos_emb"):  # latent attention has its own in each layer
+            self.rotary_pos_emb = Rotary(model, self.pg_collection.cp)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Run this stage: see `forward` of this file for shapes."""
@@ -45,6 +48,7 @@ def build_chunk(
 ) -> Gpt:
     """A chunk of the model, weights not yet filled."""
     return Gpt(
+        config,
         topology.context,
         config=megatron,
         transformer_layer_spec=block,
@@ -54,8 +58,6 @@ def build_chunk(
         post_process=post_process,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
         position_embedding_type=POSITION_EMBEDDINGS[config.model.position_embedding],
-        rotary_percent=config.model.rotary_fraction,
-        rotary_base=config.model.rotary_base,
         pg_collection=topology.groups,
         vp_stage=vp_stage,
     )

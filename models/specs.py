@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from configs import derived
+from configs.rotary import attention_factor
 from configs.schema import Config, ConfigError, ModelConfig
 from models.attention import LatentAttention, RotarySelfAttention, ScaledDotProductAttention
 from models.feed_forward import FeedForward
@@ -127,7 +128,7 @@ def block_spec(
     moe = _moe_spec(config, topology, backend)
     return TransformerBlockSubmodules(
         layer_specs=[
-            _layer(backend, megatron, topology.tensor, config.model, causal, post_norm, moe if is_moe else None)
+            _layer(backend, megatron, topology.tensor, config, causal, post_norm, moe if is_moe else None)
             for is_moe in pattern
         ],
         # The last layer of a post-norm model has normalized its output already.
@@ -152,7 +153,7 @@ def _layer(
     backend: Backend,
     megatron: TransformerConfig,
     tensor: Axis,
-    model: ModelConfig,
+    config: Config,
     causal: bool,
     post_norm: bool,
     moe: ModuleSpec | None,
@@ -164,7 +165,9 @@ def _layer(
     latent = isinstance(megatron, MLATransformerConfig)
     fused_input_norm = None if latent else fused_norm  # two layers of latent attention read the norm
     attention = (
-        _latent_attention(backend) if latent else _attention(backend, megatron, tensor, model, causal, fused_norm)
+        _latent_attention(backend, config)
+        if latent
+        else _attention(backend, megatron, tensor, config.model, causal, fused_norm)
     )
     if moe is not None:
         feed_forward = moe
@@ -210,10 +213,15 @@ def _attention(
             module=AllHeadsRMSNorm, params={"num_heads": megatron.num_attention_heads, "tensor": tensor}
         )
         key_norm = ModuleSpec(module=AllHeadsRMSNorm, params={"num_heads": megatron.num_query_groups, "tensor": tensor})
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding}
+    # Where TransformerEngine is, it has a kernel for the rotary embedding, but none for a factor.
+    factor = attention_factor(model.rotary_scaling)
+    ours = backend.norm_column_linear is None or factor != 1.0
+    if ours:
+        params["rotary_factor"] = factor
     return ModuleSpec(
-        # Where TransformerEngine is, it has a kernel for the rotary embedding.
-        module=RotarySelfAttention if backend.norm_column_linear is None else SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding},
+        module=RotarySelfAttention if ours else SelfAttention,
+        params=params,
         submodules=SelfAttentionSubmodules(
             linear_qkv=norm_column_linear or backend.column_linear,
             core_attention=backend.attention,
@@ -224,10 +232,10 @@ def _attention(
     )
 
 
-def _latent_attention(backend: Backend) -> ModuleSpec:
+def _latent_attention(backend: Backend, config: Config) -> ModuleSpec:
     return ModuleSpec(
         module=LatentAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": AttnMaskType.causal, "model": config},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=backend.column_linear,
             linear_q_down_proj=backend.column_linear,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from configs import derived
+from configs.rotary import attention_factor, scores_factor
 from configs.schema import Config
 from models.parallelize import layer_settings
 from parallel.dtypes import DTYPES
@@ -86,7 +87,9 @@ def fusions(config: Config, backend: str) -> dict[str, Any]:
     if backend != "transformer_engine" or model.fusions == "off":
         return {}
     chosen: dict[str, Any] = {}
-    if model.position_embedding == "rope" and model.attention == "grouped":  # of latent attention: with YaRN alone
+    # Of latent attention: with Megatron-core's own YaRN alone. It knows no factor of cosines and sines.
+    rotates = model.position_embedding == "rope" and model.attention == "grouped"
+    if rotates and attention_factor(model.rotary_scaling) == 1.0:
         chosen["apply_rope_fusion"] = True
     # The fused GELU is the approximation by tanh, whose exact form Megatron refuses; it is not what `gelu` says.
     if model.activation == "swiglu":
@@ -103,15 +106,19 @@ def _latent(config: Config) -> dict[str, Any]:
     model = config.model
     if model.attention != "latent":
         return {}
+    scaling = model.rotary_scaling
     return {
         "q_lora_rank": model.q_lora_rank,
         "kv_lora_rank": model.kv_lora_rank,
         "qk_head_dim": derived.head_dim(config),
         "qk_pos_emb_head_dim": model.rotary_head_dim,
         "v_head_dim": model.value_head_dim,
-        "rope_type": "rope",
+        # models/pointwise/frequencies.py has the frequencies. For YaRN alone Megatron-core takes a factor with them.
+        "rope_type": "rope" if attention_factor(scaling) == 1.0 else "yarn",
         "rotary_base": model.rotary_base,
-        "rotary_scaling_factor": 1.0,  # else the scores would be scaled as for YaRN
+        # Both are for the scale of the scores alone; configs.rotary.scores_factor is the same.
+        "rotary_scaling_factor": scaling["factor"] if scores_factor(scaling) != 1.0 else 1.0,
+        "mscale_all_dim": scaling["mscale_all_dim"] if scores_factor(scaling) != 1.0 else 0.0,
     }
 
 

@@ -144,7 +144,7 @@ def _staying(config: Config, stage: int) -> int:
     sizes = Sizes(config)
     result = sizes.tokens * model.hidden_size * sizes.element if config.parallel.sequence else 0
     if model.position_embedding == "rope":
-        channels = model.rotary_head_dim if latent else int(derived.head_dim(config) * model.rotary_fraction)
+        channels = derived.rotary_dim(config)
         tables = sum(len(part.layers) for part in of_stage) if latent else len(of_stage)
         result += min(tables, ROTARY_TABLES) * model.sequence_length * channels * FP32
     if derived.places_experts(config):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from configs.rules import idle, layout, memory, model, training, values
+from configs.rules import idle, layout, memory, model, rotary, training, values
 from configs.rules.problem import Problem
 from configs.schema import Config
 
@@ -16,6 +16,7 @@ RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
     values.values,
     values.loose_values,
     model.model,
+    rotary.rotary,
     model.moe,
     layout.tensor,
     layout.experts,

@@ -63,6 +63,7 @@ NEEDS = [
         lambda c: c.model.family == "bert",
         "unless model.family is bert",
     ),
+    Needs(("model.rotary_scaling",), lambda c: c.model.position_embedding == "rope", "unless positions rotate (rope)"),
     Needs(
         ("optimizer.engine", "optimizer.early_update"),
         lambda c: c.optimizer.state_device != "device",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
 
 from configs import derived
+from configs.rotary import attention_factor, scores_factor
 from configs.schema import Config
 from inference.decoder.linear import Group, Weights, all_heads_norm, gather, norm, row_linear
 from inference.decoder.step import Step
 from models.norm import LATENT_NORM_EPSILON
+from models.pointwise.frequencies import inverse_frequencies
 
 
 class Attention:
@@ -77,6 +80,7 @@ class LatentAttention:
             self.query_norm = norm(of_attention, "q_layernorm", config, LATENT_NORM_EPSILON)
         self.key_value_norm = norm(of_attention, "kv_layernorm", config, LATENT_NORM_EPSILON)
         self.project = row_linear(of_attention, "linear_proj", group)
+        self.scale = scores_factor(model.rotary_scaling) / math.sqrt(self.plain + self.rotary)
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         query_input = hidden
@@ -98,7 +102,9 @@ class LatentAttention:
         query = torch.cat([plain_query, turned[:, :, :-1]], dim=-1).transpose(1, 2)
         key = torch.cat([plain_key, turned[:, :, -1:].expand_as(rotary_query)], dim=-1).transpose(1, 2)
         key, value = step.remember(self.layer, key, value.transpose(1, 2))
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=step.mask, is_causal=step.is_prefill)
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=step.mask, is_causal=step.is_prefill, scale=self.scale
+        )
         return self.project(output.transpose(1, 2).reshape(len(hidden), -1))
 
 
@@ -106,11 +112,8 @@ class Rotary:
     """Cosines and sines of rotary positions (Su et al. 2021), kept for as many positions as were asked for."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        size = int(derived.head_dim(config) * config.model.rotary_fraction)
-        if config.model.attention == "latent":
-            size = config.model.rotary_head_dim
-        steps = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-        self.frequencies = 1.0 / config.model.rotary_base**steps
+        self.frequencies = inverse_frequencies(config).to(device)
+        self.factor = attention_factor(config.model.rotary_scaling)
         self.cos = self.sin = torch.empty(0, device=device)
 
     def at(self, length: int, positions: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,9 +122,10 @@ class Rotary:
             angles = torch.outer(
                 torch.arange(2 * length, dtype=torch.float32, device=self.frequencies.device), self.frequencies
             )
-            self.cos = torch.cat([angles.cos(), angles.cos()], dim=1)[:, None, None]
+            cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+            self.cos = torch.cat([cos, cos], dim=1)[:, None, None]
             # The sign of rotate_half([a, b]) = [-b, a], so that the halves need only be swapped.
-            self.sin = torch.cat([-angles.sin(), angles.sin()], dim=1)[:, None, None]
+            self.sin = torch.cat([-sin, sin], dim=1)[:, None, None]
         return self.cos[positions], self.sin[positions]
 
 

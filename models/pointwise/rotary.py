@@ -21,12 +21,12 @@ from parallel.fused import fused
 
 
 @functools.lru_cache(maxsize=8)
-def tables(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(angles: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines, and sines with a minus in the first half, `[s, 1, 1, 1, rotating channels]`, of angles `[s, 1, 1,
-    rotating channels]`; Megatron-core keeps the angles too."""
-    sin = torch.sin(angles).to(dtype)
+    rotating channels]`, both times a factor; Megatron-core keeps the angles too."""
+    sin = (torch.sin(angles) * factor).to(dtype)
     first, second = sin.chunk(2, dim=-1)
-    return torch.cos(angles).to(dtype).unsqueeze(2), torch.cat([-first, second], dim=-1).unsqueeze(2)
+    return (torch.cos(angles) * factor).to(dtype).unsqueeze(2), torch.cat([-first, second], dim=-1).unsqueeze(2)
 
 
 def _turn_into(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -120,12 +120,13 @@ class _Rotate(torch.autograd.Function):
 
 
 def split_and_rotate(
-    mixed: torch.Tensor, num_groups: int, head_dim: int, angles: torch.Tensor
+    mixed: torch.Tensor, num_groups: int, head_dim: int, angles: torch.Tensor, factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Megatron's product for all of attention `[s, b, g * (r + 2) * d]`, r queries, key and value of each group after
     another, -> query `[s, b, n, d]`, turned, key `[s, b, g, d]`, turned, and value `[s, b, g, d]`."""
     s, b, _ = mixed.shape
-    query, key, value = _SplitAndRotate.apply(mixed.view(s, b, num_groups, -1, head_dim), *tables(angles, mixed.dtype))
+    cos_sin = tables(angles, mixed.dtype, factor)
+    query, key, value = _SplitAndRotate.apply(mixed.view(s, b, num_groups, -1, head_dim), *cos_sin)
     return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 
 

@@ -27,6 +27,7 @@ MODULES = (
     "distributed.distributed_data_parallel",
     "distributed.param_and_grad_buffer",
     "models.common.embeddings.rotary_pos_embedding",
+    "models.common.embeddings.yarn_rotary_pos_embedding",
     "models.common.language_module.language_module",
     "optimizer.clip_grads",
     "optimizer.distrib_optimizer",

@@ -54,6 +54,41 @@ DEEPSEEK = {
     "v_head_dim": 7,
     "num_nextn_predict_layers": 0,
 }
+# Texts of LENGTH tokens go beyond the first training's length.
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"type": "linear", "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "yarn_spelled_out": {
+        "type": "yarn",
+        "factor": 3,
+        "original_max_position_embeddings": 8,
+        "beta_fast": 2,
+        "beta_slow": 0.25,
+        "attention_factor": 0.8,
+        "truncate": False,
+    },
+    "deepseek": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 8,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "deepseek_unequal": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 8,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.5,
+    },
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2LMHeadModel",
@@ -86,7 +121,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama": ("LlamaForCausalLM", {**LLAMA, "head_dim": 8, "rope_theta": 500.0}),
-    "llama_tied": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
+    "llama_tied": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True, "rope_scaling": SCALINGS["llama3"]}),
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral_tied": (
         "MixtralForCausalLM",
@@ -96,6 +131,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "num_key_value_heads": 6,
             "tie_word_embeddings": True,
+            "rope_scaling": SCALINGS["linear"],
         },
     ),
     "qwen3_moe": (
@@ -118,6 +154,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 16,
             "norm_topk_prob": True,
+            "rope_scaling": SCALINGS["yarn"],
         },
     ),
     "olmoe": ("OlmoeForCausalLM", {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3}),
@@ -131,13 +168,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
             "tie_word_embeddings": True,
             "rope_theta": 500.0,
+            "rope_scaling": SCALINGS["yarn_spelled_out"],
         },
     ),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", DEEPSEEK),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**DEEPSEEK, "rope_scaling": SCALINGS["deepseek_unequal"]}),
     "deepseek_v3_plain_queries": (
         "DeepseekV3ForCausalLM",
         {
             **DEEPSEEK,
+            "rope_scaling": SCALINGS["deepseek"],
             "q_lora_rank": None,
             "n_group": 1,
             "topk_group": 1,
@@ -375,7 +414,7 @@ def test_writer_splits_and_indexes(tmp_path: Path) -> None:
     "change,message",
     [
         ({"model_type": "mamba"}, "model_type (mamba)"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type (llama3)"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type (dynamic)"),
         ({"hidden_act": "relu"}, "hidden_act (relu)"),
         ({"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, "have no place in a llama model"),

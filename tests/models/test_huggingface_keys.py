@@ -77,6 +77,11 @@ def test_absent_keys_mean_what_transformers_means(base: str) -> None:
         assert _read(_config(base, **absent))["rotary_base"] == plain.rope_parameters["rope_theta"]
 
 
+def _only(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Scaled positions as transformers 4 writes them."""
+    return {"rope_parameters": mutations.DROP, "rope_theta": 500.0, "rope_scaling": scaling}
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "unknown": ("llama", {"colour": "red"}, ("colour (red)", "llama")),
     "not_causal": ("llama", {"is_causal": False}, ("is_causal (false)", "true")),
@@ -88,13 +93,50 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "scaled_beside_plain": (
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        ("rope_scaling.type (linear)",),
+        ("rope_parameters ({", "rope_scaling ({", "linear", "agree"),
     ),
     "scaled_without_a_type": ("llama", {"rope_scaling": {"factor": 2.0}}, ("rope_scaling.factor (2.0)",)),
-    "yarn": (
+    "scaled_by_length": (
         "deepseek_v3",
-        {"rope_parameters": {"rope_type": "yarn", "factor": 40}},
-        ("rope_parameters.rope_type (yarn)",),
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 40}},
+        ("rope_parameters.rope_type (dynamic)", "default, linear, llama3, yarn, longrope"),
+    ),
+    "scaled_in_sections": ("llama", _only({"type": "mrope", "mrope_section": [2, 1]}), ("rope_scaling.type (mrope)",)),
+    "scaled_by_nothing": ("llama", _only({"type": "llama3", "factor": 8}), ("low_freq_factor, high_freq_factor",)),
+    "scaled_by_a_half": ("llama", _only({"type": "linear", "factor": 0.5}), ("rope_scaling.factor (0.5)", "least 1")),
+    "scaled_by_true": ("llama", _only({"type": "yarn", "factor": True}), ("rope_scaling.factor (true)", "number")),
+    "scaled_twice": (
+        "llama",
+        _only({"type": "linear", "rope_type": "yarn", "factor": 2}),
+        ("rope_scaling.type (linear)", "rope_type (yarn)"),
+    ),
+    "scaled_for_another": (
+        "llama",
+        _only({"type": "linear", "factor": 2.0, "mscale": 1.0, "colour": "red"}),
+        ("rope_scaling.mscale (1.0)", "rope_scaling.colour (red)", "linear positions have factor"),
+    ),
+    "truncate_null": (
+        "llama",
+        _only({"type": "yarn", "factor": 2.0, "truncate": None}),
+        ("rope_scaling.truncate (null)",),
+    ),
+    "scaled_partly": (
+        "llama",
+        _only({"type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}),
+        ("rope_scaling.partial_rotary_factor (0.5)",),
+    ),
+    "two_first_lengths": (
+        "llama",
+        {
+            **_only({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}),
+            "original_max_position_embeddings": 9,
+        },
+        ("rope_scaling.original_max_position_embeddings (8)", "original_max_position_embeddings (9)", "agree"),
+    ),
+    "too_few_factors": (
+        "llama",
+        _only({"type": "longrope", "factor": 2.0, "short_factor": [], "long_factor": [1.0]}),
+        ("rope_scaling.short_factor ([])", "list of numbers"),
     ),
     "two_bases": ("llama", {"rope_theta": 7.0}, ("rope_parameters.rope_theta (500.0)", "rope_theta (7.0)", "agree")),
     "base_zero": ("llama", {"rope_parameters": {"rope_theta": 0}}, ("rope_parameters.rope_theta (0)", "above 0")),

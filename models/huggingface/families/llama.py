@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from configs import derived
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from models.huggingface.families.keys import (
     COUNT,
     EVERY_FAMILY,
@@ -26,9 +25,9 @@ from models.huggingface.families.keys import (
     must,
     only,
     or_null,
-    show,
 )
 from models.huggingface.families.rules import GATE_UP, QKV, Family, Overrides, Rule, is_untied
+from models.huggingface.rotary import rotary_base, rotary_scaling, write_rotary
 
 # What every descendant of Llama has.
 COMMON_RULES = (
@@ -113,10 +112,11 @@ COMMON_KEYS: Keys = {
     "num_key_value_heads": carried(or_null(COUNT), None),
     "max_position_embeddings": carried(COUNT),
     "tie_word_embeddings": carried(FLAG, False),
-    # transformers 4 has rope_theta and rope_scaling, 5 has both in rope_parameters
+    # models/huggingface/rotary.py reads these
     "rope_theta": carried(POSITIVE, None),
     "rope_scaling": carried(or_null(OBJECT), None),
     "rope_parameters": carried(or_null(OBJECT), None),
+    "original_max_position_embeddings": carried(COUNT, None),
     "rms_norm_eps": carried(POSITIVE_REAL, 1e-6),
     "attention_dropout": carried(PROBABILITY, 0.0),
     "initializer_range": carried(SPREAD, 0.02),
@@ -131,39 +131,6 @@ MOE_KEYS: Keys = {
     "output_router_logits": irrelevant(FLAG),
     "router_aux_loss_coef": irrelevant(REAL),
 }
-
-
-def rotary_base(keys: HfConfig, default: float) -> float:
-    """The base of plain rotary positions. Raises ConfigError for other positions, or where two places disagree."""
-    given = {name: _plain_rotary(name, keys[name]) for name in ("rope_parameters", "rope_scaling") if keys[name]}
-    stated = {f"{name}.rope_theta": theta for name, theta in given.items()}
-    if len(set(stated.values())) > 1:
-        both = " and ".join(f"{name} ({show(keys[name])})" for name in given)
-        raise ConfigError(f"config.json {both} mean the same and must agree: leave one of them out.")
-    stated["rope_theta"] = keys["rope_theta"]
-    (name, base), *others = [(name, theta) for name, theta in stated.items() if theta is not None] or [
-        ("rope_theta", default)
-    ]
-    for other, theta in others:
-        if theta != base:
-            raise ConfigError(
-                f"config.json {name} ({show(base)}) and {other} ({show(theta)}) mean the same and must agree."
-            )
-    return float(base)
-
-
-def _plain_rotary(name: str, parameters: dict[str, Any]) -> float | None:
-    for key, value in parameters.items():
-        if key in ("rope_type", "type"):
-            must(value == "default", f"{name}.{key}", value, "be default: other rotary positions are not supported")
-        elif key == "rope_theta":
-            must(POSITIVE.fits(value), f"{name}.{key}", value, f"be {POSITIVE.says}")
-        else:
-            raise ConfigError(
-                f"config.json {name}.{key} ({show(value)}) is not supported: plain rotary positions have rope_theta "
-                "alone."
-            )
-    return parameters.get("rope_theta")
 
 
 def head_dim(keys: HfConfig) -> int:
@@ -189,7 +156,8 @@ def head_dim(keys: HfConfig) -> int:
 
 
 def read_common(keys: HfConfig, theta: float = 10000.0) -> Overrides:
-    """What every descendant of Llama carries; `theta` is the family's default. Raises ConfigError."""
+    """What every descendant of Llama carries; `theta` is the family's default. What a family with positions of its own
+    passes says models/huggingface/rotary.py. Raises ConfigError."""
     heads, groups = keys["num_attention_heads"], keys["num_key_value_heads"] or keys["num_attention_heads"]
     must(heads % groups == 0, "num_key_value_heads", groups, f"divide num_attention_heads ({heads})")
     check_padding(keys)
@@ -207,6 +175,7 @@ def read_common(keys: HfConfig, theta: float = 10000.0) -> Overrides:
             "tie_embeddings": keys["tie_word_embeddings"],
             "position_embedding": "rope",
             "rotary_base": rotary_base(keys, theta),
+            "rotary_scaling": rotary_scaling(keys),
             "normalization": "rmsnorm",
             "norm_epsilon": keys["rms_norm_eps"],
             "activation": "swiglu",
@@ -238,8 +207,7 @@ def write_common(config: Config, model_type: str, architecture_name: str) -> HfC
         "max_position_embeddings": model.sequence_length,
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tie_embeddings,
-        "rope_theta": model.rotary_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
+        **write_rotary(config),
         "rms_norm_eps": model.norm_epsilon,
         "hidden_act": "silu",
         "attention_bias": False,
