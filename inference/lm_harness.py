@@ -57,7 +57,8 @@ class HarnessModel(TemplateLM):
             group = order[begin : begin + self.batch_size]
             longest = max(len(texts[i]) for i in group)
             scores, greedy = self.decoder.score(
-                torch.tensor([texts[i] + [0] * (longest - len(texts[i])) for i in group])
+                torch.tensor([texts[i] + [0] * (longest - len(texts[i])) for i in group]),
+                [len(texts[i]) for i in group],
             )
             for row, i in enumerate(group):
                 last = len(texts[i]) - 1

@@ -51,7 +51,7 @@ def log_likelihoods(decoder: Decoder, tokens: list[int], length: int, stride: in
         group = pending[begin : begin + batch_size]
         longest = max(end - start for start, end, _ in group)
         rows = [tokens[start:end] + [0] * (longest - (end - start)) for start, end, _ in group]
-        scores = decoder.score(torch.tensor(rows))[0].double().cpu()
+        scores = decoder.score(torch.tensor(rows), [end - start for start, end, _ in group])[0].double().cpu()
         for (start, end, first), row in zip(group, scores, strict=True):
             result[first - 1 : end - 1] = row[first - start - 1 : end - start - 1]
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from configs.schema import Config
 from inference.decoder.linear import Group, Weights, all_heads_norm, gather, norm, row_linear
 from inference.decoder.step import Step
 from models.norm import LATENT_NORM_EPSILON
-from models.pointwise.frequencies import inverse_frequencies
+from models.pointwise.frequencies import inverse_frequencies, switches_at
 
 
 class Attention:
@@ -109,24 +110,41 @@ class LatentAttention:
 
 
 class Rotary:
-    """Cosines and sines of rotary positions (Su et al. 2021), kept for as many positions as were asked for."""
+    """Cosines and sines of rotary positions (Su et al. 2021), kept for as many positions as were asked for.
+
+    longrope has two sets of frequencies, and the whole of a text turns by the one or the other, by its length.
+    """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self.frequencies = inverse_frequencies(config).to(device)
+        self.switches_at = switches_at(config)  # tokens
+        sets = [False] if self.switches_at is None else [False, True]
+        self.frequencies = torch.stack([inverse_frequencies(config, is_long) for is_long in sets]).to(device)
         self.factor = attention_factor(config.model.rotary_scaling)
-        self.cos = self.sin = torch.empty(0, device=device)
+        self.cos = self.sin = torch.empty(len(sets), 0, device=device)
 
-    def at(self, length: int, positions: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 cosines and signed sines `[*positions, 1, 1, d]`; all positions are below `length`."""
-        if len(self.cos) < length:
-            angles = torch.outer(
-                torch.arange(2 * length, dtype=torch.float32, device=self.frequencies.device), self.frequencies
-            )
+    def switches(self, lengths: Sequence[int]) -> bool:
+        """Whether one of the texts, which now have these lengths, had the other frequencies a token ago."""
+        return self.switches_at is not None and self.switches_at + 1 in lengths
+
+    def at(
+        self, length: int, positions: slice | torch.Tensor, lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 cosines and signed sines `[s, 1, 1, d]`, or `[b, s, 1, 1, d]` where rows differ. All positions, the same
+        of each row or int64 `[b, 1]`, are below `length`; `lengths`: tokens of each row's text."""
+        if self.cos.size(1) < length:
+            angles = torch.arange(2 * length, dtype=torch.float32, device=self.frequencies.device)
+            angles = angles[:, None] * self.frequencies[:, None]
             cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
-            self.cos = torch.cat([cos, cos], dim=1)[:, None, None]
+            self.cos = torch.cat([cos, cos], dim=2)[:, :, None, None]
             # The sign of rotate_half([a, b]) = [-b, a], so that the halves need only be swapped.
-            self.sin = torch.cat([-sin, sin], dim=1)[:, None, None]
-        return self.cos[positions], self.sin[positions]
+            self.sin = torch.cat([-sin, sin], dim=2)[:, :, None, None]
+        is_long = [self.switches_at is not None and tokens > self.switches_at for tokens in lengths]
+        if all(is_long) or not any(is_long):
+            return self.cos[int(is_long[0]), positions], self.sin[int(is_long[0]), positions]
+        which = torch.tensor(is_long, device=self.cos.device).long()
+        if isinstance(positions, slice):
+            return self.cos[which, positions], self.sin[which, positions]
+        return self.cos[which[:, None], positions], self.sin[which[:, None], positions]
 
 
 def _deinterleaved(x: torch.Tensor) -> torch.Tensor:

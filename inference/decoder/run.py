@@ -67,9 +67,11 @@ class Decoder:
     def prefill(self, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache | None) -> torch.Tensor:
         """Read the first tokens of each row, int64 `[b, s]`, of which row i has `lengths[i]` (what follows them is
         ignored), into an empty cache. Returns the logits after each row's last token, fp32 `[b, V]`."""
-        hidden = self._run(tokens, self._first_step(tokens, cache))
+        hidden = self._run(tokens, self._first_step(tokens, cache, lengths))
         if cache is not None:
             cache.counts = list(lengths)
+            if self._rotary is not None and self._rotary.switches_at is not None:
+                cache.texts = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
         if hidden is not None:
             last = torch.tensor(lengths, device=self.device) - 1
             hidden = hidden.view(*tokens.shape, -1)[torch.arange(len(last), device=self.device), last]
@@ -78,6 +80,11 @@ class Decoder:
     def decode(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
         """Add one token to each row, int64 `[b]`, and return the logits after it, fp32 `[b, V]`."""
         counts = cache.counts
+        if cache.texts is not None:
+            for text, token in zip(cache.texts, tokens.tolist(), strict=True):
+                text.append(token)
+        if self._rotary is not None and self._rotary.switches([count + 1 for count in counts]):
+            return self._again(cache)
         longest, alike = max(counts), min(counts) == max(counts)
         positions = mask = None
         if not alike:
@@ -85,19 +92,26 @@ class Decoder:
             mask = (torch.arange(longest + 1, device=self.device) <= positions[:, None])[:, None, None]
         cos = sin = None
         if self._rotary is not None:
-            cos, sin = self._rotary.at(
-                longest + 1, slice(longest, longest + 1) if positions is None else positions[:, None]
-            )
+            where = slice(longest, longest + 1) if positions is None else positions[:, None]
+            cos, sin = self._rotary.at(longest + 1, where, [count + 1 for count in counts])
         start = longest if alike else None
         step = Step(len(tokens), 1, cos, sin, cache, start, positions, longest + 1, mask)
         logits = self._logits(self._run(tokens[:, None], step), len(tokens))
         cache.counts = [count + 1 for count in counts]
         return logits
 
-    def score(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _again(self, cache: Cache) -> torch.Tensor:
+        """Read all rows again, where one has become so long that all of its keys turn otherwise (as transformers does
+        for Phi-3)."""
+        assert cache.texts is not None
+        lengths = [len(text) for text in cache.texts]
+        rows = [text + [0] * (max(lengths) - len(text)) for text in cache.texts]
+        return self.prefill(torch.tensor(rows), lengths, cache)
+
+    def score(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of each token after the ones before it, and whether it is the likeliest: fp32 and bool `[b, s
-        - 1]`."""
-        hidden = self._run(tokens, self._first_step(tokens, None))
+        - 1]`. `lengths`: tokens of each row's text, without what fills the row up."""
+        hidden = self._run(tokens, self._first_step(tokens, None, lengths or [tokens.size(1)] * len(tokens)))
         num_rows, length = tokens.shape
         if hidden is not None:
             hidden = hidden.view(num_rows, length, -1)[:, :-1].reshape(num_rows * (length - 1), -1)
@@ -111,10 +125,10 @@ class Decoder:
         shape = (num_rows, length - 1)
         return torch.cat(log_probs).view(shape), torch.cat(greedy).view(shape)
 
-    def _first_step(self, tokens: torch.Tensor, cache: Cache | None) -> Step:
+    def _first_step(self, tokens: torch.Tensor, cache: Cache | None, lengths: Sequence[int]) -> Step:
         cos = sin = None
         if self._rotary is not None:
-            cos, sin = self._rotary.at(tokens.size(1), slice(0, tokens.size(1)))
+            cos, sin = self._rotary.at(tokens.size(1), slice(0, tokens.size(1)), lengths)
         return Step(tokens.size(0), tokens.size(1), cos, sin, cache)
 
     def _run(self, tokens: torch.Tensor, step: Step) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ class Cache:
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     counts: list[int] = field(default_factory=list)
+    texts: list[list[int]] | None = None  # the tokens of each row, where they may have to be read again
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Step:
 
     rows: int
     new: int
-    # of each new token: [s, 1, 1, d], or [b, 1, 1, 1, d] for one token a row at different places
+    # of each new token: [s, 1, 1, d], or [b, s, 1, 1, d] where rows differ, in their places or in their frequencies
     cos: torch.Tensor | None
     sin: torch.Tensor | None
     cache: Cache | None = None

@@ -45,6 +45,8 @@ def theirs(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     """Greedy tokens of transformers, none of which ends the text."""
     tokens = torch.tensor([prompt])
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        settings["use_cache"] = False  # of all families Phi-3 alone reads again what now turns otherwise
     output = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=num_tokens, **settings)
     return output[0, len(prompt) :].tolist()
 

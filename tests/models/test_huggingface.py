@@ -74,6 +74,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "attention_factor": 0.8,
         "truncate": False,
     },
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 3.0,
+        "original_max_position_embeddings": 8,
+        "short_factor": [1.0, 1.5],
+        "long_factor": [2, 9.25],
+    },
     "deepseek": {
         "type": "yarn",
         "factor": 40,
@@ -122,7 +129,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("LlamaForCausalLM", {**LLAMA, "head_dim": 8, "rope_theta": 500.0}),
     "llama_tied": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True, "rope_scaling": SCALINGS["llama3"]}),
-    "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {
+            **LLAMA,
+            "head_dim": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_scaling": SCALINGS["longrope"],
+        },
+    ),
     "mixtral_tied": (
         "MixtralForCausalLM",
         {
