@@ -30,6 +30,8 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
         del model["rotary_base"], model["rotary_fraction"], model["rotary_scaling"]
     else:
         model["rotary_scaling"] = rotary.normalised(model["rotary_scaling"])
+    if model["sliding_window"] is None:
+        del model["sliding_window_from"]
     if model["family"] != "bert":
         del model["sentence_head"]
     moe: dict[str, Any] = {"num_experts": config.moe.num_experts}
@@ -37,6 +39,8 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
         moe = {key: getattr(config.moe, key) for key in _MOE_ARCHITECTURE}
         moe["ffn_hidden_size"] = derived.expert_ffn_hidden_size(config)
         moe["layers"] = derived.moe_layer_pattern(config)
+        if moe["group_top_k"] is None or moe["group_score_top_k"] == moe["top_k"] // moe["group_top_k"]:
+            moe["group_score_top_k"] = None  # what it means there
         if all(moe["layers"]):
             model["ffn_hidden_size"] = moe["ffn_hidden_size"]  # no dense layer: the value means nothing
     return {"model": model, "moe": moe}
@@ -91,8 +95,9 @@ def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     )
     if overrides["model"].get("rotary_scaling", 0) is None:
         del overrides["model"]["rotary_scaling"]  # earlier versions do not know the key
-    if config.model.max_positions is not None:
-        overrides["model"]["max_positions"] = config.model.max_positions
+    for key in ("max_positions", "export_family"):
+        if getattr(config.model, key) is not None:
+            overrides["model"][key] = getattr(config.model, key)
     return overrides
 
 

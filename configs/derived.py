@@ -58,6 +58,22 @@ def moe_layer_pattern(config: Config) -> list[int]:
     return [int(layer % config.moe.layers == 0) for layer in range(num_layers)]
 
 
+def window_pattern(config: Config) -> list[int]:
+    """One entry per layer of the whole model: 1 where tokens attend to those of the sliding window, 0 where to all."""
+    model = config.model
+    first = model.num_layers if model.sliding_window is None else model.sliding_window_from
+    return [int(layer >= first) for layer in range(model.num_layers)]
+
+
+def attended_share(config: Config) -> float:
+    """Pairs of tokens that attention relates, over those without a sliding window; the mean of the layers."""
+    length, window = config.model.sequence_length, config.model.sliding_window
+    if window is None or window >= length:
+        return 1.0
+    within, pattern = (2 * window * length - window * window) / (length * length), window_pattern(config)
+    return 1.0 - (1.0 - within) * sum(pattern) / len(pattern)
+
+
 def pipeline_degrees(config: Config) -> tuple[int | None, int | None]:
     """Chunks that an MoE layer's tokens are split into, in its forward and its backward pass; None is chosen by
     measured costs."""

@@ -7,6 +7,11 @@ from typing import Any, Optional
 
 from configs.keys import key
 
+EXPORT_FAMILIES = (
+    *("gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3"),
+    *("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "kimi_k2", "deepseek_v2", "bert"),
+)
+
 
 @dataclass
 class ModelConfig:
@@ -46,6 +51,22 @@ class ModelConfig:
         "rope: longest text that an exported model says it takes, if more than sequence_length; an import sets it",
         "free",
         low=1,
+        stays_with_model=True,
+    )
+    sliding_window: Optional[int] = key(
+        None,
+        "tokens that a token attends to, the last ones, itself among them (Mistral, Qwen); null: all",
+        architecture=True,
+        low=1,
+    )
+    sliding_window_from: int = key(
+        0, "first layer with the sliding window; those before attend to all tokens", architecture=True, low=0
+    )
+    export_family: Optional[str] = key(
+        None,
+        "model_type that a Hugging Face export has; null: of the first family that holds the model. An import sets it",
+        "free",
+        choices=EXPORT_FAMILIES,
         stays_with_model=True,
     )
     vocab_size: Optional[int] = key(
@@ -210,6 +231,13 @@ class MoEConfig:
     )
     group_top_k: Optional[int] = key(
         None, "groups that a token's experts come from; null: no groups", architecture=True, low=1
+    )
+    group_score_top_k: Optional[int] = key(
+        None,
+        "best experts of a group whose scores are summed to choose it (DeepSeek-V2: 1, V3: 2); null: top_k / "
+        "group_top_k",
+        architecture=True,
+        low=1,
     )
     capacity_factor: Optional[float] = key(
         None,

@@ -85,7 +85,9 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
         if section not in SECTIONS:
             continue
         # no preset of sizes means these
-        of_the_weights = name in ("model.vocab_size", "model.max_positions") and name not in named
+        of_the_weights = (
+            name in ("model.vocab_size", "model.max_positions", "model.export_family") and name not in named
+        )
         if last in theirs[section] and (of_the_weights or not asked):
             put(config, name, copy.deepcopy(theirs[section][last]))
         elif not asked and (key.architecture or (section == "moe" and is_dense)):

@@ -26,6 +26,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from configs.schema import Config, ConfigError
 from models.pointwise.frequencies import Rotary
@@ -107,6 +108,14 @@ class LatentAttention(MLASelfAttention):
         return torch.cat([latent, rotary], dim=-1), output[1]
 
 
+@functools.lru_cache(maxsize=4)
+def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Which tokens attend to which: bool `[length, length]`, True for the `window` last ones. All layers share one."""
+    with torch.inference_mode(False):
+        square = torch.ones(length, length, dtype=torch.bool, device=device)
+        return square.tril_().triu_(1 - window)
+
+
 class ScaledDotProductAttention(MegatronModule):
     """Drop-in for Megatron-core's DotProductAttention. Raises ConfigError for context parallelism."""
 
@@ -135,6 +144,8 @@ class ScaledDotProductAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if slides and config.window_size is not None else None
 
     def forward(
         self,
@@ -148,14 +159,16 @@ class ScaledDotProductAttention(MegatronModule):
     ) -> torch.Tensor:
         """query `[s, b, n, d]`, key and value `[s, b, g, d]` -> `[s, b, n * d]` (d of the value, where it has its own).
 
-        Causal masking needs no tensor; for other mask types, attention_mask is bool `[b, 1, 1 or s, s]` with Megatron's
-        True = masked.
+        Causal masking needs no tensor but beyond a sliding window; for other mask types, attention_mask is bool
+        `[b, 1, 1 or s, s]` with Megatron's True = masked.
         """
         assert attention_bias is None and packed_seq_params is None, (
             "no model of this repository uses attention bias or packed sequences"
         )
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         mask = None if causal or attention_mask is None else ~attention_mask
+        if causal and self.window is not None and query.size(0) > self.window:
+            mask, causal = window_mask(query.size(0), self.window, query.device), False
         dropout = self.attention_dropout if self.training else 0.0
         # Heads are split over tensor ranks, so each draws its own dropout: from the tracker's stream. Under sequence
         # parallelism the whole block already runs inside it (as in Megatron's DotProductAttention).

@@ -146,6 +146,7 @@ def _moe_spec(config: Config, topology: Topology, backend: Backend) -> ModuleSpe
         initial_plan(config),
         all_to_all,
         policy_of(config, topology.device.type),
+        config.moe.group_score_top_k,
     )
 
 

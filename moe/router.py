@@ -11,6 +11,7 @@ Shapes: T tokens, H hidden size, E experts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +35,13 @@ class Router(TopKRouter):
     # told layer, logits [..., E] and score function in training passes
     watch: Callable[[int, torch.Tensor, str], None] | None = None
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
-        super().__init__(_choose, config, pg_collection)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        group_score_top_k: int | None = None,
+    ) -> None:
+        super().__init__(functools.partial(_choose, group_score_top_k), config, pg_collection)
         self._capacity_factor, self._drop_policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
         # The ranks that hold the tokens of a micro-batch: without sequence parallelism each holds all.
         self._holders = self.tp_group if config.sequence_parallel and self.tp_group.size() > 1 else None
@@ -80,10 +86,28 @@ class Router(TopKRouter):
         return logits
 
 
+def limit_to_groups(scores: torch.Tensor, num_groups: int, group_top_k: int, group_score_top_k: int) -> torch.Tensor:
+    """Scores [T, E] with -inf outside the best groups of experts, by the sum of each group's `group_score_top_k` best
+    (DeepSeek-V2, arXiv:2405.04434, section 2.2.2; V3, arXiv:2412.19437, section 2.1.2)."""
+    by_group = scores.view(len(scores), num_groups, -1)
+    best = by_group.topk(group_score_top_k, dim=2).values.sum(dim=2).topk(group_top_k, dim=1).indices
+    excluded = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, False)
+    return by_group.masked_fill(excluded[..., None], float("-inf")).view_as(scores)
+
+
 def _choose(
-    scores: torch.Tensor, top_k: int, num_groups: int | None, group_top_k: int | None, otherwise: Callable[..., Any]
+    group_score_top_k: int | None,
+    scores: torch.Tensor,
+    top_k: int,
+    num_groups: int | None,
+    group_top_k: int | None,
+    otherwise: Callable[..., Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `top_k` greatest of each row of scores [T, E], and where they are."""
+    if group_score_top_k is not None and num_groups is not None and group_top_k is not None:
+        # Megatron-core sums the best top_k // group_top_k of a group.
+        indices = limit_to_groups(scores, num_groups, group_top_k, group_score_top_k).topk(top_k, dim=1).indices
+        return scores.gather(1, indices), indices
     if group_top_k or not kernels.takes_top_k(scores, top_k):
         values, indices = otherwise(scores, top_k, num_groups=num_groups, group_topk=group_top_k)
         return values, indices

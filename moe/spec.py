@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -22,6 +24,7 @@ def moe_spec(
     plan: Plan,
     all_to_all: str = "flat",
     placement: Policy | None = None,
+    group_score_top_k: int | None = None,
 ) -> ModuleSpec:
     """MoE in place of a feed-forward layer, over the process groups of a Topology.
 
@@ -34,7 +37,7 @@ def moe_spec(
         submodules=MoESubmodules(
             experts=ModuleSpec(module=StackedExperts, params={"activation": activation}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
-            router=Router,
+            router=functools.partial(Router, group_score_top_k=group_score_top_k),
         ),
         metainfo={"fuse_pre_mlp_layernorm": False},
     )

@@ -81,7 +81,7 @@ def forward_flops_per_token(config: Config, vocab_size: int) -> float:
     """Operations of one forward pass divided by its tokens; embeddings look-ups, norms and softmax are left out."""
     operations = forward_operations(config, vocab_size)
     if config.model.family == "gpt":
-        operations["attention_scores"] /= 2
+        operations["attention_scores"] *= derived.attended_share(config) / 2
     return sum(operations.values())
 
 

@@ -136,8 +136,9 @@ def rank_memory(
 
 
 def _staying(config: Config, stage: int) -> int:
-    """The buffer that sequence parallelism gathers into, slots for copies of experts, and the tables of rotary
-    positions: one for each model chunk, with latent attention one for each layer, as far as they are remembered."""
+    """The buffer that sequence parallelism gathers into, slots for copies of experts, the mask of a sliding window, and
+    the tables of rotary positions: one for each model chunk, with latent attention one for each layer, as far as they
+    are remembered."""
     model, of_stage = config.model, parts(config)[stage]
     latent = model.attention == "latent"
     # What goes into the widest layer that is split by its outputs.
@@ -147,6 +148,8 @@ def _staying(config: Config, stage: int) -> int:
         channels = derived.rotary_dim(config)
         tables = sum(len(part.layers) for part in of_stage) if latent else len(of_stage)
         result += min(tables, ROTARY_TABLES) * model.sequence_length * channels * FP32
+    if derived.attended_share(config) < 1:
+        result += model.sequence_length**2
     if derived.places_experts(config):
         result += sum(moe_layers(config, stage)) * derived.copy_bytes(config)
     return result

@@ -42,7 +42,8 @@ NEEDS = [
     Needs(
         (
             *("moe.ffn_hidden_size", "moe.shared_expert_ffn_hidden_size", "moe.expert_bias", "moe.capacity_factor"),
-            *("moe.global_aux_loss_coeff", "moe.num_groups", "moe.group_top_k", "parallel.expert_tensor"),
+            *("moe.global_aux_loss_coeff", "moe.num_groups", "moe.group_top_k", "moe.group_score_top_k"),
+            "parallel.expert_tensor",
             *_of("moe.placement"),
         ),
         derived.is_moe,
@@ -64,6 +65,17 @@ NEEDS = [
         "unless model.family is bert",
     ),
     Needs(("model.rotary_scaling",), lambda c: c.model.position_embedding == "rope", "unless positions rotate (rope)"),
+    Needs(("model.sliding_window",), lambda c: c.model.family == "gpt", "unless model.family is gpt"),
+    Needs(
+        ("model.sliding_window_from",),
+        lambda c: c.model.sliding_window is not None,
+        "while model.sliding_window is null",
+    ),
+    Needs(
+        ("moe.group_score_top_k",),
+        lambda c: c.moe.num_groups is not None,
+        "without moe.num_groups and moe.group_top_k: there are no groups",
+    ),
     Needs(
         ("optimizer.engine", "optimizer.early_update"),
         lambda c: c.optimizer.state_device != "device",

@@ -44,6 +44,9 @@ def model(config: Config, world_size: int) -> Iterator[Problem]:
             )
             fixes = [*set_to("model.rotary_fraction", [1.0, 0.5]), {"model.position_embedding": "learned"}]
             yield Problem("model.rotary_fraction", rule, fixes)
+    if model.sliding_window_from >= model.num_layers:
+        rule = f"must be less than model.num_layers ({model.num_layers}): no layer would have the window"
+        yield Problem("model.sliding_window_from", rule, [{"model.sliding_window_from": 0}])
     if model.attention == "latent":
         for key, value in LATENT_NEEDS.items():
             if get(config, key) != value:
@@ -148,9 +151,13 @@ def _expert_groups(config: Config) -> Iterator[Problem]:
     if moe.group_top_k > moe.num_groups:
         rule = f"must not exceed moe.num_groups ({moe.num_groups})"
         yield Problem("moe.group_top_k", rule, [*set_to("moe.group_top_k", range(moe.num_groups, 0, -1)), off])
-    # A group's score is the sum of its best top_k / group_top_k experts.
-    yield from must_divide(("moe.group_top_k", moe.group_top_k), ("moe.top_k", moe.top_k), off)
     size = experts // moe.num_groups
+    if moe.group_score_top_k is None:
+        best: Fix = {"moe.group_score_top_k": min(2, size)}
+        yield from must_divide(("moe.group_top_k", moe.group_top_k), ("moe.top_k", moe.top_k), off, best)
+    elif moe.group_score_top_k > size:
+        rule = f"must not exceed the {size} experts of a group"
+        yield Problem("moe.group_score_top_k", rule, set_to("moe.group_score_top_k", [size, None]))
     if moe.top_k > moe.group_top_k * size:
         rule = (
             f"must not exceed the {moe.group_top_k * size} experts of moe.group_top_k ({moe.group_top_k}) groups of "

@@ -22,7 +22,7 @@ class Attention:
     """Grouped-query attention. Megatron keeps each group's rows together: its r queries, its key, its value."""
 
     def __init__(self, layer: int, weights: Weights, config: Config, group: Group) -> None:
-        self.layer = layer
+        self.layer, self.slides = layer, bool(derived.window_pattern(config)[layer])
         self.weight, self.bias = (
             weights["self_attention.linear_qkv.weight"],
             weights.get("self_attention.linear_qkv.bias"),
@@ -52,13 +52,16 @@ class Attention:
             qkv[..., r + 1, :].transpose(1, 2),
         )
         key, value = step.remember(self.layer, key, value)
+        mask = step.window_mask if self.slides else step.mask
         if step.is_prefill:
             query = query.flatten(2, 3).transpose(1, 2)
-            output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=r > 1)
+            output = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=r > 1
+            )
             output = output.transpose(1, 2)
         else:
             # The r queries of a group read the same keys: to the kernel they are r tokens of one head.
-            output = F.scaled_dot_product_attention(query.squeeze(1), key, value, attn_mask=step.mask)
+            output = F.scaled_dot_product_attention(query.squeeze(1), key, value, attn_mask=mask)
         return self.project(output.reshape(len(hidden), -1))
 
 
@@ -68,7 +71,7 @@ class LatentAttention:
     def __init__(self, layer: int, weights: Weights, config: Config, group: Group) -> None:
         of_attention = {name.removeprefix("self_attention."): tensor for name, tensor in weights.items()}
         model = config.model
-        self.layer, self.group = layer, group
+        self.layer, self.group, self.slides = layer, group, bool(derived.window_pattern(config)[layer])
         self.plain, self.rotary, self.value = derived.head_dim(config), model.rotary_head_dim, model.value_head_dim
         self.kv_rank = model.kv_lora_rank
         self.query_down = of_attention.get("linear_q_down_proj.weight")
@@ -103,9 +106,9 @@ class LatentAttention:
         query = torch.cat([plain_query, turned[:, :, :-1]], dim=-1).transpose(1, 2)
         key = torch.cat([plain_key, turned[:, :, -1:].expand_as(rotary_query)], dim=-1).transpose(1, 2)
         key, value = step.remember(self.layer, key, value.transpose(1, 2))
-        output = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=step.mask, is_causal=step.is_prefill, scale=self.scale
-        )
+        mask = step.window_mask if self.slides else step.mask
+        causal = step.is_prefill and mask is None
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale)
         return self.project(output.transpose(1, 2).reshape(len(hidden), -1))
 
 

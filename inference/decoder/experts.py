@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from configs.schema import Config
 from inference.decoder.linear import Group, Weights, feed_forward
+from moe.router import limit_to_groups
 
 
 class Experts:
@@ -63,7 +64,8 @@ class Experts:
             scores = scores.softmax(dim=1)
         ranking = scores if self.expert_bias is None else scores + self.expert_bias
         if moe.num_groups is not None and moe.group_top_k is not None:
-            ranking = _limit_to_groups(ranking, moe.num_groups, moe.group_top_k, moe.top_k)
+            best = moe.group_score_top_k or moe.top_k // moe.group_top_k
+            ranking = limit_to_groups(ranking, moe.num_groups, moe.group_top_k, best)
         chosen = ranking.topk(moe.top_k, dim=1).indices
         probs = scores.gather(1, chosen)
         if moe.router_score == "softmax" and moe.normalize_top_k:
@@ -71,11 +73,3 @@ class Experts:
         elif moe.router_score == "sigmoid" and moe.top_k > 1:
             probs = probs / (probs.sum(dim=1, keepdim=True) + 1e-20)
         return probs * (moe.routed_scaling_factor or 1.0), chosen
-
-
-def _limit_to_groups(scores: torch.Tensor, num_groups: int, group_top_k: int, top_k: int) -> torch.Tensor:
-    """Scores with -inf outside the best groups of experts (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
-    by_group = scores.view(len(scores), num_groups, -1)
-    best = by_group.topk(top_k // group_top_k, dim=2).values.sum(dim=2).topk(group_top_k, dim=1).indices
-    excluded = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, False)
-    return by_group.masked_fill(excluded[..., None], float("-inf")).view_as(scores)

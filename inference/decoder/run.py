@@ -15,6 +15,7 @@ from inference.decoder.attention import Rotary
 from inference.decoder.layer import Layer
 from inference.decoder.linear import gather, if_split, norm
 from inference.decoder.step import Cache, Step
+from models.attention import window_mask
 from models.weights import logical_tensors
 from parallel.topology import Topology
 
@@ -58,6 +59,7 @@ class Decoder:
         self._final_norm = (
             norm(weights, "decoder.final_layernorm", config) if "decoder.final_layernorm.weight" in weights else None
         )
+        self._window = config.model.sliding_window
         self._rotary = Rotary(config, self.device) if config.model.position_embedding == "rope" else None
         held = {int(name.split(".")[2]) for name in weights if name.startswith("decoder.layers.")}
         expert_group = if_split(topology.groups.tp_ep)  # the ranks that together hold all experts of a layer
@@ -95,7 +97,7 @@ class Decoder:
             where = slice(longest, longest + 1) if positions is None else positions[:, None]
             cos, sin = self._rotary.at(longest + 1, where, [count + 1 for count in counts])
         start = longest if alike else None
-        step = Step(len(tokens), 1, cos, sin, cache, start, positions, longest + 1, mask)
+        step = Step(len(tokens), 1, cos, sin, cache, start, positions, longest + 1, mask, self._windowed(counts, mask))
         logits = self._logits(self._run(tokens[:, None], step), len(tokens))
         cache.counts = [count + 1 for count in counts]
         return logits
@@ -129,7 +131,17 @@ class Decoder:
         cos = sin = None
         if self._rotary is not None:
             cos, sin = self._rotary.at(tokens.size(1), slice(0, tokens.size(1)), lengths)
-        return Step(tokens.size(0), tokens.size(1), cos, sin, cache)
+        beyond = self._window is not None and tokens.size(1) > self._window
+        within = window_mask(tokens.size(1), self._window, self.device) if beyond and self._window else None
+        return Step(tokens.size(0), tokens.size(1), cos, sin, cache, window_mask=within)
+
+    def _windowed(self, counts: list[int], mask: torch.Tensor | None) -> torch.Tensor | None:
+        """What a sliding window leaves of `mask` for one token a row behind `counts` others."""
+        if self._window is None or max(counts) < self._window:
+            return mask
+        keys = torch.arange(max(counts) + 1, device=self.device)
+        within = (keys > torch.tensor(counts, device=self.device)[:, None] - self._window)[:, None, None]
+        return within if mask is None else mask & within
 
     def _run(self, tokens: torch.Tensor, step: Step) -> torch.Tensor | None:
         """The final hidden states [T, H], normalized, on the ranks of the last pipeline stage; None on the others."""

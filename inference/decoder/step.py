@@ -32,6 +32,8 @@ class Step:
     positions: torch.Tensor | None = None  # [b]
     end: int = 0  # cached tokens that attention reads
     mask: torch.Tensor | None = None  # bool [b, 1, 1, end], True = read; None: all
+    # the same for layers with a sliding window; of a prefill [s, s]
+    window_mask: torch.Tensor | None = None
 
     @property
     def is_prefill(self) -> bool:

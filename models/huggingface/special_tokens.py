@@ -18,10 +18,16 @@ GENERATION_CONFIG = "generation_config.json"
 DEFAULTS: dict[str, SpecialTokens] = {
     "gpt2": {BOS: 50256, EOS: 50256},
     "llama": {BOS: 1, EOS: 2},
+    "mistral": {BOS: 1, EOS: 2},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {BOS: 1, EOS: 32000, PAD: 32000},
     "mixtral": {BOS: 1, EOS: 2},
     "qwen3_moe": {},
     "olmoe": {EOS: 50279, PAD: 1},
     "deepseek_v3": {BOS: 0, EOS: 1},
+    "kimi_k2": {BOS: 0, EOS: 1},
+    "deepseek_v2": {BOS: 1, EOS: 2},
     "bert": {PAD: 0},
 }
 # Keys of generation_config.json that change what greedy decoding writes, and the values that do not.

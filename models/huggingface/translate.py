@@ -16,13 +16,30 @@ from configs.rules import first_problem
 from configs.schema import Config, ConfigError
 from configs.show import show
 from models.folder import Reader, config_from, read_json, show_json
-from models.huggingface.families import bert, deepseek_v3, gpt2, llama, mixtral, olmoe, qwen3_moe
+from models.huggingface.families import (
+    bert,
+    deepseek_v2,
+    deepseek_v3,
+    gpt2,
+    llama,
+    mixtral,
+    olmoe,
+    phi3,
+    qwen,
+    qwen3_moe,
+)
 from models.huggingface.families.keys import HfConfig, read_keys
 from models.huggingface.families.rules import Family, Heads, Overrides, Rule, sizes
 
 Get = Callable[[str], torch.Tensor]
+# Where several can hold a model, an export takes the first.
 FAMILIES = {
-    module.FAMILY.model_type: module.FAMILY for module in (gpt2, llama, mixtral, qwen3_moe, olmoe, deepseek_v3, bert)
+    family.model_type: family
+    for family in (
+        *(gpt2.FAMILY, llama.FAMILY, mixtral.MISTRAL, qwen.QWEN2, qwen.QWEN3, phi3.FAMILY),
+        *(mixtral.FAMILY, qwen3_moe.FAMILY, olmoe.FAMILY, deepseek_v3.FAMILY, deepseek_v3.KIMI, deepseek_v2.FAMILY),
+        bert.FAMILY,
+    )
 }
 
 
@@ -96,8 +113,10 @@ def _read(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
         raise ConfigError(
             "config.json num_experts_per_tok (1) is not supported with weights that sum to 1: it must be at least 2."
         )
-    if overrides["model"]["position_embedding"] == "rope":
-        overrides["model"]["max_positions"] = overrides["model"]["sequence_length"]
+    model = overrides["model"]
+    if model["position_embedding"] == "rope":
+        model["max_positions"] = model["sequence_length"]
+    model["export_family"] = family.leaves_as or family.model_type
     return family, keys, overrides
 
 
@@ -117,8 +136,10 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
         ours["model"]["sentence_head"] = "next_sentence"  # the same weights, trained with other labels
     nearest: list[str] | None = None
     refused: list[str] = []
-    for family in FAMILIES.values():
-        if family.is_moe != (config.moe.num_experts is not None):
+    wanted = config.model.export_family
+    tried = [family for family in FAMILIES.values() if wanted in (None, family.model_type)]
+    for family in tried:
+        if wanted is None and family.is_moe != (config.moe.num_experts is not None):
             continue
         hf = family.write(config)
         try:
@@ -136,9 +157,12 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
             return family, hf
         if nearest is None or len(wrong) < len(nearest):
             nearest = wrong
-    raise ConfigError(
-        f"no Hugging Face family of {', '.join(FAMILIES)} has this model: {', '.join(nearest or refused)}."
-    )
+    differs = ", ".join(nearest or refused)
+    if wanted is not None:
+        raise ConfigError(
+            f"model.export_family ({wanted}) cannot hold this model: {differs}. Remove it to export in any family."
+        )
+    raise ConfigError(f"no Hugging Face family of {', '.join(FAMILIES)} has this model: {differs}.")
 
 
 def expand_rules(family: Family, config: Config) -> Iterator[Rule]:

@@ -35,12 +35,16 @@ GIVEN: dict[str, tuple[int, list[str]]] = {
     ),
     "model.sentence_head": (1, ["model=bert_moe_tiny"]),
     "model.rotary_scaling": (1, []),
+    "model.sliding_window": (1, []),
+    "model.sliding_window_from": (1, ["model.sliding_window=8"]),
+    "moe.group_score_top_k": (1, ["moe.num_groups=2", "moe.group_top_k=1"]),
     "optimizer.engine": (1, ["optimizer.state_device=host"]),
     "optimizer.wsd_decay_steps": (1, ["optimizer.schedule=wsd"]),
 }
 TAKEN: dict[str, list[str]] = {  # what takes it away, where the preset has it
     "model.rotary_base": ["model.position_embedding=learned"],
     "model.rotary_scaling": ["model.position_embedding=learned"],
+    "model.sliding_window": ["model=bert_moe_tiny"],
     "optimizer.decay_steps": ["optimizer.schedule=constant"],
     "checkpoint.keep_every": ["checkpoint.keep=0"],
 }

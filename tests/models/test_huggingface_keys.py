@@ -13,6 +13,7 @@ import torch
 
 from configs.schema import ConfigError
 from models import convert
+from models.folder import config_from
 from models.huggingface import translate
 from models.huggingface.families.keys import REQUIRED, read_keys, show
 from models.huggingface.translate import FAMILIES
@@ -22,8 +23,9 @@ from tests.models.mutations import BASES, Case, config_cases, damage_cases, judg
 # What a class of transformers says otherwise than its table, and why.
 OTHER_DEFAULTS = {
     # transformers 4 has no such key; without it a folder holds no further layers
-    ("deepseek_v3", "num_nextn_predict_layers"),
-    ("qwen3_moe", "sliding_window"),  # the class turns its 4096 into null unless use_sliding_window is true
+    *((family, "num_nextn_predict_layers") for family in ("deepseek_v3", "kimi_k2")),
+    # the class turns its 4096 into null unless use_sliding_window is true
+    *((family, "sliding_window") for family in ("qwen2", "qwen3", "qwen3_moe")),
 }
 
 
@@ -38,6 +40,7 @@ def _config(base: str, **changes: Any) -> dict[str, Any]:
         .to_dict()
     )
     config["id2label"] = None
+    config["model_type"] = mutations.family_of(base)
     return {key: value for key, value in {**config, **changes}.items() if value is not mutations.DROP}
 
 
@@ -140,8 +143,28 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "two_bases": ("llama", {"rope_theta": 7.0}, ("rope_parameters.rope_theta (500.0)", "rope_theta (7.0)", "agree")),
     "base_zero": ("llama", {"rope_parameters": {"rope_theta": 0}}, ("rope_parameters.rope_theta (0)", "above 0")),
-    "window": ("mixtral", {"sliding_window": 4}, ("sliding_window (4)",)),
-    "window_used": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4}, ("use_sliding_window",)),
+    "windows_before_others": (
+        "qwen2_window",
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        ("layer_types", "full_attention behind a sliding_attention"),
+    ),
+    "windows_of_no_size": (
+        "qwen3",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        ("layer_types", "without use_sliding_window"),
+    ),
+    "too_few_kinds_of_layers": ("qwen3", {"layer_types": ["full_attention"]}, ("layer_types", "num_hidden_layers (2)")),
+    "other_kinds_of_layers": ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, ("layer_types",)),
+    "biases_of_attention_alone": ("llama", {"attention_bias": True}, ("mlp_bias (false)", "attention_bias (true)")),
+    "biases_of_qwen3": ("qwen3", {"attention_bias": True}, ("attention_bias (true)",)),
+    "rotates_an_odd_share": ("phi3", {"partial_rotary_factor": 0.75, "rope_parameters": None}, ("0.75", "even")),
+    "two_shares": ("phi3_partial", {"partial_rotary_factor": 1.0}, ("partial_rotary_factor (1.0)", "0.5")),
+    "normalized": ("deepseek_v2", {"norm_topk_prob": True}, ("norm_topk_prob (true)", "false")),
+    "other_routing": ("deepseek_v2", {"topk_method": "noaux_tc"}, ("topk_method (noaux_tc)",)),
+    "limited_to_unsaid_groups": ("deepseek_v2", {"n_group": None}, ("n_group (null)", "group_limited_greedy")),
+    "more_than_groups_hold": ("deepseek_v2", {"num_experts_per_tok": 5}, ("num_experts_per_tok (5)", "4 experts")),
+    "pairs_behind_an_odd_number": ("deepseek_v2", {"qk_nope_head_dim": 5}, ("qk_nope_head_dim (5)", "even")),
+    "kimi_states_its_groups": ("kimi_k2", {"n_group": mutations.DROP}, ("kimi_k2", "'n_group'")),
     "two_numbers_of_experts": (
         "olmoe",
         {"num_local_experts": 8},
@@ -221,6 +244,31 @@ def test_old_and_new_spellings_are_one_model() -> None:
     assert _read(_config("llama", rope_parameters={"type": "default", "rope_theta": 5}))["rotary_base"] == 5.0
 
 
+WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int | None, int]]] = {
+    "mistral": ("mistral", {}, (5, 0)),
+    "mistral's default": ("mistral", {"sliding_window": mutations.DROP}, (4096, 0)),
+    "mistral without": ("mistral", {"sliding_window": None}, (None, 0)),
+    "mixtral": ("mixtral", {"sliding_window": 4}, (4, 0)),
+    "phi3": ("phi3", {"sliding_window": 2047}, (2047, 0)),
+    "qwen2, not used": ("qwen2", {"sliding_window": 4, "layer_types": mutations.DROP}, (None, 0)),
+    "qwen2, the second layer": ("qwen2_window", {"layer_types": mutations.DROP}, (4, 1)),
+    "qwen2, said of each layer": ("qwen2_window", {"layer_types": ["sliding_attention"] * 2}, (4, 0)),
+    "qwen2, no layer": ("qwen2_window", {"layer_types": mutations.DROP, "max_window_layers": 2}, (None, 0)),
+    "qwen3_moe": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, (4, 0)),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_comes_in_and_leaves(name: str) -> None:
+    base, changes, expected = WINDOWS[name]
+    family, overrides = translate.read_config(_config(base, **changes))
+    config = config_from(overrides)
+    assert (config.model.sliding_window, config.model.sliding_window_from) == expected
+    leaves, hf = translate.write_config(config)
+    assert translate.read_config(hf)[1] == overrides
+    assert (leaves, hf["sliding_window"]) == (family, expected[0])
+
+
 # Keys of folders that are in wide use, beside the sizes.
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-medium": (
@@ -277,6 +325,50 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             "use_sliding_window": False,
             "rope_scaling": None,
             "decoder_sparse_step": 1,
+        },
+    ),
+    "Qwen2.5-7B": (
+        "qwen2",
+        {"max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False, "layer_types": mutations.DROP},
+    ),
+    "Qwen3-8B": (
+        "qwen3",
+        {"max_window_layers": 36, "sliding_window": None, "use_sliding_window": False, "attention_bias": False},
+    ),
+    "Phi-3-mini": (
+        "phi3",
+        {
+            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+            "attention_bias": False,
+            "embd_pdrop": 0.0,
+            "original_max_position_embeddings": 4096,
+            "resid_pdrop": 0.0,
+            "rope_scaling": None,
+        },
+    ),
+    "Kimi-K2": (
+        "kimi_k2",
+        {
+            "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+            "aux_loss_alpha": 0.001,
+            "ep_size": 1,
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 0,
+            "scoring_func": "sigmoid",
+            "seq_aux": True,
+            "topk_method": "noaux_tc",
+        },
+    ),
+    "DeepSeek-V2-Lite": (
+        "deepseek_v2_lite",
+        {
+            "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+            "aux_loss_alpha": 0.001,
+            "ep_size": 1,
+            "moe_layer_freq": 1,
+            "pretraining_tp": 1,
+            "scoring_func": "softmax",
+            "seq_aux": True,
         },
     ),
     "OLMoE-1B-7B": (

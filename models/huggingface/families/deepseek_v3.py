@@ -1,10 +1,12 @@
-"""DeepSeek-V3 (arXiv:2412.19437): `DeepseekV3ForCausalLM`, with plain rotary positions and without multi-token
-prediction."""
+"""DeepSeek-V3 (arXiv:2412.19437) and Kimi K2 (arXiv:2507.20534): `DeepseekV3ForCausalLM`, without multi-token
+prediction; and what DeepSeek-V2 shares with them."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 from configs import derived
 from configs.schema import Config
@@ -60,13 +62,7 @@ ATTENTION_RULES = (
     Rule(f"{OURS}linear_kv_up_proj.weight", (f"{THEIRS}kv_b_proj.weight",), "latent_keys_values key_rank"),
     Rule(f"{OURS}linear_proj.weight", (f"{THEIRS}o_proj.weight",), "hidden latent_values"),
 )
-ROUTER_AND_SHARED_RULES = (
-    Rule(
-        "decoder.layers.{l}.mlp.router.expert_bias",
-        ("model.layers.{l}.mlp.gate.e_score_correction_bias",),
-        "experts",
-        only="moe",
-    ),
+SHARED_EXPERT_RULES = (
     Rule(
         "decoder.layers.{l}.mlp.shared_experts.linear_fc1.weight",
         ("model.layers.{l}.mlp.shared_experts.gate_proj.weight", "model.layers.{l}.mlp.shared_experts.up_proj.weight"),
@@ -81,7 +77,13 @@ ROUTER_AND_SHARED_RULES = (
         only="moe",
     ),
 )
-
+ROUTER_BIAS_RULE = Rule(
+    "decoder.layers.{l}.mlp.router.expert_bias",
+    ("model.layers.{l}.mlp.gate.e_score_correction_bias",),
+    "experts",
+    only="moe",
+)
+RULES = (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES, *EXPERT_RULES, *SHARED_EXPERT_RULES)
 
 KEYS: Keys = {
     **COMMON_KEYS,
@@ -113,9 +115,20 @@ KEYS: Keys = {
     # Of the code and the losses that the first folder came with.
     **dict.fromkeys(("auto_map", "ep_size", "aux_loss_alpha", "seq_aux"), irrelevant()),
 }
+# Kimi K2 comes with code of its own, whose defaults transformers does not have: its files state these.
+KIMI_KEYS: Keys = KEYS | {
+    "n_shared_experts": carried(COUNT),
+    "first_k_dense_replace": carried(INDEX),
+    "routed_scaling_factor": carried(POSITIVE_REAL),
+    "n_group": carried(COUNT),
+    "topk_group": carried(COUNT),
+    "num_experts_per_tok": carried(COUNT),
+}
 
 
-def _read(keys: HfConfig) -> Overrides:
+def read_latent(keys: HfConfig) -> Overrides:
+    """What V2 and V3 share: latent attention, dense layers before those with experts, shared experts. Raises
+    ConfigError."""
     heads, plain, rotary = keys["num_attention_heads"], keys["qk_nope_head_dim"], keys["qk_rope_head_dim"]
     groups = heads if keys["num_key_value_heads"] is None else keys["num_key_value_heads"]
     must(
@@ -133,23 +146,6 @@ def _read(keys: HfConfig) -> Overrides:
         f"be qk_nope_head_dim + qk_rope_head_dim ({plain + rotary})",
     )
     experts, top_k = read_experts(keys)
-    num_groups, group_top_k = keys["n_group"], keys["topk_group"]
-    must(
-        experts % num_groups == 0 and experts >= 2 * num_groups,
-        "n_group",
-        num_groups,
-        f"divide {experts} experts into groups of 2 or more",
-    )
-    must(group_top_k <= num_groups, "topk_group", group_top_k, f"not exceed n_group ({num_groups})")
-    limited = group_top_k < num_groups
-    if limited:
-        # Both take the sum of a group's two best scores, but Megatron-core means top_k // group_top_k by two.
-        must(
-            top_k == 2 * group_top_k,
-            "topk_group",
-            group_top_k,
-            f"be half of num_experts_per_tok ({top_k}): more is not supported",
-        )
     num_layers, num_dense = keys["num_hidden_layers"], keys["first_k_dense_replace"]
     must(num_dense < num_layers, "first_k_dense_replace", num_dense, f"be less than num_hidden_layers ({num_layers})")
     overrides = read_common({**keys, "head_dim": rotary, "attention_dropout": keys["attention_dropout"] or 0.0})
@@ -168,20 +164,48 @@ def _read(keys: HfConfig) -> Overrides:
         "ffn_hidden_size": keys["moe_intermediate_size"],
         "shared_expert_ffn_hidden_size": keys["n_shared_experts"] * keys["moe_intermediate_size"],
         "layers": [int(layer >= num_dense) for layer in range(num_layers)],
-        "router_score": "sigmoid",
-        "expert_bias": True,
         "routed_scaling_factor": keys["routed_scaling_factor"],
-        "num_groups": num_groups if limited else None,
-        "group_top_k": group_top_k if limited else None,
     }
     return overrides
 
 
-def _write(config: Config) -> HfConfig:
+def read_groups(keys: HfConfig, best: int) -> dict[str, Any]:
+    """Routing limited to `topk_group` of `n_group` groups of experts, by the sum of each group's `best` best scores.
+    Raises ConfigError."""
+    experts, top_k, num_groups, chosen = (
+        keys[key] for key in ("num_experts", "num_experts_per_tok", "n_group", "topk_group")
+    )
+    size = experts // num_groups
+    must(
+        experts % num_groups == 0 and size >= best,
+        "n_group",
+        num_groups,
+        f"divide {experts} experts into groups of {best} or more",
+    )
+    must(chosen <= num_groups, "topk_group", chosen, f"not exceed n_group ({num_groups})")
+    must(
+        top_k <= chosen * size,
+        "num_experts_per_tok",
+        top_k,
+        f"not exceed the {chosen * size} experts of topk_group ({chosen}) groups",
+    )
+    if chosen == num_groups:
+        return {}
+    return {"num_groups": num_groups, "group_top_k": chosen, "group_score_top_k": best}
+
+
+def _read(keys: HfConfig) -> Overrides:
+    overrides = read_latent(keys)
+    overrides["moe"] |= {"router_score": "sigmoid", "expert_bias": True, **read_groups(keys, best=2)}
+    return overrides
+
+
+def write_latent(config: Config, model_type: str, architecture_name: str) -> HfConfig:
+    """The keys of `read_latent`."""
     model, moe = config.model, config.moe
     width = derived.expert_ffn_hidden_size(config)
     hf = {
-        **write_common(config, "deepseek_v3", "DeepseekV3ForCausalLM"),
+        **write_common(config, model_type, architecture_name),
         "q_lora_rank": model.q_lora_rank,
         "kv_lora_rank": model.kv_lora_rank,
         "qk_nope_head_dim": derived.head_dim(config),
@@ -195,17 +219,27 @@ def _write(config: Config) -> HfConfig:
         "moe_intermediate_size": width,
         "n_shared_experts": (moe.shared_expert_ffn_hidden_size or 0) // width,
         "routed_scaling_factor": 1.0 if moe.routed_scaling_factor is None else moe.routed_scaling_factor,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
         "n_group": moe.num_groups or 1,
         "topk_group": moe.group_top_k or 1,
+    }
+    del hf["head_dim"]  # there it means the channels that rotate
+    return hf
+
+
+def _write(config: Config) -> HfConfig:
+    return {
+        **write_latent(config, "deepseek_v3", "DeepseekV3ForCausalLM"),
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
         "norm_topk_prob": True,
         "rope_interleave": True,
         "num_nextn_predict_layers": 0,
         "num_mtp_layers": 0,
     }
-    del hf["head_dim"]  # there it means the channels that rotate
-    return hf
+
+
+def _write_kimi(config: Config) -> HfConfig:
+    return {**_write(config), "model_type": "kimi_k2"}
 
 
 def _carries_nothing(name: str, config: Config, keys: HfConfig) -> bool:
@@ -220,9 +254,10 @@ FAMILY = Family(
     KEYS,
     _read,
     _write,
-    (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES, *EXPERT_RULES, *ROUTER_AND_SHARED_RULES),
+    (*RULES, ROUTER_BIAS_RULE),
     "model.",
     TIED,
     is_moe=True,
     carries_nothing=_carries_nothing,
 )
+KIMI = replace(FAMILY, model_type="kimi_k2", keys=KIMI_KEYS, write=_write_kimi, leaves_as=FAMILY.model_type)

@@ -26,7 +26,16 @@ from models.huggingface.families.keys import (
     only,
     or_null,
 )
-from models.huggingface.families.rules import GATE_UP, QKV, Family, Overrides, Rule, is_untied
+from models.huggingface.families.rules import (
+    GATE_UP,
+    QKV,
+    Family,
+    Overrides,
+    Rule,
+    has_biases,
+    has_qkv_biases,
+    is_untied,
+)
 from models.huggingface.rotary import rotary_base, rotary_scaling, write_rotary
 
 # What every descendant of Llama has.
@@ -67,6 +76,31 @@ ATTENTION_RULES = (
         ("model.layers.{l}.self_attn.o_proj.weight",),
         "hidden queries",
     ),
+)
+QKV_BIAS_RULES = (
+    Rule(
+        "decoder.layers.{l}.self_attention.linear_qkv.bias",
+        tuple(f"model.layers.{{l}}.self_attn.{part}_proj.bias" for part in "qkv"),
+        ("queries", "keys", "keys"),
+        QKV,
+        when=has_qkv_biases,
+    ),
+)
+OTHER_BIAS_RULES = (
+    Rule(
+        "decoder.layers.{l}.self_attention.linear_proj.bias",
+        ("model.layers.{l}.self_attn.o_proj.bias",),
+        "hidden",
+        when=has_biases,
+    ),
+    Rule(
+        "decoder.layers.{l}.mlp.linear_fc1.bias",
+        ("model.layers.{l}.mlp.gate_proj.bias", "model.layers.{l}.mlp.up_proj.bias"),
+        "ffn",
+        GATE_UP,
+        when=has_biases,
+    ),
+    Rule("decoder.layers.{l}.mlp.linear_fc2.bias", ("model.layers.{l}.mlp.down_proj.bias",), "hidden", when=has_biases),
 )
 
 
@@ -221,7 +255,8 @@ KEYS: Keys = {
     "head_dim": carried(or_null(COUNT), None),
     "max_position_embeddings": carried(COUNT, 2048),
     "attention_dropout": carried(or_null(PROBABILITY), 0.0),
-    "mlp_bias": only(False),
+    "attention_bias": carried(FLAG, False),
+    "mlp_bias": carried(FLAG, False),
     "pretraining_tp": irrelevant(or_null(COUNT)),  # splits matrix products, which leaves them what they are
 }
 
@@ -229,11 +264,21 @@ KEYS: Keys = {
 def _read(keys: HfConfig) -> Overrides:
     hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
     must(hidden % heads == 0, "num_attention_heads", heads, f"divide hidden_size ({hidden})")
-    return read_common({**keys, "attention_dropout": keys["attention_dropout"] or 0.0})
+    biases = keys["attention_bias"]
+    must(
+        keys["mlp_bias"] == biases,
+        "mlp_bias",
+        keys["mlp_bias"],
+        f"be attention_bias ({show(biases)}): biases in one of the two alone are not supported",
+    )
+    overrides = read_common({**keys, "attention_dropout": keys["attention_dropout"] or 0.0})
+    overrides["model"]["linear_bias"] = biases
+    return overrides
 
 
 def _write(config: Config) -> HfConfig:
-    return {**write_common(config, "llama", "LlamaForCausalLM"), "mlp_bias": False}
+    biases = config.model.linear_bias
+    return {**write_common(config, "llama", "LlamaForCausalLM"), "attention_bias": biases, "mlp_bias": biases}
 
 
 def carries_nothing(name: str, config: Config, hf: HfConfig) -> bool:
@@ -246,7 +291,7 @@ FAMILY = Family(
     KEYS,
     _read,
     _write,
-    (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES),
+    (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES, *QKV_BIAS_RULES, *OTHER_BIAS_RULES),
     "model.",
     TIED,
     carries_nothing=carries_nothing,

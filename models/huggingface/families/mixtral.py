@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): `MixtralForCausalLM`."""
+"""Mistral (Jiang et al. 2023): `MistralForCausalLM`; and Mixtral (Jiang et al. 2024): `MixtralForCausalLM`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from models.huggingface.families.llama import (
     ATTENTION_RULES,
     COMMON_KEYS,
     COMMON_RULES,
+    DENSE_RULES,
     MOE_KEYS,
     TIED,
     carries_nothing,
@@ -29,12 +30,26 @@ KEYS: Keys = {
     "rms_norm_eps": carried(POSITIVE_REAL, 1e-5),
     "num_experts": carried(COUNT, also=("num_local_experts",)),
     "num_experts_per_tok": carried(COUNT, 2),
+    "sliding_window": carried(or_null(COUNT), None),
     "router_jitter_noise": irrelevant(REAL),  # of training
+}
+MISTRAL_KEYS: Keys = {
+    **COMMON_KEYS,
+    "num_key_value_heads": carried(or_null(COUNT), 8),
+    "head_dim": carried(or_null(COUNT), None),
+    "max_position_embeddings": carried(COUNT, 4096 * 32),
+    "sliding_window": carried(or_null(COUNT), 4096),
 }
 
 
+def _read_mistral(keys: HfConfig, theta: float = 10000.0) -> Overrides:
+    overrides = read_common(keys, theta)
+    overrides["model"]["sliding_window"] = keys["sliding_window"]
+    return overrides
+
+
 def _read(keys: HfConfig) -> Overrides:
-    overrides = read_common(keys, theta=1e6)
+    overrides = _read_mistral(keys, theta=1e6)
     experts, top_k = read_experts(keys)
     overrides["moe"] = {
         "num_experts": experts,
@@ -51,8 +66,23 @@ def _write(config: Config) -> HfConfig:
         "intermediate_size": derived.expert_ffn_hidden_size(config),
         "num_local_experts": config.moe.num_experts,
         "num_experts_per_tok": config.moe.top_k,
-        "sliding_window": None,
+        "sliding_window": config.model.sliding_window,
     }
 
 
+def _write_mistral(config: Config) -> HfConfig:
+    hf = write_common(config, "mistral", "MistralForCausalLM")
+    return {**hf, "sliding_window": config.model.sliding_window}
+
+
+MISTRAL = Family(
+    "mistral",
+    MISTRAL_KEYS,
+    _read_mistral,
+    _write_mistral,
+    (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES),
+    "model.",
+    TIED,
+    carries_nothing=carries_nothing,
+)
 FAMILY = Family("mixtral", KEYS, _read, _write, RULES, "model.", TIED, is_moe=True, carries_nothing=carries_nothing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from configs import derived
 from configs.schema import Config, ConfigError
-from models.huggingface.families.keys import COUNT, FLAG, INDICES, HfConfig, Keys, carried, irrelevant, must, or_null
+from models.huggingface.families.keys import COUNT, FLAG, INDICES, HfConfig, Keys, carried, irrelevant, or_null
 from models.huggingface.families.llama import (
     ATTENTION_RULES,
     COMMON_KEYS,
@@ -35,15 +35,16 @@ KEYS: Keys = {
     "mlp_only_layers": carried(or_null(INDICES), None),
     "use_sliding_window": carried(FLAG, False),
     "sliding_window": carried(or_null(COUNT), 4096),
-    "max_window_layers": irrelevant(or_null(COUNT)),  # of the sliding window
+    "max_window_layers": irrelevant(or_null(COUNT)),  # all layers have the window
 }
 
 
 def _read(keys: HfConfig) -> Overrides:
-    window = keys["sliding_window"] if keys["use_sliding_window"] else None
-    must(window is None, "use_sliding_window", True, "be false: attention over a window is not supported")
     overrides = read_common(keys)
-    overrides["model"]["qk_norm"] = True
+    overrides["model"] |= {
+        "qk_norm": True,
+        "sliding_window": keys["sliding_window"] if keys["use_sliding_window"] else None,
+    }
     dense, step = set(keys["mlp_only_layers"] or []), keys["decoder_sparse_step"]
     layers = [int(i not in dense and (i + 1) % step == 0) for i in range(keys["num_hidden_layers"])]
     if not any(layers):
@@ -71,8 +72,8 @@ def _write(config: Config) -> HfConfig:
         "norm_topk_prob": config.moe.normalize_top_k,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, is_moe in enumerate(derived.moe_layer_pattern(config)) if not is_moe],
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "use_sliding_window": config.model.sliding_window is not None,
+        "sliding_window": config.model.sliding_window,
     }
 
 

@@ -42,6 +42,10 @@ def _split_qkv(full: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
     return [part.reshape(-1, *full.shape[1:]) for part in grouped]
 
 
+def _cut_qkv(full: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
+    return list(full.split([heads.n * heads.d, heads.g * heads.d, heads.g * heads.d]))
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one logical tensor comes from Hugging Face's tensors, and back."""
@@ -54,11 +58,11 @@ SAME = Layout(lambda parts, _: parts[0], lambda full, _: [full])
 TRANSPOSED = Layout(lambda parts, _: parts[0].t(), lambda full, _: [full.t()])  # GPT-2's Conv1D keeps [inputs, outputs]
 QKV = Layout(_join_qkv, _split_qkv)
 QKV_IN_ONE = Layout(
-    lambda parts, heads: _join_qkv(list(parts[0].chunk(3)), heads),
+    lambda parts, heads: _join_qkv(_cut_qkv(parts[0], heads), heads),
     lambda full, heads: [torch.cat(_split_qkv(full, heads))],
 )
 QKV_IN_ONE_TRANSPOSED = Layout(
-    lambda parts, heads: _join_qkv(list(parts[0].t().chunk(3)), heads),
+    lambda parts, heads: _join_qkv(_cut_qkv(parts[0].t(), heads), heads),
     lambda full, heads: [torch.cat(_split_qkv(full, heads)).t()],
 )
 GATE_UP = Layout(lambda parts, _: torch.cat(parts), lambda full, _: list(full.chunk(2)))
@@ -73,6 +77,7 @@ def sizes(config: Config) -> dict[str, int]:
         "positions": model.sequence_length,
         "hidden": model.hidden_size,
         "ffn": derived.ffn_hidden_size(config),
+        "gate_up": 2 * derived.ffn_hidden_size(config),
         "head": head,
         "queries": heads * head,
         "keys": derived.num_query_groups(config) * head,
@@ -150,6 +155,7 @@ class Family:
     # with tied embeddings, the first may stand in a file too if it is equal to the second
     tied: tuple[tuple[str, str], ...]
     is_moe: bool = False
+    leaves_as: str = ""  # the family of an export, where it is another: one that transformers has a class for
     # names of tensors that are no part of the model
     carries_nothing: Callable[[str, Config, HfConfig], bool] = _nothing
     other_names: tuple[tuple[str, str], ...] = ()  # (now, in old files)
@@ -163,6 +169,16 @@ def is_tied(config: Config) -> bool:
 def is_untied(config: Config) -> bool:
     """Whether the output layer has weights of its own."""
     return not config.model.tie_embeddings
+
+
+def has_biases(config: Config) -> bool:
+    """Whether all linear layers have biases."""
+    return config.model.linear_bias
+
+
+def has_qkv_biases(config: Config) -> bool:
+    """Whether queries, keys and values have biases."""
+    return config.model.qkv_bias or config.model.linear_bias
 
 
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}

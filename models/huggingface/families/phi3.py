@@ -1,0 +1,126 @@
+"""Phi-3 (arXiv:2404.14219) and Phi-4: `Phi3ForCausalLM`. Queries, keys and values are one matrix, and so are the gate
+and the up projection; a part of each head's channels may rotate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs import derived
+from configs.schema import Config
+from models.huggingface.families.keys import (
+    COUNT,
+    NUMBER,
+    POSITIVE_REAL,
+    PROBABILITY,
+    HfConfig,
+    Keys,
+    Kind,
+    carried,
+    irrelevant,
+    must,
+    or_null,
+)
+from models.huggingface.families.llama import (
+    COMMON_KEYS,
+    COMMON_RULES,
+    TIED,
+    carries_nothing,
+    head_dim,
+    read_common,
+    write_common,
+)
+from models.huggingface.families.rules import QKV_IN_ONE, Family, Overrides, Rule
+
+RULES = (
+    *COMMON_RULES,
+    Rule(
+        "decoder.layers.{l}.self_attention.linear_qkv.weight",
+        ("model.layers.{l}.self_attn.qkv_proj.weight",),
+        "qkv hidden",
+        QKV_IN_ONE,
+    ),
+    Rule(
+        "decoder.layers.{l}.self_attention.linear_proj.weight",
+        ("model.layers.{l}.self_attn.o_proj.weight",),
+        "hidden queries",
+    ),
+    Rule("decoder.layers.{l}.mlp.linear_fc1.weight", ("model.layers.{l}.mlp.gate_up_proj.weight",), "gate_up hidden"),
+    Rule("decoder.layers.{l}.mlp.linear_fc2.weight", ("model.layers.{l}.mlp.down_proj.weight",), "hidden ffn"),
+)
+SHARE = Kind("a number above 0 and at most 1", lambda value: NUMBER.fits(value) and 0 < value <= 1)
+KEYS: Keys = {
+    **COMMON_KEYS,
+    "max_position_embeddings": carried(COUNT, 4096),
+    "original_max_position_embeddings": carried(COUNT, 4096),
+    "head_dim": carried(COUNT, None),
+    "partial_rotary_factor": carried(SHARE, None),
+    "rms_norm_eps": carried(POSITIVE_REAL, 1e-5),
+    "resid_pdrop": carried(PROBABILITY, 0.0),
+    "embd_pdrop": carried(PROBABILITY, 0.0),
+    "sliding_window": carried(or_null(COUNT), None),
+    "auto_map": irrelevant(),  # of the code that the first folders came with
+}
+
+
+def _read(keys: HfConfig) -> Overrides:
+    share, keys = _rotating(keys)
+    size, dropout = head_dim(keys), keys["resid_pdrop"]
+    channels = int(size * share)
+    must(
+        channels > 0 and channels % 2 == 0,
+        "partial_rotary_factor",
+        share,
+        f"leave an even number of the {size} channels of a head: rotary positions turn pairs of channels",
+    )
+    must(
+        keys["embd_pdrop"] == dropout,
+        "embd_pdrop",
+        keys["embd_pdrop"],
+        f"be resid_pdrop ({dropout}): Mixtrain has one for both",
+    )
+    overrides = read_common(keys)
+    overrides["model"] |= {
+        "rotary_fraction": channels / size,
+        "hidden_dropout": float(dropout),
+        "sliding_window": keys["sliding_window"],
+    }
+    return overrides
+
+
+def _rotating(keys: HfConfig) -> tuple[float, HfConfig]:
+    """The share of each head's channels that rotate, which may stand beside the rotary base, and the keys without
+    it."""
+    stated: dict[str, Any] = {}
+    for place in ("rope_scaling", "rope_parameters"):
+        parameters = keys[place]
+        if parameters and "partial_rotary_factor" in parameters:
+            value = parameters["partial_rotary_factor"]
+            must(SHARE.fits(value), f"{place}.partial_rotary_factor", value, f"be {SHARE.says}")
+            stated[f"{place}.partial_rotary_factor"] = value
+            rest = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
+            keys = {**keys, place: rest}
+    if keys["partial_rotary_factor"] is not None:
+        stated["partial_rotary_factor"] = keys["partial_rotary_factor"]
+    (name, share), *others = stated.items() or [("partial_rotary_factor", 1.0)]
+    for other, value in others:
+        must(value == share, other, value, f"be {name} ({share}): they mean the same")
+    return float(share), keys
+
+
+def _write(config: Config) -> HfConfig:
+    model = config.model
+    hf = write_common(config, "phi3", "Phi3ForCausalLM")
+    share = {"partial_rotary_factor": model.rotary_fraction}
+    if derived.head_dim(config) * model.num_attention_heads == model.hidden_size:
+        del hf["head_dim"]
+    return {
+        **hf,
+        **share,
+        "rope_parameters": {**hf["rope_parameters"], **share},
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "sliding_window": model.sliding_window,
+    }
+
+
+FAMILY = Family("phi3", KEYS, _read, _write, RULES, "model.", TIED, carries_nothing=carries_nothing)
