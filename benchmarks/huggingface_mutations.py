@@ -3,7 +3,7 @@
 `python -m benchmarks.huggingface_mutations [--configs 525] [--damages 75] [--seed 0] [--only FAMILY] [--markdown]
 [--json]`
 
-Seven families, each with tied and untied or otherwise different tiny models (tests/models/mutations.py). A case agrees
+Every family, most with tied and untied or otherwise different tiny models (tests/models/mutations.py). A case agrees
 (fp32 logits within tests/tolerances.py's ORACLE_LOGITS of transformers'), or is refused by `models.convert import` and
 by opening the folder, in one line that names the key, the tensor or the file. There is no third outcome: the exit
 status is 1 if there was one. What transformers cannot load, or fills with random weights, must be refused. Some cases

@@ -7,6 +7,7 @@ line says otherwise is refused. Its tokenizer is the run's, unless another of th
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
         if "rotary_scaling" in values:
             values["rotary_scaling"] = normalised(values["rotary_scaling"])
     return {section: dict(values) for section, values in found.items() if values is not None}
+
+
+def config_from(overrides: dict[str, dict[str, Any]]) -> Config:
+    """A Config with these keys replaced. Raises ConfigError for an unknown key."""
+    config = Config()
+    for section, values in overrides.items():
+        target = getattr(config, section)
+        unknown = set(values) - {field.name for field in fields(target)}
+        if unknown:
+            raise ConfigError(f"{section}.{min(unknown)} is no key of this version.")
+        for key, value in values.items():
+            setattr(target, key, value)
+    return config
 
 
 def adopt(config: Config, named: set[str]) -> None:

@@ -14,7 +14,6 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -333,16 +332,3 @@ def write_config(
     that is known."""
     known = {} if special_tokens is None else {"special_tokens": special_tokens}
     (folder / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT, **overrides, **known}, sort_keys=False))
-
-
-def config_from(overrides: dict[str, dict[str, Any]]) -> Config:
-    """A Config with these keys replaced. Raises ConfigError for an unknown key."""
-    config = Config()
-    for section, values in overrides.items():
-        target = getattr(config, section)
-        unknown = set(values) - {field.name for field in fields(target)}
-        if unknown:
-            raise ConfigError(f"{section}.{min(unknown)} is no key of this version.")
-        for key, value in values.items():
-            setattr(target, key, value)
-    return config

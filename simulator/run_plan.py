@@ -22,6 +22,7 @@ from configs.schema import Config, ConfigError
 from memory import host_memory
 from memory.arrange import Rooms
 from models.blueprint import padded_vocab_size, parts
+from models.huggingface import translate
 from moe.placement.map import PlacementMap
 from parallel.pipeline import layers_of_stage
 from simulator import communication
@@ -66,6 +67,11 @@ class RunPlan:
         return max(self.memory, key=lambda rank: rank.total)
 
     @property
+    def unexportable(self) -> str | None:
+        """Why the model cannot be exported to Hugging Face; None where it can."""
+        return translate.unexportable(self.config, self.vocab_size)
+
+    @property
     def micro_batches(self) -> int:
         """Of one rank in a step."""
         return derived.num_micro_batches(self.config, self.world_size)
@@ -95,6 +101,7 @@ class RunPlan:
             ],
             "communication_per_step": self.communication,
             "prediction": None if self.prediction is None else asdict(self.prediction),
+            "unexportable": self.unexportable,
         }
 
 

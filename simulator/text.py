@@ -37,8 +37,13 @@ def show(config: Config, world_size: int, vocab_size: int) -> int:
 def text(plan: RunPlan) -> str:
     """Everything, one section after the other."""
     sections = [_model(plan), _layout(plan), _memory(plan), _tiers(plan), _communication(plan), _time(plan)]
-    sections.append(idle.ready(plan.config))
+    sections += [idle.ready(plan.config), no_export(plan.unexportable)]
     return "\n\n".join(section for section in sections if section)
+
+
+def no_export(why: str | None) -> str:
+    """What a run whose model leaves in no Hugging Face family says of it; empty where it does."""
+    return "" if why is None else f"no export to Hugging Face: {why}"
 
 
 def size(num_bytes: float) -> str:

@@ -6,8 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from configs import derived
 from configs.architecture import architecture
@@ -15,7 +14,7 @@ from configs.keys import get
 from configs.rules import first_problem
 from configs.schema import Config, ConfigError
 from configs.show import show
-from models.folder import Reader, config_from, read_json, show_json
+from configs.weights import config_from
 from models.huggingface.families import (
     bert,
     deepseek_v2,
@@ -29,9 +28,15 @@ from models.huggingface.families import (
     qwen3_moe,
 )
 from models.huggingface.families.keys import HfConfig, read_keys
+from models.huggingface.families.keys import show as show_json
 from models.huggingface.families.rules import Family, Heads, Overrides, Rule, sizes
 
-Get = Callable[[str], torch.Tensor]
+if TYPE_CHECKING:  # the plan of a run asks for families, and imports no torch
+    import torch
+
+    from models.folder import Reader
+
+    Get = Callable[[str], torch.Tensor]
 # Where several can hold a model, an export takes the first.
 FAMILIES = {
     family.model_type: family
@@ -66,6 +71,8 @@ class HfFolder:
 def open_folder(path: Path) -> HfFolder:
     """Check a Hugging Face folder and open it; only tied weights that stand there twice are read for that. Raises
     ConfigError."""
+    from models.folder import Reader, read_json
+
     if not (path / "config.json").exists():
         raise ConfigError(f"folder {path} must hold a config.json, as Hugging Face's save_pretrained writes it.")
     family, keys, overrides = _read(read_json(path / "config.json"))
@@ -165,6 +172,17 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
     raise ConfigError(f"no Hugging Face family of {', '.join(FAMILIES)} has this model: {differs}.")
 
 
+def unexportable(config: Config, vocab_size: int) -> str | None:
+    """Why no Hugging Face family can hold the model of a run with this vocabulary; None where one can."""
+    config = copy.deepcopy(config)
+    config.model.vocab_size = config.model.vocab_size or vocab_size
+    try:
+        write_config(config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def expand_rules(family: Family, config: Config) -> Iterator[Rule]:
     """The family's rules with every layer and expert of this model filled in."""
     pattern = derived.moe_layer_pattern(config)
@@ -216,7 +234,7 @@ def _match(
                 f"tensor {name} has shape {list(reader.shape(name))}, but config.json calls for {list(shape)}."
             )
     for one, other in twins:
-        if not torch.equal(reader.get(one), reader.get(other)):
+        if not reader.get(one).equal(reader.get(other)):
             raise ConfigError(
                 f"config.json tie_word_embeddings (true) says that tensors {one} and {other} are one, but they differ."
             )

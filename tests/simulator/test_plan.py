@@ -420,6 +420,7 @@ def test_a_dry_run_changes_nothing_and_the_plan_is_left_behind(data: list[str], 
     assert [rank["rank"] for rank in plan["memory_per_rank"]] == [0, 1]
     for rank in plan["memory_per_rank"]:
         assert rank["total"] == sum(rank[kind] for kind in KINDS) > 0
+    assert "moe.expert_bias (True; " in plan["unexportable"]
     assert plan["parameters"]["total"] > plan["parameters"]["active"] > 0 and plan["flops_per_token"] > 0
 
 
@@ -444,6 +445,7 @@ def test_command_line_plans_without_a_cluster(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     plan = json.loads(result.stdout)
     assert plan["world_size"] == len(plan["memory_per_rank"]) == len(plan["layout"]) == 512
+    assert "moe.router_score (sigmoid; " in plan["unexportable"]
     assert plan["prediction"] is None and len(plan["communication_per_step"]) == 4
     assert sorted({layer for place in plan["layout"] for layer in place["layers"]}) == list(range(60))
     assert list(tmp_path.iterdir()) == []  # nothing is prepared, nothing written
@@ -453,6 +455,12 @@ def test_command_line_refuses_as_training_does(tmp_path: Path) -> None:
     result = _train_py(tmp_path, "experiment=llama3_8b", "plan=true", "parallel.tensor=3")
     assert result.returncode == 2 and result.stdout == ""
     assert "parallel.tensor (3) must divide" in result.stderr
+
+
+def test_a_plan_imports_neither_torch_nor_megatron() -> None:
+    code = "import sys, simulator.text; print(sorted({'torch', 'megatron'} & sys.modules.keys()))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LONG)
+    assert found.stdout == "[]\n", found.stderr
 
 
 def test_text_names_everything() -> None:
@@ -472,6 +480,10 @@ def test_text_names_everything() -> None:
     ):
         assert part in words, part
     assert dataclasses.asdict(plan.worst)["rank"] == plan.as_dict()["worst_rank"]
+    assert "Hugging Face" not in words and plan.as_dict()["unexportable"] is None
+    other = dataclasses.replace(plan, config=make_config(["experiment=mixtral_8x7b", "moe.router_score=sigmoid"], 64))
+    assert text(other).endswith(f"no export to Hugging Face: {other.unexportable}")
+    assert "moe.router_score (sigmoid; mixtral has softmax)" in text(other)
 
 
 @pytest.mark.parametrize("bitwise", ["false", "true"])

@@ -22,6 +22,7 @@ from data.build import build_data
 from data.prepare import PreparedData, prepare
 from data.tokenizer import load_tokenizer
 from data.vocabulary import expected_vocab_size
+from models.huggingface.translate import unexportable
 from models.specs import backend_line, resolve_backend
 from models.transformer_config import fusions
 from parallel import card
@@ -29,6 +30,7 @@ from parallel import topology as topology_module
 from parallel.refusal import raise_together
 from simulator import run_plan
 from simulator.flops import training_flops_per_token
+from simulator.text import no_export
 from training import progress
 from training.engine import Engine
 from training.resilience.health import Health, SkippedSamples, kept_state
@@ -167,8 +169,9 @@ def _describe(run: Run, begun: start.Start, expected: run_plan.RunPlan) -> None:
         f"{config.training.steps} of {run.tokens_per_step} tokens; writing to {run.run_dir}",
         flush=True,
     )
-    if unused := idle.ready(config):
-        print(unused, flush=True)
+    for line in (idle.ready(config), no_export(unexportable(config, run.vocab_size))):
+        if line:
+            print(line, flush=True)
     device = run.topology.device
     if device.type == "cuda":
         fused = ", ".join(fusions(config, resolve_backend(config, device))) or "none"

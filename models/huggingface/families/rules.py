@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from configs import derived
 from configs.schema import Config
 from models.huggingface.families.keys import HfConfig, Keys
+
+if TYPE_CHECKING:
+    import torch  # the plan of a run asks for families, and imports none
 
 Overrides = dict[str, dict[str, Any]]
 
@@ -29,11 +30,17 @@ class Heads:
     d: int
 
 
+def _cat(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    import torch
+
+    return torch.cat(parts, dim)
+
+
 def _join_qkv(parts: list[torch.Tensor], heads: Heads) -> torch.Tensor:
     # Megatron keeps the rows of a group together: its queries, its key, its value.
     sizes = [heads.n // heads.g * heads.d, heads.d, heads.d]
     grouped = [part.reshape(heads.g, size, *part.shape[1:]) for part, size in zip(parts, sizes)]
-    return torch.cat(grouped, dim=1).reshape(-1, *parts[0].shape[1:])
+    return _cat(grouped, dim=1).reshape(-1, *parts[0].shape[1:])
 
 
 def _split_qkv(full: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
@@ -59,13 +66,13 @@ TRANSPOSED = Layout(lambda parts, _: parts[0].t(), lambda full, _: [full.t()])  
 QKV = Layout(_join_qkv, _split_qkv)
 QKV_IN_ONE = Layout(
     lambda parts, heads: _join_qkv(_cut_qkv(parts[0], heads), heads),
-    lambda full, heads: [torch.cat(_split_qkv(full, heads))],
+    lambda full, heads: [_cat(_split_qkv(full, heads))],
 )
 QKV_IN_ONE_TRANSPOSED = Layout(
     lambda parts, heads: _join_qkv(_cut_qkv(parts[0].t(), heads), heads),
-    lambda full, heads: [torch.cat(_split_qkv(full, heads)).t()],
+    lambda full, heads: [_cat(_split_qkv(full, heads)).t()],
 )
-GATE_UP = Layout(lambda parts, _: torch.cat(parts), lambda full, _: list(full.chunk(2)))
+GATE_UP = Layout(lambda parts, _: _cat(parts), lambda full, _: list(full.chunk(2)))
 
 
 def sizes(config: Config) -> dict[str, int]:
