@@ -24,6 +24,7 @@ from configs.tokenizer_files import core_file
 
 FORMAT = "mixtrain-weights-1"
 SECTIONS = ("model", "moe")
+OF_THE_WEIGHTS = ("model.vocab_size", "model.max_positions", "model.export_family")  # what no preset sets
 
 
 def read_config(folder: Path) -> dict[str, dict[str, Any]]:
@@ -98,7 +99,6 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
         asked = name in named or section in named or "experiment" in named
         if section not in SECTIONS:
             continue
-        # no preset of sizes means these
         of_the_weights = (
             name in ("model.vocab_size", "model.max_positions", "model.export_family") and name not in named
         )

@@ -27,6 +27,7 @@ from configs import progress
 from configs.architecture import architecture, description
 from configs.schema import Config, ConfigError
 from configs.weights import FORMAT, means_nothing, read_config
+from configs.weights import config_from as config_from  # of what a folder's config.yaml says
 from models.weights import gather_logical, load_logical
 
 PART_BYTES = 2 * 1024**3

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from configs.schema import ConfigError
+from configs.weights import config_from
 from models import convert
-from models.folder import config_from
 from models.huggingface import translate
 from models.huggingface.families.keys import REQUIRED, read_keys, show
 from models.huggingface.translate import FAMILIES

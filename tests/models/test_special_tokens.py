@@ -10,9 +10,8 @@ import pytest
 
 from configs.architecture import description
 from configs.schema import ConfigError
-from configs.weights import adopt
+from configs.weights import adopt, config_from
 from models import folder
-from models.folder import config_from
 from models.huggingface import special_tokens, translate
 from models.huggingface.special_tokens import BOS, EOS, KEYS, PAD
 from tests.models.mutations import COMPUTED_AS

@@ -13,9 +13,9 @@ import torch
 
 from checkpoint import export
 from configs.architecture import description
+from configs.weights import config_from
 from inference.open_model import open_model
 from models import convert, folder
-from models.folder import config_from
 from tests import distributed
 from tests.checkpoint.test_export import texts, their_texts
 from tests.inference.test_generate import ours, theirs

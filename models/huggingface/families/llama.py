@@ -25,6 +25,7 @@ from models.huggingface.families.keys import (
     must,
     only,
     or_null,
+    show,
 )
 from models.huggingface.families.rules import (
     GATE_UP,

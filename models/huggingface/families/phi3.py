@@ -3,9 +3,8 @@ and the up projection; a part of each head's channels may rotate."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from configs import derived
+from configs.rotary import kind_of
 from configs.schema import Config
 from models.huggingface.families.keys import (
     COUNT,
@@ -30,6 +29,7 @@ from models.huggingface.families.llama import (
     write_common,
 )
 from models.huggingface.families.rules import QKV_IN_ONE, Family, Overrides, Rule
+from models.huggingface.rotary import PLACES, renamed, rotary_fraction
 
 RULES = (
     *COMMON_RULES,
@@ -63,7 +63,9 @@ KEYS: Keys = {
 
 
 def _read(keys: HfConfig) -> Overrides:
-    share, keys = _rotating(keys)
+    keys = {**keys, **renamed(keys, {"su": "longrope", "yarn": "longrope"})}  # older names of the same
+    share = rotary_fraction(keys)
+    must(SHARE.fits(share), "partial_rotary_factor", share, f"be {SHARE.says}")
     size, dropout = head_dim(keys), keys["resid_pdrop"]
     channels = int(size * share)
     must(
@@ -79,32 +81,14 @@ def _read(keys: HfConfig) -> Overrides:
         f"be resid_pdrop ({dropout}): Mixtrain has one for both",
     )
     overrides = read_common(keys)
+    kind = kind_of(overrides["model"]["rotary_scaling"] or {"rope_type": "longrope"})
+    must(kind == "longrope", "rope_scaling.rope_type", kind, "be longrope: phi3 has no other")
     overrides["model"] |= {
         "rotary_fraction": channels / size,
         "hidden_dropout": float(dropout),
         "sliding_window": keys["sliding_window"],
     }
     return overrides
-
-
-def _rotating(keys: HfConfig) -> tuple[float, HfConfig]:
-    """The share of each head's channels that rotate, which may stand beside the rotary base, and the keys without
-    it."""
-    stated: dict[str, Any] = {}
-    for place in ("rope_scaling", "rope_parameters"):
-        parameters = keys[place]
-        if parameters and "partial_rotary_factor" in parameters:
-            value = parameters["partial_rotary_factor"]
-            must(SHARE.fits(value), f"{place}.partial_rotary_factor", value, f"be {SHARE.says}")
-            stated[f"{place}.partial_rotary_factor"] = value
-            rest = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
-            keys = {**keys, place: rest}
-    if keys["partial_rotary_factor"] is not None:
-        stated["partial_rotary_factor"] = keys["partial_rotary_factor"]
-    (name, share), *others = stated.items() or [("partial_rotary_factor", 1.0)]
-    for other, value in others:
-        must(value == share, other, value, f"be {name} ({share}): they mean the same")
-    return float(share), keys
 
 
 def _write(config: Config) -> HfConfig:
@@ -116,7 +100,7 @@ def _write(config: Config) -> HfConfig:
     return {
         **hf,
         **share,
-        "rope_parameters": {**hf["rope_parameters"], **share},
+        **{place: {**hf[place], **share} for place in PLACES if place in hf},
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
         "sliding_window": model.sliding_window,
