@@ -1,9 +1,9 @@
 """Convert folders: `python -m models.convert import HF_FOLDER OUT_FOLDER`, `python -m models.convert export IN_FOLDER
 HF_FOLDER`.
 
-import: config.json + weights of GPT-2, Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V2,
-DeepSeek-V3, Kimi K2 or BERT -> config.yaml + logical weights. export: the reverse. Tokenizer files go along. Tensors
-are streamed: memory holds one part of a file at a time.
+import: config.json + *.safetensors of GPT-2, Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral, Qwen3-MoE, OLMoE,
+DeepSeek-V2, DeepSeek-V3, Kimi K2 or BERT -> config.yaml + logical weights. export: the reverse. Tokenizer files go
+along. Tensors are streamed: memory holds one part of a file at a time.
 """
 
 from __future__ import annotations

@@ -180,14 +180,15 @@ def read_groups(keys: HfConfig, best: int) -> dict[str, Any]:
         experts % num_groups == 0 and size >= best,
         "n_group",
         num_groups,
-        f"divide {experts} experts into groups of {best} or more",
+        f"divide n_routed_experts ({experts}) into groups of {best} or more",
     )
     must(chosen <= num_groups, "topk_group", chosen, f"not exceed n_group ({num_groups})")
     must(
         top_k <= chosen * size,
         "num_experts_per_tok",
         top_k,
-        f"not exceed the {chosen * size} experts of topk_group ({chosen}) groups",
+        f"not exceed the {chosen * size} experts of topk_group ({chosen}) groups of n_group ({num_groups}) that divide "
+        f"n_routed_experts ({experts})",
     )
     if chosen == num_groups:
         return {}

@@ -224,7 +224,12 @@ def read_common(keys: HfConfig, theta: float = 10000.0) -> Overrides:
 def read_experts(keys: HfConfig) -> tuple[int, int]:
     """Numbers of experts, and of a token's experts. Raises ConfigError."""
     experts, top_k = keys["num_experts"], keys["num_experts_per_tok"]
-    must(top_k <= experts, "num_experts_per_tok", top_k, f"not exceed the number of experts ({experts})")
+    must(
+        top_k <= experts,
+        "num_experts_per_tok",
+        top_k,
+        f"not exceed the number of experts ({experts}: num_experts, num_local_experts or n_routed_experts)",
+    )
     return experts, top_k
 
 
