@@ -4,7 +4,7 @@ and the up projection; a part of each head's channels may rotate."""
 from __future__ import annotations
 
 from configs import derived
-from configs.rotary import kind_of
+from configs.rotary import LENGTH, kind_of
 from configs.schema import Config
 from models.huggingface.families.keys import (
     COUNT,
@@ -101,6 +101,7 @@ def _write(config: Config) -> HfConfig:
         **hf,
         **share,
         **{place: {**hf[place], **share} for place in PLACES if place in hf},
+        LENGTH: (model.rotary_scaling or {}).get(LENGTH, hf["max_position_embeddings"]),
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
         "sliding_window": model.sliding_window,
