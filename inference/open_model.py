@@ -72,6 +72,7 @@ class _Source:
     load: Callable[[list[torch.nn.Module]], None]
     end_tokens: set[int] | None = None  # None: the tokenizer's
     trained_with: str | None = None  # digest of the tokenizer, where another one is asked for by name
+    notes: tuple[str, ...] = ()  # what the user should know of the folder
 
 
 @contextlib.contextmanager
@@ -110,6 +111,8 @@ def open_model(
     joined = dist.is_initialized()
     place = topology.initialize(config)
     if place.rank == 0:
+        for note in source.notes:
+            print(f"note: {note}.", file=sys.stderr)
         progress.begin(f"Loading {source.folder}")
     try:
         chunks = build_model(config, place, source.vocab_size, fill=False)
@@ -169,7 +172,9 @@ def _huggingface(path: Path, named: bool) -> _Source:
     ends = special_tokens.end_tokens(
         path, special_tokens.of_config(folders.read_json(path / "config.json"), vocab_size)
     )
-    return _Source(path, hf.config, vocab_size, path, lambda chunks: load_logical(chunks, hf.get), end_tokens=ends)
+    return _Source(
+        path, hf.config, vocab_size, path, lambda chunks: load_logical(chunks, hf.get), end_tokens=ends, notes=hf.notes
+    )
 
 
 def _layout(overrides: list[str]) -> ParallelConfig:

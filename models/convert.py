@@ -33,12 +33,14 @@ def import_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
     from models.huggingface import special_tokens, translate
 
     hf = translate.open_folder(source)
+    for note in hf.notes:
+        _say(f"{note}.")
     vocab_size = hf.config.model.vocab_size
     assert vocab_size is not None  # every family's config.json has one
     carried = _carried_files(source)
     special = special_tokens.of_config(folders.read_json(source / "config.json"), vocab_size)
     with folders.new_folder(target) as partial:
-        writer = folders.Writer(partial, part_bytes or folders.PART_BYTES, _weight_bytes(source), shown=True)
+        writer = folders.Writer(partial, part_bytes or folders.PART_BYTES, hf.num_bytes, shown=True)
         for name in hf.names():
             writer.add(name, hf.get(name))
         writer.close()
@@ -72,8 +74,9 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
             "import it again."
         )
         special = dict.fromkeys(special_tokens.KEYS)
-    writer = folders.Writer(target, part_bytes or folders.PART_BYTES, _weight_bytes(source), shown=True)
-    dtype = str(reader.main_dtype(reader.names())).removeprefix("torch.")
+    main_dtype = reader.main_dtype(reader.names())
+    dtype = str(main_dtype).removeprefix("torch.")
+    writer = folders.Writer(target, part_bytes or folders.PART_BYTES, reader.num_bytes(main_dtype), shown=True)
     for name, tensor in translate.export_weights(family, config, reader.get):
         writer.add(name, tensor)
     writer.close()
@@ -82,10 +85,6 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
     if special_tokens.GENERATION_CONFIG not in carried and config.model.family == "gpt" and generation:
         _write_json(target / special_tokens.GENERATION_CONFIG, generation)
     _write_json(target / "config.json", {**hf_config, **special, "dtype": dtype, "torch_dtype": dtype})
-
-
-def _weight_bytes(source: Path) -> int:
-    return sum(file.stat().st_size for file in source.glob("*.safetensors"))
 
 
 def _carried_files(source: Path) -> dict[str, Path]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from configs import progress
@@ -28,37 +28,34 @@ from configs.architecture import architecture, description
 from configs.schema import Config, ConfigError
 from configs.weights import FORMAT, means_nothing, read_config
 from configs.weights import config_from as config_from  # of what a folder's config.yaml says
+from models.weight_files.checks import one_line
+from models.weight_files.choice import INDEX_NAME, SINGLE_NAME, choose
+from models.weight_files.pickled_file import Held, PickledFile
+from models.weight_files.safetensors_file import SafetensorsFile
 from models.weights import gather_logical, load_logical
 
 PART_BYTES = 2 * 1024**3
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
 
 
 class Reader:
-    """Reads tensors by name from a folder's model.safetensors or its parts. Raises ConfigError where they are missing
-    or broken, or disagree with the index."""
+    """Reads tensors by name from a folder's model.safetensors or its parts, with `pickled` from pytorch_model.bin or
+    its parts where there are none. Raises ConfigError where they are missing or broken, or disagree with the index."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pickled: bool = False) -> None:
         # Folders may keep a second copy in another format beside these (consolidated.safetensors).
-        index, single = folder / INDEX_NAME, folder / SINGLE_NAME
-        if os.path.lexists(index) and os.path.lexists(single):
-            raise ConfigError(
-                f"folder {folder} holds {SINGLE_NAME} and {INDEX_NAME}: which of them is the model? Move one away."
-            )
+        choice = choose(folder, pickled)
+        index = folder / choice.name
         parts: dict[str, set[str] | None]  # file -> the tensors that it must hold, where the index says it
-        if os.path.lexists(index):
-            parts = _read_index(index)
-        elif os.path.lexists(single):
-            parts = {SINGLE_NAME: None}
-        else:
-            raise ConfigError(f"folder {folder} must hold {SINGLE_NAME} or {INDEX_NAME} and its parts.")
+        parts = _read_index(index, choice.suffix) if choice.is_index else {choice.name: None}
         self.folder = folder
-        self._file_of: dict[str, Any] = {}
+        self.notes = [] if choice.note is None else [choice.note]  # what the user should know of it
+        self._file_of: dict[str, SafetensorsFile | PickledFile] = {}
+        held = Held()
         for part, expected in sorted(parts.items()):
-            file = _open_safetensors(folder / part)
-            found = set(file.keys())
+            path = folder / part
+            file = SafetensorsFile(path) if choice.suffix == ".safetensors" else PickledFile(path, held)
+            found = file.names()
             for name in sorted(found & self._file_of.keys()):
                 raise ConfigError(f"tensor {name} is twice in folder {folder}: in {part} and in another file.")
             if expected is not None and expected != found:
@@ -73,11 +70,15 @@ class Reader:
 
     def dtype(self, name: str) -> str:
         """The type of the tensor called `name` as safetensors calls it (F32, BF16, I64, ...), without reading it."""
-        return str(self._file_of[name].get_slice(name).get_dtype())
+        return self._file_of[name].dtype(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the tensor called `name`, without reading it."""
-        return tuple(self._file_of[name].get_slice(name).get_shape())
+        return self._file_of[name].shape(name)
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all tensors as `dtype`."""
+        return sum(math.prod(self.shape(name)) for name in self.names()) * dtype.itemsize
 
     def main_dtype(self, names: Iterable[str]) -> torch.dtype:
         """The type of most of these weights. Others may be kept in fp32, as a router's bias is; raises ConfigError for
@@ -102,26 +103,10 @@ class Reader:
         """The tensor called `name`, on the host. Raises ConfigError if there is none."""
         if name not in self._file_of:
             raise ConfigError(f"folder {self.folder} has no tensor {name}: it was written for another model.")
-        return self._file_of[name].get_tensor(name)
+        return self._file_of[name].get(name)
 
 
-def _open_safetensors(path: Path) -> Any:
-    if not path.is_file():
-        what = "is missing" if not os.path.lexists(path) else "is no file"
-        raise ConfigError(f"{path} {what}; copy the folder again.")
-    try:
-        file = safe_open(path, framework="pt")
-    except Exception as error:  # safetensors raises its own SafetensorError and OSError, with the path in neither
-        raise ConfigError(f"{path} is no whole safetensors file ({_one_line(error)}); copy it again.") from error
-    written_by = (file.metadata() or {}).get("format", "pt")
-    if written_by not in ("pt", "mlx"):
-        raise ConfigError(
-            f"{path} has format ({written_by}) in its metadata: it must be pt, as torch's models are saved."
-        )
-    return file
-
-
-def _read_index(path: Path) -> dict[str, set[str] | None]:
+def _read_index(path: Path, suffix: str) -> dict[str, set[str] | None]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(
@@ -130,9 +115,9 @@ def _read_index(path: Path) -> dict[str, set[str] | None]:
         )
     parts: dict[str, set[str] | None] = {}
     for name, part in weight_map.items():
-        if not isinstance(part, str) or not part.endswith(".safetensors") or Path(part).name != part:
+        if not isinstance(part, str) or not part.endswith(suffix) or Path(part).name != part:
             raise ConfigError(
-                f"{path} weight_map.{name} ({show_json(part)}) must be the name of a .safetensors file beside it."
+                f"{path} weight_map.{name} ({show_json(part)}) must be the name of a {suffix} file beside it."
             )
         names = parts.setdefault(part, set())
         assert names is not None
@@ -156,7 +141,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, and numbers of too many digits
-        raise ConfigError(f"{path} is not JSON: {_one_line(error)}.") from error
+        raise ConfigError(f"{path} is not JSON: {one_line(error)}.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} ({show_json(content)}) must be a JSON object.")
     return content
@@ -175,10 +160,6 @@ def show_json(value: Any) -> str:
     """A value as JSON, short enough for a message."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:70]}..."
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).removesuffix(".")
 
 
 class Writer:

@@ -55,6 +55,8 @@ class HfFolder:
     family: Family
     config: Config
     dtype: torch.dtype  # of most weights
+    num_bytes: int  # of all weights
+    notes: tuple[str, ...]  # what the user should know of it
     _reader: Reader
     _sources: dict[str, tuple[Rule, list[str]]]  # logical name -> its rule, and the tensors' names in this folder
 
@@ -72,10 +74,13 @@ def open_folder(path: Path) -> HfFolder:
     """Check a Hugging Face folder and open it; only tied weights that stand there twice are read for that. Raises
     ConfigError."""
     from models.folder import Reader, read_json
+    from models.huggingface.quantized import open_weights, read_quantization
 
     if not (path / "config.json").exists():
         raise ConfigError(f"folder {path} must hold a config.json, as Hugging Face's save_pretrained writes it.")
-    family, keys, overrides = _read(read_json(path / "config.json"))
+    hf = read_json(path / "config.json")
+    family, keys, overrides = _read(hf)
+    quantization = read_quantization(hf)
     config = config_from(overrides)
     config.data.tokenizer = "given"  # what the rules say of one trained here is not asked
     problem = first_problem(config, world_size=1)
@@ -84,7 +89,7 @@ def open_folder(path: Path) -> HfFolder:
         raise ConfigError(
             f"{path / 'config.json'} is of a model that is not supported: {problem.key} ({value}) {problem.rule}."
         )
-    reader = Reader(path)
+    reader = open_weights(path, quantization, keys["dtype"])
     sources, found = _match(family, config, keys, reader)
     dtype = reader.main_dtype(found)
     kind = str(dtype).removeprefix("torch.")
@@ -92,7 +97,7 @@ def open_folder(path: Path) -> HfFolder:
         raise ConfigError(
             f"config.json dtype ({keys['dtype']}) is not that of the weights ({kind}): correct it, or remove it."
         )
-    return HfFolder(family, config, dtype, reader, sources)
+    return HfFolder(family, config, dtype, reader.num_bytes(dtype), tuple(reader.notes), reader, sources)
 
 
 def read_config(hf: HfConfig) -> tuple[Family, Overrides]:
@@ -108,11 +113,7 @@ def _read(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
             f"config.json model_type ({model_type}) is not supported: it must be one of {', '.join(FAMILIES)}."
         )
     family = FAMILIES[model_type]
-    if hf.get("quantization_config") is not None:
-        settings = show_json(hf["quantization_config"])
-        raise ConfigError(
-            f"config.json quantization_config ({settings}) is not supported: weights must be fp32, bf16 or fp16."
-        )
+    read_quantization(hf)  # what cannot be read is said before single keys
     keys = read_keys(hf, model_type, family.keys)
     overrides = family.read(keys)
     moe = overrides.get("moe", {})

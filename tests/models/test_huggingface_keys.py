@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"dtype": "float32", "torch_dtype": "bfloat16"},
         ("dtype (float32)", "torch_dtype (bfloat16)"),
     ),
-    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8")),
+    "quantized": ("llama", {"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "gptq")),
 }
 
 

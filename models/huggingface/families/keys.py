@@ -242,6 +242,6 @@ EVERY_FAMILY: Keys = {
     "add_cross_attention": only(False),
     "chunk_size_feed_forward": only(0),
     "pruned_heads": only({}),
-    "quantization_config": only(None),
+    "quantization_config": carried(or_null(OBJECT), None),  # models/huggingface/quantized.py
     **dict.fromkeys((*_GENERATION, *_NOTES), irrelevant()),
 }

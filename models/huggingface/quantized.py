@@ -1,0 +1,190 @@
+"""Weights in fp8 with scales, as DeepSeek-V3 (arXiv:2412.19437, section 3.3) publishes them, read as plain ones.
+
+X.weight in F8_E4M3 comes with X.weight_scale_inv: a number for each block of `weight_block_size`, of which the last in
+a row or column may be partial, or one for the whole tensor. The product is taken in fp32 and rounded once, as
+transformers does with dequantize=True, a band of rows at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from configs.schema import ConfigError
+from models.folder import WEIGHT_DTYPES, Reader, show_json
+from models.huggingface.families.keys import (
+    ANYTHING,
+    COUNT,
+    OBJECT,
+    TEXTS,
+    HfConfig,
+    Key,
+    Keys,
+    Kind,
+    carried,
+    irrelevant,
+    only,
+    or_null,
+    read_keys,
+    show,
+)
+
+WEIGHT_TYPE = "F8_E4M3"
+SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
+SCALE, ACTIVATION_SCALE = "_scale_inv", ".activation_scale"  # X.weight_scale_inv and X.activation_scale of X.weight
+BAND_ROWS = 128  # of a tensor with one scale
+BLOCK = Kind(
+    "two whole numbers above 0, or null",
+    lambda value: value is None or (isinstance(value, list) and len(value) == 2 and all(map(COUNT.fits, value))),
+)
+SECTION = "quantization_config"
+# transformers dequantises whatever has a scale: which modules were left out, their tensors say.
+KEYS: Keys = {
+    f"{SECTION}.{key}": row
+    for key, row in {
+        "quant_method": only("fp8"),
+        "fmt": only("e4m3"),
+        "weight_block_size": carried(BLOCK, [128, 128]),
+        "activation_scheme": Key(ANYTHING, "dynamic", only=("dynamic", "static")),
+        "scale_fmt": Key(ANYTHING, "float", only=("float", "ue8m0")),
+        "expert_dtype": only("fp8"),
+        "modules_to_convert": only(None, []),
+        "modules_to_not_convert": irrelevant(or_null(TEXTS)),
+        "ignored_layers": irrelevant(or_null(TEXTS)),
+        "dequantize": irrelevant(),
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """How weights were quantised: rows and columns of a block; None where a tensor has one scale."""
+
+    block: tuple[int, int] | None
+
+
+def read_quantization(hf: HfConfig) -> Fp8 | None:
+    """What a config.json says of quantised weights; None where they are plain. Raises ConfigError for what cannot be
+    read."""
+    section = hf.get(SECTION)
+    if section is None:
+        return None
+    if not OBJECT.fits(section):
+        raise ConfigError(f"config.json {SECTION} ({show_json(section)}) must be {OBJECT.says}, or null.")
+    method = section.get("quant_method")
+    if method != "fp8":
+        named = "bitsandbytes" if section.get("load_in_4bit") or section.get("load_in_8bit") else method
+        raise ConfigError(
+            f"config.json {SECTION}.quant_method ({show(named)}) is not supported: weights must be fp32, bf16 or fp16, "
+            "or fp8 with scales (quant_method fp8). Take the model from before it was quantised."
+        )
+    keys = read_keys({f"{SECTION}.{key}": value for key, value in section.items()}, "quantised fp8", KEYS)
+    block = keys[f"{SECTION}.weight_block_size"]
+    return Fp8(None if block is None else (block[0], block[1]))
+
+
+def open_weights(path: Path, quantization: Fp8 | None, dtype: str | None) -> Reader:
+    """A reader of a Hugging Face folder's plain weights. `dtype` (float32, ...) is what quantised ones become; None:
+    the type of the others. Raises ConfigError."""
+    if quantization is not None:
+        return _Fp8Reader(path, quantization, dtype)
+    reader = Reader(path, pickled=True)
+    for name in sorted(reader.names()):
+        if reader.dtype(name) == WEIGHT_TYPE:
+            raise ConfigError(
+                f"tensor {name} of folder {path} has type {WEIGHT_TYPE}, but config.json has no {SECTION} that says "
+                "what its numbers mean."
+            )
+    return reader
+
+
+class _Fp8Reader(Reader):
+    """Reads quantised weights as plain ones, and hides their scales."""
+
+    def __init__(self, path: Path, quantization: Fp8, dtype: str | None) -> None:
+        super().__init__(path, pickled=True)
+        self._block = quantization.block
+        names = super().names()
+        self._quantized = {name for name in names if super(_Fp8Reader, self).dtype(name) == WEIGHT_TYPE}
+        if not self._quantized:
+            raise ConfigError(
+                f"config.json {SECTION} says that weights are fp8, but no tensor of folder {path} has type "
+                f"{WEIGHT_TYPE}. Remove it from config.json if these are the plain weights."
+            )
+        self._scales = {name for name in names if name.endswith(SCALE)}
+        self._hidden = self._scales | {name for name in names if name.endswith(ACTIVATION_SCALE)}
+        for name in sorted(self._quantized):
+            self._check(name)
+        for name in sorted(self._hidden):
+            weight = _weight_of(name)
+            if weight not in self._quantized:
+                has = "is not there" if weight not in names else f"has type {super().dtype(weight)}"
+                raise ConfigError(
+                    f"tensor {name} of folder {path} is the scale of {weight}, which {has}: it must be {WEIGHT_TYPE}."
+                )
+        plain = names - self._hidden - self._quantized
+        self._dtype = super().main_dtype(plain) if dtype is None else getattr(torch, dtype)
+        self._dtype_name = next(name for name, known in WEIGHT_DTYPES.items() if known == self._dtype)
+
+    def _check(self, name: str) -> None:
+        scale, shape = f"{name}{SCALE}", self.shape(name)
+        if scale not in self._scales:
+            raise ConfigError(f"tensor {name} of folder {self.folder} has type {WEIGHT_TYPE} and no scale {scale}.")
+        if len(shape) != 2:
+            raise ConfigError(f"tensor {name} has shape {list(shape)}: one of type {WEIGHT_TYPE} must be a matrix.")
+        kind = super().dtype(scale)
+        if kind not in SCALE_TYPES:
+            raise ConfigError(
+                f"tensor {scale} of folder {self.folder} has type {kind}: it must be {' or '.join(SCALE_TYPES)}."
+            )
+        found = self.shape(scale)
+        if self._block is None:
+            if found not in ((), (1,), (1, 1)):
+                raise ConfigError(
+                    f"tensor {scale} has shape {list(found)}, but without {SECTION}.weight_block_size it must be one "
+                    "number."
+                )
+            return
+        calls_for = tuple(-(-size // block) for size, block in zip(shape, self._block))
+        if found != calls_for:
+            raise ConfigError(
+                f"tensor {scale} has shape {list(found)}, but {SECTION}.weight_block_size ({list(self._block)}) calls "
+                f"for {list(calls_for)} with {name} of {list(shape)}."
+            )
+
+    def names(self) -> set[str]:
+        """Names of all weights."""
+        return super().names() - self._hidden
+
+    def dtype(self, name: str) -> str:
+        """The type that a weight is read with."""
+        return self._dtype_name if name in self._quantized else super().dtype(name)
+
+    def get(self, name: str) -> torch.Tensor:
+        """The plain weight called `name`, on the host."""
+        if name not in self._quantized:
+            return super().get(name)
+        return dequantize(super().get(name), super().get(f"{name}{SCALE}"), self._block, self._dtype)
+
+
+def _weight_of(scale: str) -> str:
+    return scale.removesuffix(SCALE) if scale.endswith(SCALE) else f"{scale.removesuffix(ACTIVATION_SCALE)}.weight"
+
+
+def dequantize(
+    weight_NK: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """weight [N, K] in fp8 times the scale of each number's block, as `dtype`. Beside the result it needs the memory of
+    a band of rows in fp32."""
+    rows, columns = weight_NK.shape
+    height, width = block or (BAND_ROWS, columns)
+    scale_fp32 = scale.to(torch.float32)
+    if block is None:
+        scale_fp32 = scale_fp32.reshape(1, 1).expand(-(-rows // height), 1)
+    result = torch.empty(rows, columns, dtype=dtype)
+    for band, first in enumerate(range(0, rows, height)):
+        of_columns = scale_fp32[band].repeat_interleave(width)[:columns]
+        result[first : first + height] = weight_NK[first : first + height].to(torch.float32) * of_columns
+    return result

@@ -1,0 +1,74 @@
+"""Which files of a folder are its model: those that transformers would read, by name and in its order."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema import ConfigError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
+PICKLED_SINGLE_NAME = "pytorch_model.bin"
+# Files that look like weights, but that transformers does not read unasked.
+LIKE_WEIGHTS = re.compile(r".+\.(safetensors|bin|index(\.\w+)?\.json|pt|pth|ckpt|ckpt\.index|h5|msgpack|gguf|npz|onnx)")
+VARIANT = re.compile(
+    r"(?P<stem>model|pytorch_model)\.(?P<variant>\w+)\.(?P<suffix>safetensors|bin)"
+    r"|(?P<index>(model\.safetensors|pytorch_model\.bin)\.index)\.(?P<of_index>\w+)\.json"
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The single file or the index to read, and a line for the user where something else is passed over."""
+
+    name: str
+    note: str | None = None
+
+    @property
+    def is_index(self) -> bool:
+        """Whether parts hold the tensors."""
+        return self.name.endswith(".json")
+
+    @property
+    def suffix(self) -> str:
+        """How the files that hold tensors end."""
+        return ".bin" if self.name in (PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME) else ".safetensors"
+
+
+def choose(folder: Path, pickled: bool) -> Choice:
+    """What to read of a folder; with `pickled` also torch.save's files, where there are no safetensors.
+
+    Raises ConfigError where there is nothing, or where two files of one format could be the model.
+    """
+    formats = [(SINGLE_NAME, INDEX_NAME), *([(PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME)] if pickled else [])]
+    found = [[name for name in names if os.path.lexists(folder / name)] for names in formats]
+    there = [names for names in found if names]
+    if not there:
+        *names, last = [name for pair in formats for name in pair]
+        raise ConfigError(f"folder {folder} must hold {', '.join(names)} or {last}{_instead(folder)}.")
+    if len(there[0]) > 1:
+        single, index = there[0]
+        raise ConfigError(f"folder {folder} holds {single} and {index}: which of them is the model? Move one away.")
+    name = there[0][0]
+    others = [other for names in there[1:] for other in names]
+    if others:
+        return Choice(name, f"{folder} holds {name} and {' and '.join(others)}: {name} is read, as transformers does")
+    return Choice(name)
+
+
+def _instead(folder: Path) -> str:
+    """What a folder without weights that can be read holds in their place, and what to do with it."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    variants = [(name, match) for name in names if (match := VARIANT.fullmatch(name)) is not None]
+    if variants:
+        # an index comes first: it names its parts, which keep their names
+        name, match = min(variants, key=lambda item: item[1]["index"] is None)
+        plain = f"{match['index']}.json" if match["index"] else f"{match['stem']}.{match['suffix']}"
+        variant = match["variant"] or match["of_index"]
+        return f"; it holds {name}, the variant {variant}, which is read under the name {plain}: rename it"
+    like = [name for name in names if LIKE_WEIGHTS.fullmatch(name)]
+    return f"; it holds {', '.join(like[:3])}{' and others' if len(like) > 3 else ''}" if like else ""
