@@ -169,9 +169,7 @@ def _huggingface(path: Path, named: bool) -> _Source:
     vocab_size = hf.config.model.vocab_size
     assert vocab_size is not None  # every family's config.json has one
     hf.config.training.precision = PRECISIONS[hf.dtype]
-    ends = special_tokens.end_tokens(
-        path, special_tokens.of_config(folders.read_json(path / "config.json"), vocab_size)
-    )
+    ends = special_tokens.end_tokens(path, special_tokens.of_config(hf.stated, vocab_size))
     return _Source(
         path, hf.config, vocab_size, path, lambda chunks: load_logical(chunks, hf.get), end_tokens=ends, notes=hf.notes
     )

@@ -1,9 +1,9 @@
 """Convert folders: `python -m models.convert import HF_FOLDER OUT_FOLDER`, `python -m models.convert export IN_FOLDER
 HF_FOLDER`.
 
-import: config.json + *.safetensors of GPT-2, Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral, Qwen3-MoE, OLMoE,
-DeepSeek-V2, DeepSeek-V3, Kimi K2 or BERT -> config.yaml + logical weights. export: the reverse. Tokenizer files go
-along. Tensors are streamed: memory holds one part of a file at a time.
+import: config.json + *.safetensors or pytorch_model.bin of GPT-2, Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral,
+Qwen3-MoE, OLMoE, DeepSeek-V2, DeepSeek-V3, Kimi K2 or BERT -> config.yaml + logical weights. export: the reverse, to
+*.safetensors. Tokenizer files go along. Tensors are streamed: memory holds one part of a file at a time.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from configs.schema import ConfigError
 from configs.tokenizer_files import FOR_TRANSFORMERS, SETTINGS, VOCABULARIES, tokenizer_files
 
 SOURCES = {
-    "import": "a Hugging Face folder, with config.json and *.safetensors",
+    "import": "a Hugging Face folder, with config.json and *.safetensors or pytorch_model.bin",
     "export": "a folder of `python -m checkpoint.export` or of `python -m models.convert import`",
 }
 
 
-def import_folder(source: Path, target: Path, part_bytes: int | None = None) -> None:
-    """Hugging Face folder -> folder of logical weights, in files of at most `part_bytes` (2 GB). Raises ConfigError."""
+def import_folder(source: Path, target: Path, part_bytes: int | None = None, head_seed: int | None = None) -> None:
+    """Hugging Face folder -> folder of logical weights, in files of at most `part_bytes` (2 GB). With a `head_seed` a
+    model without an output layer gets a new one. Raises ConfigError."""
     from models import folder as folders  # imports torch, seconds that --help need not wait for
     from models.huggingface import special_tokens, translate
 
-    hf = translate.open_folder(source)
-    for note in hf.notes:
-        _say(f"{note}.")
+    hf = translate.open_folder(source, head_seed)
     vocab_size = hf.config.model.vocab_size
     assert vocab_size is not None  # every family's config.json has one
     carried = _carried_files(source)
-    special = special_tokens.of_config(folders.read_json(source / "config.json"), vocab_size)
+    special = special_tokens.of_config(hf.stated, vocab_size)
     with folders.new_folder(target) as partial:
+        for note in hf.notes:
+            _say(f"{note}.")
         writer = folders.Writer(partial, part_bytes or folders.PART_BYTES, hf.num_bytes, shown=True)
         for name in hf.names():
             writer.add(name, hf.get(name))
@@ -133,14 +134,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--max-shard-size", type=_size, metavar="2GB", help="of a file; also bounds the memory")
+    parser.add_argument(
+        "--new-head", type=int, metavar="SEED", help="import a model that has no output layer, with a random one"
+    )
     options = parser.parse_args(arguments)
+    if options.new_head is not None and options.direction != "import":
+        parser.error("--new-head is for import: what is exported has an output layer")
 
     def convert() -> None:
         if not options.source.is_dir():
             raise ConfigError(f"{options.source} is no folder. Give {SOURCES[options.direction]}.")
-        {"import": import_folder, "export": export_folder}[options.direction](
-            options.source, options.target, options.max_shard_size
-        )
+        if options.direction == "import":
+            import_folder(options.source, options.target, options.max_shard_size, options.new_head)
+        else:
+            export_folder(options.source, options.target, options.max_shard_size)
         print(f"wrote {options.target}")
 
     return command.run(convert)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from configs.schema import Config
-from models.blueprint.operation import unknown
+from models.blueprint.operation import Weight, unknown
 from models.weights import LogicalTensor, logical_tensors
 
 BLOCK_ROWS = 256  # a block of a large model is about a million numbers: 10 ms to draw
@@ -34,7 +34,7 @@ def fill(item: LogicalTensor, config: Config) -> None:
 
     Raises ValueError for a kind of weight that it does not know.
     """
-    mean, std = distribution(item, config)
+    mean, std = distribution(item.name, item.kind, config)
     dim = item.dim or 0
     if sum(length for _, _, length in item.segments()) < item.local.size(dim):
         item.local.zero_()
@@ -48,8 +48,19 @@ def fill(item: LogicalTensor, config: Config) -> None:
             target.narrow(dim, low - start, high - low).copy_(block.narrow(dim, low - first, high - low))
 
 
-def distribution(item: LogicalTensor, config: Config) -> tuple[float, float]:
-    """Mean and standard deviation of a weight; the mean is 0 where the deviation is not."""
+def initial_weight(name: str, weight: Weight, config: Config) -> torch.Tensor:
+    """All of a weight that no rank splits by its columns, with its initial values; fp32, on the host."""
+    assert not weight.is_expert and all(split.dim == 0 for split in weight.splits)
+    mean, std = distribution(name, weight.kind, config)
+    full = torch.full(weight.shape, mean)
+    if std > 0.0:
+        for first, block in blocks(name, weight.shape, 0, 0, weight.shape[0], std, config.training.seed):
+            full.narrow(0, first, block.size(0)).copy_(block)
+    return full
+
+
+def distribution(name: str, kind: str, config: Config) -> tuple[float, float]:
+    """Mean and standard deviation of a weight of this kind; the mean is 0 where the deviation is not."""
     std = config.model.init_std
     of_kind = {
         "matrix": (0.0, std),
@@ -58,9 +69,9 @@ def distribution(item: LogicalTensor, config: Config) -> tuple[float, float]:
         "bias": (0.0, 0.0),
         "router_bias": (0.0, 0.0),
     }
-    if item.kind not in of_kind:
-        unknown("initial_weights", f"kind of weight of {item.name}", item.kind)
-    return of_kind[item.kind]
+    if kind not in of_kind:
+        unknown("initial_weights", f"kind of weight of {name}", kind)
+    return of_kind[kind]
 
 
 def blocks(

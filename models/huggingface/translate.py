@@ -28,13 +28,15 @@ from models.huggingface.families import (
     qwen3_moe,
 )
 from models.huggingface.families.keys import HfConfig, read_keys
-from models.huggingface.families.keys import show as show_json
-from models.huggingface.families.rules import Family, Heads, Overrides, Rule, sizes
+from models.huggingface.families.keys import show as show_key
+from models.huggingface.families.rules import Family, Heads, Overrides, Rule, is_untied, sizes
+from models.huggingface.identity import OTHER_HEADS, identify
 
 if TYPE_CHECKING:  # the plan of a run asks for families, and imports no torch
     import torch
 
     from models.folder import Reader
+    from models.huggingface.new_head import NewHead
 
     Get = Callable[[str], torch.Tensor]
 # Where several can hold a model, an export takes the first.
@@ -53,12 +55,14 @@ class HfFolder:
     """An open Hugging Face folder, in which every key and every tensor has been checked."""
 
     family: Family
+    stated: HfConfig  # config.json, with its model_type
     config: Config
     dtype: torch.dtype  # of most weights
     num_bytes: int  # of all weights
     notes: tuple[str, ...]  # what the user should know of it
     _reader: Reader
     _sources: dict[str, tuple[Rule, list[str]]]  # logical name -> its rule, and the tensors' names in this folder
+    _new_head: NewHead | None  # draws weights of the head, for which there are no names
 
     def names(self) -> Iterator[str]:
         """The logical names of all weights."""
@@ -67,18 +71,26 @@ class HfFolder:
     def get(self, name: str) -> torch.Tensor:
         """The logical weight called `name`, on the host."""
         rule, found = self._sources[name]
+        if not found and self._new_head is not None:
+            return self._new_head.get(name, self.dtype)
         return rule.layout.to_ours([self._reader.get(theirs) for theirs in found], _heads(self.config))
 
 
-def open_folder(path: Path) -> HfFolder:
-    """Check a Hugging Face folder and open it; only tied weights that stand there twice are read for that. Raises
-    ConfigError."""
+def open_folder(path: Path, head_seed: int | None = None) -> HfFolder:
+    """Check a Hugging Face folder and open it; only tied weights that stand there twice are read for that. With a
+    `head_seed` a folder without an output layer gets a new one. Raises ConfigError."""
     from models.folder import Reader, read_json
+    from models.huggingface.new_head import is_of_head, new_head
     from models.huggingface.quantized import open_weights, read_quantization
 
     if not (path / "config.json").exists():
-        raise ConfigError(f"folder {path} must hold a config.json, as Hugging Face's save_pretrained writes it.")
-    hf = read_json(path / "config.json")
+        old = path / "bert_config.json"
+        rename = f" {old.name} is read under that name: rename it." if old.is_file() else ""
+        raise ConfigError(
+            f"folder {path} must hold a config.json, as Hugging Face's save_pretrained writes it.{rename}"
+        )
+    stated = read_json(path / "config.json")
+    hf, notes = identify(stated, lambda: Reader(path, pickled=True).names(), FAMILIES)
     family, keys, overrides = _read(hf)
     quantization = read_quantization(hf)
     config = config_from(overrides)
@@ -90,14 +102,38 @@ def open_folder(path: Path) -> HfFolder:
             f"{path / 'config.json'} is of a model that is not supported: {problem.key} ({value}) {problem.rule}."
         )
     reader = open_weights(path, quantization, keys["dtype"])
-    sources, found = _match(family, config, keys, reader)
+    sources, found, left_out = _match(family, config, keys, reader)
+    head = [name for rule, there in sources.values() if is_of_head(rule.ours) and not there for name in rule.theirs]
+    if head and head_seed is None:
+        tied = "if it is the embedding, set tie_word_embeddings to true; " if is_untied(config) else ""
+        raise ConfigError(
+            f"the Hugging Face folder has no tensor {head[0]} nor any other of an output layer, as a model saved as "
+            f"{show_key(stated.get('architectures'))} may have none: {tied}`python -m models.convert import FOLDER OUT "
+            "--new-head SEED` draws a new one."
+        )
+    if head_seed is not None and not head:
+        raise ConfigError(f"--new-head ({head_seed}) is for a model without an output layer, but {path} has one.")
+    if head:
+        notes.append(f"{path} has no output layer: {', '.join(head)} are new, drawn with seed {head_seed}")
+    if left_out:
+        notes.append(f"left out, as of a head for another task: {', '.join(left_out)}")
     dtype = reader.main_dtype(found)
     kind = str(dtype).removeprefix("torch.")
     if keys["dtype"] not in (None, kind):
         raise ConfigError(
             f"config.json dtype ({keys['dtype']}) is not that of the weights ({kind}): correct it, or remove it."
         )
-    return HfFolder(family, config, dtype, reader.num_bytes(dtype), tuple(reader.notes), reader, sources)
+    return HfFolder(
+        family,
+        hf,
+        config,
+        dtype,
+        reader.num_bytes(dtype),
+        (*notes, *reader.notes),
+        reader,
+        sources,
+        None if head_seed is None else new_head(config, head_seed),
+    )
 
 
 def read_config(hf: HfConfig) -> tuple[Family, Overrides]:
@@ -113,7 +149,10 @@ def _read(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
             f"config.json model_type ({model_type}) is not supported: it must be one of {', '.join(FAMILIES)}."
         )
     family = FAMILIES[model_type]
-    read_quantization(hf)  # what cannot be read is said before single keys
+    if hf.get("quantization_config") is not None:
+        from models.huggingface.quantized import read_quantization
+
+        read_quantization(hf)  # what cannot be read is said before single keys
     keys = read_keys(hf, model_type, family.keys)
     overrides = family.read(keys)
     moe = overrides.get("moe", {})
@@ -202,28 +241,41 @@ def expand_rules(family: Family, config: Config) -> Iterator[Rule]:
 
 def _match(
     family: Family, config: Config, keys: HfConfig, reader: Reader
-) -> tuple[dict[str, tuple[Rule, list[str]]], set[str]]:
-    """Which of a folder's tensors make each logical weight, and all that do. Raises ConfigError, by the tensor's name,
-    for one that is missing, twice, left over, or of a shape that config.json does not call for."""
+) -> tuple[dict[str, tuple[Rule, list[str]]], set[str], list[str]]:
+    """Which of a folder's tensors make each logical weight, all that do, and which are of other tasks' heads. A weight
+    of an output layer that is not there at all has none.
+
+    Raises ConfigError, by the tensor's name, for one that is missing, twice, left over, or of a shape that config.json
+    does not call for.
+    """
+    from models.huggingface.new_head import is_of_head
+
     names, lengths = reader.names(), sizes(config)
     sources: dict[str, tuple[Rule, list[str]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     twins: list[tuple[str, str]] = []
+    missing: list[tuple[Rule, str]] = []
     for rule in expand_rules(family, config):
         found = [_find(family, name, names) for name in rule.theirs]
         for name, there, shape in zip(rule.theirs, found, rule.shapes(lengths), strict=True):
             if there is not None:
                 shapes[there] = shape
             elif not rule.unread:
-                raise ConfigError(f"the Hugging Face folder has no tensor {name}, which config.json calls for.")
+                missing.append((rule, name))
         if not rule.unread:
             sources[rule.ours] = (rule, [name for name in found if name is not None])
+    has_head = any(found for ours, (_, found) in sources.items() if is_of_head(ours))
+    for rule, name in missing:
+        if has_head or not is_of_head(rule.ours):
+            raise ConfigError(f"the Hugging Face folder has no tensor {name}, which config.json calls for.")
     for twin, original in family.tied if config.model.tie_embeddings else ():
         one, other = _find(family, twin, names), _find(family, original, names)
         if one is not None and other is not None:
             shapes[one] = shapes[other]
             twins.append((one, other))
     left = sorted(name for name in names - shapes.keys() if not family.carries_nothing(name, config, keys))
+    of_others = [name for name in left if OTHER_HEADS.fullmatch(name)]
+    left = [name for name in left if name not in of_others]
     if left:
         raise ConfigError(
             f"{len(left)} tensors of the Hugging Face folder have no place in a {family.model_type} model as "
@@ -239,7 +291,7 @@ def _match(
             raise ConfigError(
                 f"config.json tie_word_embeddings (true) says that tensors {one} and {other} are one, but they differ."
             )
-    return sources, set(shapes)
+    return sources, set(shapes), of_others
 
 
 def export_weights(family: Family, config: Config, get: Get) -> Iterator[tuple[str, torch.Tensor]]:

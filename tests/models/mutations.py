@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import json
 import random
@@ -26,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from inference.open_model import open_model
 from models import convert, gpt
 from models.build import family_module
-from models.folder import INDEX_NAME, SINGLE_NAME
+from models.weight_files.choice import INDEX_NAME, PICKLED_SINGLE_NAME, SINGLE_NAME
 from tests.models.helpers import random_batch, relative_error
 from tests.tolerances import ORACLE_LOGITS
 
@@ -653,6 +654,12 @@ def damage_cases(folder: Path, number: int, seed: int, bases: Sequence[str] = tu
             yield Case(base + (".parts" if kind == "parts" else ""), kind, what, damage, names)
 
 
+def as_pickled(path: Path, zipped: bool) -> None:
+    """Put a folder's tensors into a file of torch.save, of now or of before torch 1.6."""
+    torch.save(load_file(path / SINGLE_NAME), path / PICKLED_SINGLE_NAME, _use_new_zipfile_serialization=zipped)
+    (path / SINGLE_NAME).unlink()
+
+
 def same_meaning_cases() -> Iterator[Case]:
     """Other ways to write what the base says, which must open."""
 
@@ -700,6 +707,16 @@ def same_meaning_cases() -> Iterator[Case]:
     )
     yield case("olmoe", "num_local_experts", {"num_experts": DROP, "num_local_experts": 4})
     yield case("bert", "masked words only", {"architectures": ["BertForMaskedLM"]})
+    yield case("bert", "an encoder", {"architectures": ["BertModel"]})
+    yield case("bert_masked_lm", "another head", {"architectures": ["BertForSequenceClassification"]})
+    for base, zipped in (("bert", True), ("mixtral_tied", True), ("gpt2", False)):
+        yield Case(
+            base, "same meaning", "torch.save's file", functools.partial(as_pickled, zipped=zipped), (), opens=True
+        )
+    for base in ("bert_untied", "gpt2"):
+        yield case(base, "by its tensors", {"architectures": DROP, "model_type": DROP})
+    for base in ("olmoe", "deepseek_v3", "llama_tied"):
+        yield case(base, "by its class", {"model_type": DROP})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -748,7 +765,7 @@ class Judge:
         if status != 0:
             return Verdict("wrong", f"opened, but import says: {line}")
         try:
-            theirs = self._theirs(path)
+            theirs = self._theirs(path, BASES[case.base.removesuffix(".parts")][0])
         except Exception as error:
             return Verdict(
                 "wrong", f"opened, but transformers says {type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -771,16 +788,19 @@ class Judge:
     def _without_labels(self) -> dict[str, torch.Tensor]:
         return {key: value for key, value in self.batch.items() if key != "labels"}
 
-    def _theirs(self, path: Path) -> torch.Tensor | str:
-        """Logits, or what of them is not from the folder."""
+    def _theirs(self, path: Path, saved_as: str) -> torch.Tensor | str:
+        """Logits, or what of them is not from the folder, which was saved as a model of this class."""
         import transformers
 
         config = json.loads((path / "config.json").read_text())
-        if config["model_type"] in COMPUTED_AS:
+        if config.get("model_type") in COMPUTED_AS:
             changed({"model_type": COMPUTED_AS[config["model_type"]]})(path)
+        is_bert, said = saved_as.startswith("Bert"), (config.get("architectures") or [saved_as])[0]
         name = "AutoModelForCausalLM"
-        if config["model_type"] == "bert":
-            name = (config.get("architectures") or ["BertForPreTraining"])[0]
+        if is_bert and said in ("BertForPreTraining", "BertForMaskedLM"):
+            name = said
+        elif is_bert or not config.get("model_type"):  # what reads such a folder is told the class
+            name = saved_as
         with warnings.catch_warnings(), torch.inference_mode(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             loaded = getattr(transformers, name).from_pretrained(path, dtype=torch.float32, output_loading_info=True)
@@ -790,7 +810,7 @@ class Judge:
             if missing or report["mismatched_keys"]:
                 return f"weights are random: {sorted(missing) or report['mismatched_keys']}"
             inputs = {"input_ids": self.batch["tokens"]}
-            if config["model_type"] == "bert":
+            if is_bert:
                 inputs |= {"token_type_ids": self.batch["types"], "attention_mask": self.batch["padding_mask"].long()}
             output = model(**inputs)
             return output.prediction_logits if "prediction_logits" in output else output.logits

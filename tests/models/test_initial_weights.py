@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from configs.schema import Config
-from models.initial_weights import BLOCK_ROWS, fill
+from models.blueprint.operation import TENSOR, Split, Weight
+from models.initial_weights import BLOCK_ROWS, fill, initial_weight
 from models.weights import LogicalTensor
 
 COLUMN, ROW, WHOLE, EXPERT, NORM = (
@@ -99,6 +100,16 @@ def test_each_part_is_a_slice_of_the_whole_draw(
         assert torch.equal(parts[0].join([part.local for part in parts]), whole)
         if rows is not None:  # padding is zero
             assert torch.cat([part.local for part in parts])[shape[0] :].count_nonzero() == 0
+
+
+def test_a_weight_drawn_alone_is_the_same() -> None:
+    config = Config()
+    config.training.seed = 5
+    for name, shape, dim, *_ in CASES:
+        if dim != 1 and name != EXPERT:
+            weight = Weight(name, shape, KINDS[name], (Split(0, TENSOR),) if dim == 0 else ())
+            expected = _drawn(name, shape, dim, False, 0, 1, None, seed=5).local
+            assert torch.equal(initial_weight(name, weight, config), expected)
 
 
 def test_blocks_names_and_seeds_differ() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from configs import derived
 from configs.rules.model import MIN_BERT_SEQUENCE
@@ -138,6 +139,16 @@ def _read(keys: HfConfig) -> Overrides:
     }
 
 
+def _class_by_tensors(hf: HfConfig, names: Callable[[], set[str]]) -> str | None:
+    # Encoders are saved under many classes, and files may hold more heads than their class has.
+    classes = hf.get("architectures")
+    if classes and not (isinstance(classes, list) and isinstance(classes[0], str)):
+        return None
+    if classes and (classes[0] in CLASSES or not re.fullmatch(r"Bert(Model|LMHeadModel|For[A-Z]\w*)", classes[0])):
+        return None
+    return CLASSES[0 if "cls.seq_relationship.weight" in names() else 1]
+
+
 def _write(config: Config) -> HfConfig:
     model = config.model
     return {
@@ -175,5 +186,7 @@ FAMILY = Family(
     "bert.",
     TIED,
     carries_nothing=_carries_nothing,
+    telling=r"bert\.encoder\.layer\.0\.attention\.self\.query\.weight",
+    class_by_tensors=_class_by_tensors,
     other_names=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
 )

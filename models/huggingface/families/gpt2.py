@@ -148,4 +148,14 @@ def _carries_nothing(name: str, config: Config, keys: HfConfig) -> bool:
 
 
 TIED = (("lm_head.weight", "transformer.wte.weight"),)
-FAMILY = Family("gpt2", KEYS, _read, _write, RULES, "transformer.", TIED, carries_nothing=_carries_nothing)
+FAMILY = Family(
+    "gpt2",
+    KEYS,
+    _read,
+    _write,
+    RULES,
+    "transformer.",
+    TIED,
+    carries_nothing=_carries_nothing,
+    telling=r"(transformer\.)?h\.0\.attn\.c_attn\.weight",
+)

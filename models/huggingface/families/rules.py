@@ -166,6 +166,10 @@ class Family:
     # names of tensors that are no part of the model
     carries_nothing: Callable[[str, Config, HfConfig], bool] = _nothing
     other_names: tuple[tuple[str, str], ...] = ()  # (now, in old files)
+    # the name of a tensor that no other model has, for folders from before there was a model_type
+    telling: str | None = None
+    # which class has the heads that are there, where `architectures` names none of ours; None: it does
+    class_by_tensors: Callable[[HfConfig, Callable[[], set[str]]], str | None] | None = None
 
 
 def is_tied(config: Config) -> bool:
