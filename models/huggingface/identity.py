@@ -24,7 +24,7 @@ def identify(hf: HfConfig, names: Names, families: Mapping[str, Family]) -> tupl
     """A config.json with what the folder's tensors add to it, and a line for the user on each thing that was taken from
     elsewhere. Raises ConfigError where the family cannot be told."""
     notes: list[str] = []
-    if hf.get("model_type") in (None, ""):
+    if hf.get("model_type") is None:
         model_type, because = _model_type(hf, names, families)
         hf = {**hf, "model_type": model_type}
         notes.append(f"config.json has no model_type: the folder is read as {model_type}, because of {because}")

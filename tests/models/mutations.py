@@ -799,8 +799,10 @@ class Judge:
         name = "AutoModelForCausalLM"
         if is_bert and said in ("BertForPreTraining", "BertForMaskedLM"):
             name = said
-        elif is_bert or not config.get("model_type"):  # what reads such a folder is told the class
+        elif is_bert or config.get("model_type") is None:  # what reads such a folder is told the class
             name = saved_as
+            known = getattr(transformers, saved_as).config_class.model_type
+            (path / "config.json").write_text(json.dumps({**config, "model_type": known}))
         with warnings.catch_warnings(), torch.inference_mode(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             loaded = getattr(transformers, name).from_pretrained(path, dtype=torch.float32, output_loading_info=True)

@@ -58,7 +58,7 @@ SAYS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], bool]] = {
     "by_class_masked": ("bert_masked_lm", {"model_type": ABSENT}, ("read as bert", "BertForMaskedLM"), True),
     "null": ("llama", {"model_type": None}, ("read as llama", "architectures (LlamaForCausalLM)"), True),
     "gpt2_by_class": ("gpt2", {"model_type": ABSENT}, ("read as gpt2", "architectures (GPT2LMHeadModel)"), True),
-    "mixtral_by_class": ("mixtral", {"model_type": ""}, ("read as mixtral", "(MixtralForCausalLM)"), True),
+    "mixtral_by_class": ("mixtral", {"model_type": None}, ("read as mixtral", "(MixtralForCausalLM)"), True),
     "gpt2_by_tensors": (
         "gpt2",
         {"model_type": ABSENT, "architectures": ABSENT},
@@ -93,6 +93,7 @@ SAYS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], bool]] = {
     "a_word": ("bert", {"model_type": ABSENT, "architectures": "BertModel"}, ("BertModel",), False),
     "wrong_class": ("gpt2", {"model_type": ABSENT, "architectures": ["BertModel"]}, ("bert model",), False),
     "other_class": ("bert", {"architectures": ["RobertaModel"]}, ("architectures (RobertaModel)",), False),
+    "empty": ("bert", {"model_type": ""}, ("model_type ()",), False),
     "model_type_of_another": ("llama", {"model_type": "gemma"}, ("model_type (gemma)", "gpt2, llama"), False),
 }
 
