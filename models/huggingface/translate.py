@@ -29,7 +29,7 @@ from models.huggingface.families import (
 )
 from models.huggingface.families.keys import HfConfig, read_keys
 from models.huggingface.families.keys import show as show_key
-from models.huggingface.families.rules import Family, Heads, Overrides, Rule, is_untied, sizes
+from models.huggingface.families.rules import Family, Heads, Overrides, Rule, sizes
 from models.huggingface.identity import OTHER_HEADS, identify
 
 if TYPE_CHECKING:  # the plan of a run asks for families, and imports no torch
@@ -105,7 +105,7 @@ def open_folder(path: Path, head_seed: int | None = None) -> HfFolder:
     sources, found, left_out = _match(family, config, keys, reader)
     head = [name for rule, there in sources.values() if is_of_head(rule.ours) and not there for name in rule.theirs]
     if head and head_seed is None:
-        tied = "if it is the embedding, set tie_word_embeddings to true; " if is_untied(config) else ""
+        tied = "if it is the embedding, set tie_word_embeddings to true; " if len(head) == 1 else ""
         raise ConfigError(
             f"the Hugging Face folder has no tensor {head[0]} nor any other of an output layer, as a model saved as "
             f"{show_key(stated.get('architectures'))} may have none: {tied}`python -m models.convert import FOLDER OUT "

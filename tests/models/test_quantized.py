@@ -135,6 +135,13 @@ ACCEPTED: dict[str, tuple[Edit, torch.dtype]] = {
         lambda t, c: c["quantization_config"].update(modules_to_not_convert=["lm_head", "embed_tokens"]),
         torch.bfloat16,
     ),
+    "further_layer": (
+        lambda t, c: [
+            c.update(num_nextn_predict_layers=1),
+            t.update({name.replace(".1.", ".2."): tensor.clone() for name, tensor in t.items() if ".1.self" in name}),
+        ],
+        torch.bfloat16,
+    ),
     "bf16_scale": (
         lambda t, c: t.update({f"{QUERY}_scale_inv": t[f"{QUERY}_scale_inv"].to(torch.bfloat16)}),
         torch.bfloat16,

@@ -208,6 +208,19 @@ def test_a_new_head_is_for_who_has_none(bases: Path, tmp_path: Path, capsys: pyt
         convert.main(["export", str(bases / "imported" / "bert"), str(tmp_path / "out"), "--new-head", "3"])
 
 
+def test_an_output_layer_may_be_the_embedding(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tied model whose config.json does not say so, as Llama's default is."""
+    path = _without(bases / "llama", tmp_path / "hf", tie_word_embeddings=ABSENT)
+    tensors = load_file(path / folder.SINGLE_NAME)
+    del tensors["lm_head.weight"]
+    save_file(tensors, path / folder.SINGLE_NAME)
+    status, (line,) = _import(path, capsys)
+    assert status == 2 and "no tensor lm_head.weight" in line and "set tie_word_embeddings to true" in line
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert _import(path, capsys) == (0, [])
+
+
 def test_half_a_head_is_no_head_to_be_drawn(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(bases / "bert", tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / folder.SINGLE_NAME)
