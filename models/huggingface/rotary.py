@@ -134,6 +134,11 @@ def _scaling(place: str, keys: HfConfig) -> dict[str, Any] | None:
     for fault in faults(scaling):
         name = f"{place}.{fault.key}" if fault.key else place
         raise ConfigError(f"config.json {name} ({show(scaling.get(fault.key, parameters))}) {fault.rule}.")
+    if kind == "longrope":
+        channels = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
+        pairs = int(channels * (rotary_fraction(keys) if "partial_rotary_factor" in keys else 1.0)) // 2
+        for key in ("short_factor", "long_factor"):
+            must(len(scaling[key]) == pairs, f"{place}.{key}", scaling[key], f"have {pairs} numbers")
     return normalised(scaling)
 
 

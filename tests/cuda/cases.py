@@ -24,6 +24,12 @@ LATENT = (
     "model.head_dim=16",
     "model.rotary_head_dim=8",
     "model.value_head_dim=16",
+    "model.rotary_scaling={rope_type: yarn, factor: 8.0, original_max_position_embeddings: 8, mscale: 0.7, "
+    "mscale_all_dim: 1.0}",
+)
+LLAMA3 = (
+    "model.rotary_scaling={rope_type: llama3, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, "
+    "original_max_position_embeddings: 8}"
 )
 SHARED_EXPERT = "moe.shared_expert_ffn_hidden_size=64"
 SCARCE = ("moe.capacity_factor=0.8", "moe.router_score=sigmoid", "moe.expert_bias=true")
@@ -165,7 +171,7 @@ CASES = {
         card="A100",
     ),
     "loop on one rank": Case(1, _experts(), places.waits(places.LOOP_LOCAL, NUM_LAYERS * 4), "fp32"),
-    "pipeline": Case(2, ("model=gpt_tiny", "parallel.pipeline=2"), places.waits({}, 0)),
+    "pipeline": Case(2, ("model=gpt_tiny", "parallel.pipeline=2", LLAMA3), places.waits({}, 0)),
     "experts in a pipeline": Case(
         4, _expert_parallel("keep", "parallel.pipeline=2"), places.waits(places.FLAT, NUM_LAYERS * 2 // 2)
     ),

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from configs import derived
 from configs.schema import Config
-from models.huggingface.families.keys import COUNT, POSITIVE_REAL, REAL, HfConfig, Keys, carried, irrelevant, or_null
+from models.huggingface.families.keys import (
+    COUNT,
+    POSITIVE_REAL,
+    REAL,
+    HfConfig,
+    Keys,
+    carried,
+    irrelevant,
+    must,
+    or_null,
+)
 from models.huggingface.families.llama import (
     ATTENTION_RULES,
     COMMON_KEYS,
@@ -19,6 +29,7 @@ from models.huggingface.families.llama import (
     write_common,
 )
 from models.huggingface.families.rules import Family, Overrides
+from models.huggingface.rotary import PLACES
 
 RULES = (*COMMON_RULES, *ATTENTION_RULES, *expert_rules("block_sparse_moe", "w1", "w3", "w2"))
 KEYS: Keys = {
@@ -50,6 +61,10 @@ def _read_mistral(keys: HfConfig, theta: float = 10000.0) -> Overrides:
 
 def _read(keys: HfConfig) -> Overrides:
     overrides = _read_mistral(keys, theta=1e6)
+    scaling = overrides["model"]["rotary_scaling"]
+    stated = keys["head_dim"] is not None or scaling is None or scaling["rope_type"] not in ("yarn", "longrope")
+    places = " and ".join(name for name in PLACES if keys[name])
+    must(stated, "head_dim", None, f"be stated beside yarn or longrope ({places}): transformers loads no other Mixtral")
     experts, top_k = read_experts(keys)
     overrides["moe"] = {
         "num_experts": experts,
