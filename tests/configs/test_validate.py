@@ -17,6 +17,7 @@ from moe.placement.policy import POLICIES
 from moe.schedule.chunk_plan import STRATEGIES
 from tests.configs import advice
 
+YARN = "rope_type: yarn, factor: 4.0, original_max_position_embeddings: 8"
 # overrides, world size, the field that the message starts with, what else it must say
 BROKEN: list[tuple[list[str], int, str, str]] = [
     (["model.family=grt"], 1, "model.family", "model.family=gpt"),
@@ -39,6 +40,34 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     (["optimizer.beta2=1.0"], 1, "optimizer.beta2", "less than 1"),
     (["model.hidden_dropout=1.0"], 1, "model.hidden_dropout", "less than 1"),
     (["model.rotary_fraction=0.1"], 1, "model.rotary_fraction", "16 channels"),
+    (["model.rotary_scaling=yarn"], 1, "model.rotary_scaling", "a mapping such as"),
+    (["model.rotary_scaling={factor: 2.0}"], 1, "model.rotary_scaling", "have rope_type, one of linear"),
+    (["model.rotary_scaling={type: ntk, factor: 2}"], 1, "model.rotary_scaling.type", "one of linear, llama3, yarn"),
+    (["model.rotary_scaling={rope_type: linear, factor: 0.5}"], 1, "model.rotary_scaling.factor", "at least 1"),
+    (["model.rotary_scaling={rope_type: linear, factor: x, a: 1}"], 1, "model.rotary_scaling", "must not have a"),
+    (["model.rotary_scaling={rope_type: yarn, factor: nan}"], 1, "model.rotary_scaling", "original_max_position"),
+    ([f"model.rotary_scaling={{{YARN}, beta_slow: 64}}"], 1, "model.rotary_scaling", "less than beta_slow (64.0)"),
+    ([f"model.rotary_scaling={{{YARN}, truncate: null}}"], 1, "model.rotary_scaling.truncate", "true or false"),
+    ([f"model.rotary_scaling={{{YARN}, type: linear}}"], 1, "model.rotary_scaling.type", "rope_type (yarn)"),
+    ([f"model.rotary_scaling={{{YARN}}}", "model.rotary_base=1"], 1, "model.rotary_base", "turn alike"),
+    (
+        [
+            "model.rotary_scaling={rope_type: llama3, factor: 8, low_freq_factor: 2, high_freq_factor: 2, "
+            "original_max_position_embeddings: 8}"
+        ],
+        1,
+        "model.rotary_scaling.high_freq_factor",
+        "greater than low_freq_factor (2.0)",
+    ),
+    (
+        [
+            "model.rotary_scaling={rope_type: longrope, factor: 8, short_factor: [1], long_factor: [2], "
+            "original_max_position_embeddings: 8}"
+        ],
+        1,
+        "model.rotary_scaling.short_factor",
+        "8 numbers",
+    ),
     (["model.num_layers=0"], 1, "model.num_layers", "at least 1"),
     (["training.eval_interval=-1"], 1, "training.eval_interval", "training.eval_interval=0"),
     (["data.validation_fraction=1.0"], 1, "data.validation_fraction", "less than 1"),

@@ -20,6 +20,10 @@ KINDS = {  # by what is behind experiment=
     "mixtral_8x7b": LOSS | {"apply_rope_fusion", "bias_activation_fusion"},
     "gpt2_124m": LOSS | {"bias_dropout_fusion"},
     "bert_base": LOSS | {"bias_dropout_fusion"},
+    "llama3_8b model.rotary_scaling={rope_type:linear,factor:2}": LOSS
+    | {"apply_rope_fusion", "bias_activation_fusion"},
+    "llama3_8b model.rotary_scaling={rope_type:yarn,factor:4,original_max_position_embeddings:8192}": LOSS
+    | {"bias_activation_fusion"},
     "llama3_8b model.attention=latent model.num_query_groups=null": LOSS | {"bias_activation_fusion"},
 }
 

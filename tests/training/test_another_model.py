@@ -4,7 +4,6 @@ checkpoint's."""
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ def _checkpoint(folder: Path, overrides: list[str]) -> Path:
     return folder
 
 
+LINEAR = "model.rotary_scaling={rope_type: linear, factor: 4.0}"
 GPT, MOE, BERT = "model=gpt_tiny", "model=gpt_moe_tiny", "model=bert_tiny"
 
 
@@ -39,6 +39,9 @@ GPT, MOE, BERT = "model=gpt_tiny", "model=gpt_moe_tiny", "model=bert_tiny"
         ([GPT], [GPT, "model.position_embedding=learned"], "Try model.position_embedding=rope, or another name"),
         ([GPT, "model.position_embedding=learned"], [GPT], "Try model.position_embedding=learned, or another name"),
         ([GPT], [GPT, "model.qk_norm=true", "model.qk_norm_over=all_heads"], "Try another name"),
+        ([GPT], [GPT, LINEAR], "Try model.rotary_scaling=null"),
+        ([GPT, LINEAR], [GPT], "Try 'model.rotary_scaling={rope_type:"),
+        ([GPT, LINEAR], [GPT, LINEAR.replace("4", "8")], "Try 'model.rotary_scaling={rope_type:"),
         (
             [GPT, "model.qk_norm=true"],
             [GPT, "model.qk_norm=true", "model.qk_norm_over=all_heads"],
@@ -65,7 +68,7 @@ def test_another_model(tmp_path: Path, saved: list[str], asked: list[str], says:
     message = str(caught.value)
     assert says in message and "None" not in message and message.endswith("another name or run_dir.")
     for fixes in advice.split(message.replace(", or another name or run_dir", ""))[1]:
-        config = compose([*asked, *shlex.split(" ".join(fixes))])
+        config = compose([*asked, *fixes])
         validate(config, 1)
         check_model(config, None, folder)
 

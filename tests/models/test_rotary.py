@@ -1,0 +1,123 @@
+"""Stretched rotary positions: the frequencies against transformers' bit for bit, what a config.json says of them in
+both spellings, and which modules turn by them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from configs import rotary
+from configs.architecture import architecture
+from configs.compose import compose
+from configs.schema import Config, ConfigError
+from models.attention import RotarySelfAttention, ScaledDotProductAttention
+from models.folder import config_from
+from models.huggingface import translate
+from models.norm import norm_class
+from models.pointwise.frequencies import inverse_frequencies
+from models.specs import Backend, _attention
+from models.transformer_config import transformer_config
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 99,
+    "hidden_size": 512,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 131072,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"short_factor": [1 + i / 64 for i in range(64)], "long_factor": [1 + i for i in range(64)]}
+# As published: rope_theta, and a scaling. The numbers are those of Llama 3.1 and 3.2, Qwen, DeepSeek, Kimi and Phi.
+PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
+    "linear": (100000, {"type": "linear", "factor": 4.0}),
+    "llama_3_1": (500000.0, {**LLAMA3, "original_max_position_embeddings": 8192}),
+    "llama_3_2": (500000.0, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}),
+    "llama3_without_a_length": (500000.0, LLAMA3),
+    "qwen": (1000000.0, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
+    "deepseek": (10000, {**YARN, "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    "deepseek_unequal": (10000, {**YARN, "factor": 40, "mscale": 0.707, "mscale_all_dim": 1.5}),
+    "one_mscale": (10000, {**YARN, "mscale": 0.707, "mscale_all_dim": 0}),
+    "kimi": (50000.0, {**YARN, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1, "mscale_all_dim": 1}),
+    "not_truncated": (150000, {**YARN, "truncate": False, "beta_fast": None}),
+    "attention_factor": (10000.0, {**YARN, "attention_factor": 0.75}),
+    "phi": (10000.0, {"type": "longrope", "original_max_position_embeddings": 4096, **LONG}),
+    "phi_with_factors": (10000.0, {"type": "longrope", "factor": 1, "attention_factor": 1.19, **LONG}),
+}
+
+
+def _read(**changes: Any) -> Config:
+    return config_from(translate.read_config(json.loads(json.dumps({**LLAMA, **changes})))[1])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_frequencies_are_those_of_transformers(name: str) -> None:
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theta, scaling = PUBLISHED[name]
+    theirs = transformers.LlamaConfig(**LLAMA, rope_theta=theta, rope_scaling=json.loads(json.dumps(scaling)))
+    ours = _read(rope_theta=theta, rope_scaling=scaling)
+    compute = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]]
+    for is_long in (False, True):
+        frequencies, factor = compute(theirs, seq_len=LLAMA["max_position_embeddings"] + 1 if is_long else None)
+        assert torch.equal(inverse_frequencies(ours, is_long), frequencies)
+        assert rotary.attention_factor(ours.model.rotary_scaling) == factor
+
+    family, written = translate.write_config(ours)
+    again = config_from(translate.read_config(written)[1])
+    assert family.model_type == "llama" and architecture(again, 99) == architecture(ours, 99)
+    # transformers takes the same from the file, in its old and in its new spelling
+    for leave_out in ("rope_scaling", "rope_parameters"):
+        file = {key: value for key, value in written.items() if key not in (leave_out, "model_type")}
+        frequencies, factor = compute(transformers.LlamaConfig(**json.loads(json.dumps(file))))
+        assert torch.equal(inverse_frequencies(ours), frequencies)
+        assert rotary.attention_factor(ours.model.rotary_scaling) == factor
+
+
+def test_a_scaling_has_one_form() -> None:
+    one = _read(rope_theta=7.0, rope_scaling={"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768})
+    other = _read(rope_parameters={**YARN, "rope_theta": 7, "beta_fast": 32, "mscale": None, "finetuned": True})
+    assert one.model.rotary_scaling == other.model.rotary_scaling == rotary.normalised(YARN)
+    beside = _read(rope_theta=7.0, rope_scaling={**YARN, "type": "yarn"}, rope_parameters={**YARN, "rope_theta": 7.0})
+    assert architecture(beside, 99) == architecture(one, 99)
+    outside = _read(rope_scaling={"type": "yarn", "factor": 4.0}, original_max_position_embeddings=32768)
+    assert outside.model.rotary_scaling == one.model.rotary_scaling
+    typed = compose(["model.rotary_scaling={type: yarn, factor: 4, original_max_position_embeddings: 32768}"])
+    assert typed.model.rotary_scaling == one.model.rotary_scaling
+    assert rotary.normalised(one.model.rotary_scaling) == one.model.rotary_scaling
+    with pytest.raises(ConfigError, match="rope_parameters .* and rope_scaling .* must agree"):
+        _read(rope_theta=7.0, rope_scaling=YARN, rope_parameters={**YARN, "factor": 5.0})
+
+
+def test_scores_are_scaled_for_latent_attention_alone() -> None:
+    scaling = rotary.normalised({**YARN, "factor": 40, "mscale_all_dim": 1.0})
+    assert rotary.scores_factor(scaling) == pytest.approx((0.1 * 3.6888794541139363 + 1) ** 2)
+    assert rotary.scores_factor(rotary.normalised(YARN)) == rotary.scores_factor(None) == 1.0
+    text = f"model.rotary_scaling={{rope_type: yarn, factor: 40, {rotary.LENGTH}: 8, mscale: 1, mscale_all_dim: 1}}"
+    base = ["experiment=gpt_tiny", "model.attention=latent"]
+    latent: Any = transformer_config(compose([*base, text]))
+    assert (latent.rope_type, latent.rotary_scaling_factor, latent.mscale_all_dim) == ("rope", 40.0, 1.0)
+    latent = transformer_config(compose([*base, text.replace("mscale: 1", "mscale: 2")]))
+    assert (latent.rope_type, latent.rotary_scaling_factor, latent.mscale_all_dim) == ("yarn", 40.0, 1.0)
+
+
+@pytest.mark.parametrize(("scaling", "ours"), [(None, False), ({**LLAMA3, rotary.LENGTH: 8}, False), (YARN, True)])
+def test_transformer_engine_turns_where_there_is_no_factor(scaling: Any, ours: bool) -> None:
+    config = compose(["experiment=llama3_8b"])
+    config.model.rotary_scaling = rotary.normalised(scaling)
+    megatron = transformer_config(config)
+    norm = norm_class(megatron)
+    backend = Backend(
+        norm, norm, ScaledDotProductAttention, ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear
+    )
+    spec = _attention(backend, megatron, None, config.model, True, None)  # type: ignore[arg-type]
+    assert (spec.module is RotarySelfAttention) == ours
+    factor = rotary.attention_factor(config.model.rotary_scaling)
+    assert spec.params.get("rotary_factor", 1.0) == factor and (factor != 1.0) == ours
