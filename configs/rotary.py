@@ -165,7 +165,8 @@ def _concentration(factor: float, scale: float) -> float:
 
 
 def attention_factor(scaling: dict[str, Any] | None) -> float:
-    """What cosines and sines of a normalised scaling are multiplied by, as transformers has it."""
+    """What cosines and sines of a legal scaling are multiplied by, as transformers has it."""
+    scaling = normalised(scaling)
     if scaling is None or "attention_factor" not in scaling:
         return 1.0
     if scaling["attention_factor"] is not None:

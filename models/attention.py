@@ -53,9 +53,10 @@ class RotarySelfAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden `[s, b, h]`, rotary_pos_emb (angles) `[s, 1, 1, rotating channels]` -> `[s, b, h]` without the bias,
         and the bias."""
-        if rotary_pos_emb is None:
-            return super().forward(hidden_states, attention_mask, **others)
-        assert self.config.num_query_groups >= self.world_size, "a rule of the layout"
+        if rotary_pos_emb is None or self.config.num_query_groups < self.world_size:
+            # a rule refuses parts of a head; Megatron-core knows no factor
+            assert rotary_pos_emb is None or self.rotary_factor == 1.0
+            return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **others)
         assert all(value is None for value in others.values()), (
             f"no model of this repository uses {[name for name, value in others.items() if value is not None]}"
         )

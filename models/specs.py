@@ -216,7 +216,7 @@ def _attention(
         key_norm = ModuleSpec(module=AllHeadsRMSNorm, params={"num_heads": megatron.num_query_groups, "tensor": tensor})
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding}
     # Where TransformerEngine is, it has a kernel for the rotary embedding, but none for a factor.
-    factor = attention_factor(model.rotary_scaling)
+    factor = attention_factor(model.rotary_scaling) if model.position_embedding == "rope" else 1.0
     ours = backend.norm_column_linear is None or factor != 1.0
     if ours:
         params["rotary_factor"] = factor

@@ -23,16 +23,8 @@ FAST = {
     *("memory/test_disk", "memory/test_store", "test_budgets", "test_planning", "test_buckets"),
     *("test_costs", "test_events", "optim/test_schedule", "test_start", "test_submit"),
     *("test_boundaries", "test_presets", "test_wrong_text", "test_layer_inputs", "test_fused", "test_background"),
-    *("test_fusions", "test_initial_weights", "test_pointwise", "test_special_tokens", "models/test_weights"),
-    *("test_quantized", "test_weight_files", "test_what_folders_say"),
-    *(
-        "test_fusions",
-        "test_initial_weights",
-        "test_pointwise",
-        "test_rotary",
-        "test_special_tokens",
-        "models/test_weights",
-    ),
+    *("test_fusions", "test_initial_weights", "test_pointwise", "test_rotary"),
+    *("test_special_tokens", "models/test_weights", "test_quantized", "test_weight_files", "test_what_folders_say"),
     *("test_placement_plans", "test_placement_replay", "test_planner_oracle", "test_planner_pick", "test_planners"),
     *("test_workloads", "test_memory_reuse", "test_plans", "test_measured_costs"),
 }

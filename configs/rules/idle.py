@@ -64,7 +64,6 @@ NEEDS = [
         lambda c: c.model.family == "bert",
         "unless model.family is bert",
     ),
-    Needs(("model.rotary_scaling",), lambda c: c.model.position_embedding == "rope", "unless positions rotate (rope)"),
     Needs(("model.sliding_window",), lambda c: c.model.family == "gpt", "unless model.family is gpt"),
     Needs(
         ("model.sliding_window_from",),
@@ -129,7 +128,7 @@ READY = [
         "model.attention is not latent",
     ),
     Needs(
-        ("model.rotary_base", "model.rotary_fraction", "model.max_positions"),
+        ("model.rotary_base", "model.rotary_fraction", "model.rotary_scaling", "model.max_positions"),
         lambda c: c.model.position_embedding == "rope",
         "model.position_embedding is not rope",
     ),

@@ -20,7 +20,7 @@ def rotary(config: Config, world_size: int) -> Iterator[Problem]:
         fixes = [*([{KEY: fault.mended}] if fault.mended is not None else []), off]
         yield Problem(f"{KEY}.{fault.key}" if fault.key else KEY, fault.rule, fixes)
         return
-    if scaling is None:
+    if scaling is None or model.position_embedding != "rope":
         return
     pairs = derived.rotary_dim(config) // 2
     for name in ("short_factor", "long_factor"):

@@ -13,7 +13,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from configs import derived
-from configs.rotary import LENGTH, attention_factor
+from configs.rotary import LENGTH, attention_factor, normalised
 from configs.schema import Config
 
 
@@ -49,13 +49,13 @@ class Rotary(RotaryEmbedding):
 def switches_at(config: Config) -> int | None:
     """The length of a text beyond which all of its positions turn by longrope's other frequencies; None where there is
     one set of them."""
-    scaling = config.model.rotary_scaling
+    scaling = normalised(config.model.rotary_scaling)
     return scaling[LENGTH] if scaling is not None and scaling["rope_type"] == "longrope" else None
 
 
 def inverse_frequencies(config: Config, is_long: bool = False) -> torch.Tensor:
     """Radians of a position, fp32 `[rotating channels / 2]`, on the host; `is_long`: of a text beyond `switches_at`."""
-    scaling, base, dim = config.model.rotary_scaling, config.model.rotary_base, derived.rotary_dim(config)
+    scaling, base, dim = normalised(config.model.rotary_scaling), config.model.rotary_base, derived.rotary_dim(config)
     powers = base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if scaling is None:
         return 1.0 / powers

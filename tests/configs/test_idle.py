@@ -23,7 +23,6 @@ OTHER: dict[str, Any] = {  # a legal value that is not the default, where the sc
     "moe.placement.max_load": 1.5,
     "memory.disk_dir": "/var/tmp",
     "model.rotary_head_dim": 32,
-    "model.rotary_scaling": {"rope_type": "linear", "factor": 2.0},
     "training.profile.ranks": [0],
 }
 # What gives the keys of a line of NEEDS an effect, by its first key, on gpt_moe_tiny.
@@ -34,7 +33,6 @@ GIVEN: dict[str, tuple[int, list[str]]] = {
         ["parallel.expert=2", "moe.placement.policy=solve", "moe.placement.extra_slots=2"],
     ),
     "model.sentence_head": (1, ["model=bert_moe_tiny"]),
-    "model.rotary_scaling": (1, []),
     "model.sliding_window": (1, []),
     "model.sliding_window_from": (1, ["model.sliding_window=8"]),
     "moe.group_score_top_k": (1, ["moe.num_groups=2", "moe.group_top_k=1"]),
@@ -43,7 +41,6 @@ GIVEN: dict[str, tuple[int, list[str]]] = {
 }
 TAKEN: dict[str, list[str]] = {  # what takes it away, where the preset has it
     "model.rotary_base": ["model.position_embedding=learned"],
-    "model.rotary_scaling": ["model.position_embedding=learned"],
     "model.sliding_window": ["model=bert_moe_tiny"],
     "optimizer.decay_steps": ["optimizer.schedule=constant"],
     "checkpoint.keep_every": ["checkpoint.keep=0"],

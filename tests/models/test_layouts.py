@@ -64,7 +64,17 @@ MODELS: dict[str, list[Overrides]] = {
     ],
     "gpt_moe": [GPT_MOE],
     "bert": [BERT],
-    "bert_pre_norm": [BERT, {"model": {"norm_position": "pre", "position_embedding": "rope", "rotary_base": 500.0}}],
+    "bert_pre_norm": [
+        BERT,
+        {
+            "model": {
+                "norm_position": "pre",
+                "position_embedding": "rope",
+                "rotary_base": 500.0,
+                "rotary_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+            }
+        },
+    ],
     "bert_moe": [BERT_MOE],
     "bert_moe_without_bias": [BERT_MOE, {"model": {"linear_bias": False}}],
     "gpt_latent": [LATENT],

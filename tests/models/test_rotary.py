@@ -22,7 +22,7 @@ from models.pointwise.frequencies import inverse_frequencies
 from models.specs import Backend, _attention
 from models.transformer_config import transformer_config
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 99,
     "hidden_size": 512,
