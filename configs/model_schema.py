@@ -69,6 +69,12 @@ class ModelConfig:
         choices=EXPORT_FAMILIES,
         stays_with_model=True,
     )
+    config_json: Optional[str] = key(
+        None,
+        "a JSON object: what the config.json that the model came from says and nobody reads; an export writes it again",
+        "free",
+        stays_with_model=True,
+    )
     vocab_size: Optional[int] = key(
         None,
         "tokens that the model knows; null: the tokenizer's. Storage is padded per layout, the maths is not",

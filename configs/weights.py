@@ -24,7 +24,8 @@ from configs.tokenizer_files import core_file
 
 FORMAT = "mixtrain-weights-1"
 SECTIONS = ("model", "moe")
-OF_THE_WEIGHTS = ("model.vocab_size", "model.max_positions", "model.export_family")  # what no preset sets
+# what no preset sets
+OF_THE_WEIGHTS = ("model.vocab_size", "model.max_positions", "model.export_family", "model.config_json")
 
 
 def read_config(folder: Path) -> dict[str, dict[str, Any]]:
@@ -99,9 +100,7 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
         asked = name in named or section in named or "experiment" in named
         if section not in SECTIONS:
             continue
-        of_the_weights = (
-            name in ("model.vocab_size", "model.max_positions", "model.export_family") and name not in named
-        )
+        of_the_weights = name in OF_THE_WEIGHTS and name not in named
         if last in theirs[section] and (of_the_weights or not asked):
             put(config, name, copy.deepcopy(theirs[section][last]))
         elif not asked and (key.architecture or (section == "moe" and is_dense)):

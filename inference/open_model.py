@@ -29,7 +29,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from inference.decoder import Decoder
 from models import folder as folders
 from models.build import build_model
-from models.huggingface import special_tokens, translate
+from models.huggingface import special_tokens, translate, unknown_keys
 from models.weights import load_logical
 from parallel import topology
 from parallel.dtypes import DTYPES
@@ -73,6 +73,7 @@ class _Source:
     end_tokens: set[int] | None = None  # None: the tokenizer's
     trained_with: str | None = None  # digest of the tokenizer, where another one is asked for by name
     notes: tuple[str, ...] = ()  # what the user should know of the folder
+    model_type: str | None = None  # of a Hugging Face folder
 
 
 @contextlib.contextmanager
@@ -113,6 +114,8 @@ def open_model(
     if place.rank == 0:
         for note in source.notes:
             print(f"note: {note}.", file=sys.stderr)
+        if source.model_type is not None:
+            unknown_keys.warn(source.config, source.model_type)
         progress.begin(f"Loading {source.folder}")
     try:
         chunks = build_model(config, place, source.vocab_size, fill=False)
@@ -171,7 +174,14 @@ def _huggingface(path: Path, named: bool) -> _Source:
     hf.config.training.precision = PRECISIONS[hf.dtype]
     ends = special_tokens.end_tokens(path, special_tokens.of_config(hf.stated, vocab_size))
     return _Source(
-        path, hf.config, vocab_size, path, lambda chunks: load_logical(chunks, hf.get), end_tokens=ends, notes=hf.notes
+        path,
+        hf.config,
+        vocab_size,
+        path,
+        lambda chunks: load_logical(chunks, hf.get),
+        end_tokens=ends,
+        notes=hf.notes,
+        model_type=hf.family.model_type,
     )
 
 

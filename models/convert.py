@@ -31,7 +31,7 @@ def import_folder(source: Path, target: Path, part_bytes: int | None = None, hea
     """Hugging Face folder -> folder of logical weights, in files of at most `part_bytes` (2 GB). With a `head_seed` a
     model without an output layer gets a new one. Raises ConfigError."""
     from models import folder as folders  # imports torch, seconds that --help need not wait for
-    from models.huggingface import special_tokens, translate
+    from models.huggingface import special_tokens, translate, unknown_keys
 
     hf = translate.open_folder(source, head_seed)
     vocab_size = hf.config.model.vocab_size
@@ -47,6 +47,7 @@ def import_folder(source: Path, target: Path, part_bytes: int | None = None, hea
         writer.close()
         folders.write_config(partial, description(hf.config, vocab_size), special)
         _copy(carried, partial)
+    unknown_keys.warn(hf.config, hf.family.model_type)
 
 
 def export_folder(source: Path, target: Path, part_bytes: int | None = None) -> None:
@@ -61,10 +62,11 @@ def export_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
 def export_into(source: Path, target: Path, part_bytes: int | None = None) -> None:
     """Write the files of `export_folder` into a folder that is there. Raises ConfigError."""
     from models import folder as folders
-    from models.huggingface import special_tokens, translate
+    from models.huggingface import special_tokens, translate, unknown_keys
 
     config = folders.config_from(folders.read_config(source))
     family, hf_config = translate.write_config(config)
+    others, left_out = unknown_keys.of_family(config, family)
     reader = folders.Reader(source)
     carried = {**_carried_files(source), **tokenizer_files(source / FOR_TRANSFORMERS)}
     assert config.model.vocab_size is not None  # write_config has seen to it
@@ -75,6 +77,11 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
             "import it again."
         )
         special = dict.fromkeys(special_tokens.KEYS)
+    if left_out:
+        _say(
+            f"the model is exported as {family.model_type}, where these keys that it came with mean something else: "
+            f"{unknown_keys.listed(left_out)}. They are left out."
+        )
     main_dtype = reader.main_dtype(reader.names())
     dtype = str(main_dtype).removeprefix("torch.")
     writer = folders.Writer(target, part_bytes or folders.PART_BYTES, reader.num_bytes(main_dtype), shown=True)
@@ -85,7 +92,7 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
     generation = special_tokens.generation_config(special)
     if special_tokens.GENERATION_CONFIG not in carried and config.model.family == "gpt" and generation:
         _write_json(target / special_tokens.GENERATION_CONFIG, generation)
-    _write_json(target / "config.json", {**hf_config, **special, "dtype": dtype, "torch_dtype": dtype})
+    _write_json(target / "config.json", {**hf_config, **special, "dtype": dtype, "torch_dtype": dtype, **others})
 
 
 def _carried_files(source: Path) -> dict[str, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,9 @@ def model(config: Config, world_size: int) -> Iterator[Problem]:
     if model.family == "bert" and model.sequence_length < MIN_BERT_SEQUENCE:
         rule = f"must be at least {MIN_BERT_SEQUENCE} for BERT, whose samples hold [CLS], two sentences and two [SEP]"
         yield Problem("model.sequence_length", rule, set_to("model.sequence_length", [MIN_BERT_SEQUENCE, 64, 512]))
+    if model.config_json is not None and not _is_json_object(model.config_json):
+        rule = "must be a JSON object in a text, as an import writes it"
+        yield Problem("model.config_json", rule, [{"model.config_json": None}])
     trained_here = config.data.tokenizer == "sentencepiece"
     if trained_here and config.data.vocab_size < MIN_SENTENCEPIECE_VOCAB:
         rule = f"must be at least {MIN_SENTENCEPIECE_VOCAB} for a sentencepiece tokenizer with byte fallback"
@@ -71,6 +75,13 @@ def model(config: Config, world_size: int) -> Iterator[Problem]:
     if trained_here and model.vocab_size is not None and model.vocab_size < config.data.vocab_size:
         rule = f"must hold the tokenizer's data.vocab_size ({config.data.vocab_size}), or be null to follow it"
         yield Problem("model.vocab_size", rule, set_to("model.vocab_size", [None, config.data.vocab_size]))
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def moe(config: Config, world_size: int) -> Iterator[Problem]:

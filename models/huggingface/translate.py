@@ -31,6 +31,7 @@ from models.huggingface.families.keys import HfConfig, read_keys
 from models.huggingface.families.keys import show as show_key
 from models.huggingface.families.rules import Family, Heads, Overrides, Rule, sizes
 from models.huggingface.identity import OTHER_HEADS, identify
+from models.huggingface.unknown_keys import carried_keys, to_text
 
 if TYPE_CHECKING:  # the plan of a run asks for families, and imports no torch
     import torch
@@ -155,6 +156,9 @@ def _read(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
         read_quantization(hf)  # what cannot be read is said before single keys
     keys = read_keys(hf, model_type, family.keys)
     overrides = family.read(keys)
+    others = carried_keys(hf, family, architecture(config_from(overrides), keys["vocab_size"]))
+    if others:
+        overrides["model"]["config_json"] = to_text(others)
     moe = overrides.get("moe", {})
     if moe.get("top_k") == 1 and moe.get("normalize_top_k", True):
         raise ConfigError(

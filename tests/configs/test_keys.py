@@ -65,7 +65,7 @@ def test_architecture_is_what_a_folder_of_weights_compares() -> None:
 
 
 # What an export says of the model.
-LEAVES_WITH_IT = {"model.max_positions", "model.export_family"}
+LEAVES_WITH_IT = {"model.max_positions", "model.export_family", "model.config_json"}
 # What is not the model's in its own sections: how it is trained, and who computes it.
 OF_TRAINING = {"hidden_dropout", "attention_dropout", "init_std", "backend", "fusions"}
 

@@ -86,7 +86,7 @@ def _only(scaling: dict[str, Any]) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "unknown": ("llama", {"colour": "red"}, ("colour (red)", "llama")),
+    "unknown_and_read": ("llama", {"attention_chunk_size": 4}, ("attention_chunk_size (4)", "llama")),
     "not_causal": ("llama", {"is_causal": False}, ("is_causal (false)", "true")),
     "two_scalings": (
         "llama",

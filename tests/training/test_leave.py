@@ -53,9 +53,10 @@ DEEPSEEK = [
     "rotary_head_dim=4",
     "value_head_dim=10",
 ]
+CARRIED = '{"is_llama_config": true, "rope_interleaved": false}'  # as an import of a folder with these keys sets it
 RUNS: dict[str, tuple[str, int, list[str]]] = {
     "gpt2": ("gpt2", 2, [*(f"model.{key}" for key in GPT2), "parallel.tensor=2", "parallel.sequence=true"]),
-    "llama": ("llama", 2, [*GROUPED, UNTIED, "parallel.pipeline=2"]),
+    "llama": ("llama", 2, [*GROUPED, UNTIED, "parallel.pipeline=2", f"model.config_json='{CARRIED}'"]),
     "mixtral": ("mixtral", 2, [*GROUPED, *EXPERTS, "parallel.expert=2"]),
     "qwen3_moe": (
         "qwen3_moe",
@@ -121,7 +122,10 @@ def test_a_run_in_any_layout_leaves_for_transformers(name: str, data: list[str],
     ]
     train_on_ranks(settings, ranks)
     distributed.run(_export, 1, tmp_path / "run", tmp_path)
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == model_type
+    config_json = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config_json["model_type"] == model_type
+    carried = json.loads(CARRIED) if name == "llama" else {}
+    assert carried.items() <= config_json.items()
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert all((tmp_path / "hf" / part).is_file() for part in index["weight_map"].values())
     assert list((tmp_path / "hf").glob("tokenizer*"))

@@ -113,7 +113,7 @@ KEYS: Keys = {
     "num_nextn_predict_layers": carried(INDEX, 0, also=("num_mtp_layers",)),
     "pretraining_tp": irrelevant(or_null(COUNT)),
     # Of the code and the losses that the first folder came with.
-    **dict.fromkeys(("auto_map", "ep_size", "aux_loss_alpha", "seq_aux"), irrelevant()),
+    **dict.fromkeys(("ep_size", "aux_loss_alpha", "seq_aux"), irrelevant()),
 }
 # Kimi K2 comes with code of its own, whose defaults transformers does not have: its files state these.
 KIMI_KEYS: Keys = KEYS | {

@@ -1,5 +1,5 @@
-"""What each key of a config.json means to us. The world is closed: a family has one table, and a key that is not in it
-is refused.
+"""What each key of a config.json means to us: a family has one table. What becomes of a key that is not in it,
+models/huggingface/unknown_keys.py says.
 
 A key of a table is carried (into our config), irrelevant (to what the model computes), or refused unless it has one of
 some values. Each has a kind of value, and what a folder without the key means: transformers' own default for that
@@ -42,6 +42,9 @@ FLAG = Kind("true or false", lambda value: type(value) is bool)
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+CODE = Kind(
+    "an object with the names of classes", lambda value: OBJECT.fits(value) and all(map(TEXT.fits, value.values()))
+)
 LABELS = Kind(
     "an object with numbers as keys", lambda value: OBJECT.fits(value) and all(str(key).isdecimal() for key in value)
 )
@@ -95,14 +98,8 @@ def only(*values: Any) -> Key:
 
 
 def read_keys(hf: HfConfig, model_type: str, table: Keys) -> HfConfig:
-    """The value of every key of the table, in the table's spelling. Raises ConfigError for a key that is not in it,
-    that is missing, or whose value is not what the table says."""
-    spellings = {spelling: key for key, row in table.items() for spelling in (key, *row.also)}
-    for key in sorted(hf.keys() - spellings.keys()):
-        raise ConfigError(
-            f"config.json {key} ({show(hf[key])}) is not a key that Mixtrain knows of a {model_type} model. "
-            "Remove it if it changes nothing that the model computes."
-        )
+    """The value of every key of the table, in the table's spelling. Raises ConfigError for a key that is missing, or
+    whose value is not what the table says."""
     values: HfConfig = {}
     for key, row in table.items():
         given = {spelling: hf[spelling] for spelling in (key, *row.also) if spelling in hf}
@@ -235,7 +232,8 @@ EVERY_FAMILY: Keys = {
     "output_attentions": irrelevant(or_null(FLAG)),
     "id2label": irrelevant(or_null(LABELS)),
     "label2id": irrelevant(or_null(OBJECT)),
-    "num_labels": irrelevant(or_null(COUNT)),
+    "num_labels": irrelevant(COUNT),
+    "auto_map": irrelevant(or_null(CODE)),  # its files do not go along
     "problem_type": only(None, "regression", "single_label_classification", "multi_label_classification"),
     "is_encoder_decoder": only(False),
     "tie_encoder_decoder": only(False),

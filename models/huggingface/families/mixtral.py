@@ -35,7 +35,7 @@ RULES = (*COMMON_RULES, *ATTENTION_RULES, *expert_rules("block_sparse_moe", "w1"
 KEYS: Keys = {
     **COMMON_KEYS,
     **MOE_KEYS,
-    "num_key_value_heads": carried(or_null(COUNT), 8),
+    "num_key_value_heads": carried(COUNT, 8),
     "head_dim": carried(or_null(COUNT), None),
     "max_position_embeddings": carried(COUNT, 4096 * 32),
     "rms_norm_eps": carried(POSITIVE_REAL, 1e-5),

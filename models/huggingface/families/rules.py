@@ -171,6 +171,11 @@ class Family:
     # which class has the heads that are there, where `architectures` names none of ours; None: it does
     class_by_tensors: Callable[[HfConfig, Callable[[], set[str]]], str | None] | None = None
 
+    @property
+    def spellings(self) -> set[str]:
+        """The keys of a config.json that the table knows."""
+        return {spelling for key, row in self.keys.items() for spelling in (key, *row.also)}
+
 
 def is_tied(config: Config) -> bool:
     """Whether the output layer has the weights of the embedding."""

@@ -1,0 +1,241 @@
+"""Keys of a config.json that no table of a family has. What transformers' code for the family never reads is carried:
+named in one warning, kept, and written to config.json again at export. The others are refused, all in one line.
+
+transformers_reads.yaml says what is read; transformers_reads.py makes it from transformers' code. Beside it stands one
+table of switches: names that models with code of their own use for what changes numbers. A key that is read, or that
+is such a switch, is refused unless its value leaves the model what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.architecture import architecture
+from configs.schema import Config, ConfigError
+from models.huggingface.families.keys import HfConfig, show
+from models.huggingface.families.rules import Family, Overrides
+
+TABLE = Path(__file__).with_name("transformers_reads.yaml")
+Harmless = Callable[[Any, Overrides], bool]  # of a value, in a model with these overrides
+
+
+def _null(value: Any, ours: Overrides) -> bool:
+    return value is None
+
+
+def _anything(value: Any, ours: Overrides) -> bool:
+    return True
+
+
+def _off(value: Any, ours: Overrides) -> bool:
+    return not value
+
+
+def _one(value: Any, ours: Overrides) -> bool:
+    return value is None or value is False or (type(value) in (int, float) and value == 1)
+
+
+def _off_or_one(value: Any, ours: Overrides) -> bool:
+    return _off(value, ours) or _one(value, ours)
+
+
+def _is(of: Callable[[dict[str, Any], dict[str, Any]], Any], *more: Any) -> Harmless:
+    """Null, what our sections `model` and `moe` say, or one of a few more values. True is not 1."""
+
+    def harmless(value: Any, ours: Overrides) -> bool:
+        same = (of(ours["model"], ours["moe"]), *more)
+        return value is None or any(
+            value == other and isinstance(value, bool) == isinstance(other, bool) for other in same
+        )
+
+    return harmless
+
+
+def _bias(value: Any, ours: Overrides) -> bool:
+    return _off(value, ours) or value is True and any(ours["model"].get(key) for key in ("linear_bias", "qkv_bias"))
+
+
+def _words(of: Callable[[dict[str, Any], dict[str, Any]], Any], words: dict[Any, str]) -> Harmless:
+    """Null, or one of the words that mean what our sections say."""
+
+    def harmless(value: Any, ours: Overrides) -> bool:
+        means = words[of(ours["model"], ours["moe"])].split()
+        return value is None or (isinstance(value, str) and value.lower() in means)
+
+    return harmless
+
+
+def _all_full(value: Any, ours: Overrides) -> bool:
+    return value is None or value == ["full_attention"] * ours["model"]["num_layers"]
+
+
+_activation = _words(
+    lambda model, moe: model["activation"] == "swiglu",
+    {True: "silu swish swiglu gated glu", False: "gelu gelu_new gelu_fast gelu_pytorch_tanh"},
+)
+_normalization = _words(
+    lambda model, moe: model["normalization"],
+    {"rmsnorm": "rmsnorm rms_norm rms llamarmsnorm", "layernorm": "layernorm layer_norm"},
+)
+_positions = _words(
+    lambda model, moe: model["position_embedding"],
+    {"rope": "rope rotary rotary_embedding", "learned": "absolute learned learned_absolute"},
+)
+
+
+def _of_experts(harmless: Harmless) -> Harmless:
+    return lambda value, ours: ours["moe"].get("num_experts") is None or harmless(value, ours)
+
+
+_score = _of_experts(
+    _words(lambda model, moe: moe["router_score"], {"softmax": "softmax greedy", "sigmoid": "sigmoid noaux_tc"})
+)
+
+# Keys that transformers' code reads and a family's table may lack, and which values leave the model as it is.
+READ: dict[str, Harmless] = {
+    **dict.fromkeys(
+        ("attention_chunk_size", "per_layer_config", "text_config", "vision_config", "transformers_weights"), _null
+    ),
+    "layer_types": _all_full,
+    # transformers computes the same with both; others need a library
+    **dict.fromkeys(("attn_implementation", "_attn_implementation"), _is(lambda model, moe: None, "eager", "sdpa")),
+    "experts_implementation": _null,
+    # of weights that are made anew, and of heads for classes
+    **dict.fromkeys(("initializer_factor", "init_std", "classifier_dropout", "mask_token_id"), _anything),
+    "num_mtp_layers": _off,
+}
+# Keys that transformers does not read and other code may: the first expression that the whole key fits, and what
+# leaves the model as it is.
+SWITCHES: tuple[tuple[str, Harmless], ...] = (
+    # of training alone, or of heads for classes
+    (r".*loss.*|.*jitter.*|.*load_balanc.*|.*aux_coef.*|.*in_fp32|fp32_.*|(pooler|summary|classifier)_.*", _anything),
+    (r"max_window_layers", _anything),  # of a window, which has a key of its own
+    # norms
+    (
+        r"(use_)?(qk|q_k)_?(layer_?)?norms?|(use_)?(q|k|query_key)_(layer_?)?norm",
+        _is(lambda model, moe: model["qk_norm"]),
+    ),
+    (r"(layer_?)?norm_?(type|class|func|function)|normali[sz]ation(_type|_function)?", _normalization),
+    (r"(use_)?rms_?norm", _is(lambda model, moe: model["normalization"] == "rmsnorm")),
+    (r"(use_)?(deep|sandwich|pre|post|peri)_?(layer_?)?norm.*|.*post_(layer_?)?norm.*|normali[sz]e_embed.*", _off),
+    # biases: a tensor that must be there, or must not
+    (r"no_bias", lambda value, ours: not isinstance(value, bool) or value or _bias(True, ours)),
+    (r"(.*_)?bias(es)?(_.*)?", _bias),
+    # factors
+    (r".*multipliers?|.*_mult|(.*_)?scal(e|es|ing)(_.*)?|.*scaling_factor|(use_)?mup(_.*)?|dim_model_base", _one),
+    (r".*soft_?cap.*|.*logits?_cap.*|.*clip.*", _off),
+    # experts
+    (r"(moe|expert)_(layer_)?(freq|frequency|period|interval|step)|decoder_sparse_step", _off_or_one),
+    (r"n_group|num_expert_groups?|topk_group|num_limited_groups", _off_or_one),
+    (r"norm_topk_prob|norm_top_?k.*", _of_experts(_is(lambda model, moe: moe["normalize_top_k"]))),
+    (r"scoring_func|score_function|topk_method|router_(score|activation).*", _score),
+    (r"(n|num)_.*experts.*|.*shared_experts?.*|.*experts?_(size|dim|capacity|gate).*|first_k_dense.*", _off),
+    (r"moe_(intermediate|ffn|hidden|num|top|shared|router|gate|layer).*", _off),
+    # positions
+    (r".*alibi.*|.*no_?rope.*|nope_.*|.*xpos.*|.*ntk.*|.*yarn.*|.*relative_.*", _off),
+    (
+        r"(use_)?(rope|rotary)(_pos(itions?)?)?(_emb(edding)?s?)?",
+        _is(lambda model, moe: model["position_embedding"] == "rope"),
+    ),
+    (r"(rope|rotary)_(pct|percent|percentage|fraction|ratio)|partial_rotary.*", _one),
+    (r"(rope|rotary)_(emb_)?(base|theta)", _is(lambda model, moe: model.get("rotary_base"))),
+    (r"(rope|rotary)_dims?", _is(lambda model, moe: model.get("head_dim"))),
+    (r".*(rope|rotary).*", _off),
+    (r"(position(al)?|pos)_?(emb|embed|embedding|encoding)s?(_type)?", _positions),
+    # attention
+    (
+        r".*window.*|.*sinks?(_.*)?|.*(local|chunk|sparse|linear)(ed)?_att.*|index_.*|.*lora.*|.*hyper_connection.*",
+        _off,
+    ),
+    (r"(is_)?(bidirectional|prefix_lm)|use_bidirectional.*", _off),
+    (r"causal", _is(lambda model, moe: True)),
+    # blocks
+    (r"(use_)?parallel_(residual|attn|attention|block|mlp|layers)(_.*)?|.*residual.*", _off),
+    (r"(.*_)?act(ivation)?(_fn|_func|_function|_type)?|(ffn|mlp)_type", _activation),
+    (r"(use_)?(swiglu|glu|gated_mlp)", _is(lambda model, moe: model["activation"] == "swiglu")),
+    (r"tied?_.*embed.*|tied?_(weights?|lm_head)|shared?_.*embed.*", _is(lambda model, moe: model["tie_embeddings"])),
+    (r".*quanti[sz].*|quant_.*|compression_config", _off),
+)
+
+
+@cache
+def reads(model_type: str) -> frozenset[str]:
+    """The keys that transformers' code for this family reads."""
+    keys = yaml.safe_load(TABLE.read_text())
+    return frozenset(f"{keys['every_family']} {keys[model_type]}".split())
+
+
+def carried_keys(hf: HfConfig, family: Family, ours: Overrides) -> HfConfig:
+    """The keys that are not in the family's table and change nothing. Raises ConfigError, with all of them, for those
+    that may."""
+    model_type, unknown = family.model_type, {key: hf[key] for key in sorted(hf.keys() - family.spellings)}
+    refused = {key: value for key, value in unknown.items() if not _changes_nothing(key, value, model_type, ours)}
+    if refused:
+        keys = "a key" if len(refused) == 1 else f"{len(refused)} keys"
+        those = "it if you know that it changes" if len(refused) == 1 else "those that you know to change"
+        raise ConfigError(
+            f"config.json has {keys} that Mixtrain does not know of a {model_type} model and that may change what it "
+            f"computes: {listed(refused)}. Remove {those} nothing."
+        )
+    return unknown
+
+
+def _changes_nothing(key: str, value: Any, model_type: str, ours: Overrides) -> bool:
+    if key in READ:
+        return READ[key](value, ours)
+    if key in reads(model_type) or (key.startswith("__") and key.endswith("__")):
+        return False
+    harmless = next((harmless for keys, harmless in SWITCHES if re.fullmatch(keys, key, re.IGNORECASE)), _anything)
+    return harmless(value, ours)
+
+
+def of_family(config: Config, family: Family) -> tuple[HfConfig, HfConfig]:
+    """The keys that the model came with, for a config.json of this family, and those that it would not let pass. Raises
+    ConfigError where the config holds no such keys."""
+    carried, left_out = HfConfig(), HfConfig()
+    ours = architecture(config, config.model.vocab_size or 0)
+    for key, value in _from_text(config.model.config_json).items():
+        fits = key not in family.spellings and _changes_nothing(key, value, family.model_type, ours)
+        (carried if fits else left_out)[key] = value
+    return carried, left_out
+
+
+def warn(config: Config, model_type: str) -> None:
+    """Name what nothing reads of the keys that an opened model came with, in one line on stderr."""
+    keys = _from_text(config.model.config_json)
+    never_read = {key: value for key, value in keys.items() if key not in reads(model_type)}
+    if never_read:
+        print(
+            f"note: transformers' code for a {model_type} model never reads these keys of config.json, and no more "
+            f"does Mixtrain; an import keeps them for an export: {listed(never_read)}.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def listed(keys: HfConfig) -> str:
+    """Keys with their values, on one line."""
+    return ", ".join(f"{show(key)} ({show(value)})" for key, value in keys.items())
+
+
+def to_text(keys: HfConfig) -> str | None:
+    """What `model.config_json` keeps of them. No dollar stands in it: a config would take that for a reference."""
+    return json.dumps(keys, sort_keys=True).replace("$", "\\u0024") if keys else None
+
+
+def _from_text(text: str | None) -> HfConfig:
+    try:
+        keys = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        keys = None
+    if not isinstance(keys, dict):
+        raise ConfigError(f"model.config_json ({show(text)}) must be a JSON object in a text, as an import writes it.")
+    return keys
