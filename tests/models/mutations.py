@@ -136,6 +136,7 @@ def family_of(base: str) -> str:
 
 
 Config = dict[str, Any]
+AS_PUBLISHED = "as published"
 DROP = "(dropped)"  # a text, which stays itself when copied
 
 
@@ -153,7 +154,7 @@ class Case:
 
     @property
     def family(self) -> str:
-        return family_of(self.base)
+        return self.base.partition(":")[0] if ":" in self.base else family_of(self.base)
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,7 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (True,),
     "qk_layernorm": (True,),
     "embedding_size": (8,),
+    "layer_type": ("full_attention",),
     "per_layer_config": ({"0": {"intermediate_size": 8}},),
     "position_embedding_type": ("relative_key", "absolute"),
     "scale_attn_by_inverse_layer_idx": (True, False),
@@ -274,6 +276,32 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "auto_map": ({"AutoModelForCausalLM": "modeling.Other"},),
     "colour": ("red",),
 }
+# Names that no family's table has: notes of tools, switches of models with code of their own, attributes of
+# transformers' classes.
+UNKNOWN = (
+    *(
+        "unsloth_version",
+        "unsloth_fixed",
+        "is_llama_config",
+        "internal_version",
+        "transformers.js_config",
+        "seq_length",
+    ),
+    *("sequence_parallel_enabled", "move_model_to_device", "use_flash_attention", "moe_frequency", "full_attn_mod"),
+    *("interpolate_factor", "model_max_length", "n_ctx_", "dim", "n_layers", "d_model", "num_layers", "multi_query"),
+    *("rope_interleaved", "rotary_pct", "rotary_dim", "use_rope", "rope_dim", "rope_ratio", "position_embedding"),
+    *("qkv_bias", "use_bias", "no_bias", "lm_head_bias", "use_qk_norm", "qk_layernorm", "norm_type", "use_rms_norm"),
+    *("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts", "moe_layer_freq", "scoring_func"),
+    *("embedding_multiplier", "logits_scaling", "scale_depth", "scale_emb", "mup", "parallel_residual", "alibi"),
+    *("attention_sinks", "attn_windows", "sliding_window_size", "sliding_window_pattern", "no_rope_layers", "causal"),
+    *("activation", "swiglu", "tie_lm_head", "use_bidirectional_attention", "lora_rank", "index_topk", "loss_type"),
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation"),
+    *("to_dict", "__class__", "__dict__", "attribute_map", "sub_configs", "base_model_tp_plan", "is_heterogeneous"),
+    *("text_config", "vision_config", "decoder", "encoder", "generator", "hidden_sizes", "is_quantized", "tokenizer"),
+    *("initializer_factor", "init_std", "classifier_dropout", "mask_token_id", "num_mtp_layers", "auto_map"),
+    *("use_return_dict", "name", "label", "version", "bits", "output_size", "a key", "\n", "", "0", "nan"),
+    *("mtp_layer_types", "mlp_layer_types", "model_debug", "trust_remote_code", "revision", "token", "return_unused"),
+)
 TEXTS: dict[str, tuple[str, ...]] = {
     "hidden_act": ("gelu", "relu", "silu", "swish", "gelu_new", "quick_gelu"),
     "activation_function": ("gelu", "relu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
@@ -421,7 +449,10 @@ def _config_change(kind: str, base: Config, generator: random.Random) -> dict[st
     if kind == "foreign key":
         key = generator.choice(sorted(FOREIGN))
         return {key: generator.choice(FOREIGN[key])}
-    if kind == "rotary" and "rope_parameters" in base:
+    if kind == "unknown key":
+        likely = ("silu", "softmax", "rope", "rmsnorm", "eager", ["full_attention"] * 2, {"AutoConfig": "a.B"}, 8, 0.0)
+        return {generator.choice(UNKNOWN): generator.choice((*OTHER_TYPES, *likely, False, False, 1.0))}
+    if kind == "rotary" and base.keys() & {"rope_parameters", "rope_theta", "rope_scaling"}:
         return _rope(base, generator)
     if kind == "rotary":  # families without: what they call their sizes
         key = generator.choice(
@@ -442,7 +473,7 @@ def _config_change(kind: str, base: Config, generator: random.Random) -> dict[st
     return changes
 
 
-CONFIG_KINDS = ("dropped", "other value", "other type", "foreign key", "rotary", "two at once")
+CONFIG_KINDS = ("dropped", "other value", "other type", "foreign key", "unknown key", "rotary", "two at once")
 
 
 def config_cases(folder: Path, number: int, seed: int, bases: Sequence[str] = tuple(BASES)) -> Iterator[Case]:
@@ -742,6 +773,12 @@ def same_meaning_cases() -> Iterator[Case]:
         yield case(base, "by its tensors", {"architectures": DROP, "model_type": DROP})
     for base in ("olmoe", "deepseek_v3", "llama_tied"):
         yield case(base, "by its class", {"model_type": DROP})
+
+
+def start_cases(starts: Sequence[str]) -> Iterator[Case]:
+    """Published configs as they are, but for their sizes."""
+    for base in starts:
+        yield Case(base, AS_PUBLISHED, "but for its sizes", lambda path: None, ("config.json",))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,17 @@ from models.huggingface import translate
 from models.huggingface.families.keys import REQUIRED, read_keys, show
 from models.huggingface.translate import FAMILIES
 from tests.models import mutations
-from tests.models.mutations import BASES, Case, config_cases, damage_cases, judged, make_bases, same_meaning_cases
+from tests.models.mutations import (
+    BASES,
+    Case,
+    config_cases,
+    damage_cases,
+    judged,
+    make_bases,
+    same_meaning_cases,
+    start_cases,
+)
+from tests.models.real_configs import PUBLISHED, make_starts, scaled
 
 # What a class of transformers says otherwise than its table, and why.
 OTHER_DEFAULTS = {
@@ -270,7 +280,7 @@ def test_a_window_comes_in_and_leaves(name: str) -> None:
 
 
 # Keys of folders that are in wide use, beside the sizes.
-PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+IN_USE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-medium": (
         "gpt2",
         {
@@ -392,9 +402,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs_are_read(name: str) -> None:
-    base, keys = PUBLISHED[name]
+@pytest.mark.parametrize("name", IN_USE)
+def test_keys_in_use_are_read(name: str) -> None:
+    base, keys = IN_USE[name]
     assert _read(_config(base, **keys)) == _read(_config(base))
 
 
@@ -402,6 +412,7 @@ def test_published_configs_are_read(name: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bases")
     make_bases(path, SAMPLED)
+    assert not make_starts(path, {name: scaled(config) for name, config in PUBLISHED.items()})
     return path
 
 
@@ -470,6 +481,13 @@ def test_a_sample_of_mutations_and_damages(folder: Path) -> None:
         itertools.islice(config_cases(folder, 42, seed=3, bases=SAMPLED), 0, None, 5),
         itertools.islice(damage_cases(folder, 28, seed=3, bases=SAMPLED), 0, None, 4),
     )
+    assert set(_verdicts(folder, list(cases)).values()) == {"agrees", "refused"}
+
+
+def test_published_configs_open_and_their_mutations_have_no_third_outcome(folder: Path) -> None:
+    """More, from a folder of such files: `python -m benchmarks.huggingface_mutations --published FOLDER`."""
+    assert set(_verdicts(folder, list(start_cases(tuple(PUBLISHED)))).values()) == {"agrees"}
+    cases = itertools.islice(config_cases(folder, 84, seed=3, bases=tuple(PUBLISHED)), 0, None, 5)
     assert set(_verdicts(folder, list(cases)).values()) == {"agrees", "refused"}
 
 

@@ -96,7 +96,7 @@ KEYS: Keys = {
     "qk_nope_head_dim": carried(COUNT),
     "qk_rope_head_dim": carried(COUNT),
     "v_head_dim": carried(COUNT),
-    "head_dim": carried(COUNT, None),  # the channels that rotate
+    "head_dim": carried(or_null(COUNT), None),  # the channels that rotate
     "qk_head_dim": carried(COUNT, None),
     "num_experts": carried(COUNT, also=("n_routed_experts", "num_local_experts")),
     "moe_intermediate_size": carried(COUNT),
@@ -113,7 +113,7 @@ KEYS: Keys = {
     "num_nextn_predict_layers": carried(INDEX, 0, also=("num_mtp_layers",)),
     "pretraining_tp": irrelevant(or_null(COUNT)),
     # Of the code and the losses that the first folder came with.
-    **dict.fromkeys(("ep_size", "aux_loss_alpha", "seq_aux"), irrelevant()),
+    **dict.fromkeys(("ep_size", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef"), irrelevant()),
 }
 # Kimi K2 comes with code of its own, whose defaults transformers does not have: its files state these.
 KIMI_KEYS: Keys = KEYS | {

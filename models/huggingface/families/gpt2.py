@@ -63,7 +63,7 @@ KEYS: Keys = {
     "n_embd": carried(COUNT, also=("hidden_size",)),
     "n_head": carried(COUNT, also=("num_attention_heads",)),
     "n_positions": carried(COUNT, also=("max_position_embeddings",)),
-    "n_ctx": carried(COUNT, None),  # old files say n_positions a second time
+    "n_ctx": irrelevant(or_null(COUNT)),  # old files say n_positions a second time, or what it was before
     "n_inner": carried(or_null(COUNT), None),
     "tie_word_embeddings": carried(FLAG, True),
     "layer_norm_epsilon": carried(POSITIVE_REAL, 1e-5),
@@ -91,7 +91,6 @@ KEYS: Keys = {
 def _read(keys: HfConfig) -> Overrides:
     hidden, heads, positions = keys["n_embd"], keys["n_head"], keys["n_positions"]
     must(hidden % heads == 0, "n_head", heads, f"divide n_embd ({hidden})")
-    must(keys["n_ctx"] in (None, positions), "n_ctx", keys["n_ctx"], f"be n_positions ({positions})")
     dropout = keys["resid_pdrop"]
     must(
         keys["embd_pdrop"] == dropout,

@@ -108,7 +108,10 @@ def read_keys(hf: HfConfig, model_type: str, table: Keys) -> HfConfig:
                 raise ConfigError(f"config.json {spelling} ({show(value)}) must be {row.kind.says}.")
             if row.only and not any(_same(value, allowed) for allowed in row.only):
                 allowed = " or ".join(map(show, row.only))
-                raise ConfigError(f"config.json {spelling} ({show(value)}) is not supported: it must be {allowed}.")
+                raise ConfigError(
+                    f"config.json {spelling} ({show(value)}) of a {model_type} model is not supported: it must be "
+                    f"{allowed}."
+                )
         (first, value), *others = given.items() or [(key, row.default)]
         for other, another in others:
             if not _same(value, another):
@@ -235,11 +238,11 @@ EVERY_FAMILY: Keys = {
     "num_labels": irrelevant(COUNT),
     "auto_map": irrelevant(or_null(CODE)),  # its files do not go along
     "problem_type": only(None, "regression", "single_label_classification", "multi_label_classification"),
-    "is_encoder_decoder": only(False),
-    "tie_encoder_decoder": only(False),
+    "is_encoder_decoder": only(False, None),
+    "tie_encoder_decoder": only(False, None),
     "add_cross_attention": only(False),
     "chunk_size_feed_forward": only(0),
-    "pruned_heads": only({}),
+    "pruned_heads": only({}, None),
     "quantization_config": carried(or_null(OBJECT), None),  # models/huggingface/quantized.py
     **dict.fromkeys((*_GENERATION, *_NOTES), irrelevant()),
 }

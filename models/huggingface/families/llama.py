@@ -159,7 +159,8 @@ COMMON_KEYS: Keys = {
     "attention_bias": only(False),
     "sliding_window": only(None),
     "is_causal": only(True),
-    "is_decoder": irrelevant(FLAG),
+    "is_decoder": irrelevant(or_null(FLAG)),
+    "add_cross_attention": only(False, None),
 }
 MOE_KEYS: Keys = {
     "num_experts_per_tok": carried(COUNT, 8),

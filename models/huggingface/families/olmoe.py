@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from configs import derived
 from configs.schema import Config
-from models.huggingface.families.keys import COUNT, FLAG, POSITIVE_REAL, HfConfig, Keys, carried, must, only
+from models.huggingface.families.keys import COUNT, FLAG, POSITIVE_REAL, HfConfig, Keys, carried, must, only, or_null
 from models.huggingface.families.llama import (
     ATTENTION_RULES,
     COMMON_KEYS,
@@ -24,7 +24,7 @@ RULES = (*COMMON_RULES, *ATTENTION_RULES, *qk_norm_rules("queries", "keys"), *EX
 KEYS: Keys = {
     **COMMON_KEYS,
     **MOE_KEYS,
-    "head_dim": carried(COUNT, None),
+    "head_dim": carried(or_null(COUNT), None),
     "max_position_embeddings": carried(COUNT, 4096),
     "rms_norm_eps": carried(POSITIVE_REAL, 1e-5),
     "num_experts": carried(COUNT, also=("num_local_experts",)),

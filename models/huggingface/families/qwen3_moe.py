@@ -25,8 +25,8 @@ RULES = (*COMMON_RULES, *ATTENTION_RULES, *qk_norm_rules("head", "head"), *DENSE
 KEYS: Keys = {
     **COMMON_KEYS,
     **MOE_KEYS,
-    "num_key_value_heads": carried(or_null(COUNT), 4),
-    "head_dim": carried(COUNT, None),
+    "num_key_value_heads": carried(COUNT, 4),
+    "head_dim": carried(or_null(COUNT), None),
     "max_position_embeddings": carried(COUNT, 32768),
     "num_experts": carried(COUNT, also=("num_local_experts",)),
     "moe_intermediate_size": carried(COUNT),
@@ -35,7 +35,7 @@ KEYS: Keys = {
     "mlp_only_layers": carried(or_null(INDICES), None),
     "use_sliding_window": carried(FLAG, False),
     "sliding_window": carried(or_null(COUNT), 4096),
-    "max_window_layers": irrelevant(or_null(COUNT)),  # all layers have the window
+    "max_window_layers": irrelevant(),  # all layers have the window
 }
 
 
