@@ -106,6 +106,10 @@ RUNS: list[tuple[str, str]] = [
     (r".*python -m training\.status", "tests/training/test_run_identity.py::test_status_names_the_process"),
     (r".*python -m checkpoint\.export", "tests/checkpoint/test_export.py::test_an_export_holds_its_own_files_alone"),
     (r".*python -m models\.convert", "tests/checkpoint/test_export.py::test_there_and_back_with_the_same_text"),
+    (
+        r".*python -m models\.huggingface",
+        "tests/models/test_unknown_keys.py::test_the_table_is_what_transformers_reads",
+    ),
     (r"python -m tests\.cuda\.launches$", "tests/cuda/test_pretended_gpu.py::test_launches"),
     (r"python -m tests\.cuda\.matrix", "tests/cuda/test_pretended_gpu.py::test_the_matrix_says_what_is_wrong"),
     (r"python -m tests\.cuda\.fake\b", "tests/cuda/test_fake.py::test_every_preset_takes_a_step_as_planned"),

@@ -9,6 +9,7 @@ files that may take it for a name. That counts too many rather than too few.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.metadata
 import importlib.util
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import yaml
 
+from configs import command
+from configs.schema import ConfigError
 from models.huggingface.translate import FAMILIES
 from models.huggingface.unknown_keys import TABLE
 
@@ -35,13 +38,20 @@ STEPS = 2  # of imports from a model's own files
 ATTRIBUTE_CALLS = ("getattr", "hasattr", "setattr", "delattr")
 
 
-def main() -> int:
-    """Write the table; returns the exit status."""
-    keys = all_reads()
-    TABLE.write_text(text_of(keys))
-    for name, found in keys.items():
-        print(f"{name}: {len(found)} keys")
-    return 0
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m models.huggingface.transformers_reads", description=__doc__.partition("\n\n")[0]
+    )
+    parser.parse_args(arguments)
+
+    def write() -> None:
+        keys = all_reads()
+        TABLE.write_text(text_of(keys))
+        for name, found in keys.items():
+            print(f"{name}: {len(found)} keys")
+
+    return command.run(write)
 
 
 def all_reads() -> dict[str, set[str]]:
@@ -65,7 +75,8 @@ def text_of(keys: dict[str, set[str]]) -> str:
 
 def _root() -> Path:
     spec = importlib.util.find_spec("transformers")
-    assert spec is not None and spec.origin is not None, "transformers is not installed"
+    if spec is None or spec.origin is None:
+        raise ConfigError("transformers must be installed: its code is what is read.")
     return Path(spec.origin).parent
 
 
