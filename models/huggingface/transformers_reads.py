@@ -13,6 +13,7 @@ import argparse
 import ast
 import importlib.metadata
 import importlib.util
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -33,6 +34,11 @@ COMING = ("deepseek_v2", "kimi_k2", "mistral", "phi3", "qwen2", "qwen3")  # fami
 OTHER_CONFIGS = (
     *("adapter", "cache", "compile", "deepspeed", "distributed", "fusion", "generation", "kernel", "peft", "plugin"),
     *("processor", "quant", "tokenizer", "trainer", "watermark"),
+)
+# Files for what is asked for beside a model: quantised weights, other frameworks, texts.
+LEFT_OUT = re.compile(
+    r"integrations/(?!.*(attention|paged|moe|heterogeneity|kernels)).*|quantizers/.*|modeling_gguf.*|tokenization.*|"
+    r"processing.*|utils/(auto_docstring|import_utils|quantization_config)\.py"
 )
 STEPS = 2  # of imports from a model's own files
 ATTRIBUTE_CALLS = ("getattr", "hasattr", "setattr", "delattr")
@@ -89,7 +95,8 @@ def _reads_of(root: Path, model: str) -> Iterator[set[str]]:
         new = [path for file in new for path in _imports(root, file).values() if path not in reached]
         reached |= dict.fromkeys(path for path in new if path.parent == folder or folder.parent not in path.parents)
     for file in reached:
-        yield _file_reads(file)
+        if LEFT_OUT.fullmatch(file.relative_to(root).as_posix()) is None:
+            yield _file_reads(file)
     for file in own:
         yield _texts(_tree(file))
     for node in _tree(own[0]).body:

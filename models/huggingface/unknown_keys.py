@@ -109,7 +109,8 @@ READ: dict[str, Harmless] = {
     **dict.fromkeys(("attn_implementation", "_attn_implementation"), _is(lambda model, moe: None, "eager", "sdpa")),
     "experts_implementation": _null,
     # of weights that are made anew, and of heads for classes
-    **dict.fromkeys(("initializer_factor", "init_std", "classifier_dropout", "mask_token_id"), _anything),
+    **dict.fromkeys(("initializer_factor", "init_std", "hidden_dropout", "classifier_dropout"), _anything),
+    "mask_token_id": _anything,
     "num_mtp_layers": _off,
 }
 # Keys that transformers does not read and other code may: the first expression that the whole key fits, and what
@@ -131,7 +132,7 @@ SWITCHES: tuple[tuple[str, Harmless], ...] = (
     (r"(.*_)?bias(es)?(_.*)?", _bias),
     # factors
     (r".*multipliers?|.*_mult|(.*_)?scal(e|es|ing)(_.*)?|.*scaling_factor|(use_)?mup(_.*)?|dim_model_base", _one),
-    (r".*soft_?cap.*|.*logits?_cap.*|.*clip.*", _off),
+    (r".*soft_?cap.*|.*logits?_cap.*|.*clip.*|swiglu_(limit|alpha)", _off),
     # experts
     (r"(moe|expert)_(layer_)?(freq|frequency|period|interval|step)|decoder_sparse_step", _off_or_one),
     (r"n_group|num_expert_groups?|topk_group|num_limited_groups", _off_or_one),
