@@ -121,8 +121,9 @@ def open_folder(path: Path, head_seed: int | None = None) -> HfFolder:
     dtype = reader.main_dtype(found)
     kind = str(dtype).removeprefix("torch.")
     if keys["dtype"] not in (None, kind):
+        spelling = "dtype" if "dtype" in hf else "torch_dtype"
         raise ConfigError(
-            f"config.json dtype ({keys['dtype']}) is not that of the weights ({kind}): correct it, or remove it."
+            f"config.json {spelling} ({keys['dtype']}) is not that of the weights ({kind}): correct it, or remove it."
         )
     return HfFolder(
         family,

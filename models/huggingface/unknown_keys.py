@@ -117,7 +117,11 @@ READ: dict[str, Harmless] = {
 # leaves the model as it is.
 SWITCHES: tuple[tuple[str, Harmless], ...] = (
     # of training alone, or of heads for classes
-    (r".*loss.*|.*jitter.*|.*load_balanc.*|.*aux_coef.*|.*in_fp32|fp32_.*|(pooler|summary|classifier)_.*", _anything),
+    (
+        r".*loss.*|.*jitter.*|.*load_balanc.*|.*aux_coef.*|.*grad.*|.*in_fp32|fp32_.*|(pooler|summary|classifier)_.*",
+        _anything,
+    ),
+    (r"_pre_quantization_dtype", _anything),  # of weights that were quantised and are not any more
     (r"max_window_layers", _anything),  # of a window, which has a key of its own
     # norms
     (

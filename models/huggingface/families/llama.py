@@ -229,7 +229,7 @@ def read_experts(keys: HfConfig) -> tuple[int, int]:
         top_k <= experts,
         "num_experts_per_tok",
         top_k,
-        f"not exceed the number of experts ({experts}: num_experts, num_local_experts or n_routed_experts)",
+        f"not exceed the {experts} experts of num_experts, num_local_experts or n_routed_experts",
     )
     return experts, top_k
 
