@@ -117,10 +117,8 @@ READ: dict[str, Harmless] = {
 # leaves the model as it is.
 SWITCHES: tuple[tuple[str, Harmless], ...] = (
     # of training alone, or of heads for classes
-    (
-        r".*loss.*|.*jitter.*|.*load_balanc.*|.*aux_coef.*|.*grad.*|.*in_fp32|fp32_.*|(pooler|summary|classifier)_.*",
-        _anything,
-    ),
+    (r".*loss.*|.*jitter.*|.*load_balanc.*|.*aux_coef.*|.*grad.*|(pooler|summary|classifier)_.*", _anything),
+    (r".*in_fp32|fp32_.*", _anything),  # the same sums, rounded less
     (r"_pre_quantization_dtype", _anything),  # of weights that were quantised and are not any more
     (r"max_window_layers", _anything),  # of a window, which has a key of its own
     # norms
@@ -131,11 +129,12 @@ SWITCHES: tuple[tuple[str, Harmless], ...] = (
     (r"(layer_?)?norm_?(type|class|func|function)|normali[sz]ation(_type|_function)?", _normalization),
     (r"(use_)?rms_?norm", _is(lambda model, moe: model["normalization"] == "rmsnorm")),
     (r"(use_)?(deep|sandwich|pre|post|peri)_?(layer_?)?norm.*|.*post_(layer_?)?norm.*|normali[sz]e_embed.*", _off),
+    (r".*norm_1p|.*zero_cent(er|re)ed.*|.*unit_offset", _off),
     # biases: a tensor that must be there, or must not
     (r"no_bias", lambda value, ours: not isinstance(value, bool) or value or _bias(True, ours)),
     (r"(.*_)?bias(es)?(_.*)?", _bias),
     # factors
-    (r".*multipliers?|.*_mult|(.*_)?scal(e|es|ing)(_.*)?|.*scaling_factor|(use_)?mup(_.*)?|dim_model_base", _one),
+    (r".*multipliers?|.*_mult|(.*_)?scal(ar|e|es|ing)(_.*)?|.*scaling_factor|(use_)?mup(_.*)?|dim_model_base", _one),
     (r".*soft_?cap.*|.*logits?_cap.*|.*clip.*|swiglu_(limit|alpha)", _off),
     # experts
     (r"(moe|expert)_(layer_)?(freq|frequency|period|interval|step)|decoder_sparse_step", _off_or_one),
@@ -160,6 +159,7 @@ SWITCHES: tuple[tuple[str, Harmless], ...] = (
         r".*window.*|.*sinks?(_.*)?|.*(local|chunk|sparse|linear)(ed)?_att.*|index_.*|.*lora.*|.*hyper_connection.*",
         _off,
     ),
+    (r".*(attn|attention)_.*gat(e|ing).*", _off),
     (r"(is_)?(bidirectional|prefix_lm)|use_bidirectional.*", _off),
     (r"causal", _is(lambda model, moe: True)),
     # blocks

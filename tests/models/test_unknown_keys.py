@@ -53,6 +53,7 @@ CARRIED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"use_qk_norm": False, "qk_layernorm": None, "num_experts": 0, "n_shared_experts": None}),
     ("llama", {"logit_scale": 1.0, "embedding_multiplier": 1, "residual_multiplier": None, "scale_embedding": False}),
     ("llama", {"attention_chunk_size": None, "layer_types": ["full_attention"] * 2, "text_config": None}),
+    ("llama", {"clip_grad": 1.0, "_pre_quantization_dtype": "bfloat16", "residual_in_fp32": True, "version": "1"}),
     ("llama", {"rotary_pct": 1.0, "use_rope": True, "position_embedding_type": "rope", "rope_dim": None}),
     ("llama", {"parallel_residual": False, "alibi": False, "attention_sinks": [], "clip_qkv": None}),
     ("llama", {"activation_function": "silu", "normalization_type": "RMSNorm", "use_swiglu": True}),
@@ -74,6 +75,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"activation_function": "gelu", "norm_type": "layernorm", "attn_logit_softcapping": 30.0}),
     ("mixtral", {"norm_topk_prob": False, "scoring_func": "sigmoid", "num_shared_experts": 2}),
     ("llama", {"to_dict": 1, "__class__": "x", "model_debug": True, "scale_depth": float("nan")}),
+    ("llama", {"apply_layernorm_1p": True, "attn_output_gate": True, "query_pre_attn_scalar": 4, "quant_method": "x"}),
     ("gpt2", {"use_alibi": True, "position_embedding_type": "rope", "embed_dim": 8}),
     ("bert", {"embedding_size": 8, "per_layer_config": {}, "use_rms_norm": True}),
 ]
