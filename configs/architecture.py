@@ -39,7 +39,7 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
         moe = {key: getattr(config.moe, key) for key in _MOE_ARCHITECTURE}
         moe["ffn_hidden_size"] = derived.expert_ffn_hidden_size(config)
         moe["layers"] = derived.moe_layer_pattern(config)
-        if moe["group_top_k"] is None or moe["group_score_top_k"] == moe["top_k"] // moe["group_top_k"]:
+        if moe["group_top_k"] is None or moe["group_score_top_k"] == moe["top_k"] / moe["group_top_k"]:
             moe["group_score_top_k"] = None  # what it means there
         if all(moe["layers"]):
             model["ffn_hidden_size"] = moe["ffn_hidden_size"]  # no dense layer: the value means nothing

@@ -215,10 +215,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**DEEPSEEK, "rope_scaling": SCALINGS["deepseek_unequal"]}),
-    # three routed experts of a group score it in Megatron-core, two in DeepSeek-V3
+    # always two experts of a group score it; in Megatron-core it would be three, or no whole number
     "deepseek_v3_six_of_two_groups": (
         "DeepseekV3ForCausalLM",
         {**DEEPSEEK, "num_experts_per_tok": 6, "n_routed_experts": 12, "n_group": 3, "n_shared_experts": 1},
+    ),
+    "deepseek_v3_five_of_two_groups": (
+        "DeepseekV3ForCausalLM",
+        {**DEEPSEEK, "num_experts_per_tok": 5, "n_routed_experts": 12, "n_group": 3, "n_shared_experts": 3},
     ),
     "deepseek_v2": ("DeepseekV2ForCausalLM", DEEPSEEK_V2),
     "deepseek_v2_lite": (
@@ -264,7 +268,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # Layers that another of the table has in every layout, under other names.
-ALREADY_SPLIT = ("qwen2", "qwen3", "phi3", "deepseek_v2_lite", "deepseek_v3_six_of_two_groups")
+ALREADY_SPLIT = (
+    *("qwen2", "qwen3", "phi3", "deepseek_v2_lite"),
+    *("deepseek_v3_six_of_two_groups", "deepseek_v3_five_of_two_groups"),
+)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor": 2, "sequence": True}),
     "pp2": (2, {"pipeline": 2}),
