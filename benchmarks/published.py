@@ -15,9 +15,9 @@ import torch
 
 HfConfig = dict[str, Any]
 LENGTH = 40  # tokens of a sample
-ORIGINAL = 48  # positions that a model with scaled positions was trained with, and a window
+ORIGINAL = 48  # positions that a model with scaled positions was trained with
 VOCAB_SIZE = 512
-BLOCK = 128  # rows and columns that share a scale
+BLOCK = 8  # rows and columns that share a scale: it divides all sizes, without which transformers reads other blocks
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
 NESTED = ("rope_scaling", "rope_parameters")
 
@@ -60,16 +60,15 @@ def _heads(hf: HfConfig) -> None:
     width = hf["n_embd" if "n_embd" in hf else "hidden_size"]
     head = hf.get("head_dim")
     follows = head is None or head * heads == width
-    # a quantised matrix has more than one block
-    channels = 32 if "quantization_config" in hf else 16
+    channels = 16
     hidden = heads_now * channels if follows else heads_now * channels + 16
     for key in ("n_embd", "hidden_size"):
         _set(hf, key, hidden)
     if not latent:
         _set(hf, "head_dim", channels)
     for key, size in (("intermediate_size", 88), ("n_inner", 88), ("q_lora_rank", 40), ("kv_lora_rank", 24)):
-        _set(hf, key, size + (BLOCK if "quantization_config" in hf else 0))
-    for key, size in (("qk_nope_head_dim", 16), ("qk_rope_head_dim", 8), ("v_head_dim", 12), ("qk_head_dim", 24)):
+        _set(hf, key, size)
+    for key, size in (("qk_nope_head_dim", 16), ("qk_rope_head_dim", 8), ("v_head_dim", 8), ("qk_head_dim", 24)):
         _set(hf, key, size)
     if latent:
         _set(hf, "head_dim", 8)
@@ -97,8 +96,7 @@ def _experts(hf: HfConfig) -> None:
         _set(hf, key, now)
     if top_k is not None and not hf.get("topk_group"):
         hf["num_experts_per_tok"] = min(top_k, now // 2)
-    width = BLOCK if "quantization_config" in hf else 0
-    _set(hf, "moe_intermediate_size", 24 + width)
+    _set(hf, "moe_intermediate_size", 24)
     if hf.get("shared_expert_intermediate_size"):
         hf["shared_expert_intermediate_size"] = 56
 
@@ -126,7 +124,9 @@ def _positions(hf: HfConfig) -> None:
         _set(hf, "original_max_position_embeddings", 64)
     for key in ("max_position_embeddings", "n_positions", "n_ctx"):
         _set(hf, key, longest)
-    _set(hf, "sliding_window", ORIGINAL)
+    _set(hf, "sliding_window", ORIGINAL // 3)
+    if (hf.get("quantization_config") or {}).get("weight_block_size"):
+        hf["quantization_config"]["weight_block_size"] = [BLOCK, BLOCK]
 
 
 def _head_dim(hf: HfConfig) -> int:
@@ -144,7 +144,9 @@ def make_folder(hf: HfConfig, folder: Path, seed: int) -> None:
     config = transformers.AutoConfig.for_model(**{k: v for k, v in given.items() if k not in ("torch_dtype", "dtype")})
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    model = _model_class(given).from_config(config) if "bert" != config.model_type else _bert(given)(config)
+    model = (
+        _bert(given)(config) if config.model_type == "bert" else transformers.AutoModelForCausalLM.from_config(config)
+    )
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if value.is_floating_point() and "inv_freq" not in name:
@@ -155,12 +157,6 @@ def make_folder(hf: HfConfig, folder: Path, seed: int) -> None:
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     if (hf.get("quantization_config") or {}).get("quant_method") == "fp8":
         _quantise(folder, hf["quantization_config"])
-
-
-def _model_class(hf: HfConfig) -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM
 
 
 def _bert(hf: HfConfig) -> Any:
@@ -174,7 +170,7 @@ def _quantise(folder: Path, settings: HfConfig) -> None:
     them."""
     from safetensors.torch import load_file, save_file
 
-    rows, columns = settings.get("weight_block_size") or (BLOCK, BLOCK)
+    rows, columns = settings["weight_block_size"]
     skipped = (*(settings.get("modules_to_not_convert") or ()), "lm_head", "embed_tokens", "norm", "mlp.gate.")
     tensors = {}
     for name, weight in load_file(folder / "model.safetensors").items():

@@ -137,7 +137,8 @@ def _theirs(path: Path, hf: dict[str, Any], batch: dict[str, torch.Tensor]) -> t
     bert = hf.get("model_type") == "bert"
     name = hf["architectures"][0] if bert else "AutoModelForCausalLM"
     more: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "attn_implementation": "eager"}
-    if hf.get("quantization_config"):
+    if hf.get("quantization_config"):  # rounded to the folder's type, as an import has them
+        more["dtype"] = getattr(torch, hf.get("torch_dtype") or hf.get("dtype") or "bfloat16")
         more["quantization_config"] = transformers.FineGrainedFP8Config(
             weight_block_size=tuple(hf["quantization_config"]["weight_block_size"]), dequantize=True
         )
