@@ -47,7 +47,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
     with folders.new_folder(target) as partial:
         special = None
         if tokenizer is not None:
-            words = load_tokenizer(tokenizer)
+            words = load_tokenizer(tokenizer).as_recorded(kept_tokenizer.digest_of(good))
             copy_tokenizer(tokenizer, partial)
             _write_for_transformers(words, config.model.family, partial)
             special = _special_tokens(words, config.model.family)

@@ -14,7 +14,7 @@ from checkpoint.state_file import read_state
 from configs import files
 from configs.schema import ConfigError
 from configs.tokenizer_files import copy_tokenizer
-from data.tokenizer import Tokenizer, tokenizer_digest
+from data.tokenizer import Tokenizer, is_tokenizer, tokenizer_digest
 
 FOLDER = "tokenizer"
 
@@ -40,7 +40,7 @@ def of_checkpoint(checkpoint: Path) -> Path | None:
     if not kept or wanted is None:
         return None
     for folder in kept:
-        if tokenizer_digest(folder) == wanted:
+        if is_tokenizer(folder, wanted):
             return folder
     raise ConfigError(
         f"{kept[0]} has other content than the tokenizer that checkpoint {checkpoint} was trained with: its weights "

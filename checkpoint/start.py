@@ -30,7 +30,7 @@ from configs.show import show
 from configs.validate import usable_world_size
 from configs.values import as_typed
 from data.identity import Difference, Identity, differences
-from data.tokenizer import tokenizer_digest
+from data.tokenizer import is_tokenizer
 
 # keys that another model is turned into the checkpoint's with; with more another folder is the better advice
 MAX_ADVISED = 6
@@ -341,7 +341,7 @@ def check_tokenizer(config: Config, start: Start) -> None:
         return
     trained = kept_tokenizer.digest_of(start.checkpoint)
     place = Path(data_config(config, start).tokenizer).expanduser()
-    if trained is not None and tokenizer_digest(place) != trained:
+    if trained is not None and not is_tokenizer(place, trained):
         raise ConfigError(
             f"data.tokenizer ({config.data.tokenizer}) has other content than the tokenizer that {start.checkpoint} "
             "was trained with: its weights would read other tokens. Put that one back, or begin another run."

@@ -2,7 +2,8 @@
 
 An identity is what JSON holds:
 
-    {"tokenizer": digest, "split": {"rule": ..., "fraction": ...}, "sources": [source, ...]}
+    {"tokenizer": digest, "tokenizer_before": digest that earlier versions gave it, where that is another,
+     "split": {"rule": ..., "fraction": ...}, "sources": [source, ...]}
 
     source: {"name": as data.corpus has it, "weight": float or null, "documents": int,
              "train": {"tokens": int, "digest": ...}, "valid": the same,
@@ -33,7 +34,8 @@ def differences(now: Identity, trained: Identity) -> list[Difference]:
     What an identity of an earlier version lacks is not compared.
     """
     found = []
-    if _differ(now, trained, "tokenizer"):
+    reread = _differ(now, trained, "tokenizer") and trained["tokenizer"] == now.get("tokenizer_before")
+    if _differ(now, trained, "tokenizer") and not reread:
         found.append(
             Difference(
                 "data.tokenizer", "data.tokenizer has other content than the tokenizer that the run was trained with"
@@ -63,13 +65,13 @@ def differences(now: Identity, trained: Identity) -> list[Difference]:
         if _differ(source, old, "weight"):
             text = f"data.corpus: the weight of {name} is {_weight(source)}, the run was trained with {_weight(old)}"
             found.append(Difference("data.corpus", text))
-        problem = _other_content(source, old, comparable)
+        problem = _other_content(source, old, comparable, reread)
         if problem:
             found.append(Difference("data.corpus", f"data.corpus: {problem}"))
     return found
 
 
-def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool) -> str | None:
+def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool, reread: bool) -> str | None:
     name, files, old_files = source["name"], source.get("files"), old.get("files")
     if files and old_files:
         changed = [suffix for suffix in ("bin", "idx") if files[suffix] != old_files[suffix]]
@@ -92,6 +94,11 @@ def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool
         f"{called_split[split]} {source[split]['tokens']:,} tokens, then {old[split]['tokens']:,}" for split in changed
     ]
     shown = f" ({'; '.join(counts)})" if comparable else ""
+    if reread and not other_text:
+        return (
+            f"{called} has other tokens than the run was trained on{shown}: the files beside the tokenizer's own name "
+            "special tokens, or say that a text holds none, and the version that began the run did not read that"
+        )
     return f"{called} has other text than the run was trained on{shown}"
 
 

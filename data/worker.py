@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
     counts.
 
     The .bin holds the tokens; the .npz, which is written last and says that the part is complete, sequence_lengths [n],
-    sequences_per_document [d], hashes [d] (of the documents' names) and texts [d] (hashes of what they hold).
+    sequences_per_document [d], hashes [d] (of the documents' names), texts [d] (hashes of what they hold) and
+    control_tokens [c, 2] (special tokens that the texts hold, and how often).
     GPT: one sequence per document, which ends with end-of-document. BERT: a sequence per sentence.
     """
     dtype = token_dtype(tokenizer.vocab_size)
@@ -44,6 +46,9 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
     texts: list[int] = []
     bad: list[str] = []
     num_bytes = 0
+    is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
+    is_control[list(tokenizer.control_tokens())] = True
+    control: Counter[int] = Counter()
     for span in spans:
         by_line = span.format == "stdlib" or span.name.endswith(".py")
         for item in read_span(span, text_key):
@@ -52,7 +57,8 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
                 continue
             if family == "bert":
                 sequences = [ids for ids in tokenizer.encode_batch(split_sentences(item.text, by_line)) if ids]
-                arrays.append(np.array(list(chain.from_iterable(sequences)), dtype=np.int32))
+                ids = np.array(list(chain.from_iterable(sequences)), dtype=np.int32)
+                arrays.append(ids)
                 lengths.extend(map(len, sequences))
                 counts.append(len(sequences))
             else:
@@ -60,6 +66,7 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
                 arrays.extend((ids, end_of_document))
                 lengths.append(len(ids) + 1)
                 counts.append(1)
+            control.update(ids[is_control[ids]].tolist())
             hashes.append(document_hash(item.name))
             text = item.text.encode("utf-8")
             texts.append(xxhash.xxh3_64_intdigest(text))
@@ -77,6 +84,7 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
             texts=np.array(texts, dtype=np.uint64),
             num_bytes=np.array(num_bytes),
             bad_lines=np.array(bad, dtype=np.str_),
+            control_tokens=np.array(sorted(control.items()), dtype=np.int64).reshape(-1, 2),
         )
     temporary.rename(out)
     return {"tokens": len(tokens)}

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from configs.schema import ConfigError
-from data.tokenizer import MASK
 from inference.command import add_model_arguments, run_command
 
 if TYPE_CHECKING:
@@ -67,11 +66,7 @@ def fill_mask(model: OpenModel, tokens: list[int], mask: int, top_k: int) -> lis
 def masked_tokens(model: OpenModel, text: str) -> tuple[list[int], int]:
     """[CLS] text [SEP] with the mask token where the text says [MASK], and that token. Raises ConfigError."""
     tokenizer = model.needed_tokenizer("Give the text as token ids with --ids and --mask-id.")
-    parts = [tokenizer.encode(part) for part in text.split(MASK)]
-    tokens = parts[0]
-    for part in parts[1:]:
-        tokens = [*tokens, tokenizer.mask, *part]
-    return [tokenizer.cls, *tokens, tokenizer.sep], tokenizer.mask
+    return [tokenizer.cls, *tokenizer.encode_masked(text), tokenizer.sep], tokenizer.mask
 
 
 def _arguments() -> argparse.ArgumentParser:

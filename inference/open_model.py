@@ -71,7 +71,7 @@ class _Source:
     tokenizer: Path
     load: Callable[[list[torch.nn.Module]], None]
     end_tokens: set[int] | None = None  # None: the tokenizer's
-    trained_with: str | None = None  # digest of the tokenizer, where another one is asked for by name
+    trained_with: str | None = None  # digest of the tokenizer
     notes: tuple[str, ...] = ()  # what the user should know of the folder
     model_type: str | None = None  # of a Hugging Face folder
 
@@ -99,6 +99,8 @@ def open_model(
     if precision is not None:
         config.training.precision = precision
     words = _tokenizer(tokenizer or source.tokenizer, required=tokenizer is not None)
+    if words is not None:
+        words.as_recorded(source.trained_with)
     end_tokens = source.end_tokens
     if end_tokens is None:
         end_tokens = set() if words is None else {words.eod}
@@ -107,7 +109,7 @@ def open_model(
             f"the tokenizer {words.path} has {words.vocab_size} tokens, but the model of {path} only "
             f"{source.vocab_size}."
         )
-    if words is not None and source.trained_with not in (None, words.digest):
+    if words is not None and source.trained_with is not None and not words.is_named_by(source.trained_with):
         print(f"the tokenizer {words.path} is not the one that {source.folder} was trained with", file=sys.stderr)
     joined = dist.is_initialized()
     place = topology.initialize(config)
@@ -141,14 +143,14 @@ def _checkpoint(path: Path, named: bool) -> _Source:
     newest = manifest.good_checkpoint_at(path)
     config = load(newest / manifest.CONFIG)
     vocab_size = checkpoint_state.read_state(newest)["vocab_size"]
-    own, trained = (None, kept_tokenizer.digest_of(newest)) if named else (kept_tokenizer.of_checkpoint(newest), None)
+    own = None if named else kept_tokenizer.of_checkpoint(newest)
     return _Source(
         newest,
         config,
         vocab_size,
         own or newest,
         lambda chunks: checkpoint_state.load_weights(chunks, newest),
-        trained_with=trained,
+        trained_with=kept_tokenizer.digest_of(newest),
     )
 
 

@@ -84,6 +84,8 @@ def _prepare(arguments: list[str]) -> int:
     print(f"bad lines   {prepared.num_bad_lines:,}" + "".join(f"\n            {line}" for line in prepared.bad_lines))
     if prepared.bad_lines_files:
         print("            all are listed in " + ", ".join(prepared.bad_lines_files))
+    for note in prepared.notes:
+        print(f"note        {note}")
     for name, files in (("train", prepared.train), ("validation", prepared.valid)):
         for file in files:
             print(f"{name:<11} {file.num_tokens:,} tokens, weight {file.weight:.3f}, {file.prefix}.bin")

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+from collections import Counter
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ def _merge(parts: list[Path], folder: Path, tokenizer: Tokenizer, family: str, s
     lengths: dict[str, list[np.ndarray]] = {name: [] for name in names}
     counts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     bad: list[str] = []
+    control: Counter[int] = Counter()
     first = num_bytes = 0
     with contextlib.ExitStack() as stack:
         bins = {name: stack.enter_context(open(folder / f"{name}.bin.tmp", "wb")) for name in names}
@@ -139,6 +141,8 @@ def _merge(parts: list[Path], folder: Path, tokenizer: Tokenizer, family: str, s
                 begin, wanted = end, not wanted
             num_bytes += int(arrays["num_bytes"])
             bad += arrays["bad_lines"].tolist()
+            if "control_tokens" in arrays:  # not in a part of an earlier version
+                control.update(dict(arrays["control_tokens"].tolist()))
     for name in names:
         bounds = np.concatenate([np.zeros(1, np.int64), *counts[name]]).cumsum()
         write_index(folder / f"{name}.idx.tmp", dtype, np.concatenate(lengths[name]), bounds)
@@ -153,6 +157,7 @@ def _merge(parts: list[Path], folder: Path, tokenizer: Tokenizer, family: str, s
         "bytes": num_bytes,
         "bad_lines": len(bad),
         "first_bad_lines": bad[:SHOWN_BAD_LINES],
+        "control_tokens": dict(control),
         "sizes": {file: (folder / file).stat().st_size for file in files},
     }
 

@@ -43,6 +43,7 @@ class PreparedData:
     num_bad_lines: int = 0
     bad_lines: list[str] = field(default_factory=list)  # the first few, as file:line: reason
     bad_lines_files: list[str] = field(default_factory=list)  # where all of them are listed
+    notes: list[str] = field(default_factory=list)  # what else the user should know of the corpus, a sentence each
     identity: Identity = field(default_factory=dict)  # what the data are, by content (data/identity.py)
 
 

@@ -43,6 +43,8 @@ def prepare(
     prepared = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
     split = {"rule": split_rule, "fraction": config.validation_fraction}
     prepared.identity = {"tokenizer": tokenizer.digest, "split": split, "sources": []}
+    if tokenizer.earlier_digest != tokenizer.digest:
+        prepared.identity["tokenizer_before"] = tokenizer.earlier_digest
     for source in sources:
         if source.megatron:
             add_megatron(prepared, source, config, tokenizer, cache)

@@ -17,6 +17,7 @@ from data import lock
 from data.corpus import Source
 from data.digest import digest_of, file_digest
 from data.indexed import IndexedTokens
+from data.prepare.notes import written_out
 from data.prepare.parts import tokenize
 from data.prepare.prepared import PreparedData, TokenFile, cache_key, source_identity
 from data.split import hash_suffices
@@ -34,7 +35,9 @@ def add_tokenized(
     rebuild_damaged: bool,
 ) -> None:
     tokenizer_hash = hashlib.sha256(tokenizer_file(tokenizer.path).read_bytes()).hexdigest()
-    named = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
+    named: list[Any] = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
+    if tokenizer.rules:
+        named.append(tokenizer.rules)
     key = cache_key(source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction, *named)
     folder = cache / "tokens" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{family}-{key}"
     rule = prepared.identity["split"]["rule"]
@@ -64,6 +67,9 @@ def add_tokenized(
     prepared.identity["sources"].append(
         source_identity(source, done["documents"], splits["train"], splits["valid"], None, done.get("text"))
     )
+    control_tokens = {int(token): count for token, count in done.get("control_tokens", {}).items()}
+    if control_tokens:
+        prepared.notes.append(written_out(source.name, control_tokens, tokenizer))
     prepared.num_documents += done["documents"]
     prepared.num_bytes += done["bytes"]
     prepared.num_bad_lines += done["bad_lines"]

@@ -4,7 +4,7 @@ torch and transformers are not imported: the processes that tokenize import this
 """
 
 from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, Tokenizer
-from data.tokenizer.load import load_tokenizer, tokenizer_digest, tokenizer_file
+from data.tokenizer.load import is_tokenizer, load_tokenizer, tokenizer_digest, tokenizer_file
 from data.tokenizer.train import train_tokenizer
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "PAD",
     "SEP",
     "Tokenizer",
+    "is_tokenizer",
     "load_tokenizer",
     "tokenizer_digest",
     "tokenizer_file",

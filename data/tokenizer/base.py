@@ -7,6 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -35,10 +36,17 @@ class Tokenizer(ABC):
     pad: int
     bos: int | None
     named_eod: int | None = None  # eod, where a file beside the tokenizer's names another than the usual one
+    # What the files beside the tokenizer's own change about ids, and earlier versions did not read there.
+    rules: dict[str, Any]
+    named_roles: dict[str, int]  # cls, sep and mask, where a file beside the tokenizer's names them
+
+    def __init__(self) -> None:
+        self.rules, self.named_roles = {}, {}
 
     @abstractmethod
     def encode_array(self, text: str) -> np.ndarray:
-        """Token ids of `text`, int32 [n], without special tokens."""
+        """Token ids of `text`, int32 [n]: those of training, prompts and scores. No special token is put around it;
+        one that is written out in it is a token only where the tokenizer's files want that, as in transformers."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -60,15 +68,50 @@ class Tokenizer(ABC):
     def digest(self) -> str:
         """32 hexadecimal digits that are the same for tokenizers that do the same, wherever they lie and whatever they
         are called."""
-        return hashlib.sha256(json.dumps([self.eod, self.pad]).encode() + self._content()).hexdigest()[:32]
+        rules = json.dumps(self.rules, sort_keys=True).encode() if self.rules else b""
+        return self._digest([self.eod, self.pad], rules)
+
+    @cached_property
+    def earlier_digest(self) -> str:
+        """The digest that earlier versions gave the same files, of which they read fewer."""
+        return self._digest(self._earlier_roles(), b"")
+
+    def is_named_by(self, digest: str) -> bool:
+        """Whether a run that recorded `digest`, today or by an earlier version, was trained with these files."""
+        return digest in (self.digest, self.earlier_digest)
+
+    def as_recorded(self, digest: str | None) -> Tokenizer:
+        """Itself, with the end and the padding that it had for the earlier version that recorded `digest`, if one
+        did: the weights know those."""
+        if digest == self.earlier_digest != self.digest:
+            self.eod, self.pad = self._earlier_roles()
+        return self
+
+    def _digest(self, roles: list[int], rules: bytes) -> str:
+        return hashlib.sha256(json.dumps(roles).encode() + self._content() + rules).hexdigest()[:32]
+
+    def _earlier_roles(self) -> list[int]:
+        """eod and pad as earlier versions found them."""
+        return [self.eod, self.pad]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens."""
+        """`encode_array` as a list."""
         return self.encode_array(text).tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text to continue, with the special tokens that transformers puts around it."""
         return self.encode(text)
+
+    def encode_masked(self, text: str) -> list[int]:
+        """`encode` of a text with the mask token in the places of [MASK]. That is asked for: no other text makes a
+        special token that `encode` would not make."""
+        first, *rest = [self.encode(part) for part in text.split(MASK)]
+        return first + [token for part in rest for token in (self.mask, *part)]
+
+    def control_tokens(self) -> dict[int, str]:
+        """The special tokens that a text can make by holding their names, but for the one for unknown text: the name
+        of each, by id."""
+        return {}
 
     def for_transformers(self, family: str) -> dict[str, str]:
         """Files, by name, without which transformers would not make the same tokens for a model of this family. Raises
@@ -80,7 +123,7 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def _role(self, role: str) -> int:
-        found = self._find(MASK_NAMES[role])
+        found = self.named_roles.get(role, self._find(MASK_NAMES[role]))
         if found is None:
             raise ConfigError(
                 f"data.tokenizer={self.path}: it has no {role} token (one of {', '.join(MASK_NAMES[role])}), which "

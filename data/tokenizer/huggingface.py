@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from configs.schema import ConfigError
-from data.tokenizer.base import EOD_NAMES, PAD_NAMES, SPACE, Tokenizer
-from data.tokenizer.settings import first_line, read_settings, token_name
+from data.tokenizer.base import EOD_NAMES, MASK, MASK_NAMES, PAD_NAMES, SPACE, Tokenizer
+from data.tokenizer.settings import first_line, read_settings, refuse_unknown_end, token_flags, token_name
 from data.tokenizer.words import WordEncoder, word_encoder
 
 
@@ -22,6 +22,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: str | Path):
         import tokenizers
 
+        super().__init__()
         self.path = str(path)
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         try:
@@ -33,27 +34,74 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
         self._model.no_truncation()
         self._model.no_padding()
+        self._settings = read_settings(file.parent)
+        self._before = self._roles_by(self._settings.earlier)
+        self._take_settings(file)
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
-        settings = read_settings(file.parent)
-        self._says_class = "tokenizer_class" in settings
-        named = {
-            role: [token_name(settings[role])]
-            for role in ("bos_token", "eos_token", "pad_token")
-            if token_name(settings.get(role))
-        }
-        eod = self._find([*named.get("eos_token", ()), *EOD_NAMES])
-        if eod is None:
+        roles = self._roles_by(self._settings.values)
+        if roles is None:
             raise ConfigError(
                 f"data.tokenizer={path}: it has no end-of-document token: none of {', '.join(EOD_NAMES)}, "
                 "and no eos_token in tokenizer_config.json"
             )
-        self.eod = eod
-        self.named_eod = eod if eod != self._find(EOD_NAMES) else None
-        pad = self._find([*named.get("pad_token", ()), *PAD_NAMES])
-        self.pad = eod if pad is None else pad
-        self.bos = self._find(named.get("bos_token", ()))
-        roles = {"eos_token": self._model.id_to_token(self.eod), "pad_token": self._model.id_to_token(self.pad)}
-        self._settings = {"tokenizer_class": "PreTrainedTokenizerFast", **(settings or roles)}
+        self.eod, self.pad = roles
+        self.named_eod = self.eod if self.eod != self._find(EOD_NAMES) else None
+        self.bos = self._named("bos_token", self._settings.values)
+        for role, names in MASK_NAMES.items():
+            found = self._named(f"{role}_token", self._settings.values)
+            if found is not None:
+                self.named_roles[role] = found
+                if found != self._find(names):
+                    self.rules[role] = found
+
+    def _named(self, role: str, settings: dict[str, Any]) -> int | None:
+        return self._find([token_name(settings.get(role))])
+
+    def _roles_by(self, settings: dict[str, Any]) -> list[int] | None:
+        """eod and pad, where `settings` or a usual name say them."""
+        eod, pad = self._named("eos_token", settings), self._named("pad_token", settings)
+        eod = self._find(EOD_NAMES) if eod is None else eod
+        pad = self._find(PAD_NAMES) if pad is None else pad
+        return None if eod is None else [eod, eod if pad is None else pad]
+
+    def _earlier_roles(self) -> list[int]:
+        return self._before or super()._earlier_roles()
+
+    def _take_settings(self, file: Path) -> None:
+        """Make `_model` what transformers makes of it: the files beside tokenizer.json add tokens, make tokens special,
+        and say whether a text can hold special tokens. Raises ConfigError."""
+        import tokenizers
+
+        def token(value: Any, **flags: bool) -> Any:
+            name, own = token_name(value), token_flags(value) if isinstance(value, dict) else {}
+            return tokenizers.AddedToken(name, **{**own, **flags})
+
+        settings, spec = self._settings, self._spec.get("added_tokens", [])
+        added = {number: token(value) for number, value in settings.added.items()}
+        if not settings.by_config:
+            added |= {value["id"]: token(value) for value in spec}
+        known = {one.content: one for one in added.values()}
+        tokens = [one for _, one in sorted(added.items())]
+        have = {value["content"] for value in spec} | set(known)
+        named = list(settings.named().values())
+        for value in [*named, *settings.unnamed()]:
+            name = token_name(value)
+            if name and name not in have:
+                have.add(name)
+                tokens.append(known.get(name, token(value, special=True)))
+        names = {token_name(value) for value in named}
+        for one in tokens:
+            one.special = one.special or one.content in names
+        if not {token_name(settings.values.get("eos_token"))} & known.keys():
+            refuse_unknown_end(self.path, settings, file.name, self._named("eos_token", settings.values) is not None)
+        before = json.loads(self._model.to_str())["added_tokens"]
+        self._model.add_tokens(tokens)
+        after = json.loads(self._model.to_str())["added_tokens"]
+        if after != before:
+            self.rules["added_tokens"] = after
+        # whether "<s>" in a text is three characters
+        if settings.values.get("split_special_tokens") and any(value["special"] for value in after):
+            self._model.encode_special_tokens = self.rules["split_special_tokens"] = True
 
     def encode_array(self, text: str) -> np.ndarray:
         ids = None if self._words is None else self._words.encode(text)
@@ -62,12 +110,39 @@ class HuggingFaceTokenizer(Tokenizer):
         return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_prompt(self, text: str) -> list[int]:
-        return list(self._of_transformers.encode(text, add_special_tokens=True).ids)
+        return list(self._model.encode(text, add_special_tokens=True).ids)
+
+    def encode_masked(self, text: str) -> list[int]:
+        """As `encode`, with the mask token where the text says its name or [MASK]."""
+        mask = self._model.id_to_token(self.mask)
+        return list(self._with_mask.encode(text.replace(MASK, mask), add_special_tokens=False).ids)
+
+    @cached_property
+    def _with_mask(self) -> Any:
+        """The tokenizer that finds the mask in a text as it finds an added token that is not special: also where it
+        finds no special ones."""
+        import tokenizers
+
+        spec = json.loads(self._model.to_str())
+        for token in spec["added_tokens"]:
+            token["special"] = token["special"] and token["id"] != self.mask
+        model = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        model.encode_special_tokens = self._model.encode_special_tokens
+        if all(token["id"] != self.mask for token in spec["added_tokens"]):  # a piece like others
+            model.add_tokens([tokenizers.AddedToken(model.id_to_token(self.mask), normalized=False)])
+        return model
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         if self._words is not None:
             return super().encode_batch(texts)
         return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def control_tokens(self) -> dict[int, str]:
+        unigram, unknown = self._spec["model"].get("unk_id"), self._spec["model"].get("unk_token")
+        added = self._model.get_added_tokens_decoder()
+        found = {i: one.content for i, one in added.items() if one.special}
+        no_control = {unigram, self._find([unknown or ""])} - {self.eod, self.pad}
+        return {i: content for i, content in found.items() if i not in no_control}
 
     def _content(self) -> bytes:
         # Neither the order and layout of the JSON nor what is switched off above changes an id.
@@ -75,38 +150,21 @@ class HuggingFaceTokenizer(Tokenizer):
         return json.dumps(spec, sort_keys=True).encode()
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._of_transformers.decode([int(i) for i in ids], skip_special_tokens=True))
+        return str(self._model.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def for_transformers(self, family: str) -> dict[str, str]:
         # Without a class in its settings, transformers would take that of the model's family, which may split texts by
         # rules of its own.
-        return {} if self._says_class else {"tokenizer_config.json": json.dumps(self._settings, indent=2) + "\n"}
+        if "tokenizer_class" in self._settings.values:
+            return {}
+        roles = {"eos_token": self._model.id_to_token(self.eod), "pad_token": self._model.id_to_token(self.pad)}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **(self._settings.values or roles)}
+        return {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
 
     @cached_property
     def _words(self) -> WordEncoder | None:
-        return word_encoder(self._model, self._spec)
-
-    @cached_property
-    def _of_transformers(self) -> Any:
-        """The tokenizer as transformers takes it: what the files beside tokenizer.json name as special tokens are so,
-        too. Training's encoding does not know of them."""
-        import tokenizers
-
-        model = tokenizers.Tokenizer.from_str(self._model.to_str())
-        names = {token_name(value) for key, value in self._settings.items() if key.endswith("_token")}
-        extra = self._settings.get("additional_special_tokens") or self._settings.get("extra_special_tokens") or []
-        names |= {token_name(value) for value in (extra.values() if isinstance(extra, dict) else extra)}
-        names |= {
-            token_name(value)
-            for value in self._settings.get("added_tokens_decoder", {}).values()
-            if value.get("special")
-        }
-        known = sorted(name for name in names if name and model.token_to_id(name) is not None)
-        have = {token.content for token in model.get_added_tokens_decoder().values() if token.special}
-        model.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in known if name not in have])
-        # whether "<s>" in a text is three characters
-        model.encode_special_tokens = bool(self._settings.get("split_special_tokens"))
-        return model
+        added = json.loads(self._model.to_str())["added_tokens"]
+        return word_encoder(self._model, {**self._spec, "added_tokens": added})
 
     def _find(self, names: Iterable[str]) -> int | None:
         return next((i for i in map(self._model.token_to_id, names) if i is not None), None)
@@ -125,7 +183,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return kinds
 
     def _surfaces(self) -> list[bytes | None]:
-        special = {token["id"] for token in self._spec.get("added_tokens", []) if token.get("special")}
+        special = {i for i, token in self._model.get_added_tokens_decoder().items() if token.special}
         byte_level = "ByteLevel" in self._kinds()
         alphabet = _byte_level_alphabet() if byte_level else {}
         surfaces: list[bytes | None] = []

@@ -37,6 +37,12 @@ def tokenizer_digest(path: str | Path) -> str:
     return load_tokenizer(path).digest
 
 
+def is_tokenizer(path: str | Path, digest: str) -> bool:
+    """Whether the tokenizer at `path` is the one that a run recorded as `digest`, today or by an earlier version.
+    Raises ConfigError."""
+    return load_tokenizer(path).is_named_by(digest)
+
+
 def tokenizer_file(path: str | Path) -> Path:
     """The file that decides what the tokenizer at `path` does."""
     return core_file(Path(path)) or Path(path)

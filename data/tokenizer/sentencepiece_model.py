@@ -14,7 +14,7 @@ from configs.schema import ConfigError
 from configs.tokenizer_files import JSON
 from data.tokenizer import unigram
 from data.tokenizer.base import CLS, EOD_NAMES, MASK, PAD, PAD_NAMES, REPLACEMENT, SEP, SPACE, Tokenizer
-from data.tokenizer.settings import first_line, read_settings, token_name
+from data.tokenizer.settings import first_line, read_settings, refuse_unknown_end, token_name
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -23,6 +23,8 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path: str | Path):
         import sentencepiece
 
+        super().__init__()
+        self._before_settings: list[int] = []
         self.path = str(path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=self.path)
@@ -31,21 +33,27 @@ class SentencePieceTokenizer(Tokenizer):
                 f"data.tokenizer={self.path}: it is no sentencepiece model: {first_line(error)}"
             ) from error
         self.vocab_size = self._model.vocab_size()
+        settings = read_settings(Path(path).parent)
+        named = {role: self._find([token_name(settings.values.get(role))]) for role in ("eos_token", "pad_token")}
+        refuse_unknown_end(self.path, settings, Path(path).name, named["eos_token"] is not None)
         eod = self._model.eos_id()
-        found = eod if eod >= 0 else self._find(EOD_NAMES)
+        usual = eod if eod >= 0 else self._find(EOD_NAMES)
+        found = usual if named["eos_token"] is None else named["eos_token"]
         if found is None:
             raise ConfigError(
                 f"data.tokenizer={self.path}: it has no end-of-document token (one of {', '.join(EOD_NAMES)})"
             )
-        self.eod = found
+        self.eod, self.named_eod = found, None if found == usual else found
         pad = self._model.pad_id()
-        named = pad if pad >= 0 else self._find(PAD_NAMES)
-        self.pad = self.eod if named is None else named
-        settings = read_settings(Path(path).parent)
-        bos = self._find([token_name(settings.get("bos_token"))])
+        usual_pad = pad if pad >= 0 else self._find(PAD_NAMES)
+        named_pad = usual_pad if named["pad_token"] is None else named["pad_token"]
+        self.pad = self.eod if named_pad is None else named_pad
+        if usual is not None:
+            self._before_settings = [usual, usual if usual_pad is None else usual_pad]
+        bos = self._find([token_name(settings.values.get("bos_token"))])
         self.bos = bos if bos is not None else self._model.bos_id() if self._model.bos_id() >= 0 else None
-        self._before = [self.bos] if settings.get("add_bos_token") and self.bos is not None else []
-        self._after = [self.eod] if settings.get("add_eos_token") else []
+        self._before = [self.bos] if settings.values.get("add_bos_token") and self.bos is not None else []
+        self._after = [self.eod] if settings.values.get("add_eos_token") else []
         # sentencepiece would read a literal U+2581 back as a space; its three bytes come back as they were.
         self._space_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         self._lossless = all(self._model.is_byte(i) for i in self._space_ids)
@@ -61,6 +69,9 @@ class SentencePieceTokenizer(Tokenizer):
         if self._lossless and any(SPACE in text for text in texts):
             return super().encode_batch(texts)
         return self._model.encode(texts, num_threads=1)
+
+    def _earlier_roles(self) -> list[int]:
+        return self._before_settings or super()._earlier_roles()
 
     def _content(self) -> bytes:
         return Path(self.path).read_bytes()

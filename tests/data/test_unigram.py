@@ -111,6 +111,7 @@ def test_words_that_come_again_are_not_searched_again(folder: Path, tmp_path: Pa
     counted: Any = Counted(tokenizer._model)
     tokenizer._model = counted
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.encode_special_tokens = True
     rng = random.Random(1)
     mixed = [
         "".join(rng.choice([" ", "    ", "\n", "e", "re", "(", "[1]", "</s>", "9", "\t", "\xe9"]) for _ in range(99))
