@@ -10,6 +10,7 @@ from configs.schema import ConfigError, DataConfig
 from data.corpus import Source
 from data.digest import digest_of, file_digest
 from data.indexed import IndexedTokens, documents
+from data.prepare.notes import other_ends
 from data.prepare.prepared import PreparedData, TokenFile, source_identity
 from data.split import split_index
 from data.tokenizer import Tokenizer
@@ -18,7 +19,9 @@ SCANNED_AT_ONCE = 1 << 22
 SCANNED_TOKENS = 1 << 28  # of foreign token files, to see whether they fit the tokenizer
 
 
-def add_megatron(prepared: PreparedData, source: Source, config: DataConfig, tokenizer: Tokenizer, cache: Path) -> None:
+def add_megatron(
+    prepared: PreparedData, source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path
+) -> None:
     assert source.megatron
     tokens = IndexedTokens(source.megatron)
     scanned = range(0, min(len(tokens.tokens), SCANNED_TOKENS), SCANNED_AT_ONCE)
@@ -28,6 +31,10 @@ def add_megatron(prepared: PreparedData, source: Source, config: DataConfig, tok
             f"data.tokenizer={config.tokenizer}: {source.megatron}.bin holds token {largest}, but this tokenizer has "
             f"only {tokenizer.vocab_size} tokens; give the tokenizer that made the file"
         )
+    # BERT's documents are sentences without an end token.
+    note = other_ends(source.megatron, tokens, tokenizer) if family == "gpt" else None
+    if note is not None:
+        prepared.notes.append(note)
     files = {
         suffix: file_digest(f"{source.megatron}.{suffix}", cache, config.timeout_seconds) for suffix in ("bin", "idx")
     }

@@ -47,7 +47,7 @@ def prepare(
         prepared.identity["tokenizer_before"] = tokenizer.earlier_digest
     for source in sources:
         if source.megatron:
-            add_megatron(prepared, source, config, tokenizer, cache)
+            add_megatron(prepared, source, config, family, tokenizer, cache)
         else:
             add_tokenized(prepared, source, config, family, tokenizer, cache, show_progress, rebuild_damaged)
     for files in (prepared.train, prepared.valid):

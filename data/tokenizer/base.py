@@ -7,6 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ class Tokenizer(ABC):
     pad: int
     bos: int | None
     named_eod: int | None = None  # eod, where a file beside the tokenizer's names another than the usual one
+    end_file: Path  # in which an eos_token counts: it, or another file, need not be there
     # What the files beside the tokenizer's own change about ids, and earlier versions did not read there.
     rules: dict[str, Any]
     named_roles: dict[str, int]  # cls, sep and mask, where a file beside the tokenizer's names them
@@ -51,6 +53,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; special tokens are left out."""
+
+    @abstractmethod
+    def piece(self, token: int) -> str:
+        """The name of a token."""
 
     @abstractmethod
     def _find(self, names: Iterable[str]) -> int | None:

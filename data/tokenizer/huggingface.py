@@ -36,6 +36,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.no_padding()
         self._settings = read_settings(file.parent)
         self._before = self._roles_by(self._settings.earlier)
+        self.end_file = self._settings.end_file(file.parent)
         self._take_settings(file)
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
         roles = self._roles_by(self._settings.values)
@@ -114,8 +115,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_masked(self, text: str) -> list[int]:
         """As `encode`, with the mask token where the text says its name or [MASK]."""
-        mask = self._model.id_to_token(self.mask)
-        return list(self._with_mask.encode(text.replace(MASK, mask), add_special_tokens=False).ids)
+        text = text.replace(MASK, self.piece(self.mask))
+        return list(self._with_mask.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def _with_mask(self) -> Any:
@@ -129,13 +130,16 @@ class HuggingFaceTokenizer(Tokenizer):
         model = tokenizers.Tokenizer.from_str(json.dumps(spec))
         model.encode_special_tokens = self._model.encode_special_tokens
         if all(token["id"] != self.mask for token in spec["added_tokens"]):  # a piece like others
-            model.add_tokens([tokenizers.AddedToken(model.id_to_token(self.mask), normalized=False)])
+            model.add_tokens([tokenizers.AddedToken(self.piece(self.mask), normalized=False)])
         return model
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         if self._words is not None:
             return super().encode_batch(texts)
         return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def piece(self, token: int) -> str:
+        return self._model.id_to_token(token) or ""
 
     def control_tokens(self) -> dict[int, str]:
         unigram, unknown = self._spec["model"].get("unk_id"), self._spec["model"].get("unk_token")

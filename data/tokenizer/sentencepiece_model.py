@@ -35,6 +35,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self._model.vocab_size()
         settings = read_settings(Path(path).parent)
         named = {role: self._find([token_name(settings.values.get(role))]) for role in ("eos_token", "pad_token")}
+        self.end_file = settings.end_file(Path(path).parent)
         refuse_unknown_end(self.path, settings, Path(path).name, named["eos_token"] is not None)
         eod = self._model.eos_id()
         usual = eod if eod >= 0 else self._find(EOD_NAMES)
@@ -114,6 +115,9 @@ class SentencePieceTokenizer(Tokenizer):
                 run = [model.piece_to_id(f"<0x{byte:02X}>") for byte in REPLACEMENT.encode()] * len(run)
             replaced += run
         return str(model.decode(replaced))
+
+    def piece(self, token: int) -> str:
+        return str(self._model.id_to_piece(token))
 
     def _find(self, names: Iterable[str]) -> int | None:
         known = ((self._model.piece_to_id(name), name) for name in names)  # an unknown name gives the id of <unk>

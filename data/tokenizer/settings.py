@@ -27,6 +27,10 @@ class Settings:
     by_config: bool = False
     earlier: dict[str, Any] = field(default_factory=dict)
 
+    def end_file(self, folder: Path) -> Path:
+        """The file of a folder in which an eos_token counts."""
+        return folder / self.files.get("eos_token", CONFIG)
+
     def named(self) -> dict[str, Any]:
         """Every special token that has a name of its own, a text or an object, by that name."""
         named = {
