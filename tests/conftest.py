@@ -18,7 +18,7 @@ FAST = {
     *("test_rounds",),
     *("test_files", "test_keys", "test_last_words", "test_ranks", "test_validate", "test_weights"),
     *("test_idle", "test_advice_sites", "test_preflight"),
-    *("test_corpus", "test_identity", "test_loader", "data/test_samples", "test_split"),
+    *("test_corpus", "test_ends", "test_identity", "test_loader", "data/test_samples", "test_split"),
     *("test_load", "test_planner", "test_program", "test_route", "test_solve", "test_trial", "moe/test_trace"),
     *("memory/test_disk", "memory/test_store", "test_budgets", "test_planning", "test_buckets"),
     *("test_costs", "test_events", "optim/test_schedule", "test_start", "test_submit"),

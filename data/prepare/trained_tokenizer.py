@@ -41,7 +41,10 @@ def find_tokenizer(config: DataConfig, sources: list[Source], cache: Path, show_
                 begin = time.monotonic()
                 files = [file for source in text_sources for file in source.files]
                 names = "+".join(source.name for source in text_sources)
-                train_tokenizer(_training_texts(files, names, config.text_key, path.parent), config.vocab_size, path)
+                texts = _training_texts(files, names, config.text_key, path.parent)
+                said = train_tokenizer(texts, config.vocab_size, path)
+                if said:
+                    print(f"note: {said}", file=sys.stderr, flush=True)
                 if show_progress:
                     print(f"Trained it in {time.monotonic() - begin:.1f} s: {path}", file=sys.stderr, flush=True)
     return load_tokenizer(path)

@@ -117,6 +117,38 @@ def test_training_rejects_what_cannot_work(tmp_path):
         train_tokenizer(["\n\n"], 400, tmp_path / "m")
 
 
+@pytest.mark.parametrize(("first", "count"), [(0x3041, 80), (0x4E00, 3000), (0xAC00, 2000), (0x21, 90)])
+@pytest.mark.parametrize("vocab_size", [320, 600, 2000])
+def test_more_characters_than_a_vocabulary_has_room_for(first, count, vocab_size, tmp_path):
+    """Japanese, Chinese, Korean: what has no piece is written as bytes, and frequent words still are pieces."""
+    rng = random.Random(count)
+    characters = [chr(first + i) for i in range(count)]
+    rng.shuffle(characters)
+    weights = [1 / (i + 5) for i in range(count)]
+    words = ["".join(rng.choices(characters, weights, k=rng.randint(2, 4))) for _ in range(count)]
+    lines = ["".join(rng.choices(words, k=12)) for _ in range(400)]
+    said = train_tokenizer(lines, vocab_size, tmp_path / "m.model")
+    tokenizer = load_tokenizer(tmp_path / "m.model")
+    text = "".join(lines) + "\u3042\U0001f600 x"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    if count > vocab_size or vocab_size == 320:
+        assert tokenizer.vocab_size == vocab_size
+        assert f"data.vocab_size={vocab_size}: the corpus has " in said and "the others are written as bytes" in said
+        assert any(len(tokenizer.piece(i)) > 1 for i in range(263, vocab_size))
+    else:
+        assert "written as bytes" not in said
+
+
+def test_training_says_what_it_could_not_do(tmp_path):
+    assert train_tokenizer(["a b"], 8000, tmp_path / "m") == "data.vocab_size=8000: the corpus gives 266 pieces"
+    with pytest.raises(ConfigError, match="data.vocab_size=2147483648: .* at most 2147483647 pieces"):
+        train_tokenizer(["a"], 2**31, tmp_path / "m")
+    with pytest.raises(ConfigError, match="data.corpus: each of its lines holds U.2585"):
+        train_tokenizer(["\u2585"], 400, tmp_path / "m")
+    for vocab_size in (320, 4096):  # what is advised for a vocabulary that is too small
+        train_tokenizer(["a"], vocab_size, tmp_path / "m")
+
+
 def test_sentencepiece_words(tokenizer):
     assert words_of(tokenizer, "The model learns.") == ["The", " model", " learns", "."]
     # A word at the start of a line has no space before it; indentation and symbols stand alone.
