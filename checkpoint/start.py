@@ -29,6 +29,7 @@ from configs.schema import KEYS, Config, ConfigError, DataConfig
 from configs.show import show
 from configs.validate import usable_world_size
 from configs.values import as_typed
+from data.corpus.earlier import RULE as EARLIER
 from data.identity import Difference, Identity, differences
 from data.tokenizer import is_tokenizer
 
@@ -245,6 +246,16 @@ def split_rule(start: Start) -> str:
     if start.checkpoint is None:
         return "exact"
     return str(read_state(start.checkpoint).get("data", {}).get("split", {}).get("rule", "hash"))
+
+
+def documents_in_text(config: Config, start: Start) -> str:
+    """Where documents of text files end: as they do for the checkpoint. Before there was a choice it was by a rule of
+    its own."""
+    if start.checkpoint is None or "data.documents_in_text" in config.checkpoint.accept_changes:
+        return config.data.documents_in_text
+    sources = read_state(start.checkpoint).get("data", {}).get("sources", [{}])
+    rules = [source.get("documents_in_text", EARLIER) for source in sources]
+    return next((rule for rule in rules if rule is not None), config.data.documents_in_text)
 
 
 def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:

@@ -70,7 +70,13 @@ class DataConfig:
         "refuse",
         form="stdlib, a path, or a list of paths or of {path: a path, weight: a number above 0}",
     )
-    text_key: str = key("text", "field of .jsonl and column of .parquet", "refuse")
+    text_key: str = key("text", "field of .jsonl, .ndjson and .json, and column of .parquet", "refuse")
+    documents_in_text: str = key(
+        "file",
+        "what a document is in a .txt, .raw or .tokens: the file, what lies between empty lines, or a line",
+        "refuse",
+        choices=("file", "blank_line", "line"),
+    )
     tokenizer: str = key(
         "sentencepiece", "sentencepiece: trained on the corpus; or a .model file, or a Hugging Face folder", "refuse"
     )

@@ -9,7 +9,9 @@ An identity is what JSON holds:
              "train": {"tokens": int, "digest": ...}, "valid": the same,
              "files": {"bin": digest, "idx": digest} of token files that the user has made, else null,
              "python": the version whose library stdlib is, else null,
-             "text": digest of the documents' text, whatever their tokens and split, else null}
+             "text": digest of the documents' text, whatever their tokens and split, else null,
+             "documents_in_text": where documents of its text files end, null without any (data/corpus/text.py); an
+             identity without it is of an earlier version, which had one rule (data/corpus/earlier.py)}
 
 Paths and times are no part of it: a corpus that has moved is the same.
 """
@@ -17,6 +19,8 @@ Paths and times are no part of it: a corpus that has moved is the same.
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+from data.corpus.earlier import RULE as EARLIER
 
 Identity = dict[str, Any]
 
@@ -65,6 +69,12 @@ def differences(now: Identity, trained: Identity) -> list[Difference]:
         if _differ(source, old, "weight"):
             text = f"data.corpus: the weight of {name} is {_weight(source)}, the run was trained with {_weight(old)}"
             found.append(Difference("data.corpus", text))
+        rule, old_rule = source.get("documents_in_text", EARLIER), old.get("documents_in_text", EARLIER)
+        if rule != old_rule and None not in (rule, old_rule):
+            was = "by the rule of an earlier version" if old_rule == EARLIER else f"as {old_rule}"
+            text = f"data.documents_in_text is {rule}, the text files of {name} were cut {was}"
+            found.append(Difference("data.documents_in_text", text))
+            continue
         problem = _other_content(source, old, comparable, reread)
         if problem:
             found.append(Difference("data.corpus", f"data.corpus: {problem}"))

@@ -11,6 +11,7 @@ and for the standard library, whose figures are recorded. Both depend on the doc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -83,13 +84,14 @@ def number_hashes(num_documents: int) -> np.ndarray:
 
 
 def cut_place(
-    lengths: np.ndarray, tail: int, tokens: np.ndarray | None = None, marks: tuple[np.ndarray, np.ndarray] | None = None
+    lengths: np.ndarray, tail: int, tokens: Any = None, marks: tuple[np.ndarray, np.ndarray] | None = None
 ) -> int:
     """Where to cut a document of sequences with these lengths so that about `tail` of its tokens are for validation:
     how many are not.
 
-    That is between two of its sequences; else, by its tokens [n] and `marks` (bool [vocabulary]: a token ends a line,
-    and it begins a word), between lines or before a word; each where one is near, else at the very token.
+    That is between two of its sequences; else, by its tokens [n] (an array, or what gives those of some places) and
+    `marks` (bool [vocabulary]: a token ends a line, and it begins a word), between lines or before a word; each where
+    one is near, else at the very token.
     """
     ends = np.cumsum(lengths)
     wanted = int(ends[-1]) - tail

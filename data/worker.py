@@ -33,8 +33,9 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
     counts.
 
     The .bin holds the tokens; the .npz, which is written last and says that the part is complete, sequence_lengths [n],
-    sequences_per_document [d], hashes [d] (of the documents' names), texts [d] (hashes of what they hold) and
-    control_tokens [c, 2] (special tokens that the texts hold, and how often).
+    sequences_per_document [d], hashes [d] (of the documents' names), texts (hashes of what the documents, or their
+    pieces, hold), control_tokens [c, 2] (special tokens that the texts hold, and how often) and goes_on (whether the
+    first document belongs to the last one of the part before).
     GPT: one sequence per document, which ends with end-of-document. BERT: a sequence per sentence.
     """
     dtype = token_dtype(tokenizer.vocab_size)
@@ -49,25 +50,35 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
     is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
     is_control[list(tokenizer.control_tokens())] = True
     control: Counter[int] = Counter()
+    goes_on = False
     for span in spans:
-        by_line = span.format == "stdlib" or span.name.endswith(".py")
+        by_line = span.by_line or span.format == "stdlib" or span.name.lower().endswith(".py")
         for item in read_span(span, text_key):
             if isinstance(item, BadLine):
                 bad.append(str(item))
                 continue
+            joins = not item.begins and bool(hashes)
+            goes_on |= not item.begins and not hashes
             if family == "bert":
                 sequences = [ids for ids in tokenizer.encode_batch(split_sentences(item.text, by_line)) if ids]
                 ids = np.array(list(chain.from_iterable(sequences)), dtype=np.int32)
                 arrays.append(ids)
                 lengths.extend(map(len, sequences))
-                counts.append(len(sequences))
+                new = len(sequences)
             else:
                 ids = tokenizer.encode_array(item.text)
-                arrays.extend((ids, end_of_document))
-                lengths.append(len(ids) + 1)
-                counts.append(1)
+                arrays.extend((ids, end_of_document) if item.ends else (ids,))
+                new, length = int(not joins), len(ids) + item.ends
+                if joins:
+                    lengths[-1] += length
+                else:
+                    lengths.append(length)
             control.update(ids[is_control[ids]].tolist())
-            hashes.append(document_hash(item.name))
+            if joins:
+                counts[-1] += new
+            else:
+                counts.append(new)
+                hashes.append(document_hash(item.name))
             text = item.text.encode("utf-8")
             texts.append(xxhash.xxh3_64_intdigest(text))
             num_bytes += len(text)
@@ -85,6 +96,7 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
             num_bytes=np.array(num_bytes),
             bad_lines=np.array(bad, dtype=np.str_),
             control_tokens=np.array(sorted(control.items()), dtype=np.int64).reshape(-1, 2),
+            goes_on=np.array(goes_on),
         )
     temporary.rename(out)
     return {"tokens": len(tokens)}

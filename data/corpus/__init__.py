@@ -5,18 +5,19 @@ yields the documents of one piece of a file, and every line that could not be us
 
 * stdlib: a source file; a topic of pydoc_data's prose.
 * .py, .md, .rst: the whole file.
-* .txt: what lies between runs of two or more empty lines; longer documents are cut at a line end after 64 KiB.
-* .jsonl: a line's field data.text_key. .parquet: a row's column data.text_key.
-* .txt, .jsonl, .md, .rst and .py may be compressed as .gz or .zst.
+* .txt, .raw, .tokens: as data.documents_in_text says, the file, what lies between empty lines, or a line.
+* .jsonl, .ndjson, .json: a line's field data.text_key; in a .json that is an array, an object's.
+* .parquet: a row's column data.text_key.
 
-A document's name is its file and place in it, so it is the same wherever the corpus lies. torch is not imported here.
+All but .parquet may be compressed. A document's name is its file and place in it, so it is the same wherever the corpus
+lies. torch is not imported here.
 """
 
 from data.corpus.compressed import unpack
 from data.corpus.documents import BadLine, Document, Span, document_hash
 from data.corpus.parts import plan_parts
 from data.corpus.read import read_span
-from data.corpus.sentences import split_sentences
+from data.corpus.sentences import has_a_sentence_a_line, head_of, split_sentences
 from data.corpus.sources import File, Source, parse_corpus
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "Source",
     "Span",
     "document_hash",
+    "has_a_sentence_a_line",
+    "head_of",
     "parse_corpus",
     "plan_parts",
     "read_span",

@@ -1,18 +1,20 @@
-"""Files that are compressed, as .gz or .zst."""
+"""Files that are compressed, as .gz, .zst, .xz or .bz2."""
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import os
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from configs.schema import ConfigError
 
 
 def unpack(path: str, out: str, limit: int | None = None) -> None:
-    """Decompress a .gz or .zst file, or about its first `limit` bytes, to `out`, atomically.
+    """Decompress a file by its suffix, or about its first `limit` bytes, to `out`, atomically.
 
     Raises ConfigError naming the file when it is damaged.
     """
@@ -22,22 +24,39 @@ def unpack(path: str, out: str, limit: int | None = None) -> None:
     written = 0
     try:
         with open(path, "rb") as source, open(temporary, "wb") as target:
-            for block in _gzip_blocks(source) if path.endswith(".gz") else _zstd_blocks(source):
+            for block in _blocks(path, source):
                 target.write(block)
                 written += len(block)
                 if limit is not None and written >= limit:
                     break
         os.rename(temporary, out)
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, lzma.LZMAError, _BadBzip2) as error:
         raise ConfigError(f"data.corpus: cannot unpack {path}: {error}; the file is damaged or truncated") from error
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
 
 
-def _gzip_blocks(source: BinaryIO) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=source) as stream:
-        while block := stream.read(1 << 22):
+class _BadBzip2(Exception):
+    """What bz2 raises as an OSError without a number, which a failing disk has."""
+
+
+def _blocks(path: str, source: BinaryIO) -> Iterator[bytes]:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix == ".zst":
+        yield from _zstd_blocks(source)
+        return
+    opened: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}[suffix]
+    with opened(source) as stream:
+        while True:
+            try:
+                block = stream.read(1 << 22)
+            except OSError as error:
+                if suffix != ".bz2" or error.errno is not None:
+                    raise
+                raise _BadBzip2(str(error)) from error
+            if not block:
+                return
             yield block
 
 

@@ -18,12 +18,18 @@ class Span:
     start: int
     end: int
     size: int  # bytes, for the progress bar
+    rule: str = ""  # of a text file: where its documents end (data/corpus/text.py, or earlier.py)
+    by_line: bool = False  # whether each of its lines is a sentence
 
 
 @dataclass(frozen=True)
 class Document:
+    """A document, or a piece of a large one: `begins` and `ends` say whether it is the first and the last."""
+
     name: str
     text: str
+    begins: bool = True
+    ends: bool = True
 
 
 @dataclass(frozen=True)

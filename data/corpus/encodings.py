@@ -13,6 +13,7 @@ BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that of
     (b"\xff\xfe", "UTF-16"),
     (b"\xfe\xff", "UTF-16"),
 )
+UNPACKERS = ((".gz", "gzip"), (".zst", "zstd"), (".xz", "xz"), (".bz2", "bzip2"))
 NUL_FOR_TR = r"'\000'"
 
 
@@ -42,7 +43,7 @@ def refuse_other_encodings(span: Span, content: bytes) -> None:
 
 def _through(path: str, command: list[str]) -> str:
     """A shell's line that sends a file's text through a command."""
-    unpacker = next((tool for suffix, tool in ((".gz", "gzip"), (".zst", "zstd")) if path.endswith(suffix)), None)
+    unpacker = next((tool for suffix, tool in UNPACKERS if path.lower().endswith(suffix)), None)
     words, name = " ".join(command), shlex.quote(path)
     return f"{unpacker} -dc {name} | {words} > NEW" if unpacker else f"{words} < {name} > NEW"
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from data.corpus import earlier
 from data.corpus.documents import Span
+from data.corpus.kinds import TEXT
 from data.corpus.parquet import open_parquet
+from data.corpus.rows import is_one_value
+from data.corpus.sentences import has_a_sentence_a_line, head_of
 from data.corpus.sources import File
+from data.corpus.text import PIECE_BYTES, next_border
 
 MIN_PART_BYTES, MAX_PART_BYTES, TARGET_PARTS = 1 << 20, 1 << 25, 64
-DOCUMENT_BYTES = 1 << 16  # a .txt document is cut after this many
-BLANK_RUN = re.compile(rb"\n(?:[ \t\r]*\n){2,}")
 
 
-def plan_parts(files: Iterable[File], unpacked: dict[str, str]) -> list[list[Span]]:
-    """Cut files into parts of work, each a list of spans, in corpus order; `unpacked`: path -> its decompressed copy.
+def plan_parts(files: Iterable[File], unpacked: dict[str, str], rule: str = "file") -> list[list[Span]]:
+    """Cut files into parts of work, each a list of spans, in corpus order; `unpacked`: path -> its decompressed copy;
+    `rule`: data.documents_in_text.
 
     The cut depends on the files alone, so that a later run continues an earlier one with any number of workers.
     """
@@ -28,7 +31,7 @@ def plan_parts(files: Iterable[File], unpacked: dict[str, str]) -> list[list[Spa
     parts: list[list[Span]] = [[]]
     filled = 0
     for file, size in zip(files, sizes, strict=True):
-        for span in _cut_file(file, unpacked.get(file.path, file.path), size, part_bytes):
+        for span in _cut_file(file, unpacked.get(file.path, file.path), size, part_bytes, rule):
             if filled and filled + span.size > part_bytes:
                 parts.append([])
                 filled = 0
@@ -37,29 +40,41 @@ def plan_parts(files: Iterable[File], unpacked: dict[str, str]) -> list[list[Spa
     return [part for part in parts if part]
 
 
-def _cut_file(file: File, path: str, size: int, part_bytes: int) -> Iterator[Span]:
-    def span(start: int, end: int, num_bytes: int) -> Span:
-        return Span(path, file.path, file.name, file.format, start, end, num_bytes)
+def _cut_file(file: File, path: str, size: int, part_bytes: int, rule: str) -> Iterator[Span]:
+    is_text = file.format == TEXT
+    by_line = is_text and rule not in (earlier.RULE, "line") and has_a_sentence_a_line(head_of(path))
+    kind = file.format
+    if kind == "json":  # by its name it may be lines, as C4's and Dolma's are, or one value
+        kind = "values" if is_one_value(path) else "jsonl"
 
-    if file.format == "parquet":
+    def span(start: int, end: int, num_bytes: int) -> Span:
+        return Span(path, file.path, file.name, kind, start, end, num_bytes, rule if is_text else "", by_line)
+
+    if kind == "parquet":
         groups = open_parquet(file.path).metadata
         for i in range(groups.num_row_groups):
             yield span(i, i + 1, size // groups.num_row_groups)
-    elif file.format not in ("text", "jsonl") or size <= part_bytes:
+    elif kind not in (TEXT, "jsonl") or size <= part_bytes:
         yield span(0, size, size)
     else:
         with open(path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
             start = 0
             while start < size:
-                end = size
-                if start + part_bytes < size:
-                    end = (
-                        text_cut(content, start + part_bytes)
-                        if file.format == "text"
-                        else line_end(content, start + part_bytes)
-                    )
+                end = _part_end(content, start, part_bytes, rule if is_text else None)
                 yield span(start, end, end - start)
                 start = end
+
+
+def _part_end(content: Any, start: int, part_bytes: int, rule: str | None) -> int:
+    """Where the part that begins at `start` ends. rule: of a text; None: lines."""
+    position = start + part_bytes
+    if rule not in (None, earlier.RULE):
+        position = max(position // PIECE_BYTES, start // PIECE_BYTES + 1) * PIECE_BYTES
+    if position >= len(content):
+        return len(content)
+    if rule is None:
+        return line_end(content, position)
+    return earlier.cut(content, position) if rule == earlier.RULE else next_border(content, position, rule)
 
 
 def line_end(content: Any, position: int, stop: int | None = None) -> int:
@@ -67,17 +82,3 @@ def line_end(content: Any, position: int, stop: int | None = None) -> int:
     stop = len(content) if stop is None else min(stop, len(content))
     found = content.find(b"\n", position - 1, stop)
     return stop if found < 0 else found + 1
-
-
-def text_cut(content: Any, position: int) -> int:
-    """Where a text may be cut near `position`: after a run of empty lines, else after a line, else after a space."""
-    stop = position + DOCUMENT_BYTES
-    run = BLANK_RUN.search(content, position, stop)
-    if run:
-        return run.end()
-    for separator in (b"\n", b" "):
-        found = content.find(separator, position, stop)
-        if found >= 0:
-            return found + 1
-    found = content.find(b"\n", stop)
-    return len(content) if found < 0 else found + 1

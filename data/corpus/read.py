@@ -6,11 +6,13 @@ import ast
 from collections.abc import Iterator
 
 from configs.schema import ConfigError
+from data.corpus import earlier
 from data.corpus.documents import BadLine, Document, Span
 from data.corpus.encodings import Lines, refuse_other_encodings
+from data.corpus.kinds import TEXT
 from data.corpus.parquet import read_parquet
-from data.corpus.parts import BLANK_RUN, DOCUMENT_BYTES, text_cut
-from data.corpus.rows import json_text
+from data.corpus.rows import json_text, json_values
+from data.corpus.text import BYTE_ORDER_MARK, REACH_BYTES, pieces
 
 
 def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
@@ -20,18 +22,27 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
         return
     try:
         with open(span.path, "rb") as file:
-            file.seek(span.start)
+            file.seek(max(0, span.start - REACH_BYTES))
+            before = file.read(min(span.start, REACH_BYTES))
             content = file.read(span.end - span.start)
+            at_end = not file.read(1)
     except OSError as error:
         raise ConfigError(f"data.corpus: cannot read {span.path}: {error.strerror}") from error
     if span.format not in ("stdlib", "topics"):
         refuse_other_encodings(span, content)
+    if span.format == TEXT and span.rule != earlier.RULE:
+        yield from _read_text(span, content, before, at_end)
+        return
     if span.start == 0:
-        content = content.removeprefix(b"\xef\xbb\xbf")
+        content = content.removeprefix(BYTE_ORDER_MARK)
     if span.format == "jsonl":
         yield from _read_jsonl(span, content, text_key)
-    elif span.format == "text":
-        yield from _read_text(span, content)
+    elif span.format == "values":
+        yield from _read_values(span, content, text_key)
+    elif span.format == TEXT:
+        lines = Lines(span)
+        for name, begin, end in earlier.documents(content):
+            yield from _decode(span, f"{span.name}@{span.start + name}", content[begin:end], begin, content, lines)
     elif span.format == "topics":
         yield from _read_topics(span, content)
     elif span.format == "stdlib":
@@ -46,10 +57,17 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
 
 
 def _decode(
-    span: Span, name: str, raw: bytes, offset: int, content: bytes, lines: Lines
+    span: Span,
+    name: str,
+    raw: bytes,
+    offset: int,
+    content: bytes,
+    lines: Lines,
+    begins: bool = True,
+    ends: bool = True,
 ) -> Iterator[Document | BadLine]:
-    """The document in `raw`, which begins at `offset` of `content`; a line that is no UTF-8 is reported and left
-    out."""
+    """The document, or the piece of one, in `raw`, which begins at `offset` of `content`; a line that is no UTF-8 is
+    reported and left out."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -63,20 +81,15 @@ def _decode(
                     span.shown, lines.at(first + i), f"not UTF-8 ({error.reason} at byte {error.start} of the line)"
                 )
         text = "\n".join(kept)
-    if text.strip():
-        yield Document(name, text)
+    if text.strip() or not (begins and ends):
+        yield Document(name, text, begins, ends)
 
 
-def _read_text(span: Span, content: bytes) -> Iterator[Document | BadLine]:
-    begin, lines = 0, Lines(span)
-    for end in [*(run.end() for run in BLANK_RUN.finditer(content)), len(content)]:
-        while begin < end:
-            cut = end if end - begin <= 2 * DOCUMENT_BYTES else min(text_cut(content, begin + DOCUMENT_BYTES), end)
-            raw = content[begin:cut]
-            stripped = raw.strip(b"\r\n")
-            lead = len(raw) - len(raw.lstrip(b"\r\n"))
-            yield from _decode(span, f"{span.name}@{span.start + begin}", stripped, begin + lead, content, lines)
-            begin = cut
+def _read_text(span: Span, content: bytes, before: bytes, at_end: bool) -> Iterator[Document | BadLine]:
+    lines = Lines(span)
+    for begin, end, begins, ends in pieces(content, before, span.start, at_end, span.rule):
+        name = span.name if span.rule == "file" else f"{span.name}@{span.start + begin}"
+        yield from _decode(span, name, content[begin:end], begin, content, lines, begins, ends)
 
 
 def _read_jsonl(span: Span, content: bytes, text_key: str) -> Iterator[Document | BadLine]:
@@ -89,6 +102,12 @@ def _read_jsonl(span: Span, content: bytes, text_key: str) -> Iterator[Document 
             else:
                 yield Document(f"{span.name}@{offset}", text)
         offset += len(line) + 1
+
+
+def _read_values(span: Span, content: bytes, text_key: str) -> Iterator[Document | BadLine]:
+    """The objects of a file that is one JSON value, or several, over any lines: an array's, or the value itself."""
+    for number, line, text, reason in json_values(content, text_key):
+        yield BadLine(span.shown, line + 1, reason) if reason else Document(f"{span.name}@{number}", text)
 
 
 def _read_topics(span: Span, content: bytes) -> Iterator[Document]:

@@ -1,9 +1,15 @@
-"""The text of a row: a line of JSON, or a value of a Parquet column."""
+"""The text of a row: a line of JSON, an object of a JSON array, or a value of a Parquet column."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from collections.abc import Iterator
 from typing import Any
+
+HEAD_BYTES = 1 << 20
+SPACES = re.compile(r"[ \t\r\n]*")
 
 
 def json_text(line: bytes, text_key: str) -> tuple[str, str]:
@@ -14,12 +20,76 @@ def json_text(line: bytes, text_key: str) -> tuple[str, str]:
         return "", f"not UTF-8 ({error.reason} at byte {error.start} of the line)"
     except (ValueError, RecursionError) as error:
         return "", f"not JSON ({error})"
+    return _row_text(row, text_key)
+
+
+def _row_text(row: Any, text_key: str) -> tuple[str, str]:
     if not isinstance(row, dict):
         return "", f"a JSON {type(row).__name__}, not an object with the field {text_key!r} (data.text_key)"
     if text_key not in row:
         has = ", ".join(map(repr, list(row)[:8])) or "none"
         return "", f"no field {text_key!r} (data.text_key); the line has {has}{other_key(row)}"
     return check_text(row[text_key], text_key)
+
+
+def is_one_value(path: str) -> bool:
+    """Whether a .json file is an array or an object over several lines, by its first line, and not an object a line."""
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+        more = len(head) >= HEAD_BYTES // 2 and bool(file.read(1))
+    first, line_end, rest = head.partition(b"\n")
+    first, rest = first.rstrip(), rest.lstrip()
+    if first.startswith(b"["):
+        return not (first.endswith(b"]") and (rest or more))
+    return first.startswith(b"{") and bool(line_end) and not first.endswith(b"}") and not rest.startswith(b"{")
+
+
+def json_values(content: bytes, text_key: str) -> Iterator[tuple[int, int, str, str]]:
+    """The objects of a JSON array, or of values one after another: (number, line from 0, text, or the reason why there
+    is none). What is no JSON ends it."""
+    line = position = number = 0
+    try:
+        source = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8 ({error.reason} at byte {error.start} of the file), so the file is left out"
+        yield 0, content.count(b"\n", 0, error.start), "", reason
+        return
+    decoder, in_array, place = json.JSONDecoder(), False, _skip_spaces(source, 0)
+    while place < len(source):
+        mark = source[place]
+        if mark in ",]" if in_array else mark == "[":
+            in_array, place = mark != "]", _skip_spaces(source, place + 1)
+            continue
+        line, position = line + source.count("\n", position, place), place
+        try:
+            row, end = decoder.raw_decode(source, place)
+        except (ValueError, RecursionError) as error:
+            yield number, line, "", f"not JSON ({error}); what follows in the file is left out"
+            return
+        text, reason = _row_text(row, text_key)
+        yield number, line, text, reason + (_list_advice(row) if reason else "")
+        number, place = number + 1, _skip_spaces(source, end)
+    if in_array:
+        yield number, source.count("\n"), "", "not JSON (the array has no end: the file is cut off)"
+
+
+def _skip_spaces(text: str, place: int) -> int:
+    found = SPACES.match(text, place)
+    assert found
+    return found.end()
+
+
+def _list_advice(row: Any) -> str:
+    """How to take out the rows of an object that holds them as a list, as {"data": [...]} does."""
+    if not isinstance(row, dict):
+        return ""
+    lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if not lists:
+        return ""
+    code = f"import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)[{lists[0]!r}]]"
+    return (
+        f". Its {lists[0]!r} is a list of objects; take them out with: python -c {shlex.quote(code)} < FILE > NEW.jsonl"
+    )
 
 
 def other_key(row: dict[str, Any]) -> str:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import ConfigError
+from data.corpus.kinds import COMPRESSED, KNOWN, TEXT, archive_command, format_of, look_into, uncompressed
+from data.indexed import IndexedTokens
 
-COMPRESSED = (".gz", ".zst")
-FORMATS = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet", ".py": "file", ".md": "file", ".rst": "file"}
-KNOWN = ".txt, .jsonl, .md, .rst, .py (each also .gz or .zst), .parquet, a folder of those, or Megatron .bin/.idx files"
 # Left out of the standard library: other people's packages, and files that exist to be unreadable or were generated.
 STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encoded_modules", "lib-dynload"}
 STDLIB_SKIPPED_FILES = re.compile(r"bad_coding|badsyntax|bad_source|bad_test|_sysconfigdata")
@@ -25,13 +24,13 @@ GENERATED_CODEC = b"generated from"
 class File:
     path: str
     name: str  # stable: relative to its source, without the compression's suffix
-    format: str  # text | jsonl | parquet | file | stdlib | topics
+    format: str  # text | jsonl | json | parquet | file | stdlib | topics
     size: int
     mtime_ns: int
 
     @property
     def compression(self) -> str | None:
-        return next((suffix for suffix in COMPRESSED if self.path.endswith(suffix)), None)
+        return next((suffix for suffix in COMPRESSED if self.path.lower().endswith(suffix)), None)
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,12 @@ class Source:
     given: str  # as data.corpus has it
     files: tuple[File, ...] = ()
     megatron: str | None = None
+    notes: tuple[str, ...] = ()  # what a user should know of it
+
+    @property
+    def has_text_files(self) -> bool:
+        """Whether data.documents_in_text says what its documents are."""
+        return any(file.format == TEXT for file in self.files)
 
     @property
     def is_stdlib(self) -> bool:
@@ -55,11 +60,11 @@ class Source:
         return [self.megatron, [[file.path, file.name, file.format, file.size, file.mtime_ns] for file in self.files]]
 
 
-def parse_corpus(corpus: Any) -> list[Source]:
+def parse_corpus(corpus: Any, earlier: bool = False) -> list[Source]:
     """Sources of `data.corpus`: "stdlib", a path, a list of those, or a list of {path, weight}.
 
-    A list without weights is one source (its documents mix by size). Raises ConfigError naming data.corpus and the
-    path.
+    A list without weights is one source (its documents mix by size). `earlier`: a folder holds what it held for
+    earlier versions, which knew fewer kinds of files. Raises ConfigError naming data.corpus and the path.
     """
     items = list(corpus) if isinstance(corpus, Sequence) and not isinstance(corpus, str) else [corpus]
     if not items:
@@ -68,14 +73,14 @@ def parse_corpus(corpus: Any) -> list[Source]:
     with_weight = [weight is not None for _, weight in entries]
     if any(with_weight) and not all(with_weight):
         raise ConfigError(f"data.corpus={corpus}: either every source has a weight or none has (then they mix by size)")
-    sources = [_open_source(path, weight) for path, weight in entries]
+    sources = [source for path, weight in entries for source in _open_source(path, weight, earlier)]
     if any(with_weight):
         return sources
     texts = [source for source in sources if source.files]
     files = tuple(file for source in texts for file in source.files)
-    merged = (
-        [Source("+".join(s.name for s in texts)[:80], None, " + ".join(s.given for s in texts), files)] if files else []
-    )
+    notes = tuple(note for source in texts for note in source.notes)
+    given = " + ".join(source.given for source in texts)
+    merged = [Source("+".join(s.name for s in texts)[:80], None, given, files, notes=notes)] if files else []
     return merged + [source for source in sources if source.megatron]
 
 
@@ -92,42 +97,51 @@ def _parse_item(item: Any) -> tuple[str, float | None]:
     raise ConfigError(f"data.corpus: {item!r} is no source; give stdlib, a path, or {{path: ..., weight: 0.5}}")
 
 
-def _open_source(path: str, weight: float | None) -> Source:
+def _open_source(path: str, weight: float | None, earlier: bool) -> list[Source]:
     if path == "stdlib":
-        return Source("stdlib", weight, path, tuple(_stdlib_files()))
+        return [Source("stdlib", weight, path, tuple(_stdlib_files()))]
     place = Path(path).expanduser().absolute()
     prefix = str(place.with_suffix("")) if place.suffix in (".bin", ".idx") else str(place)
     if not place.is_dir() and os.path.isfile(f"{prefix}.bin") and os.path.isfile(f"{prefix}.idx"):
-        return Source(Path(prefix).name, weight, path, megatron=prefix)
+        return [Source(Path(prefix).name, weight, path, megatron=prefix)]
     if not place.exists():
         raise ConfigError(f"data.corpus={path}: no such file or folder ({place}); data.corpus=stdlib needs none")
     if place.is_dir():
-        paths = [Path(root) / name for root, _, names in os.walk(place) for name in names]
-        files = [
-            _file(p, p.relative_to(place).as_posix())
-            for p in sorted(paths)
-            if _format(p) and not p.name.startswith(".")
-        ]
-        if not files:
-            raise ConfigError(f"data.corpus={path}: the folder holds no file that can be read; supported: {KNOWN}")
-        return Source(place.name, weight, path, tuple(files))
+        return _open_folder(place, path, weight, earlier)
     if place.suffix in (".bin", ".idx"):
         raise ConfigError(
             f"data.corpus={path}: token files come in pairs, but {prefix}.bin and {prefix}.idx are not both there"
         )
-    if not _format(place):
-        raise ConfigError(f"data.corpus={path}: unknown kind of file; supported: {KNOWN}")
-    return Source(place.name, weight, path, (_file(place, place.name),))
+    if not format_of(place.name):
+        unpacker = archive_command(path)
+        advice = "" if unpacker is None else f". Unpack it, for example with: {unpacker}"
+        raise ConfigError(f"data.corpus={path}: unknown kind of file; supported: {KNOWN}{advice}")
+    return [Source(place.name, weight, path, (_file(place, place.name),))]
 
 
-def _uncompressed_name(name: str) -> str:
-    return next((name.removesuffix(suffix) for suffix in COMPRESSED if name.endswith(suffix)), name)
-
-
-def _format(path: Path) -> str | None:
-    name = _uncompressed_name(path.name)
-    kind = FORMATS.get(Path(name).suffix)
-    return None if kind == "parquet" and name != path.name else kind
+def _open_folder(place: Path, path: str, weight: float | None, earlier: bool) -> list[Source]:
+    """A folder's text as one source, or else each of its pairs of token files; a weight goes to pairs by their size."""
+    found = look_into(place, earlier)
+    said = found.in_words()
+    notes = (f"data.corpus={path}: {said}",) if said else ()
+    if found.files:
+        files = tuple(_file(file, file.relative_to(place).as_posix()) for file in found.files)
+        return [Source(place.name, weight, path, files, notes=notes)]
+    if not found.pairs:
+        holds = f"; it holds {found.missing()}" if found.left_out else ""
+        raise ConfigError(f"data.corpus={path}: the folder holds no file that can be read{holds}; supported: {KNOWN}")
+    sizes = [1] * len(found.pairs) if weight is None else [len(IndexedTokens(pair).tokens) for pair in found.pairs]
+    return [
+        Source(
+            pair.relative_to(place).as_posix(),
+            None if weight is None else weight * size / max(sum(sizes), 1),
+            f"{path}/{pair.relative_to(place).as_posix()}",
+            megatron=str(pair),
+            notes=notes if pair == found.pairs[0] else (),
+        )
+        for pair, size in zip(found.pairs, sizes, strict=True)
+        if size
+    ]
 
 
 def _file(path: Path, name: str, kind: str | None = None) -> File:
@@ -135,7 +149,7 @@ def _file(path: Path, name: str, kind: str | None = None) -> File:
         stat = path.stat()
     except OSError as error:
         raise ConfigError(f"data.corpus: cannot read {path}: {error.strerror}") from error
-    return File(str(path), _uncompressed_name(name), kind or str(_format(path)), stat.st_size, stat.st_mtime_ns)
+    return File(str(path), uncompressed(name), kind or str(format_of(path.name)), stat.st_size, stat.st_mtime_ns)
 
 
 def _stdlib_files() -> Iterator[File]:

@@ -19,10 +19,12 @@ time: finished work is skipped, interrupted work is continued, damaged files are
 
 keys (as for train.py):
   data.corpus=stdlib        the standard library's sources, about 30 MB
-  data.corpus=PATH          .txt .jsonl .md .rst .py (also .gz .zst), .parquet, a folder of those, or Megatron .bin/.idx
+  data.corpus=PATH          .txt .raw .tokens .jsonl .ndjson .json .md .rst .py (also .gz .zst .xz .bz2), .parquet,
+                            a folder of those or of Megatron .bin/.idx files, or one pair of them
   data.corpus='[A,B]'       several, mixed by size
   data.corpus='[{path: A, weight: 0.7}, {path: B, weight: 0.3}]'   a blend
-  data.text_key=text        field of .jsonl, column of .parquet
+  data.text_key=text        field of .jsonl, .ndjson and .json, column of .parquet
+  data.documents_in_text=file    what a document is in .txt, .raw and .tokens: file, blank_line or line
   data.tokenizer=sentencepiece   trained on the corpus (data.vocab_size=4096 pieces); or a .model file, or a folder of
                                  Hugging Face's
   data.cache_dir=cache      where the results go

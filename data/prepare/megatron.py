@@ -54,6 +54,7 @@ def add_megatron(
         if num_tokens:
             weight = num_tokens if source.weight is None else source.weight
             blend.append(TokenFile(source.megatron, weight, num_tokens, name, split["fraction"], split["rule"]))
+    prepared.notes += source.notes
     num_documents = max(len(tokens.document_bounds) - 1, 0)
     prepared.num_documents += num_documents
     prepared.identity["sources"].append(

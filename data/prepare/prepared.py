@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.corpus import Source
+from data.corpus.earlier import RULE as EARLIER
 from data.identity import Identity
 
 FORMAT_VERSION = 1  # part of every key: raise it when the same inputs give other files
@@ -48,12 +49,25 @@ class PreparedData:
 
 
 def source_identity(
-    source: Source, num_documents: int, train: Any, valid: Any, files: dict[str, str] | None, text: str | None = None
+    source: Source,
+    num_documents: int,
+    train: Any,
+    valid: Any,
+    files: dict[str, str] | None,
+    text: str | None = None,
+    rule: str | None = None,
 ) -> dict[str, Any]:
     """What data/identity.py says of a source."""
     python = platform.python_version() if any(file.format == "stdlib" for file in source.files) else None
     names = {"name": source.given, "weight": source.weight, "documents": num_documents}
-    return {**names, "train": train, "valid": valid, "files": files, "python": python, "text": text}
+    found = {**names, "train": train, "valid": valid, "files": files, "python": python, "text": text}
+    return {**found, "documents_in_text": rule}
+
+
+def rule_of(source: Source, documents_in_text: str) -> str | None:
+    """Where the documents of a source's text files end; None where it has none. What an earlier version began goes on
+    in all."""
+    return documents_in_text if source.has_text_files or documents_in_text == EARLIER else None
 
 
 def cache_key(*items: Any) -> str:

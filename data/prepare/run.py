@@ -6,6 +6,8 @@ from pathlib import Path
 
 from configs.schema import ConfigError, DataConfig
 from data.corpus import parse_corpus
+from data.corpus.earlier import RULE as EARLIER
+from data.corpus.text import RULES
 from data.prepare.megatron import add_megatron
 from data.prepare.prepared import PreparedData
 from data.prepare.tokenized import add_tokenized
@@ -18,17 +20,20 @@ def prepare(
     show_progress: bool = True,
     rebuild_damaged: bool = False,
     split_rule: str = "exact",
+    documents_in_text: str | None = None,
 ) -> PreparedData:
     """Make tokenizer and token files for `config`, or find them done. family: gpt | bert.
 
     Any number of processes may call it at once, with the same arguments (only the one that works shows progress).
     `split_rule`: how validation is chosen (data/split.py); a run goes on with the one that its data have, before
-    `exact` that was `hash`. `rebuild_damaged`: make token files anew whose size is not what was written; else that is
-    an error. Raises ConfigError for what is wrong with the config, a file or the cache, RuntimeError when a worker
-    process dies, TimeoutError when another process does not finish within data.timeout_seconds.
+    `exact` that was `hash`. `documents_in_text`: as the run that goes on has it; None: the config's. `rebuild_damaged`:
+    make token files anew whose size is not what was written; else that is an error. Raises ConfigError for what is
+    wrong with the config, a file or the cache, RuntimeError when a worker process dies, TimeoutError when another
+    process does not finish within data.timeout_seconds.
     """
     _check(config, family)
-    sources = parse_corpus(config.corpus)
+    rule = config.documents_in_text if documents_in_text is None else documents_in_text
+    sources = parse_corpus(config.corpus, rule == EARLIER)
     cache = Path(config.cache_dir).expanduser().absolute()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -37,11 +42,16 @@ def prepare(
             f"data.cache_dir={config.cache_dir}: cannot make this folder ({error.strerror}); give one that can be "
             "written"
         ) from error
-    tokenizer = find_tokenizer(config, sources, cache, show_progress)
+    tokenizer = find_tokenizer(config, sources, cache, rule, show_progress)
     if family == "bert":
         _ = tokenizer.cls, tokenizer.sep, tokenizer.mask  # an error now rather than in the workers
     prepared = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
     split = {"rule": split_rule, "fraction": config.validation_fraction}
+    if config.documents_in_text != RULES[0] and not any(source.has_text_files for source in sources):
+        prepared.notes.append(
+            f"data.documents_in_text={config.documents_in_text} has no effect: data.corpus holds no .txt, .raw or "
+            ".tokens"
+        )
     prepared.identity = {"tokenizer": tokenizer.digest, "split": split, "sources": []}
     if tokenizer.earlier_digest != tokenizer.digest:
         prepared.identity["tokenizer_before"] = tokenizer.earlier_digest
@@ -49,7 +59,7 @@ def prepare(
         if source.megatron:
             add_megatron(prepared, source, config, family, tokenizer, cache)
         else:
-            add_tokenized(prepared, source, config, family, tokenizer, cache, show_progress, rebuild_damaged)
+            add_tokenized(prepared, source, config, family, tokenizer, cache, rule, show_progress, rebuild_damaged)
     for files in (prepared.train, prepared.valid):
         total = sum(file.weight for file in files)
         for file in files:
@@ -64,5 +74,7 @@ def _check(config: DataConfig, family: str) -> None:
         raise ConfigError(
             f"data.validation_fraction={config.validation_fraction}: must be at least 0 and below 1, for example 0.02"
         )
+    if config.documents_in_text not in RULES:
+        raise ConfigError(f"data.documents_in_text={config.documents_in_text}: must be one of {', '.join(RULES)}")
     if config.num_workers is not None and config.num_workers < 1:
         raise ConfigError(f"data.num_workers={config.num_workers}: must be at least 1, or null for all cores")

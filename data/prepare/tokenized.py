@@ -11,17 +11,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from configs import progress
 from configs.files import writing_into
 from configs.schema import ConfigError, DataConfig
 from data import lock
 from data.corpus import Source
+from data.corpus.earlier import RULE as EARLIER
 from data.digest import digest_of, file_digest
 from data.indexed import IndexedTokens
 from data.prepare.notes import written_out
 from data.prepare.parts import tokenize
-from data.prepare.prepared import PreparedData, TokenFile, cache_key, source_identity
+from data.prepare.prepared import PreparedData, TokenFile, cache_key, rule_of, source_identity
 from data.split import hash_suffices
 from data.tokenizer import Tokenizer, tokenizer_file
+
+MADE_BEFORE = ("done.json", "exact/done.json")
+GOES_ON = (
+    "its text files are cut as when the run began, by an earlier version: after two empty lines, or after 64 KiB "
+    "(data.documents_in_text is for new runs)"
+)
 
 
 def add_tokenized(
@@ -31,6 +39,7 @@ def add_tokenized(
     family: str,
     tokenizer: Tokenizer,
     cache: Path,
+    documents_in_text: str,
     show_progress: bool,
     rebuild_damaged: bool,
 ) -> None:
@@ -38,8 +47,11 @@ def add_tokenized(
     named: list[Any] = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
     if tokenizer.rules:
         named.append(tokenizer.rules)
-    key = cache_key(source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction, *named)
-    folder = cache / "tokens" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{family}-{key}"
+    inputs = [source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction, *named]
+    # Files without a choice of what their documents are have the same key as before there was one.
+    chosen = [documents_in_text] if source.has_text_files and documents_in_text != EARLIER else []
+    stem = cache / "tokens" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{family}"
+    folder, before = (stem.with_name(f"{stem.name}-{cache_key(*inputs, *more)}") for more in (chosen, []))
     rule = prepared.identity["split"]["rule"]
     find = functools.partial(_find_done, folder, source, config, cache, rule)
     done = find(rebuild_damaged)
@@ -48,8 +60,12 @@ def add_tokenized(
         with lock.hold(folder / "lock", config.timeout_seconds):
             done = find(rebuild_damaged)
             if done is None:
+                if folder != before and show_progress and any((before / name).exists() for name in MADE_BEFORE):
+                    progress.begin(
+                        f"{before} is of an earlier version, which cut text files otherwise: tokenizing anew"
+                    )
                 with _room_given_back(folder), writing_into(folder):
-                    tokenize(source, config, family, tokenizer, folder, cache, rule, show_progress)
+                    tokenize(source, config, family, tokenizer, folder, cache, rule, documents_in_text, show_progress)
                 done = find(False)
                 assert done is not None
     folder = Path(done["folder"])
@@ -65,11 +81,22 @@ def add_tokenized(
         for name in ("train", "valid")
     }
     prepared.identity["sources"].append(
-        source_identity(source, done["documents"], splits["train"], splits["valid"], None, done.get("text"))
+        source_identity(
+            source,
+            done["documents"],
+            splits["train"],
+            splits["valid"],
+            None,
+            done.get("text"),
+            rule_of(source, documents_in_text),
+        )
     )
     control_tokens = {int(token): count for token, count in done.get("control_tokens", {}).items()}
     if control_tokens:
         prepared.notes.append(written_out(source.name, control_tokens, tokenizer))
+    prepared.notes += [*source.notes, *([done["advice"]] if done.get("advice") else [])]
+    if documents_in_text == EARLIER and source.has_text_files:
+        prepared.notes.append(f"{source.given}: {GOES_ON}")
     prepared.num_documents += done["documents"]
     prepared.num_bytes += done["bytes"]
     prepared.num_bad_lines += done["bad_lines"]

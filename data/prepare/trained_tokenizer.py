@@ -14,6 +14,7 @@ from configs import progress
 from configs.schema import ConfigError, DataConfig
 from data import lock
 from data.corpus import Document, File, Source, plan_parts, read_span, unpack
+from data.corpus.earlier import RULE as EARLIER
 from data.prepare.bad_lines import SHOWN_BAD_LINES, no_documents
 from data.prepare.prepared import cache_key
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -21,7 +22,9 @@ from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 TRAINING_SAMPLE_BYTES = 1 << 25  # text read to train a tokenizer
 
 
-def find_tokenizer(config: DataConfig, sources: list[Source], cache: Path, show_progress: bool) -> Tokenizer:
+def find_tokenizer(
+    config: DataConfig, sources: list[Source], cache: Path, documents_in_text: str, show_progress: bool
+) -> Tokenizer:
     if config.tokenizer != "sentencepiece":
         return load_tokenizer(Path(config.tokenizer).expanduser().absolute())
     text_sources = [source for source in sources if source.files]
@@ -30,7 +33,13 @@ def find_tokenizer(config: DataConfig, sources: list[Source], cache: Path, show_
             "data.tokenizer=sentencepiece: there is no text to train it on, as data.corpus holds only token files; "
             "give the tokenizer that made them, for example data.tokenizer=path/to/tokenizer.model"
         )
-    key = cache_key([source.identity() for source in text_sources], config.vocab_size, config.text_key)
+    chosen = documents_in_text != EARLIER and any(source.has_text_files for source in text_sources)
+    key = cache_key(
+        [source.identity() for source in text_sources],
+        config.vocab_size,
+        config.text_key,
+        *([documents_in_text] if chosen else []),
+    )
     path = cache / "tokenizers" / f"sentencepiece-{config.vocab_size}-{key}.model"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
@@ -41,7 +50,7 @@ def find_tokenizer(config: DataConfig, sources: list[Source], cache: Path, show_
                 begin = time.monotonic()
                 files = [file for source in text_sources for file in source.files]
                 names = "+".join(source.name for source in text_sources)
-                texts = _training_texts(files, names, config.text_key, path.parent)
+                texts = _training_texts(files, names, config.text_key, documents_in_text, path.parent)
                 said = train_tokenizer(texts, config.vocab_size, path)
                 if said:
                     print(f"note: {said}", file=sys.stderr, flush=True)
@@ -50,7 +59,9 @@ def find_tokenizer(config: DataConfig, sources: list[Source], cache: Path, show_
     return load_tokenizer(path)
 
 
-def _training_texts(files: list[File], names: str, text_key: str, scratch: Path) -> Iterator[str]:
+def _training_texts(
+    files: list[File], names: str, text_key: str, documents_in_text: str, scratch: Path
+) -> Iterator[str]:
     """Documents from a fixed random choice of the corpus's parts, at most TRAINING_SAMPLE_BYTES. Raises ConfigError
     without any."""
     num_bad, bad, any_text = 0, [], False
@@ -68,7 +79,9 @@ def _training_texts(files: list[File], names: str, text_key: str, scratch: Path)
             budget -= os.path.getsize(unpacked[file.path])
         spans = [
             span
-            for part in plan_parts([*plain, *(file for file in packed if file.path in unpacked)], unpacked)
+            for part in plan_parts(
+                [*plain, *(file for file in packed if file.path in unpacked)], unpacked, documents_in_text
+            )
             for span in part
         ]
         random.Random(1).shuffle(spans)

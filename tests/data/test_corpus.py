@@ -11,7 +11,7 @@ from configs.schema import ConfigError
 from data.corpus import BadLine, Document, parse_corpus, plan_parts, read_span, split_sentences, unpack
 
 
-def read(corpus, scratch: Path, text_key: str = "text") -> tuple[list[Document], list[BadLine]]:
+def read(corpus, scratch: Path, text_key: str = "text", rule: str = "file") -> tuple[list[Document], list[BadLine]]:
     """Documents and bad lines of a corpus, in order, after unpacking."""
     documents: list[Document] = []
     bad: list[BadLine] = []
@@ -20,7 +20,7 @@ def read(corpus, scratch: Path, text_key: str = "text") -> tuple[list[Document],
         for i, file in enumerate(file for file in source.files if file.compression):
             unpacked[file.path] = str(scratch / f"unpacked{i}")
             unpack(file.path, unpacked[file.path])
-        for part in plan_parts(source.files, unpacked):
+        for part in plan_parts(source.files, unpacked, rule):
             for span in part:
                 for item in read_span(span, text_key):
                     if isinstance(item, Document):
@@ -52,7 +52,7 @@ def test_every_format_gives_the_same_documents(tmp_path, texts):
     (tmp_path / "e.txt").write_text("\n\n\n\n".join(texts))
     (tmp_path / "f.txt.gz").write_bytes(gzip.compress("\n\n\n".join(texts).encode()))
     for path in sorted(tmp_path.glob("?.*")):
-        documents, bad = read(str(path), tmp_path)
+        documents, bad = read(str(path), tmp_path, rule="earlier")
         assert [document.text for document in documents] == texts, path
         assert len({document.name for document in documents}) == len(texts) and not bad
     # The name does not depend on the compression, so neither does the split.
@@ -72,7 +72,7 @@ def test_folders_are_read_recursively_and_in_order(tmp_path):
     for name in ("b.txt", "a.md", "sub/c.py", "sub/d.rst", "ignored.png", ".hidden.txt"):
         (folder / name).write_text(f"text of {name}\n\n\n\nmore")
     documents, _ = read(str(folder), tmp_path)
-    assert [document.name for document in documents] == ["a.md", "b.txt@0", "b.txt@17", "sub/c.py", "sub/d.rst"]
+    assert [document.name for document in documents] == ["a.md", "b.txt", "sub/c.py", "sub/d.rst"]
 
 
 def test_bad_lines_are_reported_with_file_and_number(tmp_path):
@@ -114,9 +114,15 @@ def test_bad_lines_have_the_right_number_in_every_part(tmp_path):
 def test_bad_bytes_in_text_cost_one_line(tmp_path):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"one\ntwo\n\n\n\nthree\nfo\xfcr\nfive\n")
-    documents, bad = read(str(path), tmp_path)
-    assert [document.text for document in documents] == ["one\ntwo", "three\nfive"]
-    assert [line.line for line in bad] == [7]
+    for rule, expected in (
+        ("earlier", ["one\ntwo", "three\nfive"]),
+        ("file", ["one\ntwo\n\n\n\nthree\nfive\n"]),
+        ("blank_line", ["one\ntwo", "three\nfive"]),
+        ("line", ["one", "two", "three", "five"]),
+    ):
+        documents, bad = read(str(path), tmp_path, rule=rule)
+        assert [document.text for document in documents] == expected
+        assert [line.line for line in bad] == [7]
 
 
 def test_bad_rows_of_parquet(tmp_path):
@@ -128,15 +134,15 @@ def test_bad_rows_of_parquet(tmp_path):
         read(str(path), tmp_path, "body")
 
 
-def test_large_texts_are_cut_without_loss(tmp_path):
+def test_an_earlier_version_cut_large_texts_without_loss(tmp_path):
     path = tmp_path / "large.txt"
     text = "".join(f"line {i} of one long document\n" for i in range(100_000))
     path.write_text(text)
-    documents, _ = read(str(path), tmp_path)
+    documents, _ = read(str(path), tmp_path, rule="earlier")
     assert len(documents) > 20
     assert "\n".join(document.text for document in documents) == text.strip("\n")
     path.write_text("word " * 400_000 + "x" * 300_000)  # a line without an end, a word without an end
-    documents, _ = read(str(path), tmp_path)
+    documents, _ = read(str(path), tmp_path, rule="earlier")
     assert "".join(document.text for document in documents) == path.read_text()
 
 

@@ -141,7 +141,16 @@ def _prepare(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:
     if device.type == "cpu":
         run_plan.refuse_what_the_host_cannot_hold(expected)
     show_progress, rule = launch.rank == 0 and config.logging.progress, start.split_rule(early)
-    prepared = prepare(data_config, config.model.family, show_progress, split_rule=rule)
+    prepared = prepare(
+        data_config,
+        config.model.family,
+        show_progress,
+        split_rule=rule,
+        documents_in_text=start.documents_in_text(config, early),
+    )
+    if launch.rank == 0:
+        for note in prepared.notes:
+            print(f"data: {note}", flush=True)
     if launch.rank == 0 and prepared.num_bad_lines:
         listed = ", ".join(prepared.bad_lines_files)
         print(

@@ -1,0 +1,146 @@
+"""Which files are read and as what, and what a folder holds."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+TEXT, LINES, WHOLE = "text", "jsonl", "file"
+FORMATS = {
+    **dict.fromkeys((".txt", ".raw", ".tokens"), TEXT),
+    **dict.fromkeys((".jsonl", ".ndjson"), LINES),
+    ".json": "json",
+    ".parquet": "parquet",
+    **dict.fromkeys((".py", ".md", ".rst"), WHOLE),
+}
+# What an earlier version read of a folder; a run that was begun with it goes on so.
+EARLIER_FORMATS = {name: FORMATS[name] for name in (".txt", ".jsonl", ".parquet", ".py", ".md", ".rst")}
+KNOWN = (
+    ".txt, .raw, .tokens, .jsonl, .ndjson, .json, .md, .rst, .py (each also .gz, .zst, .xz or .bz2), .parquet, a "
+    "folder of those, or Megatron .bin/.idx files"
+)
+ARCHIVES = {".zip": "zipfile", **dict.fromkeys((".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz"), "tarfile")}
+SHOWN_KINDS = 8
+
+
+def uncompressed(name: str) -> str:
+    return next((name[: -len(suffix)] for suffix in COMPRESSED if name.lower().endswith(suffix)), name)
+
+
+def format_of(name: str, earlier: bool = False) -> str | None:
+    """As what a file of this name is read; None: not at all."""
+    if earlier:
+        base = next((name.removesuffix(suffix) for suffix in (".gz", ".zst") if name.endswith(suffix)), name)
+        kind = EARLIER_FORMATS.get(Path(base).suffix)
+    else:
+        base = uncompressed(name)
+        kind = FORMATS.get(Path(base).suffix.lower())
+    return None if kind == "parquet" and base != name else kind
+
+
+def suffix_of(name: str) -> str:
+    """What a message calls the kind of a file: its suffix, and that of its compression."""
+    base = uncompressed(name)
+    return (Path(base).suffix + name[len(base) :]).lower()
+
+
+def archive_command(name: str) -> str | None:
+    """The command that unpacks an archive to a folder; None for what is none."""
+    module = ARCHIVES.get(suffix_of(name))
+    return None if module is None else f"python -m {module} -e {name} FOLDER"
+
+
+@dataclass
+class Folder:
+    """The files of a folder that are read, the prefixes of its token files, and what it holds besides."""
+
+    files: list[Path] = field(default_factory=list)
+    pairs: list[Path] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # kind -> names
+
+    def leave_out(self, kind: str, name: str) -> None:
+        self.left_out.setdefault(kind, []).append(name)
+
+    def in_words(self) -> str:
+        """What is read and what is left out, by kind; empty where one kind of files is all there is."""
+        read: dict[str, list[str]] = {}
+        for path in self.files:
+            read.setdefault(suffix_of(path.name), []).append(path.name)
+        if self.pairs:
+            read[".bin/.idx pair" + "s" * (len(self.pairs) > 1)] = [path.name for path in self.pairs]
+        if len(read) < 2 and not self.left_out:
+            return ""
+        taken = ", ".join(f"{len(names):,} {kind}" for kind, names in sorted(read.items())) or "nothing"
+        return f"it reads {taken}" + (f"; left out: {self.missing()}" if self.left_out else "")
+
+    def missing(self) -> str:
+        """What is left out: the kinds, most files first, each with a name."""
+        kinds = sorted(self.left_out.items(), key=lambda item: (-len(item[1]), item[0]))
+        words = [f"{len(names):,} {kind} ({_first(names)})" for kind, names in kinds[:SHOWN_KINDS]]
+        others = sum(len(names) for _, names in kinds[SHOWN_KINDS:])
+        return ", ".join([*words, *([f"{others:,} of other kinds"] if others else [])])
+
+
+def _first(names: list[str]) -> str:
+    return min(names) + (", ..." if len(names) > 1 else "")
+
+
+def look_into(place: Path, earlier: bool = False) -> Folder:
+    """What a folder and those in it hold, in a fixed order. Links to folders are not followed."""
+    found = Folder()
+    partners: dict[Path, set[str]] = {}
+    for path in sorted(_paths(place, found, earlier)):
+        name = path.relative_to(place).as_posix()
+        kind, why = format_of(path.name, earlier), _unusable(path)
+        if path.name.startswith("."):
+            found.leave_out("hidden", name)
+        elif why:
+            found.leave_out(why, name)
+        elif path.suffix in (".bin", ".idx"):
+            partners.setdefault(path.with_suffix(""), set()).add(path.suffix)
+        elif kind is None:
+            found.leave_out(suffix_of(path.name) or "without a suffix", name)
+        else:
+            found.files.append(path)
+            if not path.stat().st_size:
+                found.leave_out("empty", name)
+    for prefix, suffixes in sorted(partners.items()):
+        name = prefix.relative_to(place).as_posix()
+        if len(suffixes) == 1:
+            (own,) = suffixes
+            found.leave_out(f"{own} without its {'.idx' if own == '.bin' else '.bin'}", f"{name}{own}")
+        elif found.files or earlier:  # Megatron's tools write them beside their text: both would be the same text twice
+            found.leave_out("pair of token files beside text; name one by its path to read it", f"{name}.bin")
+        else:
+            found.pairs.append(prefix)
+    return found
+
+
+def _paths(place: Path, found: Folder, earlier: bool) -> Iterator[Path]:
+    def unreadable(error: OSError) -> None:
+        found.leave_out("folder that cannot be read", Path(error.filename).relative_to(place).as_posix())
+
+    for root, folders, names in os.walk(place, onerror=unreadable):
+        folder = Path(root)
+        for name in list(folders):
+            shown = (folder / name).relative_to(place).as_posix()
+            if (folder / name).is_symlink():
+                found.leave_out("link to a folder", shown)
+            elif name.startswith(".") and not earlier:
+                found.leave_out("hidden folder", shown)
+                folders.remove(name)
+        yield from (folder / name for name in names)
+
+
+def _unusable(path: Path) -> str | None:
+    """Why a file cannot be read, whatever its name is."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return "no regular file"
+    except OSError:
+        return "broken link" if path.is_symlink() else "unreadable"
+    return None if os.access(path, os.R_OK) else "unreadable"

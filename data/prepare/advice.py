@@ -1,0 +1,52 @@
+"""Where another data.documents_in_text may fit a corpus' text files better than the one it was prepared with."""
+
+from __future__ import annotations
+
+import os
+
+from data.corpus import Source, has_a_sentence_a_line, head_of
+from data.corpus.earlier import RULE as EARLIER
+from data.corpus.kinds import TEXT
+
+LEAST_LINES = 1000  # of a file without an empty line, from which its lines may be documents
+LOOKED_AT = 1000  # files of a corpus
+
+
+def fitting_rule(path: str) -> tuple[str, str] | None:
+    """The value of data.documents_in_text that a file looks made for, and what shows it; None where none stands out."""
+    head, size = head_of(path), os.path.getsize(path)
+    read = len(head.encode("utf-8"))
+    lines = head.split("\n")
+    if len(lines) < 2:
+        if head.count("\r") > 1:
+            return "", "ends its lines with CR alone, which ends no line here: convert it with tr '\\r' '\\n'"
+        return None
+    blank = sum(not line.strip() for line in lines[:-1])
+    if blank:
+        if has_a_sentence_a_line(head):
+            return "blank_line", "has a sentence a line and empty lines between its texts"
+        return None
+    count = head.count("\n") * max(size, 1) / max(read, 1)
+    return ("line", f"has about {round(count, -2):,.0f} lines and no empty one") if count >= LEAST_LINES else None
+
+
+def advice(source: Source, unpacked: dict[str, str], rule: str, num_documents: int) -> str | None:
+    """One line for the text files that another rule looks made for; None where there are none."""
+    if rule == EARLIER:
+        return None
+    files = [file for file in source.files if file.format == TEXT][:LOOKED_AT]
+    found = [(file.path, fitting_rule(unpacked.get(file.path, file.path))) for file in files]
+    other = [(path, fits[0], fits[1]) for path, fits in found if fits and fits[0] != rule]
+    if not other:
+        return None
+    path, better, why = other[0]
+    more = f", and {len(other) - 1:,} other files" if len(other) > 1 else ""
+    said = f"{path}{more}: {why}"
+    if not better:
+        return said
+    became = "1 document" if num_documents == 1 else f"{num_documents:,} documents"
+    meant = "what lies between empty lines" if better == "blank_line" else "each line"
+    return (
+        f"{said}; with data.documents_in_text={rule} the corpus is {became}. Where {meant} is a document, set "
+        f"data.documents_in_text={better}"
+    )

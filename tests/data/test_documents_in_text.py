@@ -1,0 +1,267 @@
+"""What a document is in a text file: counted by hand for each rule, and the same however a file is cut into parts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.corpus import Document, parse_corpus, plan_parts, read_span
+from data.corpus import parts as parts_module
+from data.corpus import text as text_module
+from data.identity import differences
+from data.indexed import IndexedTokens
+from data.prepare import prepare
+from tests.data.test_prepare import documents_of, tree
+
+BERT_SAMPLE = """\
+The rain had ceased, and Mr. Beard rose early.
+he found a leak in the roof.
+"Indeed," he said.
+
+A second text begins here.
+It has two sentences, e.g. this one.
+"""
+NOVEL = """\
+It was a dark and stormy night; the rain fell in torrents, except at
+occasional intervals, when it was checked by a violent gust of wind which
+swept up the streets.
+
+Through one of the obscurest quarters of London a man was wending his
+solitary way.
+
+
+CHAPTER II
+"""
+REVIEWS = "A fine film. I liked it.\nToo long, and dull. Avoid.\nBest of the year? Perhaps. See it.\n"
+WIKI = (
+    " \n = Robert = \n \n Robert is an actor . He had a role in 2000 . \n \n"
+    " = = Career = = \n \n In 2006 , he starred . \n"
+)
+KINDS = {"bert": BERT_SAMPLE, "novel": NOVEL, "reviews": REVIEWS, "wiki": WIKI}
+
+
+def documents(path: Path, rule: str) -> list[str]:
+    """The texts of a file's documents, their pieces joined."""
+    (source,) = parse_corpus(str(path))
+    texts: list[str] = []
+    for part in plan_parts(source.files, {}, rule):
+        for span in part:
+            for item in read_span(span, "text"):
+                assert isinstance(item, Document)
+                texts += [""] * item.begins
+                texts[-1] += item.text
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"), [("bert", (1, 2, 5)), ("novel", (1, 3, 6)), ("reviews", (1, 1, 3)), ("wiki", (1, 4, 4))]
+)
+def test_documents_by_hand(tmp_path, kind, counts):
+    path = tmp_path / "a.txt"
+    path.write_text(KINDS[kind])
+    found = {rule: documents(path, rule) for rule in ("file", "blank_line", "line")}
+    assert tuple(map(len, found.values())) == counts
+    assert found["file"] == [KINDS[kind]]
+    assert found["line"] == [line for line in KINDS[kind].split("\n") if line.strip()]
+    if kind == "bert":
+        assert found["blank_line"] == [text.rstrip("\n") for text in BERT_SAMPLE.split("\n\n")]
+
+
+@pytest.mark.parametrize(
+    ("content", "file", "blank_line", "line"),
+    [
+        (b"a\r\nb\r\n\r\nc\r\n", ["a\r\nb\r\n\r\nc\r\n"], ["a\r\nb", "c"], ["a", "b", "c"]),
+        (b"a\rb\r\rc", ["a\rb\r\rc"], ["a\rb\r\rc"], ["a\rb\r\rc"]),
+        (b"\xef\xbb\xbfa\n\nb\n", ["a\n\nb\n"], ["a", "b"], ["a", "b"]),
+        (b"\xef\xbb\xbf\n \na\n", ["\n \na\n"], ["a"], ["a"]),
+        (
+            "a\u2028b\u2028\u2028c\x85d\n".encode(),
+            ["a\u2028b\u2028\u2028c\x85d\n"],
+        )
+        + (["a\u2028b\u2028\u2028c\x85d"],) * 2,
+        (b"a\n\fb\n\f\nc\n \t \nd", ["a\n\fb\n\f\nc\n \t \nd"], ["a\n\fb", "c", "d"], ["a", "\fb", "c", "d"]),
+        (b"\n\n  a  \n\n\n\n  b\n   ", ["\n\n  a  \n\n\n\n  b\n   "], ["  a  ", "  b"], ["  a  ", "  b"]),
+        (b"", [], [], []),
+        (b"\n \n\f\n", [], [], []),
+        (b"\xef\xbb\xbf", [], [], []),
+    ],
+)
+def test_line_ends_and_white_space(tmp_path, content, file, blank_line, line):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    assert [documents(path, rule) for rule in ("file", "blank_line", "line")] == [file, blank_line, line]
+
+
+def made_up(seed: int) -> str:
+    """A text with all that a border may meet: long and empty lines, line ends of both kinds, characters of 1 to 4
+    bytes."""
+    rng = random.Random(seed)
+    alphabet = [
+        "a",
+        "Word.",
+        " ",
+        " ",
+        "é",
+        "語",
+        "\U0001f600",
+        "\n",
+        "\n",
+        "\r\n",
+        "\n\n",
+        "\n \n",
+        "\r",
+        "\u2028",
+        "\f",
+    ]
+    weights = [rng.random() ** 2 for _ in alphabet]
+    return "".join(rng.choices(alphabet, weights, k=3000))
+
+
+@pytest.mark.parametrize("rule", ["file", "blank_line", "line"])
+@pytest.mark.parametrize("seed", range(6))
+def test_documents_are_the_same_in_any_parts(tmp_path, monkeypatch, rule, seed):
+    path = tmp_path / "a.txt"
+    path.write_bytes(made_up(seed).encode())
+    whole = documents(path, rule)
+    monkeypatch.setattr(text_module, "PIECE_BYTES", 256)
+    monkeypatch.setattr(parts_module, "PIECE_BYTES", 256)
+    monkeypatch.setattr(text_module, "REACH_BYTES", 64)
+    seen = []
+    for part_bytes in (256, 1000, 1 << 20):
+        monkeypatch.setattr(parts_module, "MIN_PART_BYTES", part_bytes)
+        (source,) = parse_corpus(str(path))
+        parts = plan_parts(source.files, {}, rule)
+        assert (len(parts) > 5) == (part_bytes < 2000)
+        spans = [span for part in parts for span in part]
+        assert [0, *(span.end for span in spans)] == [*(span.start for span in spans), path.stat().st_size]
+        seen.append([(item.text, item.begins, item.ends) for span in spans for item in read_span(span, "text")])
+    assert seen[0] == seen[1] == seen[2]  # the pieces too, and so the tokens
+    assert all(one[2] == other[1] for one, other in pairwise(seen[0]))  # each ends where the next begins
+    assert max(len(text.encode()) for text, _, _ in seen[0]) <= 256 + 64 + 3
+    joined = documents(path, rule)
+    if rule == "file":
+        assert joined == whole
+    assert [text.strip() for text in joined] == [text.strip() for text in whole]
+
+
+def test_borders_lie_where_a_tokenizer_would_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_module, "PIECE_BYTES", 256)
+    monkeypatch.setattr(text_module, "REACH_BYTES", 64)
+    for content, expected in (
+        (b"x" * 250 + b" y\nab\n \nnext" + b"z" * 300, b"next"),
+        (b"x" * 250 + b" y ab\n  indented\nnext" + b"z" * 300, b"next"),
+        (b"x" * 250 + b" y ab  word" + b"z" * 300, b" word"),
+        (b"x" * 255 + "語".encode() * 100, "語".encode()),
+        (b"x" * 600, b"x" * 280),
+    ):
+        border = text_module.next_border(content, 256, "file")
+        assert content[border:].startswith(expected) and border <= 256 + 64 + 3
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_a_large_file_is_one_document_for_any_number_of_workers(config, tmp_path, tokenizer, family):
+    """A file of four parts; validation is its end, cut in the last but one."""
+    rng = random.Random(0)
+    lines = [f"{' '.join(rng.choices(['a', 'model', 'learns', 'tokens'], k=9)).capitalize()}.\n" for _ in range(70_000)]
+    path = tmp_path / "large.txt"
+    path.write_text("".join(lines))
+    assert path.stat().st_size > 3 << 20
+    trees = []
+    for workers in (1, 2):
+        settings = replace(
+            config,
+            corpus=str(path),
+            num_workers=workers,
+            cache_dir=str(tmp_path / f"{workers}"),
+            validation_fraction=0.4,
+        )
+        prepared = prepare(settings, family, False)
+        trees.append(tree(tmp_path / f"{workers}"))
+    assert trees[0] == trees[1] and prepared.num_documents == 1 and prepared.num_bytes == path.stat().st_size
+    ids = {name: IndexedTokens(file.prefix).tokens[:] for name, (file,) in zip("tv", (prepared.train, prepared.valid))}
+    ends = [tokenizer.eod] if family == "gpt" else []
+    whole = tokenizer.encode("".join(lines))
+    assert [*ids["t"], *ids["v"]] == [
+        *whole[: len(ids["t"]) - len(ends)],
+        *ends,
+        *whole[len(ids["t"]) - len(ends) :],
+        *ends,
+    ]
+    assert abs(len(ids["v"]) / (len(ids["t"]) + len(ids["v"])) - 0.4) < 0.01
+    for file in (*prepared.train, *prepared.valid):
+        index = IndexedTokens(file.prefix)
+        assert len(index.document_bounds) == 2
+        assert len(index.sequence_lengths) == (1 if family == "gpt" else tokenizer.decode(index.tokens[:]).count("\n"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentences"),
+    [("bert", [3, 2]), ("novel", [1, 1, 1]), ("reviews", [7]), ("wiki", [1, 2, 1, 1])],
+)
+def test_sentences_by_hand(config, tmp_path, kind, sentences):
+    """BERT's sentences are a file's own lines where it has one a line: "Mr. Beard" and "he found" are in one each."""
+    path = tmp_path / "a.txt"
+    path.write_text(KINDS[kind])
+    settings = replace(config, corpus=str(path), documents_in_text="blank_line", validation_fraction=0.01)
+    splits = documents_of(prepare(settings, "bert", False, split_rule="hash"))
+    found = [len(document) for document in splits["train"] + splits["valid"]]
+    assert sorted(found) == sorted(sentences)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "said"),
+    [
+        (
+            BERT_SAMPLE,
+            "file",
+            "1 document. Where what lies between empty lines is a document, set data.documents_in_text=blank_line",
+        ),
+        (BERT_SAMPLE, "blank_line", ""),
+        (NOVEL, "file", ""),
+        (WIKI, "file", ""),
+        (
+            REVIEWS * 400,
+            "file",
+            "about 1,200 lines and no empty one; with data.documents_in_text=file the corpus is 1 document.",
+        ),
+        (REVIEWS * 400, "line", ""),
+        ("word\r" * 100, "file", "ends its lines with CR alone"),
+    ],
+)
+def test_a_rule_that_fits_better_is_named(config, tmp_path, text, rule, said):
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    settings = replace(config, corpus=str(path), documents_in_text=rule, validation_fraction=0.01)
+    for _ in range(2):  # the second time from the cache
+        notes = prepare(settings, "gpt", False).notes
+        assert len(notes) == bool(said) and all(said in note and "\n" not in note for note in notes)
+
+
+def test_an_earlier_cache_and_an_earlier_run(config, tmp_path):
+    """What an earlier version began goes on with its documents; a choice of the user's is a difference by its key."""
+    path = tmp_path / "a.txt"
+    path.write_text("One text.\n\n\nAnother one.\n\n\nThe last of three." * 20)
+    settings = replace(config, corpus=str(path))
+    old = prepare(settings, "gpt", False, documents_in_text="earlier")
+    assert old.num_documents == 41 and "as when the run began" in old.notes[-1]
+    new = prepare(settings, "gpt", False)
+    assert new.num_documents == 1 and new.train[0].prefix != old.train[0].prefix
+    before = {
+        **old.identity,
+        "sources": [{k: v for k, v in old.identity["sources"][0].items() if k != "documents_in_text"}],
+    }
+    assert differences(old.identity, before) == []
+    (difference,) = differences(new.identity, before)
+    assert difference.key == "data.documents_in_text" and "earlier version" in difference.text
+    lines = prepare(replace(settings, documents_in_text="line"), "gpt", False)
+    assert [found.key for found in differences(lines.identity, new.identity)] == ["data.documents_in_text"]
+    # Files whose documents nobody chooses keep their place in the cache.
+    assert prepare(config, "gpt", False).train == prepare(config, "gpt", False, documents_in_text="earlier").train
+    (note,) = prepare(replace(config, documents_in_text="line"), "gpt", False).notes
+    assert note.startswith("data.documents_in_text=line has no effect")
+    assert np.array_equal(IndexedTokens(old.train[0].prefix).document_bounds[:2], [0, 1])
