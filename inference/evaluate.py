@@ -1,6 +1,7 @@
 """How well a model predicts texts: `python -m inference.evaluate --checkpoint MODEL --files TEXT ... [--stride 128]`.
 
-Prints the tokens' perplexity and the bits per byte of each text file and of all together. A text longer than the
+Prints the tokens' perplexity and the bits per byte of each file and of all together. A file's documents are read as in
+training, and each follows an end-of-text token. A text longer than the
 model's sequence length is read in windows that overlap, so that each token is predicted once, from at least the length
 minus the stride tokens before it. Perplexity compares models with the same tokenizer, bits per byte any models.
 
@@ -19,7 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import ConfigError
+from data.corpus.text import RULES
 from inference.command import add_model_arguments, run_command
+from inference.texts import read_texts
 
 if TYPE_CHECKING:
     from inference.decoder import Decoder
@@ -61,13 +64,11 @@ def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Deco
         )
     scores: dict[str, Score] = {}
     for path in options.files:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--files ({path}) cannot be read as UTF-8 text: {error}.") from error
-        if not text:
+        texts = read_texts(path, "--files", options.text_key, options.documents_in_text)
+        if not texts:
             raise ConfigError(f"--files ({path}) holds no text.")
-        scores[str(path)] = evaluate_text(model, decoder, text, length, stride, options.batch)
+        found = (evaluate_text(model, decoder, text, length, stride, options.batch) for text in texts)
+        scores[str(path)] = sum(found, Score(0.0, 0, 0))
     total = sum(scores.values(), Score(0.0, 0, 0))
     rows = [*scores.items(), *([("all", total)] if len(scores) > 1 else [])]
     if dist.get_rank() == 0 and not options.json:
@@ -105,7 +106,14 @@ def _arguments() -> argparse.ArgumentParser:
         prog="python -m inference.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_arguments(parser)
-    parser.add_argument("--files", type=Path, nargs="+", default=[], help="text files, each a document")
+    parser.add_argument("--files", type=Path, nargs="+", default=[], help="files of any kind that training reads")
+    parser.add_argument("--text-key", default="text", help="as data.text_key: field of JSON, column of .parquet (text)")
+    parser.add_argument(
+        "--documents-in-text",
+        choices=RULES,
+        default=RULES[0],
+        help="as data.documents_in_text: what a document is in .txt, .raw and .tokens (file)",
+    )
     parser.add_argument("--length", type=int, help="tokens of a window; default: the model's sequence length")
     parser.add_argument("--stride", type=int, help="tokens from one window to the next; default: half a window")
     parser.add_argument("--tasks", nargs="+", default=[], help="names of tasks of the LM evaluation harness")

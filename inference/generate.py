@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from configs.schema import ConfigError
 from inference.command import add_model_arguments, run_command
+from inference.texts import prompts_of, read_prompts
 
 if TYPE_CHECKING:
     from inference.open_model import OpenModel
@@ -44,7 +45,8 @@ def _arguments() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", help="a text to continue; may be given several times")
-    source.add_argument("--prompts-file", type=Path, help="a text file with one prompt a line")
+    source.add_argument("--prompts-file", type=Path, help="a text file with one prompt a line, or a file of JSON")
+    parser.add_argument("--text-key", default="text", help="as data.text_key: the field of a file of JSON (text)")
     parser.add_argument("--max-tokens", type=_number(int, 1), default=64, help="new tokens of each prompt at most (64)")
     parser.add_argument(
         "--temperature", type=_number(float, 0), default=0.0, help="0 (default): the likeliest token each time"
@@ -75,12 +77,9 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
     if options.prompt is not None:
         return list(options.prompt)
     if options.prompts_file is None:
-        lines = sys.stdin.read().splitlines()
+        lines = prompts_of(sys.stdin.buffer.read(), "standard input")
     else:
-        try:
-            lines = options.prompts_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--prompts-file ({options.prompts_file}) cannot be read as text: {error}.") from error
+        lines = read_prompts(options.prompts_file, "--prompts-file", options.text_key)
     if not lines:
         raise ConfigError("there is no prompt. Give --prompt TEXT, --prompts-file FILE, or lines on standard input.")
     return lines

@@ -60,6 +60,7 @@ class Folder:
 
     files: list[Path] = field(default_factory=list)
     pairs: list[Path] = field(default_factory=list)
+    empty: set[Path] = field(default_factory=set)  # of the files
     left_out: dict[str, list[str]] = field(default_factory=dict)  # kind -> names
 
     def leave_out(self, kind: str, name: str) -> None:
@@ -69,6 +70,8 @@ class Folder:
         """What is read and what is left out, by kind; empty where one kind of files is all there is."""
         read: dict[str, list[str]] = {}
         for path in self.files:
+            if path in self.empty:
+                continue
             read.setdefault(suffix_of(path.name), []).append(path.name)
         if self.pairs:
             read[".bin/.idx pair" + "s" * (len(self.pairs) > 1)] = [path.name for path in self.pairs]
@@ -107,6 +110,7 @@ def look_into(place: Path, earlier: bool = False) -> Folder:
         else:
             found.files.append(path)
             if not path.stat().st_size:
+                found.empty.add(path)
                 found.leave_out("empty", name)
     for prefix, suffixes in sorted(partners.items()):
         name = prefix.relative_to(place).as_posix()
@@ -114,7 +118,7 @@ def look_into(place: Path, earlier: bool = False) -> Folder:
             (own,) = suffixes
             found.leave_out(f"{own} without its {'.idx' if own == '.bin' else '.bin'}", f"{name}{own}")
         elif found.files or earlier:  # Megatron's tools write them beside their text: both would be the same text twice
-            found.leave_out("pair of token files beside text; name one by its path to read it", f"{name}.bin")
+            found.leave_out(".bin/.idx beside text, to be named by path", f"{name}.bin")
         else:
             found.pairs.append(prefix)
     return found

@@ -30,18 +30,21 @@ def fitting_rule(path: str) -> tuple[str, str] | None:
     return ("line", f"has about {round(count, -2):,.0f} lines and no empty one") if count >= LEAST_LINES else None
 
 
-def advice(source: Source, unpacked: dict[str, str], rule: str, num_documents: int) -> str | None:
-    """One line for the text files that another rule looks made for; None where there are none."""
-    if rule == EARLIER:
-        return None
-    files = [file for file in source.files if file.format == TEXT][:LOOKED_AT]
-    found = [(file.path, fitting_rule(unpacked.get(file.path, file.path))) for file in files]
-    other = [(path, fits[0], fits[1]) for path, fits in found if fits and fits[0] != rule]
-    if not other:
-        return None
-    path, better, why = other[0]
-    more = f", and {len(other) - 1:,} other files" if len(other) > 1 else ""
-    said = f"{path}{more}: {why}"
+def advice(source: Source, unpacked: dict[str, str], rule: str, num_documents: int) -> list[str]:
+    """A line for each rule that some text files look made for, and were not prepared with."""
+    files = [file for file in source.files if file.format == TEXT][: 0 if rule == EARLIER else LOOKED_AT]
+    by_rule: dict[str, list[tuple[str, str]]] = {}
+    for file in files:
+        fits = fitting_rule(unpacked.get(file.path, file.path))
+        if fits and fits[0] != rule:
+            by_rule.setdefault(fits[0], []).append((file.path, fits[1]))
+    return [_line(rule, better, found, num_documents) for better, found in sorted(by_rule.items())]
+
+
+def _line(rule: str, better: str, found: list[tuple[str, str]], num_documents: int) -> str:
+    path, why = found[0]
+    others = f" (and {len(found) - 1:,} more such files)" if len(found) > 1 else ""
+    said = f"{path} {why}{others}"
     if not better:
         return said
     became = "1 document" if num_documents == 1 else f"{num_documents:,} documents"

@@ -94,7 +94,7 @@ def add_tokenized(
     control_tokens = {int(token): count for token, count in done.get("control_tokens", {}).items()}
     if control_tokens:
         prepared.notes.append(written_out(source.name, control_tokens, tokenizer))
-    prepared.notes += [*source.notes, *([done["advice"]] if done.get("advice") else [])]
+    prepared.notes += [*source.notes, *done.get("advice", [])]
     if documents_in_text == EARLIER and source.has_text_files:
         prepared.notes.append(f"{source.given}: {GOES_ON}")
     prepared.num_documents += done["documents"]
