@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configs.schema import Config
 from data.corpus import Document, parse_corpus, plan_parts, read_span
 from data.corpus import parts as parts_module
 from data.corpus import text as text_module
@@ -265,3 +266,26 @@ def test_an_earlier_cache_and_an_earlier_run(config, tmp_path):
     (note,) = prepare(replace(config, documents_in_text="line"), "gpt", False).notes
     assert note.startswith("data.documents_in_text=line has no effect")
     assert np.array_equal(IndexedTokens(old.train[0].prefix).document_bounds[:2], [0, 1])
+
+
+def test_documents_end_as_in_the_checkpoint(tmp_path, monkeypatch):
+    from checkpoint import start as start_module
+    from checkpoint.record import new
+    from checkpoint.start import Start
+
+    config = Config()
+    found, fresh = Start(new(config, None), tmp_path, False), Start(new(config, None), None, True)
+    line = {"documents_in_text": "line"}
+    for sources, rule in (
+        ([{}], "earlier"),
+        ([{"documents_in_text": None}, line], "line"),
+        ([], "file"),
+        (None, "earlier"),
+    ):
+        state = {} if sources is None else {"data": {"sources": sources}}
+        monkeypatch.setattr(start_module, "read_state", lambda folder, state=state: state)
+        assert start_module.documents_in_text(config, found) == rule
+        assert start_module.documents_in_text(config, fresh) == "file"
+    config.checkpoint.accept_changes = ["data.documents_in_text"]
+    config.data.documents_in_text = "blank_line"
+    assert start_module.documents_in_text(config, found) == "blank_line"

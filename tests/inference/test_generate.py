@@ -159,7 +159,7 @@ def _command(arguments: list[str]) -> tuple[int, str, str]:
 
 def test_command_line(tmp_path: Path) -> None:
     model = _save("llama", tmp_path / "hf")
-    (tmp_path / "prompts").write_text("5 7 9 11\n3\n")
+    (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbf5 7 9 11\r\n3\n")
     source = [
         "--checkpoint",
         str(tmp_path / "hf"),

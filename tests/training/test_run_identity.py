@@ -124,14 +124,18 @@ def test_the_same_command_goes_on_however_the_run_began(
 
 
 def test_settings_that_change_are_said(tmp_path: Path, corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (corpus / "table.csv").write_text("a,b\n")
     start(tmp_path, corpus, 2)
     start(tmp_path, corpus, 4, "optimizer.lr=0.0005", "training.micro_batch_size=1")
     assert "it goes on with other settings than its checkpoint: " in (said := capfd.readouterr().out)
     assert "optimizer.lr 0.001 -> 0.0005" in said and "micro_batch_size" not in said
+    assert said.count(f"data: data.corpus={corpus}: it reads 12 .txt; left out: 1 .csv (table.csv)\n") == 2
     (event,) = events(tmp_path / "run", "settings_changed")
     assert event["settings"] == {"optimizer.lr": [0.001, 0.0005], "optimizer.min_lr": [0.0001, 5e-05]}
     said = refusal(tmp_path, corpus, "optimizer.lr=0.0005", "training.seed=7")
     assert said.startswith("training.seed (7) was 1234 when ") and "checkpoint.accept_changes=[training.seed]" in said
+    said = refusal(tmp_path, corpus, "optimizer.lr=0.0005", "data.documents_in_text=line")
+    assert said.startswith("data.documents_in_text (line) was file when ") and "Try data.documents_in_text=file" in said
 
 
 def test_damaged_checkpoints_are_no_fresh_start(tmp_path: Path, corpus: Path) -> None:
