@@ -24,7 +24,7 @@ KNOWN = (
     "folder of those, or Megatron .bin/.idx files"
 )
 ARCHIVES = {".zip": "zipfile", **dict.fromkeys((".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz"), "tarfile")}
-SHOWN_KINDS = 8
+SHOWN_KINDS = 12
 
 
 def uncompressed(name: str) -> str:
@@ -81,8 +81,8 @@ class Folder:
         return f"it reads {taken}" + (f"; left out: {self.missing()}" if self.left_out else "")
 
     def missing(self) -> str:
-        """What is left out: the kinds, most files first, each with a name."""
-        kinds = sorted(self.left_out.items(), key=lambda item: (-len(item[1]), item[0]))
+        """What is left out, by kind, each with a name: first what has a name to be read, then other names."""
+        kinds = sorted(self.left_out.items(), key=lambda item: (item[0].startswith("."), -len(item[1]), item[0]))
         words = [f"{len(names):,} {kind} ({_first(names)})" for kind, names in kinds[:SHOWN_KINDS]]
         others = sum(len(names) for _, names in kinds[SHOWN_KINDS:])
         return ", ".join([*words, *([f"{others:,} of other kinds"] if others else [])])

@@ -131,10 +131,12 @@ def _open_folder(place: Path, path: str, weight: float | None, earlier: bool) ->
         holds = f"; it holds {found.missing()}" if found.left_out else ""
         raise ConfigError(f"data.corpus={path}: the folder holds no file that can be read{holds}; supported: {KNOWN}")
     sizes = [1] * len(found.pairs) if weight is None else [len(IndexedTokens(pair).tokens) for pair in found.pairs]
+    if not sum(sizes):
+        raise ConfigError(f"data.corpus={path}: its token files hold no token")
     return [
         Source(
             pair.relative_to(place).as_posix(),
-            None if weight is None else weight * size / max(sum(sizes), 1),
+            None if weight is None else weight * size / sum(sizes),
             f"{path}/{pair.relative_to(place).as_posix()}",
             megatron=str(pair),
             notes=notes if pair == found.pairs[0] else (),

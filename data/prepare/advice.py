@@ -7,9 +7,11 @@ import os
 from data.corpus import Source, has_a_sentence_a_line, head_of
 from data.corpus.earlier import RULE as EARLIER
 from data.corpus.kinds import TEXT
+from data.prepare.prepared import PreparedData
 
 LEAST_LINES = 1000  # of a file without an empty line, from which its lines may be documents
 LOOKED_AT = 1000  # files of a corpus
+LEAST_SHARE = 0.1  # of the text files' bytes
 
 
 def fitting_rule(path: str) -> tuple[str, str] | None:
@@ -34,11 +36,27 @@ def advice(source: Source, unpacked: dict[str, str], rule: str, num_documents: i
     """A line for each rule that some text files look made for, and were not prepared with."""
     files = [file for file in source.files if file.format == TEXT][: 0 if rule == EARLIER else LOOKED_AT]
     by_rule: dict[str, list[tuple[str, str]]] = {}
+    sizes: dict[str, int] = {}
     for file in files:
         fits = fitting_rule(unpacked.get(file.path, file.path))
         if fits and fits[0] != rule:
             by_rule.setdefault(fits[0], []).append((file.path, fits[1]))
-    return [_line(rule, better, found, num_documents) for better, found in sorted(by_rule.items())]
+            sizes[fits[0]] = sizes.get(fits[0], 0) + file.size
+    least = LEAST_SHARE * sum(file.size for file in files)
+    rules = sorted(better for better in by_rule if sizes[better] >= least)
+    return [_line(rule, better, by_rule[better], num_documents) for better in rules]
+
+
+def lone_documents(prepared: PreparedData, sentence_head: str) -> list[str]:
+    """A line for each source that BERT's next_sentence finds no second document in."""
+    if sentence_head != "next_sentence":
+        return []
+    names = [source["name"] for source in prepared.identity["sources"] if source["documents"] == 1]
+    return [
+        f"model.sentence_head=next_sentence has one document in {name}: every pair of it is of sentences that follow "
+        "each other. data.documents_in_text says what a document is in a text file; sentence_order needs no second one"
+        for name in names
+    ]
 
 
 def _line(rule: str, better: str, found: list[tuple[str, str]], num_documents: int) -> str:

@@ -17,6 +17,7 @@ from data.corpus import text as text_module
 from data.identity import differences
 from data.indexed import IndexedTokens
 from data.prepare import prepare
+from data.prepare.advice import lone_documents
 from tests.data.test_prepare import documents_of, tree
 
 BERT_SAMPLE = """\
@@ -140,7 +141,8 @@ def test_documents_are_the_same_in_any_parts(tmp_path, monkeypatch, rule, seed):
         assert (len(parts) > 5) == (part_bytes < 2000)
         spans = [span for part in parts for span in part]
         assert [0, *(span.end for span in spans)] == [*(span.start for span in spans), path.stat().st_size]
-        seen.append([(item.text, item.begins, item.ends) for span in spans for item in read_span(span, "text")])
+        items = [item for span in spans for item in read_span(span, "text")]
+        seen.append([(item.text, item.begins, item.ends) for item in items if isinstance(item, Document)])
     assert seen[0] == seen[1] == seen[2]  # the pieces too, and so the tokens
     assert all(one[2] == other[1] for one, other in pairwise(seen[0]))  # each ends where the next begins
     assert max(len(text.encode()) for text, _, _ in seen[0]) <= 256 + 64 + 3
@@ -243,14 +245,31 @@ def test_a_rule_that_fits_better_is_named(config, tmp_path, text, rule, said):
         assert len(notes) == bool(said) and all(said in note and "\n" not in note for note in notes)
 
 
-def test_an_earlier_cache_and_an_earlier_run(config, tmp_path):
+def test_a_small_file_among_many_says_nothing_and_a_lone_document_has_no_other(config, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text(NOVEL * 20)
+    (folder / "b.txt").write_text(BERT_SAMPLE)
+    prepared = prepare(replace(config, corpus=str(folder)), "bert", False)
+    assert prepared.notes == [] == lone_documents(prepared, "next_sentence")
+    prepared = prepare(replace(config, corpus=str(folder / "a.txt")), "bert", False)
+    assert lone_documents(prepared, "sentence_order") == []
+    (line,) = lone_documents(prepared, "next_sentence")
+    assert "has one document in" in line and "data.documents_in_text" in line
+
+
+def test_an_earlier_cache_and_an_earlier_run(config, tmp_path, capfd):
     """What an earlier version began goes on with its documents; a choice of the user's is a difference by its key."""
     path = tmp_path / "a.txt"
     path.write_text("One text.\n\n\nAnother one.\n\n\nThe last of three." * 20)
     settings = replace(config, corpus=str(path))
     old = prepare(settings, "gpt", False, documents_in_text="earlier")
     assert old.num_documents == 41 and "as when the run began" in old.notes[-1]
-    new = prepare(settings, "gpt", False)
+    new = prepare(settings, "gpt", True)
+    assert (
+        f"{Path(old.train[0].prefix).parents[1]} is of an earlier version, which cut text files"
+        in capfd.readouterr().err
+    )
     assert new.num_documents == 1 and new.train[0].prefix != old.train[0].prefix
     before = {
         **old.identity,
@@ -282,8 +301,8 @@ def test_documents_end_as_in_the_checkpoint(tmp_path, monkeypatch):
         ([], "file"),
         (None, "earlier"),
     ):
-        state = {} if sources is None else {"data": {"sources": sources}}
-        monkeypatch.setattr(start_module, "read_state", lambda folder, state=state: state)
+        state: dict[str, object] = {} if sources is None else {"data": {"sources": sources}}
+        monkeypatch.setattr(start_module, "read_state", {tmp_path: state}.__getitem__)
         assert start_module.documents_in_text(config, found) == rule
         assert start_module.documents_in_text(config, fresh) == "file"
     config.checkpoint.accept_changes = ["data.documents_in_text"]

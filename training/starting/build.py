@@ -20,6 +20,7 @@ from configs.rules import idle
 from configs.schema import Config, ConfigError
 from data.build import build_data
 from data.prepare import PreparedData, prepare
+from data.prepare.advice import lone_documents
 from data.tokenizer import load_tokenizer
 from data.vocabulary import expected_vocab_size
 from models.huggingface.translate import unexportable
@@ -149,7 +150,7 @@ def _prepare(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:
         documents_in_text=start.documents_in_text(config, early),
     )
     if launch.rank == 0:
-        for note in prepared.notes:
+        for note in [*prepared.notes, *lone_documents(prepared, config.model.sentence_head)]:
             print(f"data: {note}", flush=True)
     if launch.rank == 0 and prepared.num_bad_lines:
         listed = ", ".join(prepared.bad_lines_files)
