@@ -36,11 +36,11 @@ def is_one_value(path: str) -> bool:
     """Whether a .json file is an array or an object over several lines, by its first line, and not an object a line."""
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
-        more = len(head) >= HEAD_BYTES // 2 and bool(file.read(1))
+        more = bool(file.read(1))
     first, line_end, rest = head.partition(b"\n")
     first, rest = first.rstrip(), rest.lstrip()
     if first.startswith(b"["):
-        return not (first.endswith(b"]") and (rest or more))
+        return not (line_end and first.endswith(b"]") and (rest or more))  # else each line is a list
     return first.startswith(b"{") and bool(line_end) and not first.endswith(b"}") and not rest.startswith(b"{")
 
 
