@@ -20,7 +20,7 @@ from configs.architecture import for_use
 from configs.compose import load
 from configs.tokenizer_files import FOR_TRANSFORMERS, copy_tokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
-from data.tokenizer.unigram import NotConvertible
+from data.tokenizer.pieces import NotConvertible
 
 if TYPE_CHECKING:
     import torch

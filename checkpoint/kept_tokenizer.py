@@ -13,7 +13,7 @@ from pathlib import Path
 from checkpoint.state_file import read_state
 from configs import files
 from configs.schema import ConfigError
-from configs.tokenizer_files import copy_tokenizer
+from configs.tokenizer_files import copy_tokenizer, tokenizer_files
 from data.tokenizer import Tokenizer, is_tokenizer, tokenizer_digest
 
 FOLDER = "tokenizer"
@@ -63,9 +63,22 @@ def keep(run_dir: Path, tokenizer: Tokenizer) -> None:
     between = files.temporary(folder)
     with files.writing(folder):
         try:
-            copy_tokenizer(Path(tokenizer.path), between)
+            _write(tokenizer, between)
             files.sync(between)  # before its name: else a disk that fails may keep the name and lose what is in it
             between.replace(folder)
         except OSError:
             shutil.rmtree(between, ignore_errors=True)
             raise
+
+
+def _write(tokenizer: Tokenizer, folder: Path) -> None:
+    texts = tokenizer.kept_files()
+    if texts is None:
+        copy_tokenizer(Path(tokenizer.path), folder)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, file in tokenizer_files(Path(tokenizer.path)).items():
+        if name.startswith("chat_template"):
+            shutil.copyfile(file, folder / name)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")

@@ -118,6 +118,8 @@ def open_model(
             print(f"note: {note}.", file=sys.stderr)
         if source.model_type is not None:
             unknown_keys.warn(source.config, source.model_type)
+        for note in [] if words is None else words.notes():
+            print(f"note: {note}", file=sys.stderr, flush=True)
         progress.begin(f"Loading {source.folder}")
     try:
         chunks = build_model(config, place, source.vocab_size, fill=False)

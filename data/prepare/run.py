@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from configs.schema import ConfigError, DataConfig
@@ -43,6 +44,8 @@ def prepare(
             "written"
         ) from error
     tokenizer = find_tokenizer(config, sources, cache, rule, show_progress)
+    for note in tokenizer.notes() if show_progress else ():
+        print(f"note: {note}", file=sys.stderr, flush=True)
     if family == "bert":
         _ = tokenizer.cls, tokenizer.sep, tokenizer.mask  # an error now rather than in the workers
     prepared = PreparedData(tokenizer.path, tokenizer.vocab_size, family)

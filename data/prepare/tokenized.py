@@ -23,7 +23,7 @@ from data.prepare.notes import written_out
 from data.prepare.parts import tokenize
 from data.prepare.prepared import PreparedData, TokenFile, cache_key, rule_of, source_identity
 from data.split import hash_suffices
-from data.tokenizer import Tokenizer, tokenizer_file
+from data.tokenizer import Tokenizer
 
 MADE_BEFORE = ("done.json", "exact/done.json")
 GOES_ON = (
@@ -43,7 +43,7 @@ def add_tokenized(
     show_progress: bool,
     rebuild_damaged: bool,
 ) -> None:
-    tokenizer_hash = hashlib.sha256(tokenizer_file(tokenizer.path).read_bytes()).hexdigest()
+    tokenizer_hash = hashlib.sha256(tokenizer.core_bytes()).hexdigest()
     named: list[Any] = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
     if tokenizer.rules:
         named.append(tokenizer.rules)

@@ -4,7 +4,7 @@ torch and transformers are not imported: the processes that tokenize import this
 """
 
 from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, Tokenizer
-from data.tokenizer.load import is_tokenizer, load_tokenizer, tokenizer_digest, tokenizer_file
+from data.tokenizer.load import is_tokenizer, load_tokenizer, tokenizer_digest
 from data.tokenizer.train import train_tokenizer
 
 __all__ = [
@@ -17,6 +17,5 @@ __all__ = [
     "is_tokenizer",
     "load_tokenizer",
     "tokenizer_digest",
-    "tokenizer_file",
     "train_tokenizer",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import ConfigError
+from configs.tokenizer_files import JSON, core_file
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are no text
 SPACE = "\u2581"  # sentencepiece writes spaces as this character (and reads it back as a space)
@@ -37,6 +38,7 @@ class Tokenizer(ABC):
     pad: int
     bos: int | None
     named_eod: int | None = None  # eod, where a file beside the tokenizer's names another than the usual one
+    said: Sequence[str] = ()  # what a user should know of how its files are read
     end_file: Path  # in which an eos_token counts: it, or another file, need not be there
     # What the files beside the tokenizer's own change about ids, and earlier versions did not read there.
     rules: dict[str, Any]
@@ -69,6 +71,19 @@ class Tokenizer(ABC):
     @abstractmethod
     def _content(self) -> bytes:
         """What decides the ids of a text, apart from the roles."""
+
+    def notes(self) -> list[str]:
+        """What a user should know of how it is read."""
+        return list(self.said)
+
+    def kept_files(self) -> dict[str, str] | None:
+        """The texts that a run keeps of it, by name; None: its files as they are."""
+        return None
+
+    def core_bytes(self) -> bytes:
+        """The file that decides what this tokenizer does, as a run keeps it."""
+        kept = self.kept_files()
+        return kept[JSON].encode() if kept is not None else (core_file(Path(self.path)) or Path(self.path)).read_bytes()
 
     @cached_property
     def digest(self) -> str:

@@ -12,7 +12,9 @@ import numpy as np
 
 from configs.schema import ConfigError
 from data.tokenizer.base import EOD_NAMES, MASK, MASK_NAMES, PAD_NAMES, SPACE, Tokenizer
-from data.tokenizer.settings import first_line, read_settings, refuse_unknown_end, token_flags, token_name
+from data.tokenizer.formats.byte_pairs import byte_level_alphabet
+from data.tokenizer.rebuilt import AS_IT_IS, class_of, comes_apart
+from data.tokenizer.settings import Settings, first_line, read_settings, refuse_unknown_end, token_flags, token_name
 from data.tokenizer.words import WordEncoder, word_encoder
 
 
@@ -24,17 +26,16 @@ class HuggingFaceTokenizer(Tokenizer):
 
         super().__init__()
         self.path = str(path)
-        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        file, text, self._settings = self._read(path)
         try:
-            self._model = tokenizers.Tokenizer.from_file(str(file))
-            self._spec: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            self._model = tokenizers.Tokenizer.from_str(text)
+            self._spec: dict[str, Any] = json.loads(text)
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(
                 f"data.tokenizer={path}: {file} is no Hugging Face tokenizer.json: {first_line(error)}"
             ) from error
         self._model.no_truncation()
         self._model.no_padding()
-        self._settings = read_settings(file.parent)
         self._before = self._roles_by(self._settings.earlier)
         self.end_file = self._settings.end_file(file.parent)
         self._take_settings(file)
@@ -104,6 +105,17 @@ class HuggingFaceTokenizer(Tokenizer):
         if settings.values.get("split_special_tokens") and any(value["special"] for value in after):
             self._model.encode_special_tokens = self.rules["split_special_tokens"] = True
 
+    def _read(self, path: str | Path) -> tuple[Path, str, Settings]:
+        """The tokenizer's file, the text of its tokenizer.json, and what the files beside it say. Raises
+        ConfigError."""
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        try:
+            return file, file.read_text(encoding="utf-8"), read_settings(file.parent)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"data.tokenizer={path}: {file} is no Hugging Face tokenizer.json: {first_line(error)}"
+            ) from error
+
     def encode_array(self, text: str) -> np.ndarray:
         ids = None if self._words is None else self._words.encode(text)
         if ids is not None:
@@ -158,12 +170,26 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def for_transformers(self, family: str) -> dict[str, str]:
         # Without a class in its settings, transformers would take that of the model's family, which may split texts by
-        # rules of its own.
-        if "tokenizer_class" in self._settings.values:
+        # rules of its own. So may the class.
+        values = self._settings.values
+        name = str(values.get("tokenizer_class", "")).removesuffix("Fast")
+        if name and comes_apart(self._spec, values, name) is None:
             return {}
         roles = {"eos_token": self._model.id_to_token(self.eod), "pad_token": self._model.id_to_token(self.pad)}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **(self._settings.values or roles)}
+        settings = {**(values or roles), "tokenizer_class": AS_IT_IS}
         return {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
+
+    def notes(self) -> list[str]:
+        folder = Path(self.path) if Path(self.path).is_dir() else Path(self.path).parent
+        name = class_of(self._settings.values, folder)
+        text = comes_apart(self._spec, self._settings.values, name)
+        if text is None:
+            return super().notes()
+        other = (
+            f"{self.path} is read as its tokenizer.json says; transformers 5 makes {name} of it, and other tokens of "
+            f"{text[:20]!r}"
+        )
+        return [*super().notes(), other]
 
     @cached_property
     def _words(self) -> WordEncoder | None:
@@ -189,7 +215,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _surfaces(self) -> list[bytes | None]:
         special = {i for i, token in self._model.get_added_tokens_decoder().items() if token.special}
         byte_level = "ByteLevel" in self._kinds()
-        alphabet = _byte_level_alphabet() if byte_level else {}
+        alphabet = byte_level_alphabet() if byte_level else {}
         surfaces: list[bytes | None] = []
         for i in range(self.vocab_size):
             piece = None if i in special else self._model.id_to_token(i)
@@ -216,10 +242,3 @@ class HuggingFaceTokenizer(Tokenizer):
     def word_ends(self) -> np.ndarray:
         # The "##" mark alone says where words begin.
         return np.zeros(self.vocab_size, dtype=bool) if self._is_word_piece() else super().word_ends()
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of each byte: character -> byte (openai/gpt-2, encoder.py, bytes_to_unicode)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

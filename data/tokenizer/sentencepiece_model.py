@@ -12,8 +12,9 @@ import numpy as np
 
 from configs.schema import ConfigError
 from configs.tokenizer_files import JSON
-from data.tokenizer import unigram
 from data.tokenizer.base import CLS, EOD_NAMES, MASK, PAD, PAD_NAMES, REPLACEMENT, SEP, SPACE, Tokenizer
+from data.tokenizer.model_json import read_model, tokenizer_json
+from data.tokenizer.pieces import NotConvertible, keeps_text
 from data.tokenizer.settings import first_line, read_settings, refuse_unknown_end, token_name
 
 
@@ -55,9 +56,13 @@ class SentencePieceTokenizer(Tokenizer):
         self.bos = bos if bos is not None else self._model.bos_id() if self._model.bos_id() >= 0 else None
         self._before = [self.bos] if settings.values.get("add_bos_token") and self.bos is not None else []
         self._after = [self.eod] if settings.values.get("add_eos_token") else []
-        # sentencepiece would read a literal U+2581 back as a space; its three bytes come back as they were.
         self._space_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
-        self._lossless = all(self._model.is_byte(i) for i in self._space_ids)
+
+    @cached_property
+    def _lossless(self) -> bool:
+        """Whether U+2581 in a text becomes its three bytes, which come back as they were: in models of the kind that is
+        trained here. sentencepiece takes it for a space, and other models are read as it reads them."""
+        return all(map(self._model.is_byte, self._space_ids)) and keeps_text(read_model(Path(self.path)))
 
     def encode_array(self, text: str) -> np.ndarray:
         if SPACE not in text or not self._lossless:
@@ -88,15 +93,15 @@ class SentencePieceTokenizer(Tokenizer):
         import tokenizers
 
         try:
-            model = tokenizers.Tokenizer.from_str(unigram.tokenizer_json(Path(self.path))[JSON])
-        except unigram.NotConvertible:
+            model = tokenizers.Tokenizer.from_str(tokenizer_json(Path(self.path))[JSON])
+        except NotConvertible:
             return None
         model.encode_special_tokens = True  # "</s>" in a text is four characters
         return model
 
     def for_transformers(self, family: str) -> dict[str, str]:
         has_settings = (Path(self.path).parent / "tokenizer_config.json").is_file()  # then it came from Hugging Face
-        return {} if has_settings else unigram.tokenizer_json(Path(self.path), family)
+        return {} if has_settings else tokenizer_json(Path(self.path), family)
 
     def decode(self, ids: Iterable[int]) -> str:
         model = self._model

@@ -18,7 +18,7 @@ from data.identity import differences
 from data.prepare import prepare
 from data.prepare.command import main as prepare_command
 from data.tokenizer import is_tokenizer, load_tokenizer, train_tokenizer
-from data.tokenizer.unigram import tokenizer_json
+from data.tokenizer.model_json import tokenizer_json
 from data.worker import tokenize_part
 from tests.data.test_tokenizer import word_piece
 

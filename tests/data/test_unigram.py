@@ -15,7 +15,8 @@ import tokenizers
 
 from data.tokenizer import load_tokenizer, train_tokenizer
 from data.tokenizer.huggingface import HuggingFaceTokenizer
-from data.tokenizer.unigram import NotConvertible, tokenizer_json
+from data.tokenizer.model_json import tokenizer_json
+from data.tokenizer.pieces import NotConvertible
 
 NASTY = [
     "",
@@ -164,11 +165,13 @@ def test_a_tokenizer_whose_words_could_be_split_otherwise(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"model_type": "bpe"}, "Unigram"),
-        ({"byte_fallback": False}, "no bytes"),
-        ({"add_dummy_prefix": True}, "changes characters or spaces"),
-        ({"normalization_rule_name": "nmt_nfkc"}, "changes characters or spaces"),
+        ({"model_type": "word"}, "neither of the kind Unigram nor BPE"),
+        ({"model_type": "char"}, "neither of the kind Unigram nor BPE"),
+        ({"treat_whitespace_as_suffix": True}, "spaces in another way"),
+        ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "spaces in another way"),
         ({"user_defined_symbols": ["<x>"]}, "the piece '<x>'"),
+        ({"user_defined_symbols": ["a b"], "model_type": "bpe"}, "has the piece"),
+        ({"user_defined_symbols": ["ab", "bcd"], "model_type": "bpe", "add_dummy_prefix": True}, "overlap"),
     ],
 )
 def test_what_has_no_equal_is_told(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -180,6 +183,7 @@ def test_what_has_no_equal_is_told(settings: dict[str, Any], reason: str, tmp_pa
         model_prefix=str(tmp_path / "m"),
         vocab_size=400,
         minloglevel=2,
+        hard_vocab_limit=False,
         **{**trained, **settings},
     )
     with pytest.raises(NotConvertible, match=reason):

@@ -1,0 +1,1 @@
+"""Vocabularies of other formats as a Hugging Face tokenizer.json."""

@@ -1,0 +1,147 @@
+"""Vocabularies of bytes with ranks: tiktoken's files (a line: base64, rank) and Mistral's `tekken.json`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from configs.schema import ConfigError
+from data.tokenizer.formats import patterns
+from data.tokenizer.formats.byte_pairs import byte_level_alphabet, merges_of
+from data.tokenizer.formats.spec import (
+    ROLES,
+    Converted,
+    added_token,
+    byte_level,
+    byte_pair_model,
+    settings_around,
+    split,
+    tokenizer_spec,
+)
+from data.tokenizer.settings import first_line, token_name
+
+LINE = re.compile(rb"([A-Za-z0-9+/]+=*) (\d+)")
+# Of tekken.json files that do not list theirs (mistral-common, tokens/tokenizers/tekken.py).
+TEKKEN_SPECIALS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+# Oniguruma reads these in another way than the library that the pattern was written for.
+OTHERWISE_READ = re.compile(r"(?<!\\)(?:\\\\)*(?:\$|\^(?<!\[\^)|[}*+?]\+)")
+
+
+def tiktoken(file: Path, settings: dict[str, Any]) -> Converted:
+    """A tiktoken file, with the pattern and the special tokens that its name stands for. Raises ConfigError."""
+    ranks = _read_ranks(file)
+    known = patterns.published(file, len(ranks))
+    if known is None:
+        raise ConfigError(
+            f"data.tokenizer={file}: a tiktoken file does not say how a text is split before it is encoded, and its "
+            f"name is not one of {', '.join(patterns.NAMES)} or tokenizer.model (Llama 3), which would"
+        )
+    first = max(ranks.values()) + 1
+    listed = {
+        int(i): entry["content"] for i, entry in (settings.get("added_tokens_decoder") or {}).items() if int(i) >= first
+    }
+    specials = {first + n: name for n, name in enumerate(known.specials)} | {i: name for name, i in known.at} | listed
+    for i in range(first, first + known.reserved):
+        specials.setdefault(i, patterns.RESERVED.format(i))
+    roles = {"eos_token": known.eos, "bos_token": known.bos, "pad_token": known.pad}
+    there = set(specials.values())
+    settings = {**{role: name for role, name in roles.items() if name in there}, **settings}
+    return _converted(file, ranks, specials, known.pattern, settings, known.nfc)
+
+
+def tekken(file: Path, settings: dict[str, Any]) -> Converted:
+    """Mistral's tekken.json, with its pattern and special tokens, which the vocabulary follows. Raises ConfigError."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        config, listed = content["config"], content.get("special_tokens")
+        if listed is None:
+            listed = [{"rank": i, "token_str": name} for i, name in enumerate(TEKKEN_SPECIALS)]
+        specials = {int(token["rank"]): str(token["token_str"]) for token in listed}
+        count = int(config.get("default_num_special_tokens") or len(specials))
+        size = int(config.get("default_vocab_size") or count + len(content["vocab"]))
+        ranks = {base64.b64decode(token["token_bytes"]): int(token["rank"]) for token in content["vocab"]}
+        pattern = str(config["pattern"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"data.tokenizer={file}: it is no tekken.json: {first_line(error)}") from error
+    if size > count + len(ranks) or any(i >= count for i in specials):
+        raise ConfigError(
+            f"data.tokenizer={file}: it holds {len(ranks)} tokens and {len(specials)} special ones, and says that they "
+            f"are {size} with {count} special ones"
+        )
+    found = OTHERWISE_READ.search(pattern)
+    if found is not None:
+        raise ConfigError(
+            f"data.tokenizer={file}: its pattern has {found[0]!r}, which the tokenizers library reads in another way"
+        )
+    specials = {i: specials.get(i, f"<SPECIAL_{i}>") for i in range(count)}
+    ranks = {token: rank + count for token, rank in ranks.items() if rank < size - count}
+    there = set(specials.values())
+    roles = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    settings = {**{role: name for role, name in roles.items() if name in there}, **settings}
+    return _converted(file, ranks, specials, pattern, settings, nfc=False)
+
+
+def _converted(
+    file: Path,
+    ranks: dict[bytes, int],
+    specials: dict[int, str],
+    pattern: str,
+    settings: dict[str, Any],
+    nfc: bool,
+) -> Converted:
+    missing = sorted(set(range(256)) - {token[0] for token in ranks if len(token) == 1})
+    if missing:
+        raise ConfigError(f"data.tokenizer={file}: it has no token for the byte {missing[0]}, as it must for each byte")
+    characters = {byte: character for character, byte in byte_level_alphabet().items()}
+    vocabulary = {"".join(map(characters.__getitem__, token)): rank for token, rank in ranks.items()}
+    merges = merges_of(vocabulary)
+    for role in ROLES:
+        name = token_name(settings.get(role))
+        if name and name not in specials.values():
+            raise ConfigError(
+                f"data.tokenizer={file}: tokenizer_config.json beside it names {role} {name!r}, and no special token "
+                f"has that name; the first ones are {', '.join(list(specials.values())[:5])}"
+            )
+    for i, name in specials.items():
+        if name in vocabulary or i in ranks.values():
+            raise ConfigError(f"data.tokenizer={file}: the special token {name!r} ({i}) is in the vocabulary, too")
+        vocabulary[name] = i
+    spec = tokenizer_spec(
+        byte_pair_model(vocabulary, merges, ignore_merges=True),
+        [added_token(i, name) for i, name in specials.items()],
+        {"type": "NFC"} if nfc else None,
+        split(pattern),
+        settings_around(settings, vocabulary),
+        byte_level(True, True),
+    )
+    # As the libraries that these come from: "<|endoftext|>" in a text is text.
+    return Converted(spec, {"split_special_tokens": True, **settings})
+
+
+def _read_ranks(file: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        if not line:
+            continue
+        match = LINE.fullmatch(line)
+        try:
+            token = base64.b64decode(match[1], validate=True) if match else b""
+        except binascii.Error:
+            token = b""
+        if not match or not token:
+            raise ConfigError(
+                f"data.tokenizer={file}, line {number}: a line of a tiktoken file is base64, a space and a rank, not "
+                f"{line[:40]!r}"
+            )
+        ranks[token] = int(match[2])
+    if len(set(ranks.values())) < len(ranks):
+        raise ConfigError(f"data.tokenizer={file}: two tokens have the same rank")
+    return ranks

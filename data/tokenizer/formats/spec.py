@@ -1,0 +1,140 @@
+"""The parts of a tokenizer.json, and what a reader of another format hands on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.schema import ConfigError
+from data.tokenizer.settings import first_line, token_name
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass
+class Converted:
+    """A tokenizer as tokenizer.json and tokenizer_config.json have it, and what a user should know of it."""
+
+    spec: dict[str, Any]
+    settings: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def tokenizer_spec(
+    model: dict[str, Any],
+    added: list[dict[str, Any]],
+    normalizer: dict[str, Any] | None,
+    pre_tokenizer: dict[str, Any] | None,
+    post_processor: dict[str, Any] | None,
+    decoder: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The content of a tokenizer.json."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": sorted(added, key=lambda token: token["id"]),
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": post_processor,
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def added_token(token: int, content: str, special: bool = True, **flags: bool) -> dict[str, Any]:
+    """An entry of tokenizer.json's `added_tokens`."""
+    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": token, "content": content, **usual, **flags, "special": special}
+
+
+def add_tokens(vocabulary: dict[str, int], settings: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The added tokens of a vocabulary, which gains those that it lacks: what added_tokens.json, `added_tokens_decoder`
+    and the roles of tokenizer_config.json name. Raises ConfigError."""
+    tokens: dict[str, dict[str, Any]] = {}
+    file = folder / "added_tokens.json"
+    listed: Any = {}
+    if file.is_file():
+        try:
+            listed = json.loads(file.read_text(encoding="utf-8"))
+            tokens = {name: added_token(int(i), name, special=False) for name, i in listed.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{file} must be an object of ids by token: {first_line(error)}") from error
+    for i, entry in (settings.get("added_tokens_decoder") or {}).items():
+        flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized")}
+        tokens[entry["content"]] = added_token(int(i), entry["content"], bool(entry.get("special")), **flags)
+    for role in ROLES:
+        name = token_name(settings.get(role))
+        if name and (name in vocabulary or name in tokens):
+            token = tokens.setdefault(name, added_token(vocabulary.get(name, -1), name))
+            token["special"] = True
+            if isinstance(settings[role], dict):
+                token |= {key: bool(settings[role].get(key)) for key in ("single_word", "lstrip", "rstrip")}
+    by_id = {i: name for name, i in vocabulary.items()}
+    for name, token in tokens.items():
+        if vocabulary.get(name, token["id"]) != token["id"] or by_id.get(token["id"], name) != name:
+            raise ConfigError(
+                f"data.tokenizer={folder}: the added token {name!r} has the id {token['id']}, and the vocabulary has "
+                f"{by_id.get(token['id'], name)!r} there and {name!r} at {vocabulary.get(name)}"
+            )
+        vocabulary[name] = token["id"]
+        by_id[token["id"]] = name
+    return list(tokens.values())
+
+
+def around(
+    before: list[tuple[str, int]], after: list[tuple[str, int]], before_second: bool = True
+) -> dict[str, Any] | None:
+    """The post-processor that puts tokens, as (content, id), around a text and around each of a pair of texts; before
+    the second one only where `before_second`."""
+    if not before and not after:
+        return None
+
+    def sides(kind: str, type_id: int, first: bool) -> list[dict[str, Any]]:
+        special = [[{"SpecialToken": {"id": name, "type_id": type_id}} for name, _ in side] for side in (before, after)]
+        return [*(special[0] if first else []), {"Sequence": {"id": kind, "type_id": type_id}}, *special[1]]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": sides("A", 0, True),
+        "pair": [*sides("A", 0, True), *sides("B", 1, before_second)],
+        "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in [*before, *after]},
+    }
+
+
+def settings_around(settings: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, Any] | None:
+    """The post-processor that `add_bos_token` and `add_eos_token` of tokenizer_config.json ask for."""
+
+    def side(key: str, role: str) -> list[tuple[str, int]]:
+        name = token_name(settings.get(role))
+        return [(name, vocabulary[name])] if settings.get(key) and name in vocabulary else []
+
+    return around(side("add_bos_token", "bos_token"), side("add_eos_token", "eos_token"))
+
+
+def byte_level(add_prefix_space: bool, use_regex: bool) -> dict[str, Any]:
+    """The pre-tokenizer, or decoder, that writes bytes as characters; with GPT-2's split into words where asked."""
+    return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
+
+
+def split(pattern: str) -> dict[str, Any]:
+    """The pre-tokenizer that splits a text by a regular expression and writes bytes as characters."""
+    regex = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [regex, byte_level(False, False)]}
+
+
+def byte_pair_model(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> dict[str, Any]:
+    """tokenizer.json's model of a byte pair encoding."""
+    usual = {
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
+    merged = [list(pair) for pair in merges]
+    return {"type": "BPE", **usual, **options, "vocab": vocabulary, "merges": merged}

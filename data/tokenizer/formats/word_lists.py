@@ -1,0 +1,199 @@
+"""Vocabularies in files of words: GPT-2's `vocab.json` with `merges.txt`, and BERT's `vocab.txt`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from configs.schema import ConfigError
+from configs.tokenizer_files import merges_beside
+from data.tokenizer.formats.patterns import QWEN
+from data.tokenizer.formats.spec import (
+    Converted,
+    add_tokens,
+    around,
+    byte_level,
+    byte_pair_model,
+    settings_around,
+    split,
+    tokenizer_spec,
+)
+from data.tokenizer.settings import first_line, token_name
+
+NFC = {"type": "NFC"}
+END = {"unk_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+ROBERTA = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "sep_token": "</s>",
+    "cls_token": "<s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+    "mask_token": {"content": "<mask>", "lstrip": True},
+}
+# What transformers' classes make of vocab.json and merges.txt: normalizer, pattern (None: GPT-2's), usual roles.
+BYTE_PAIR_CLASSES: dict[str, tuple[dict[str, Any] | None, str | None, dict[str, Any]]] = {
+    "GPT2Tokenizer": (None, None, END),
+    "GPTNeoXTokenizer": (NFC, None, {**END, "pad_token": "<|padding|>"}),
+    "RobertaTokenizer": (None, None, ROBERTA),
+    "Qwen2Tokenizer": (NFC, QWEN, {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}),
+}
+BERT_ROLES = {
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}
+WORD_PIECE_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
+SAVE = (
+    "python -c \"from transformers import AutoTokenizer as A; A.from_pretrained('{0}').save_pretrained('tokenizer')\" "
+    "writes a tokenizer.json to give instead"
+)
+
+
+def byte_pairs(file: Path, settings: dict[str, Any]) -> Converted:
+    """`vocab.json` (token -> id) with the merges beside it, one a line. Raises ConfigError."""
+    name = _class_of(file, settings, BYTE_PAIR_CLASSES, "GPT2Tokenizer")
+    normalizer, pattern, usual = BYTE_PAIR_CLASSES[name]
+    merges_file = merges_beside(file)
+    if merges_file is None:
+        raise ConfigError(
+            f"data.tokenizer={file}: its merges are missing: merges.txt beside vocab.json, NAME-merges.txt beside "
+            "NAME-vocab.json"
+        )
+    vocabulary = _read_vocabulary(file)
+    merges = _read_merges(merges_file, vocabulary)
+    settings = {**usual, **settings}
+    added = add_tokens(vocabulary, settings, file.parent)
+    prefix = bool(settings.get("add_prefix_space"))
+    if name == "RobertaTokenizer":
+        begin, end = (_with_id(settings[role], vocabulary, file) for role in ("cls_token", "sep_token"))
+        after: dict[str, Any] | None = {
+            "type": "RobertaProcessing",
+            "sep": end,
+            "cls": begin,
+            "trim_offsets": True,
+            "add_prefix_space": prefix,
+        }
+    else:
+        after = settings_around(settings, vocabulary)
+    spec = tokenizer_spec(
+        byte_pair_model(vocabulary, merges),
+        added,
+        normalizer,
+        byte_level(prefix, True) if pattern is None else split(pattern),
+        after,
+        byte_level(True, True),
+    )
+    notes = (
+        [] if "tokenizer_class" in settings else [f"{file} is read as GPT-2's, as no tokenizer_class says otherwise"]
+    )
+    return Converted(spec, settings, notes)
+
+
+def word_pieces(file: Path, settings: dict[str, Any]) -> Converted:
+    """BERT's `vocab.txt`, a piece a line. Raises ConfigError."""
+    _class_of(file, settings, WORD_PIECE_CLASSES, "BertTokenizer")
+    lines = _text(file).split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    vocabulary = {line.rstrip("\r"): i for i, line in enumerate(lines)}
+    said = settings.get("do_lower_case")
+    settings = {**BERT_ROLES, **settings}
+    if token_name(settings["unk_token"]) not in vocabulary:
+        raise ConfigError(
+            f"data.tokenizer={file}: a vocabulary of BERT has a piece a line, and {settings['unk_token']} among them"
+        )
+    added = add_tokens(vocabulary, settings, file.parent)
+    begin, end = (_with_id(settings[role], vocabulary, file) for role in ("cls_token", "sep_token"))
+    spec = tokenizer_spec(
+        {
+            "type": "WordPiece",
+            "unk_token": token_name(settings["unk_token"]),
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocabulary,
+        },
+        added,
+        bert_normalizer(settings),
+        {"type": "BertPreTokenizer"},
+        around([begin], [end], before_second=False),
+        {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    )
+    notes = []
+    if said is None:
+        capitals = sum(any(character.isupper() for character in piece) for piece in vocabulary if piece[:1] != "[")
+        never = f", so {capitals} of its pieces, with capitals, never occur" if capitals else ""
+        notes = [
+            f"{file} is read in lower case as transformers reads it{never}; "
+            'tokenizer_config.json beside it may say {"do_lower_case": false}'
+        ]
+    return Converted(spec, settings, notes)
+
+
+def bert_normalizer(settings: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' BertTokenizer does to a text, by tokenizer_config.json."""
+    lower, chinese = settings.get("do_lower_case"), settings.get("tokenize_chinese_chars")
+    return {
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": True if chinese is None else bool(chinese),
+        "strip_accents": settings.get("strip_accents"),
+        "lowercase": True if lower is None else bool(lower),
+    }
+
+
+def _class_of(file: Path, settings: dict[str, Any], known: Any, usual: str) -> str:
+    """The class whose rules hold: what tokenizer_config.json names, or the usual one. Raises ConfigError."""
+    name = str(settings.get("tokenizer_class", usual)).removesuffix("Fast")
+    if name in ("PreTrainedTokenizer", "TokenizersBackend"):  # says nothing
+        name = usual
+    if name not in known:
+        raise ConfigError(
+            f"data.tokenizer={file}: its rules are those of {name} (tokenizer_config.json), which are not known here: "
+            f"{', '.join(known)} are. {SAVE.format(file.parent)}"
+        )
+    return name
+
+
+def _with_id(token: Any, vocabulary: dict[str, int], file: Path) -> tuple[str, int]:
+    name = token_name(token)
+    if name not in vocabulary:
+        raise ConfigError(f"data.tokenizer={file}: the vocabulary has no {name}, which stands around each text")
+    return name, vocabulary[name]
+
+
+def _read_vocabulary(file: Path) -> dict[str, int]:
+    try:
+        vocabulary = json.loads(_text(file))
+    except ValueError as error:
+        raise ConfigError(f"data.tokenizer={file}: it is not JSON: {first_line(error)}") from error
+    whole = isinstance(vocabulary, dict) and all(type(i) is int and i >= 0 for i in vocabulary.values())
+    if not whole or not vocabulary or len(set(vocabulary.values())) < len(vocabulary):
+        raise ConfigError(f"data.tokenizer={file}: a vocabulary is a JSON object of tokens, each with an id of its own")
+    return dict(vocabulary)
+
+
+def _read_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for number, line in enumerate(_text(file).split("\n"), 1):
+        line = line.rstrip("\r")
+        if not line or line.startswith("#version"):
+            continue
+        left, _, right = line.partition(" ")
+        if not left or not right or " " in right:
+            raise ConfigError(f"data.tokenizer: {file}, line {number}: a merge is two pieces, not {line[:40]!r}")
+        missing = next((piece for piece in (left, right, left + right) if piece not in vocabulary), None)
+        if missing is not None:
+            raise ConfigError(f"data.tokenizer: {file}, line {number}: {missing!r} is not in the vocabulary beside it")
+        merges.append((left, right))
+    return merges
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.tokenizer={file}: it is not UTF-8: {first_line(error)}") from error
