@@ -45,7 +45,7 @@ def read_texts(path: Path, option: str, text_key: str = "text", documents_in_tex
         raise ConfigError(_in_terms_of(option, str(error), path)) from error
     if bad:
         lines = "a line that cannot be used" if len(bad) == 1 else f"{len(bad):,} lines that cannot be used, the first"
-        said = f"{option} ({path}) has {lines}: {bad[0]}. Mend the file, or name another"
+        said = f"{option} ({path}) must be mended or left out: it has {lines}: {bad[0]}"
         raise ConfigError(_in_terms_of(option, said, path))
     return texts
 
