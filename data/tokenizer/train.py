@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from configs.schema import ConfigError
 from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, SPACE
@@ -84,7 +85,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> s
     return f"data.vocab_size={vocab_size}: {'; '.join(said)}" if said else ""
 
 
-def _train(lines: list[str], vocab_size: int, coverage: float, **options: str) -> bytes:
+def _train(lines: list[str], vocab_size: int, coverage: float, **options: Any) -> bytes:
     """The trained model. coverage: of the characters, the share that must have pieces. Raises RuntimeError."""
     import sentencepiece
 
