@@ -269,7 +269,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Layers that another of the table has in every layout, under other names.
 ALREADY_SPLIT = (
-    *("qwen2", "qwen3", "phi3", "deepseek_v2_lite"),
+    *("mistral", "qwen2", "qwen3", "phi3", "deepseek_v2_lite"),
     *("deepseek_v3_six_of_two_groups", "deepseek_v3_five_of_two_groups"),
 )
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

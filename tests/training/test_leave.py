@@ -57,7 +57,7 @@ CARRIED = '{"is_llama_config": true, "rope_interleaved": false}'  # as an import
 RUNS: dict[str, tuple[str, int, list[str]]] = {
     "gpt2": ("gpt2", 2, [*(f"model.{key}" for key in GPT2), "parallel.tensor=2", "parallel.sequence=true"]),
     "llama": ("llama", 2, [*GROUPED, UNTIED, "parallel.pipeline=2", f"model.config_json='{CARRIED}'"]),
-    "mixtral": ("mixtral", 2, [*GROUPED, *EXPERTS, "parallel.expert=2"]),
+    "mixtral": ("mixtral", 2, [*GROUPED, *EXPERTS, "parallel.expert=2", "model.sliding_window=6"]),
     "qwen3_moe": (
         "qwen3_moe",
         2,
