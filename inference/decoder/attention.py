@@ -121,7 +121,7 @@ class Rotary:
     def __init__(self, config: Config, device: torch.device) -> None:
         self.switches_at = switches_at(config)  # tokens
         sets = [False] if self.switches_at is None else [False, True]
-        self.frequencies = torch.stack([inverse_frequencies(config, is_long) for is_long in sets]).to(device)
+        self.frequencies = torch.stack([inverse_frequencies(config, device, is_long) for is_long in sets])
         self.factor = attention_factor(config.model.rotary_scaling)
         self.cos = self.sin = torch.empty(len(sets), 0, device=device)
 

@@ -1,7 +1,7 @@
 """The frequencies of rotary positions, plain and stretched (configs/rotary.py), and Megatron-core's module with them.
 
-Everything is computed on the host in fp32, in the order of transformers' modeling_rope_utils.py: at position 100,000
-the last bit of a frequency is a hundredth of a radian.
+Stretched ones are computed on the host in fp32, in the order of transformers' modeling_rope_utils.py: at position
+100,000 the last bit of a frequency is a hundredth of a radian.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Rotary(RotaryEmbedding):
         self.factor = attention_factor(config.model.rotary_scaling) if with_factor else None
         device = self.inv_freq.device
         self.switches_at = switches_at(config)
-        self.short = inverse_frequencies(config).to(device)
-        self.long = self.short if self.switches_at is None else inverse_frequencies(config, is_long=True).to(device)
+        self.short = self.long = inverse_frequencies(config, device)
+        if self.switches_at is not None:
+            self.long = inverse_frequencies(config, device, is_long=True)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Any:
         """Angles of `max_seq_len` positions from `offset` on."""
@@ -53,12 +54,16 @@ def switches_at(config: Config) -> int | None:
     return scaling[LENGTH] if scaling is not None and scaling["rope_type"] == "longrope" else None
 
 
-def inverse_frequencies(config: Config, is_long: bool = False) -> torch.Tensor:
-    """Radians of a position, fp32 `[rotating channels / 2]`, on the host; `is_long`: of a text beyond `switches_at`."""
+def inverse_frequencies(config: Config, device: torch.device, is_long: bool = False) -> torch.Tensor:
+    """Radians of a position, fp32 `[rotating channels / 2]`; `is_long`: of a text beyond `switches_at`."""
     scaling, base, dim = normalised(config.model.rotary_scaling), config.model.rotary_base, derived.rotary_dim(config)
-    powers = base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
-    if scaling is None:
-        return 1.0 / powers
+    # plain ones are made on the device, as Megatron-core makes them
+    steps = torch.arange(0, dim, 2, dtype=torch.float32, device=device if scaling is None else "cpu")
+    powers = base ** (steps / dim)
+    return 1.0 / powers if scaling is None else _stretched(powers, scaling, base, dim, is_long).to(device)
+
+
+def _stretched(powers: torch.Tensor, scaling: dict[str, Any], base: float, dim: int, is_long: bool) -> torch.Tensor:
     kind = scaling["rope_type"]
     if kind == "linear":
         return 1.0 / powers / scaling["factor"]

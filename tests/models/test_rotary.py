@@ -22,6 +22,7 @@ from models.pointwise.frequencies import inverse_frequencies
 from models.specs import Backend, _attention
 from models.transformer_config import transformer_config
 
+HOST = torch.device("cpu")
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 99,
@@ -67,7 +68,7 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
     compute = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]]
     for is_long in (False, True):
         frequencies, factor = compute(theirs, seq_len=LLAMA["max_position_embeddings"] + 1 if is_long else None)
-        assert torch.equal(inverse_frequencies(ours, is_long), frequencies)
+        assert torch.equal(inverse_frequencies(ours, HOST, is_long), frequencies)
         assert rotary.attention_factor(ours.model.rotary_scaling) == factor
 
     family, written = translate.write_config(ours)
@@ -77,7 +78,7 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
     for leave_out in ("rope_scaling", "rope_parameters"):
         file = {key: value for key, value in written.items() if key not in (leave_out, "model_type")}
         frequencies, factor = compute(transformers.LlamaConfig(**json.loads(json.dumps(file))))
-        assert torch.equal(inverse_frequencies(ours), frequencies)
+        assert torch.equal(inverse_frequencies(ours, HOST), frequencies)
         assert rotary.attention_factor(ours.model.rotary_scaling) == factor
 
 
