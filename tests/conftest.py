@@ -35,6 +35,7 @@ BESIDE = FAST | {
     *("cuda/test_fake", "cuda/test_trainings", "cuda/test_pretended_gpu", "launch/test_gpu_check"),
     *("parallel/test_megatron_patches", "models/test_build"),
     *("test_huggingface", "test_huggingface_damage", "test_huggingface_keys", "test_unknown_keys"),
+    *("test_tokenizer_formats",),
     *("simulator/test_plan", "simulator/test_tiers"),
 }
 

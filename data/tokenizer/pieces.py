@@ -42,10 +42,14 @@ class Symbols:
             return
         pool = itertools.chain(NONCHARACTERS, map(chr, itertools.count(PRIVATE)))
         self.stand_ins = dict(zip(sorted(symbols, key=len, reverse=True), pool, strict=False))
-        for first, second in itertools.product(symbols, repeat=2):
-            for length in range(1, min(len(first), len(second))):
-                if first[-length:] == second[:length]:
-                    text = first + second[length:]
+        begins: dict[str, list[str]] = {}
+        for symbol in symbols:
+            for length in range(1, len(symbol)):
+                begins.setdefault(symbol[:length], []).append(symbol)
+        for first in symbols:
+            for begin in range(1, len(first)):
+                for second in begins.get(first[begin:], ()):
+                    text = first[:begin] + second
                     if self._one_after_the_other(text) != self._from_the_left(text):
                         raise NotConvertible(f"its symbols {first!r} and {second!r} overlap")
 

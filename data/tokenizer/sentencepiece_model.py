@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +14,11 @@ import numpy as np
 from configs.schema import ConfigError
 from configs.tokenizer_files import JSON
 from data.tokenizer.base import CLS, EOD_NAMES, MASK, PAD, PAD_NAMES, REPLACEMENT, SEP, SPACE, Tokenizer
+from data.tokenizer.formats.spec import around
 from data.tokenizer.model_json import read_model, tokenizer_json
 from data.tokenizer.pieces import NotConvertible, keeps_text
-from data.tokenizer.settings import first_line, read_settings, refuse_unknown_end, token_name
+from data.tokenizer.rebuilt import AS_IT_IS
+from data.tokenizer.settings import CONFIG, first_line, read_settings, refuse_unknown_end, token_name
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -100,8 +103,18 @@ class SentencePieceTokenizer(Tokenizer):
         return model
 
     def for_transformers(self, family: str) -> dict[str, str]:
-        has_settings = (Path(self.path).parent / "tokenizer_config.json").is_file()  # then it came from Hugging Face
-        return {} if has_settings else tokenizer_json(Path(self.path), family)
+        files = tokenizer_json(Path(self.path), family)
+        named = read_settings(Path(self.path).parent).values
+        if not named:
+            return files
+        # It came from Hugging Face. transformers would make the class that is named there, by rules of its own.
+        spec, settings = (json.loads(files[name]) for name in (JSON, CONFIG))
+        before, after = ([(self._model.id_to_piece(i), i) for i in ids] for ids in (self._before, self._after))
+        spec["post_processor"] = around(before, after) or spec["post_processor"]
+        left_out = ("added_tokens_decoder", "add_bos_token", "add_eos_token", "auto_map")
+        kept = {key: value for key, value in named.items() if key not in left_out}
+        settings = {**settings, **kept, "tokenizer_class": AS_IT_IS}
+        return {JSON: json.dumps(spec, ensure_ascii=False), CONFIG: json.dumps(settings, indent=2) + "\n"}
 
     def decode(self, ids: Iterable[int]) -> str:
         model = self._model

@@ -204,6 +204,31 @@ def test_a_begin_token_stands_before_prompts_where_the_settings_say_so(ranks: di
     _kept(tokenizer, tmp_path / "run")
 
 
+def test_a_sentencepiece_model_of_a_published_folder_leaves_as_it_is_read(tmp_path: Path) -> None:
+    """The class that such a folder names would take one space less at the start of a text."""
+    from transformers import AutoTokenizer
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 9),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=360,
+        model_type="bpe",
+        byte_fallback=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "add_bos_token": True, "legacy": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(tmp_path)
+    for name, text in tokenizer.for_transformers("gpt").items():
+        (tmp_path / name).write_text(text)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in [*TEXTS, " the"]:
+        assert tokenizer.encode_prompt(text) == [1, *tokenizer.encode(text)] == theirs(text).input_ids, repr(text)
+
+
 def test_of_several_formats_one_is_read_and_said(tmp_path: Path) -> None:
     _trained(["<|endoftext|>"]).model.save(str(tmp_path))
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
