@@ -57,7 +57,9 @@ class OpenModel:
     def needed_tokenizer(self, advice: str) -> Tokenizer:
         """The tokenizer. Raises ConfigError, ending in `advice`, where none lies beside the model."""
         if self.tokenizer is None:
-            raise ConfigError(f"{self.source} comes without a tokenizer (tokenizer.json, or one .model file). {advice}")
+            raise ConfigError(
+                f"{self.source} comes without a tokenizer (docs/guide/tokenizers.md has what may be one). {advice}"
+            )
         return self.tokenizer
 
 
