@@ -25,6 +25,7 @@ SOURCES = {
     "import": "a Hugging Face folder, with config.json and *.safetensors or pytorch_model.bin",
     "export": "a folder of `python -m checkpoint.export` or of `python -m models.convert import`",
 }
+ALWAYS_READ_WITH = {"qwen2": "Qwen2Tokenizer"}  # by AutoTokenizer of transformers 5
 
 
 def import_folder(source: Path, target: Path, part_bytes: int | None = None, head_seed: int | None = None) -> None:
@@ -89,10 +90,27 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
         writer.add(name, tensor)
     writer.close()
     _copy(carried, target)
+    _warn_of_class(family.model_type, target)
     generation = special_tokens.generation_config(special)
     if special_tokens.GENERATION_CONFIG not in carried and config.model.family == "gpt" and generation:
         _write_json(target / special_tokens.GENERATION_CONFIG, generation)
     _write_json(target / "config.json", {**hf_config, **special, "dtype": dtype, "torch_dtype": dtype, **others})
+
+
+def _warn_of_class(model_type: str, target: Path) -> None:
+    """Say where transformers' AutoTokenizer reads the tokenizer of a family with a class of its own, whatever the
+    folder says."""
+    from models import folder as folders
+
+    path, always = target / "tokenizer_config.json", ALWAYS_READ_WITH.get(model_type)
+    if always is None or not (target / "tokenizer.json").exists():
+        return
+    said = str(folders.read_json(path).get("tokenizer_class")) if path.exists() else "no class"
+    if said.removesuffix("Fast") != always:
+        _say(
+            f"{target.name} is of model_type {model_type}, whose tokenizers AutoTokenizer of transformers 5 reads as "
+            f"{always}, not as {said}. Read this one with PreTrainedTokenizerFast.from_pretrained."
+        )
 
 
 def _carried_files(source: Path) -> dict[str, Path]:

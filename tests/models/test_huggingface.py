@@ -325,7 +325,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family_against_transformers(name: str, tmp_path: Path) -> None:
+def test_family_against_transformers(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import transformers
 
     batch = random_batch(VOCAB_SIZE, num_samples=4, length=LENGTH)
@@ -372,6 +372,7 @@ def test_family_against_transformers(name: str, tmp_path: Path) -> None:
                 assert error < FP32_GRAD_NORM * max(grad.abs().max().item(), 1e-3 * largest), (layout, key)
 
     assert convert.main(["export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert ("reads as Qwen2Tokenizer, not as no class" in capsys.readouterr().err) == name.startswith("qwen2")
     back = _tensors(tmp_path / "back")
     assert back.keys() == expected.keys()
     for key, tensor in expected.items():

@@ -62,7 +62,7 @@ MEASURED = [
         2,
         ("optimizer.distributed=false", "training.recompute=full", "model.tie_embeddings=false", "model.qk_norm=true"),
     ),
-    Case("gpt_tiny", "", 2, ("parallel.tensor=2", *LATENT)),
+    Case("gpt_tiny", "", 2, ("parallel.tensor=2", *LATENT, "model.sliding_window=16", "model.sequence_length=128")),
     Case(
         "bert_tiny", "", 1, ("training.recompute=selective", "model.attention_dropout=0.1", "model.hidden_dropout=0.1")
     ),
