@@ -87,7 +87,7 @@ class _Variant:
             vocab_size,
             None,
             None,
-            lambda: None,
+            {},
             Saver(config, topology.device),
             Health(config),
         )

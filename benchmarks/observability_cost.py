@@ -229,6 +229,7 @@ def made_up_run(
             line["memory"]["device_peak_by_rank"] = [int((36 + 4 * draw.random()) * 2**30) for _ in range(ranks)]
         if step % 50 == 0:
             line["validation_loss"] = line["loss"] + 0.1
+            line["valid/wiki.v2/loss"] = line["loss"] + 0.2
         if layers:
             popularity = (popularity + 0.05 * torch.randn(layers, experts, generator=generator)).clamp(min=0.05)
             counts = (popularity / popularity.sum(dim=1, keepdim=True) * 262144).long()

@@ -63,6 +63,7 @@ LEFT_OUT = (
 )
 VALUES: dict[str, Any] = {
     "data.corpus": "CORPUS2",
+    "data.validation_corpora": {"readme": "README.md"},
     "data.tokenizer": "TOKENIZER2",
     "data.cache_dir": "CACHE2",
     "training.steps": STEPS + 2,

@@ -36,7 +36,7 @@ from data.tokenizer import is_tokenizer
 # keys that another model is turned into the checkpoint's with; with more another folder is the better advice
 MAX_ADVISED = 6
 # Known by content where the checkpoint says what it was trained on: the same data under another name are the same.
-BY_CONTENT = ("data.corpus", "data.text_key", "data.tokenizer")
+BY_CONTENT = ("data.corpus", "data.validation_corpora", "data.text_key", "data.tokenizer")
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _missing_tokenizer(checkpoint: Path) -> ConfigError:
 def split_rule(start: Start) -> str:
     """How validation is chosen (data/split.py): as it was for the checkpoint. Before it was recorded it was by hash."""
     if start.checkpoint is None:
-        return "exact"
+        return "alike"
     return str(read_state(start.checkpoint).get("data", {}).get("split", {}).get("rule", "hash"))
 
 
@@ -316,7 +316,7 @@ def _changed_since(path: Path, config: Config) -> list[Change]:
         for change in changes(load(path), config)
         if change.on_resume != "free"
         and not KEYS[change.key].architecture
-        and not (change.key == "data.corpus" and _same_place(change.before, change.after))
+        and not (change.key in ("data.corpus", "data.validation_corpora") and _same_place(change.before, change.after))
     ]
 
 
@@ -371,13 +371,13 @@ def in_words(settings: Iterable[Change], data: Iterable[Difference]) -> str:
 
 
 def _same_place(one: Any, other: Any) -> bool:
-    """Whether two values of data.corpus name the same files."""
+    """Whether two values of data.corpus, or of data.validation_corpora, name the same files."""
 
     def resolved(value: Any) -> Any:
         if isinstance(value, list):
             return [resolved(item) for item in value]
         if isinstance(value, dict):
-            return {**value, "path": resolved(value.get("path"))}
+            return {key: item if key == "weight" else resolved(item) for key, item in value.items()}
         return str(Path(value).expanduser().absolute()) if isinstance(value, str) and value != "stdlib" else value
 
     return bool(resolved(one) == resolved(other))

@@ -38,7 +38,15 @@ def on_resume(name: str, before: Config, after: Config) -> OnResume:
         return "free"  # of a tokenizer that is trained here
     if all(idle.has_no_effect(name, config) for config in both):
         return "free"  # an earlier version took what is refused now
+    if name == "data.validation_corpora" and _only_more_or_less(before, after):
+        return "say"  # no number of training looks at them
     return KEYS[name].on_resume
+
+
+def _only_more_or_less(before: Config, after: Config) -> bool:
+    """Whether the validation corpora that both have are the same."""
+    one, other = before.data.validation_corpora, after.data.validation_corpora
+    return all(one[name] == other[name] for name in one.keys() & other.keys())
 
 
 def _looks_at_micro_batches(config: Config) -> bool:

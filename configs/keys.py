@@ -150,7 +150,7 @@ def key(
     """A dataclass field with what `Key` says of it; `architecture` alone is a key that a resume refuses."""
     assert (on_resume is None) == architecture, "on_resume, or architecture"
     metadata = {"meaning": meaning, "on_resume": on_resume or "refuse", "architecture": architecture, **more}
-    if isinstance(default, list):
+    if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 

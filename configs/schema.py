@@ -84,10 +84,16 @@ class DataConfig:
     cache_dir: str = key("cache", "folder of tokenizers and token files; safe to delete", "free")
     validation_fraction: float = key(
         0.02,
-        "share of the text for validation: whole documents by a hash of their names, the last one cut",
+        "share of the text for validation: whole documents by a hash of their names, the last one cut; 0: none",
         "refuse",
-        above=0,
+        low=0,
         below=1,
+    )
+    validation_corpora: Any = key(
+        {},
+        "further texts for validation, by name, none of which is trained on; each has a loss of its own",
+        "refuse",
+        form="a mapping of names (letters, digits, _ - .) to stdlib, a path, or a list of paths",
     )
     num_workers: Optional[int] = key(None, "processes that tokenize; null: all cores", "free", low=1)
     prefetch: int = key(4, "steps of batches made ahead", "free", low=1)

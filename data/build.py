@@ -9,26 +9,31 @@ from collections.abc import Callable, Iterable
 import torch
 
 from configs.schema import Config, ConfigError
-from data.loader import Loader
+from data.corpus import naming_validation
+from data.loader import Loader, Samples
 from data.prepare import PreparedData, TokenFile
 from data.samples import BertSamples, GPTSamples
 from data.split import LEAST_PIECE, LINE_REACH
 from data.tokenizer import load_tokenizer
+from data.validation import EachOnce, check_validation_corpora
+
+HELD_OUT = ""  # the validation documents of data.corpus, among the names of validation corpora
 
 
 def build_data(
     config: Config, prepared: PreparedData, *, rank: int, world_size: int, consumed_samples: int, pin: bool = False
-) -> tuple[Loader, Callable[[], Loader]]:
-    """The training loader, which continues after `consumed_samples`, and a function that makes a validation loader.
+) -> tuple[Loader, dict[str, Callable[[], Loader]]]:
+    """The training loader, which continues after `consumed_samples`, and functions that make a validation loader: of
+    what is held out of the corpus, under HELD_OUT, and of each validation corpus, under its name.
 
     rank, world_size: of the data-parallel group. pin: batches in pinned memory, for a run on a GPU. Each
-    validation loader gives the same training.eval_batches global batches. Raises ConfigError for damaged files, too
-    little data, or a vocabulary that does not fit.
+    validation loader gives the same training.eval_batches global batches, or each sample of a validation corpus once
+    where it has fewer. Raises ConfigError for damaged files, too little data, or a vocabulary that does not fit.
     """
     _check_vocabulary(config, prepared)
     training = config.training
 
-    def loader(samples: GPTSamples | BertSamples, consumed: int, num_steps: int | None) -> Loader:
+    def loader(samples: Samples, consumed: int, num_steps: int | None) -> Loader:
         return Loader(
             samples,
             global_batch_size=training.global_batch_size,
@@ -42,14 +47,30 @@ def build_data(
         )
 
     @functools.cache
-    def validation_samples() -> GPTSamples | BertSamples:
+    def held_out() -> GPTSamples | BertSamples:
         return _samples(config, prepared, prepared.valid, shuffle=False)
 
-    if training.eval_interval:
-        _check_validation(config, prepared)
-        validation_samples()  # an error now rather than at the first evaluation
+    @functools.cache
+    def corpus(name: str) -> EachOnce:
+        with naming_validation(name):
+            samples = _samples(config, prepared, prepared.validation[name], shuffle=False)
+        return EachOnce(samples, training.global_batch_size, training.eval_batches)
+
+    def of_corpus(name: str) -> Loader:
+        return loader(corpus(name), 0, corpus(name).num_steps)
+
+    makers: dict[str, Callable[[], Loader]] = {name: functools.partial(of_corpus, name) for name in prepared.validation}
+    if config.data.validation_fraction > 0:
+        makers = {HELD_OUT: lambda: loader(held_out(), 0, training.eval_batches), **makers}
+    if training.eval_interval:  # an error now rather than at the first evaluation
+        if HELD_OUT in makers:
+            _check_validation(config, prepared)
+            held_out()
+        check_validation_corpora(config, prepared)
+        for name in prepared.validation:
+            corpus(name)
     train_loader = loader(_samples(config, prepared, prepared.train, shuffle=True), consumed_samples, None)
-    return train_loader, lambda: loader(validation_samples(), 0, training.eval_batches)
+    return train_loader, makers
 
 
 def _check_vocabulary(config: Config, prepared: PreparedData) -> None:

@@ -3,7 +3,8 @@
 An identity is what JSON holds:
 
     {"tokenizer": digest, "tokenizer_before": digest that earlier versions gave it, where that is another,
-     "split": {"rule": ..., "fraction": ...}, "sources": [source, ...]}
+     "split": {"rule": ..., "fraction": ...}, "sources": [source, ...],
+     "validation": {name: [source, ...], ...} where there are validation corpora}
 
     source: {"name": as data.corpus has it, "weight": float or null, "documents": int,
              "train": {"tokens": int, "digest": ...}, "valid": the same,
@@ -37,6 +38,10 @@ def differences(now: Identity, trained: Identity) -> list[Difference]:
 
     What an identity of an earlier version lacks is not compared.
     """
+    return [*_of_training(now, trained), *_of_validation(now, trained)]
+
+
+def _of_training(now: Identity, trained: Identity) -> list[Difference]:
     found = []
     reread = _differ(now, trained, "tokenizer") and trained["tokenizer"] == now.get("tokenizer_before")
     if _differ(now, trained, "tokenizer") and not reread:
@@ -78,6 +83,23 @@ def differences(now: Identity, trained: Identity) -> list[Difference]:
         problem = _other_content(source, old, comparable, reread)
         if problem:
             found.append(Difference("data.corpus", f"data.corpus: {problem}"))
+    return found
+
+
+def _of_validation(now: Identity, trained: Identity) -> list[Difference]:
+    """What is otherwise of the validation corpora that both have; one more or less changes no number of training."""
+    reread = _differ(now, trained, "tokenizer") and trained["tokenizer"] == now.get("tokenizer_before")
+    found, comparable = [], not _differ(now, trained, "tokenizer")
+    for name, sources in now.get("validation", {}).items():
+        old_sources = trained.get("validation", {}).get(name)
+        if old_sources is None:
+            continue
+        problem = "has other sources than the run was validated on" if len(sources) != len(old_sources) else None
+        for source, old in zip(sources, old_sources):
+            problem = problem or _other_content(source, old, comparable, reread)
+        if problem:
+            text = problem.replace("the run was trained on", "the run was validated on").replace("(training ", "(")
+            found.append(Difference("data.validation_corpora", f"data.validation_corpora: {name}: {text}"))
     return found
 
 

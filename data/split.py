@@ -3,9 +3,12 @@
 `hash`: the documents whose names hash to less than data.validation_fraction of the range, and one at least. Of few
 documents, or of documents of very different sizes, that is any share of the tokens.
 
-`exact` (what a fresh run gets): documents in the order of their hashes until the share is reached, and of the last one
-its end, cut at a line. Where that would gain nothing the split by hash stays: for many documents whose share it meets,
-and for the standard library, whose figures are recorded. Both depend on the documents alone, not on where they lie.
+`exact`: documents in the order of their hashes until the share is reached, and of the last one its end, cut at a line.
+Where that would gain nothing the split by hash stays: for many documents whose share it meets, and for the standard
+library, whose figures are recorded. Both depend on the documents alone, not on where they lie.
+
+`alike` (what a fresh run gets): as exact, but documents of equal text go to the same side, or are cut at the same
+place. Their hash is that of the text. So no document of validation is trained on under another name.
 """
 
 from __future__ import annotations
@@ -17,46 +20,78 @@ import numpy as np
 
 from data.indexed import documents
 
-RULES = ("hash", "exact")
+RULES = ("hash", "exact", "alike")
 # so many documents with the share met within this fraction of it: the split by hash stays
 MANY_DOCUMENTS, CLOSE = (5_000, 0.1)
 LEAST_PIECE = 8  # tokens: less is not cut off a document
+MOST_CUTS = 16  # copies of a text that are cut alike; of more the text stays whole
 LINE_REACH = 32  # tokens from the exact place to the line end, or else the word, that is taken instead
 
 
 @dataclass(frozen=True)
 class Split:
-    """held_out [documents] bool: whole documents of validation. `cut`: a document that is not, but for its last `tail`
-    tokens.
+    """held_out [documents] bool: whole documents of validation. `cuts`: documents that are not, but for the last `tail`
+    tokens of each; one, or several of equal text.
 
     by_hash: what the rule `hash` gives.
     """
 
     held_out: np.ndarray
     by_hash: bool
-    cut: int | None = None
+    cuts: tuple[int, ...] = ()
     tail: int = 0
 
 
 def split_documents(
-    hashes: np.ndarray, lengths: np.ndarray, fraction: float, rule: str, is_stdlib: bool = False
+    hashes: np.ndarray,
+    lengths: np.ndarray,
+    fraction: float,
+    rule: str,
+    is_stdlib: bool = False,
+    texts: np.ndarray | None = None,
 ) -> Split:
-    """Split documents by their hashes uint64 [d] and lengths in tokens [d]."""
+    """Split documents by their hashes uint64 [d] and lengths in tokens [d]; `alike` also by those of their texts
+    uint64 [d]."""
     assert rule in RULES, rule
+    copies = np.zeros(len(hashes), dtype=bool)
+    if rule == "alike" and texts is not None and not is_stdlib:
+        copies = are_copies(texts)
+        hashes = np.where(copies, texts, hashes)
     by_hash = _by_hash(hashes, fraction)
+    by_hash |= copies & np.isin(hashes, hashes[by_hash & copies])
     total, held_out = int(lengths.sum()), int(lengths[by_hash].sum())
     if rule == "hash" or hash_suffices(len(hashes), total - held_out, held_out, fraction, is_stdlib):
         return Split(by_hash, True)
     target = round(fraction * total)
     order = np.argsort(hashes, kind="stable")
-    ends = np.cumsum(lengths[order])
+    # What stays together, in the order of the hashes: copies of a text, or one document.
+    is_first = np.ones(len(order), dtype=bool)
+    is_first[1:] = (hashes[order[1:]] != hashes[order[:-1]]) | ~copies[order[1:]] | ~copies[order[:-1]]
+    firsts = np.flatnonzero(is_first)
+    lasts = np.append(firsts[1:], len(order))
+    sizes = np.add.reduceat(lengths[order], firsts)
+    ends = np.cumsum(sizes)
     whole = int(np.searchsorted(ends, target, side="right"))
     mask = np.zeros(len(hashes), dtype=bool)
-    mask[order[:whole]] = True
+    mask[order[: firsts[whole] if whole < len(firsts) else len(order)]] = True
     tail = target - (int(ends[whole - 1]) if whole else 0)
-    if tail < LEAST_PIECE:
-        return Split(mask, False)
-    return Split(mask, False, int(order[whole]), tail)
+    for first, last, size in zip(firsts[whole:], lasts[whole:], sizes[whole:]):
+        if tail < LEAST_PIECE:
+            break
+        together = order[first:last]
+        piece = tail // len(together)
+        if size <= tail:  # what comes after copies that could not be cut
+            mask[together] = True
+            tail -= int(size)
+        elif len(together) <= MOST_CUTS and piece >= LEAST_PIECE and len(set(lengths[together].tolist())) == 1:
+            return Split(mask, False, tuple(sorted(together.tolist())), piece)
+    return Split(mask, False)
+
+
+def are_copies(texts: np.ndarray) -> np.ndarray:
+    """Which documents have a text that another one has, bool [d], by the hashes of their texts uint64 [d]."""
+    _, inverse, counts = np.unique(texts, return_inverse=True, return_counts=True)
+    return np.asarray(counts[inverse] > 1)
 
 
 def hash_suffices(num_documents: int, train: int, valid: int, fraction: float, is_stdlib: bool) -> bool:
@@ -133,8 +168,8 @@ def split_index(
     in_document = documents(starts, lengths, bounds)[1]
     split = split_documents(number_hashes(len(in_document)), in_document, fraction, rule)
     held_out = split.held_out
-    if split.cut is not None:
-        of_cut = lengths[int(bounds[split.cut]) : int(bounds[split.cut + 1])]
-        starts, lengths, bounds = cut_document(starts, lengths, bounds, split.cut, cut_place(of_cut, split.tail))
-        held_out = np.insert(held_out, split.cut + 1, True)
+    for number in split.cuts:  # one: its documents' texts are not known
+        of_cut = lengths[int(bounds[number]) : int(bounds[number + 1])]
+        starts, lengths, bounds = cut_document(starts, lengths, bounds, number, cut_place(of_cut, split.tail))
+        held_out = np.insert(held_out, number + 1, True)
     return starts, lengths, bounds, held_out

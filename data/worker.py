@@ -33,9 +33,9 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
     counts.
 
     The .bin holds the tokens; the .npz, which is written last and says that the part is complete, sequence_lengths [n],
-    sequences_per_document [d], hashes [d] (of the documents' names), texts (hashes of what the documents, or their
-    pieces, hold), control_tokens [c, 2] (special tokens that the texts hold, and how often) and goes_on (whether the
-    first document belongs to the last one of the part before).
+    sequences_per_document [d], hashes [d] (of the documents' names), texts (hashes of what the documents' pieces hold),
+    pieces_per_document [d], control_tokens [c, 2] (special tokens that the texts hold, and how often) and goes_on
+    (whether the first document belongs to the last one of the part before).
     GPT: one sequence per document, which ends with end-of-document. BERT: a sequence per sentence.
     """
     dtype = token_dtype(tokenizer.vocab_size)
@@ -45,6 +45,7 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
     counts: list[int] = []
     hashes: list[int] = []
     texts: list[int] = []
+    pieces: list[int] = []  # of each document
     bad: list[str] = []
     num_bytes = 0
     is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
@@ -81,6 +82,10 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
                 hashes.append(document_hash(item.name))
             text = item.text.encode("utf-8")
             texts.append(xxhash.xxh3_64_intdigest(text))
+            if joins:
+                pieces[-1] += 1
+            else:
+                pieces.append(1)
             num_bytes += len(text)
     tokens = np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
     temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")
@@ -96,6 +101,7 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
             num_bytes=np.array(num_bytes),
             bad_lines=np.array(bad, dtype=np.str_),
             control_tokens=np.array(sorted(control.items()), dtype=np.int64).reshape(-1, 2),
+            pieces_per_document=np.array(pieces, dtype=np.int64),
             goes_on=np.array(goes_on),
         )
     temporary.rename(out)

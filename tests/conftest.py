@@ -19,7 +19,7 @@ FAST = {
     *("test_files", "test_keys", "test_last_words", "test_ranks", "test_validate", "test_weights"),
     *("test_idle", "test_advice_sites", "test_preflight"),
     *("test_corpus", "test_documents_in_text", "test_ends", "test_identity", "data/test_kinds", "test_loader"),
-    *("data/test_samples", "test_split", "test_texts"),
+    *("data/test_samples", "test_overlap", "test_split", "test_texts", "test_validation"),
     *("test_load", "test_planner", "test_program", "test_route", "test_solve", "test_trial", "moe/test_trace"),
     *("memory/test_disk", "memory/test_store", "test_budgets", "test_planning", "test_buckets"),
     *("test_costs", "test_events", "optim/test_schedule", "test_start", "test_submit"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ Metrics = dict[str, Any]
 
 @dataclass
 class Run:
-    """One training run on this rank. `make_validation_loader()` starts over at the first validation sample."""
+    """One training run on this rank. `make_validation_loaders`: by the name of a validation corpus, or HELD_OUT of
+    data/build.py; each starts over at the first sample."""
 
     config: Config
     topology: Topology
@@ -29,7 +30,7 @@ class Run:
     vocab_size: int
     tokenizer: Any
     loader: Any
-    make_validation_loader: Callable[[], Any]
+    make_validation_loaders: Mapping[str, Callable[[], Any]]
     saver: Saver
     health: Health
     progress: Progress = field(default_factory=Progress)

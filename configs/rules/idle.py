@@ -172,7 +172,16 @@ READY = [
     ),
     Needs(("training.initial_loss_scale",), lambda c: c.training.precision == "fp16", "training.precision is not fp16"),
     Needs(("logging.wandb_project",), lambda c: c.logging.wandb != "off", "logging.wandb is off"),
-    Needs(("data.text_key", "data.documents_in_text"), lambda c: c.data.corpus != "stdlib", "data.corpus is stdlib"),
+    Needs(
+        ("data.text_key", "data.documents_in_text"),
+        lambda c: c.data.corpus != "stdlib" or bool(c.data.validation_corpora),
+        "data.corpus is stdlib",
+    ),
+    Needs(
+        ("data.validation_corpora",),
+        lambda c: c.training.eval_interval > 0,
+        "training.eval_interval is 0: nothing is evaluated",
+    ),
 ]
 
 

@@ -38,6 +38,16 @@ def batch(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("training.global_batch_size", rule, fixes)
 
 
+def evaluation(config: Config, world_size: int) -> Iterator[Problem]:
+    data, training = config.data, config.training
+    if data.validation_fraction == 0 and training.eval_interval > 0 and not data.validation_corpora:
+        rule = (
+            f"must be greater than 0, as training.eval_interval is {training.eval_interval} and "
+            "data.validation_corpora names nothing to evaluate on"
+        )
+        yield Problem("data.validation_fraction", rule, set_to("data.validation_fraction", [0.02]))
+
+
 def optimizer(config: Config, world_size: int) -> Iterator[Problem]:
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:

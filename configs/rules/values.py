@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ from configs.keys import Key, get
 from configs.rules.problem import Problem, set_to
 from configs.schema import KEYS, Config
 from configs.show import nearest
+
+CORPUS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 def values(config: Config, world_size: int) -> Iterator[Problem]:
@@ -31,6 +34,22 @@ def _legal_values(key: Key, value: Any) -> list[Any]:
     edge = [int(key.low)] if key.low is not None and isinstance(value, int) else []
     tried = [*([close] if close else []), *edge, key.fresh_default(), *(key.choices or (1, 0.5)), None]
     return [new for new in tried if key.broken_rule(new) is None and (new is not None or key.nullable)]
+
+
+def wrong_validation_corpora(value: Any) -> str | None:
+    """What data.validation_corpora must be and is not, in words that read on from the value; None for a legal one."""
+    if not isinstance(value, dict):
+        return f"must be {KEYS['data.validation_corpora'].form}"
+    for name, corpus in value.items():
+        if not (isinstance(name, str) and CORPUS_NAME.fullmatch(name)):
+            return (
+                f"must have names of at most 64 letters, digits, _ - . that begin with a letter or digit, which "
+                f"{name!r} is not"
+            )
+        paths = corpus if isinstance(corpus, list) else [corpus]
+        if not paths or not all(isinstance(path, str) and path.strip() for path in paths):
+            return f"must name texts: {name} must be stdlib, a path, or a list of paths"
+    return None
 
 
 def _accepted(config: Config, name: str) -> Iterator[Problem]:
@@ -65,6 +84,9 @@ def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
     if not items:
         rule = "must be stdlib, a path, or a list of paths or of {path: a path, weight: a number above 0}"
         yield Problem("data.corpus", rule, set_to("data.corpus", ["stdlib"]))
+
+    if (wrong := wrong_validation_corpora(config.data.validation_corpora)) is not None:
+        yield Problem("data.validation_corpora", wrong, set_to("data.validation_corpora", [{}]))
 
     profile, steps = config.training.profile, config.training.steps
     if any(not 1 <= step <= steps for step in profile.steps):

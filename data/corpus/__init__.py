@@ -13,12 +13,12 @@ All but .parquet may be compressed. A document's name is its file and place in i
 lies. torch is not imported here.
 """
 
-from data.corpus.compressed import unpack
+from data.corpus.compressed import unpack, unpacked_blocks
 from data.corpus.documents import BadLine, Document, Span, document_hash
 from data.corpus.parts import plan_parts
 from data.corpus.read import read_span
 from data.corpus.sentences import has_a_sentence_a_line, head_of, split_sentences
-from data.corpus.sources import File, Source, parse_corpus
+from data.corpus.sources import File, Source, naming_validation, parse_corpus, parse_validation
 
 __all__ = [
     "BadLine",
@@ -29,9 +29,12 @@ __all__ = [
     "document_hash",
     "has_a_sentence_a_line",
     "head_of",
+    "naming_validation",
     "parse_corpus",
+    "parse_validation",
     "plan_parts",
     "read_span",
     "split_sentences",
     "unpack",
+    "unpacked_blocks",
 ]

@@ -18,23 +18,30 @@ def unpack(path: str, out: str, limit: int | None = None) -> None:
 
     Raises ConfigError naming the file when it is damaged.
     """
-    import zstandard
-
     temporary = f"{out}.tmp{os.getpid()}"
     written = 0
     try:
-        with open(path, "rb") as source, open(temporary, "wb") as target:
-            for block in _blocks(path, source):
+        with open(temporary, "wb") as target:
+            for block in unpacked_blocks(path):
                 target.write(block)
                 written += len(block)
                 if limit is not None and written >= limit:
                     break
         os.rename(temporary, out)
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, lzma.LZMAError, _BadBzip2) as error:
-        raise ConfigError(f"data.corpus: cannot unpack {path}: {error}; the file is damaged or truncated") from error
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def unpacked_blocks(path: str) -> Iterator[bytes]:
+    """The content of a compressed file, block by block. Raises ConfigError naming the file when it is damaged."""
+    import zstandard
+
+    try:
+        with open(path, "rb") as source:
+            yield from _blocks(path, source)
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, lzma.LZMAError, _BadBzip2) as error:
+        raise ConfigError(f"data.corpus: cannot unpack {path}: {error}; the file is damaged or truncated") from error
 
 
 class _BadBzip2(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sysconfig
@@ -82,6 +83,25 @@ def parse_corpus(corpus: Any, earlier: bool = False) -> list[Source]:
     given = " + ".join(source.given for source in texts)
     merged = [Source("+".join(s.name for s in texts)[:80], None, given, files, notes=notes)] if files else []
     return merged + [source for source in sources if source.megatron]
+
+
+def parse_validation(corpora: dict[str, Any]) -> dict[str, list[Source]]:
+    """Sources of `data.validation_corpora`, by name. Raises ConfigError naming it, the name and the path."""
+    found = {}
+    for name, corpus in corpora.items():
+        with naming_validation(name):
+            found[name] = parse_corpus(corpus)
+    return found
+
+
+@contextlib.contextmanager
+def naming_validation(name: str) -> Iterator[None]:
+    """Makes what is said of a corpus say that it is this validation corpus."""
+    try:
+        yield
+    except ConfigError as error:
+        text = re.sub(r"data\.corpus\b", f"data.validation_corpora.{name}", str(error))
+        raise ConfigError(text) from error
 
 
 def _parse_item(item: Any) -> tuple[str, float | None]:

@@ -29,6 +29,7 @@ keys (as for train.py):
                                  Hugging Face's
   data.cache_dir=cache      where the results go
   data.validation_fraction=0.02  share of the tokens for validation
+  data.validation_corpora='{wiki: A, code: [B,C]}'   further texts, all of them for validation
   data.num_workers=null     processes; null: all cores
   model.family=gpt          gpt, or bert: documents are stored as sentences
 """
@@ -88,7 +89,8 @@ def _prepare(arguments: list[str]) -> int:
         print("            all are listed in " + ", ".join(prepared.bad_lines_files))
     for note in prepared.notes:
         print(f"note        {note}")
-    for name, files in (("train", prepared.train), ("validation", prepared.valid)):
+    validation = ((f"valid/{name}", files) for name, files in prepared.validation.items())
+    for name, files in (("train", prepared.train), ("validation", prepared.valid), *validation):
         for file in files:
             print(f"{name:<11} {file.num_tokens:,} tokens, weight {file.weight:.3f}, {file.prefix}.bin")
     print(f"seconds     {time.monotonic() - begin:.1f}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from configs.schema import ConfigError
 
@@ -20,12 +21,13 @@ class Index:
     """The index of a source's documents.
 
     lengths int32 [n]: of the sequences, in tokens; counts int64 [d]: of each document's sequences; hashes uint64 [d]:
-    of the documents' names.
+    of the documents' names; texts uint64 [d]: of what they hold.
     """
 
     lengths: np.ndarray
     counts: np.ndarray
     hashes: np.ndarray
+    texts: np.ndarray
     num_bytes: int
     bad_lines: list[str]
     control_tokens: Counter[int]  # special tokens that the texts hold
@@ -48,11 +50,15 @@ def load(part: Path) -> Any:
 def read_index(parts: list[Path], family: str, name: str) -> Index:
     """The index of all parts; a document that lies in several is one. Raises ConfigError for one that is too long."""
     lengths, counts, hashes = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+    texts, pieces = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     num_bytes, bad, control = 0, list[str](), Counter[int]()
     for part in parts:
         arrays = load(part)
         own_lengths, own_counts, own_hashes = (
             arrays[key] for key in ("sequence_lengths", "sequences_per_document", "hashes")
+        )
+        own_pieces = (
+            arrays["pieces_per_document"].copy() if "pieces_per_document" in arrays else np.ones_like(own_counts)
         )
         num_bytes += int(arrays["num_bytes"])
         bad += arrays["bad_lines"].tolist()
@@ -71,11 +77,31 @@ def read_index(parts: list[Path], family: str, name: str) -> Index:
                 before[-1], own_lengths = joined, own_lengths[1:]
             else:
                 next(array for array in reversed(counts) if len(array))[-1] += own_counts[0]
-            own_counts, own_hashes = own_counts[1:], own_hashes[1:]
+            next(array for array in reversed(pieces) if len(array))[-1] += own_pieces[0]
+            own_counts, own_hashes, own_pieces = own_counts[1:], own_hashes[1:], own_pieces[1:]
         lengths.append(own_lengths)
         counts.append(own_counts)
         hashes.append(own_hashes)
-    return Index(np.concatenate(lengths), np.concatenate(counts), np.concatenate(hashes), num_bytes, bad, control)
+        texts.append(arrays["texts"])
+        pieces.append(own_pieces)
+    return Index(
+        np.concatenate(lengths),
+        np.concatenate(counts),
+        np.concatenate(hashes),
+        _of_documents(np.concatenate(texts), np.concatenate(pieces)),
+        num_bytes,
+        bad,
+        control,
+    )
+
+
+def _of_documents(texts: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+    """The hash of each document's text uint64 [d], by those of its pieces: of one piece its own."""
+    ends = np.cumsum(pieces)
+    result = texts[ends - pieces]
+    for number in np.flatnonzero(pieces > 1):
+        result[number] = xxhash.xxh3_64_intdigest(texts[ends[number] - pieces[number] : ends[number]].tobytes())
+    return result
 
 
 class PartTokens:

@@ -15,6 +15,7 @@ import xxhash
 
 from configs.files import sync, write_text
 from configs.schema import ConfigError, DataConfig
+from data import shared_documents
 from data.corpus import Source, plan_parts
 from data.digest import file_digest
 from data.indexed import token_dtype, write_index
@@ -22,7 +23,7 @@ from data.prepare.advice import advice
 from data.prepare.bad_lines import SHOWN_BAD_LINES, no_documents
 from data.prepare.part_index import DocumentTokens, Index, PartTokens, load, read_index
 from data.prepare.workers import run_jobs
-from data.split import Split, cut_document, cut_place, split_documents
+from data.split import Split, are_copies, cut_document, cut_place, split_documents
 from data.tokenizer import Tokenizer
 
 COPIED_TOKENS = 1 << 22  # at once
@@ -61,38 +62,39 @@ def tokenize(
         raise ConfigError(no_documents(source.name, 0, []))
     outs = [parts_dir / f"{i:06d}.npz" for i in range(len(parts))]
     sizes = [sum(span.size for span in part) for part in parts]
-    missing = [i for i, out in enumerate(outs) if not out.exists()]
+    missing = [i for i, out in enumerate(outs) if not _is_whole(out)]
     jobs = [{"spans": [astuple(span) for span in parts[i]], "out": str(outs[i]), "size": sizes[i]} for i in missing]
     ready = sum(sizes) - sum(sizes[i] for i in missing)
     run_jobs(jobs, settings, workers, config.timeout_seconds, "tokenizing", ready, show_progress)
 
     index = read_index(outs, family, source.name)
-    split = split_documents(index.hashes, index.tokens(), config.validation_fraction, rule, source.is_stdlib)
-    target = folder if split.by_hash else folder / "exact"
+    split = split_documents(
+        index.hashes, index.tokens(), config.validation_fraction, rule, source.is_stdlib, index.texts
+    )
+    copies = int(are_copies(index.texts).sum())
+    if rule == "alike" and copies and not source.is_stdlib:
+        target = folder / "alike"
+    else:
+        target = folder if split.by_hash else folder / "exact"
     target.mkdir(exist_ok=True)
     (target / "done.json").unlink(missing_ok=True)
     done = _merge(outs, index, target, tokenizer, family, split)
     if not done["documents"]:
         shutil.rmtree(folder)
         raise ConfigError(no_documents(source.name, done["bad_lines"], done["first_bad_lines"]))
-    done["text"] = _text_digest(outs)
+    done["text"] = xxhash.xxh3_128_hexdigest(index.texts.tobytes())  # whatever the documents' tokens and their split
+    done["copies"] = copies
     done["advice"] = advice(source, packed, documents_in_text, done["documents"])
+    shared_documents.write(target, index.texts, split.held_out, split.cuts)
     done["digests"] = {name: file_digest(target / name, cache, config.timeout_seconds) for name in done["sizes"]}
     write_text(target / "done.json", json.dumps(done, indent=1))
     shutil.rmtree(parts_dir)
     shutil.rmtree(unpacked_dir)
 
 
-def _text_digest(parts: list[Path]) -> str | None:
-    """Of the text of all documents, whatever their tokens and their split; None where an earlier version has made a
-    part."""
-    digest = xxhash.xxh3_128()
-    for part in parts:
-        arrays = load(part)
-        if "texts" not in arrays:
-            return None
-        digest.update(arrays["texts"].tobytes())
-    return digest.hexdigest()
+def _is_whole(part: Path) -> bool:
+    """Whether a part is there, with all that one has: an earlier version left out the texts' hashes."""
+    return part.exists() and "texts" in load(part)
 
 
 def _merge(
@@ -103,22 +105,29 @@ def _merge(
     lengths, counts, held_out = index.lengths, index.counts, split.held_out
     tokens = PartTokens(parts, dtype)
     assert len(tokens) == lengths.sum(dtype=np.int64), folder
-    end_at = None
-    if split.cut is not None:
-        place = _cut_place(tokens, index, split.cut, split.tail, tokenizer)
-        starts, bounds = np.cumsum(lengths, dtype=np.int64) - lengths, index.bounds()
-        first = int(bounds[split.cut])
-        _, lengths, bounds = cut_document(starts, lengths, bounds, split.cut, place)
-        counts, held_out = np.diff(bounds), np.insert(held_out, split.cut + 1, True)
+    end_at: set[int] = set()  # tokens, of all parts, behind which a document ends that had no end there
+    grown: list[int] = []  # their sequences
+    bounds = index.bounds()
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    for number in reversed(split.cuts):  # from the last, so that the numbers of the others stay
+        place, first, before = (
+            _cut_place(tokens, index, number, split.tail, tokenizer),
+            int(bounds[number]),
+            len(lengths),
+        )
+        starts, lengths, bounds = cut_document(starts, lengths, bounds, number, place)
+        held_out = np.insert(held_out, number + 1, True)
         if family == "gpt":  # a document is one sequence, which ends with end-of-document
-            end_at = int(starts[first]) + place
+            end_at.add(int(starts[first]) + place)
+            grown = [first, *(sequence + len(lengths) - before for sequence in grown)]
+    counts = np.diff(bounds)
     in_valid = np.repeat(held_out, counts)
     # Runs of sequences that go to the same file, in tokens; most documents go to train, so there are few.
     changes = np.flatnonzero(np.diff(in_valid))
     ends = [*np.cumsum(lengths, dtype=np.int64)[changes].tolist(), len(tokens)]
-    if end_at is not None:
+    if grown:
         lengths = lengths.copy()
-        lengths[first] += 1
+        lengths[grown] += 1
     names = ("train", "valid")
     with contextlib.ExitStack() as stack:
         bins = {name: stack.enter_context(open(folder / f"{name}.bin.tmp", "wb")) for name in names}
@@ -127,7 +136,7 @@ def _merge(
             file = bins["valid" if wanted else "train"]
             for place in range(begin, end, COPIED_TOKENS):
                 file.write(tokens.read(place, min(place + COPIED_TOKENS, end)).data)
-            if end == end_at:
+            if end in end_at:
                 file.write(np.array([tokenizer.eod], dtype).data)
             begin, wanted = end, not wanted
     written = {}

@@ -11,6 +11,7 @@ from typing import Any
 from data.corpus import Source
 from data.corpus.earlier import RULE as EARLIER
 from data.identity import Identity
+from data.shared_documents import Texts
 
 FORMAT_VERSION = 1  # part of every key: raise it when the same inputs give other files
 
@@ -32,20 +33,34 @@ class TokenFile:
 
 @dataclass
 class PreparedData:
-    """What training needs to know of the data. `train` and `valid`: the blends, with weights that sum to 1."""
+    """What training needs to know of the data. `train` and `valid`: the blends, with weights that sum to 1.
+
+    validation: the token files of each validation corpus, all of whose documents count.
+    """
 
     tokenizer_path: str
     vocab_size: int
     family: str
     train: list[TokenFile] = field(default_factory=list)
     valid: list[TokenFile] = field(default_factory=list)
+    validation: dict[str, list[TokenFile]] = field(default_factory=dict)
     num_documents: int = 0
     num_bytes: int = 0  # of text
     num_bad_lines: int = 0
     bad_lines: list[str] = field(default_factory=list)  # the first few, as file:line: reason
     bad_lines_files: list[str] = field(default_factory=list)  # where all of them are listed
     notes: list[str] = field(default_factory=list)  # what else the user should know of the corpus, a sentence each
+    texts: list[Texts] = field(default_factory=list)  # of the terms that are no token files
     identity: Identity = field(default_factory=dict)  # what the data are, by content (data/identity.py)
+
+    def add_validation(self, name: str, part: PreparedData) -> None:
+        """Take what was prepared of a validation corpus, all of it in its `train`."""
+        self.validation[name] = part.train
+        self.identity.setdefault("validation", {})[name] = part.identity["sources"]
+        self.num_bad_lines += part.num_bad_lines
+        self.bad_lines += part.bad_lines
+        self.bad_lines_files += part.bad_lines_files
+        self.notes += [f"data.validation_corpora.{name}: {note}" for note in part.notes]
 
 
 def source_identity(

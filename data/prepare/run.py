@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
+from configs.rules.values import wrong_validation_corpora
 from configs.schema import ConfigError, DataConfig
-from data.corpus import parse_corpus
+from data import overlap, shared_documents
+from data.corpus import Source, naming_validation, parse_corpus, parse_validation
 from data.corpus.earlier import RULE as EARLIER
 from data.corpus.text import RULES
 from data.prepare.megatron import add_megatron
@@ -20,21 +23,22 @@ def prepare(
     family: str,
     show_progress: bool = True,
     rebuild_damaged: bool = False,
-    split_rule: str = "exact",
+    split_rule: str = "alike",
     documents_in_text: str | None = None,
 ) -> PreparedData:
     """Make tokenizer and token files for `config`, or find them done. family: gpt | bert.
 
     Any number of processes may call it at once, with the same arguments (only the one that works shows progress).
     `split_rule`: how validation is chosen (data/split.py); a run goes on with the one that its data have, before
-    `exact` that was `hash`. `documents_in_text`: as the run that goes on has it; None: the config's. `rebuild_damaged`:
-    make token files anew whose size is not what was written; else that is an error. Raises ConfigError for what is
-    wrong with the config, a file or the cache, RuntimeError when a worker process dies, TimeoutError when another
-    process does not finish within data.timeout_seconds.
+    `alike` that was `exact` or `hash`. Terms of data.corpus that hold the same text are refused under `alike`.
+    `documents_in_text`: as the run that goes on has it; None: the config's. `rebuild_damaged`: make token files anew
+    whose size is not what was written; else that is an error. Raises ConfigError for what is wrong with the config, a
+    file or the cache, RuntimeError when a worker process dies, TimeoutError when another process does not finish within
+    data.timeout_seconds.
     """
     _check(config, family)
     rule = config.documents_in_text if documents_in_text is None else documents_in_text
-    sources = parse_corpus(config.corpus, rule == EARLIER)
+    sources, of_validation = parse_corpus(config.corpus, rule == EARLIER), parse_validation(config.validation_corpora)
     cache = Path(config.cache_dir).expanduser().absolute()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -43,14 +47,22 @@ def prepare(
             f"data.cache_dir={config.cache_dir}: cannot make this folder ({error.strerror}); give one that can be "
             "written"
         ) from error
+    found = overlap.find(sources, sources, cache, config.timeout_seconds) if config.validation_fraction else []
+    if split_rule == "alike":
+        overlap.refuse(found)
+    for name, texts in of_validation.items():
+        overlap.refuse_validation(name, overlap.find(texts, sources, cache, config.timeout_seconds))
     tokenizer = find_tokenizer(config, sources, cache, rule, show_progress)
     for note in tokenizer.notes() if show_progress else ():
         print(f"note: {note}", file=sys.stderr, flush=True)
     if family == "bert":
         _ = tokenizer.cls, tokenizer.sep, tokenizer.mask  # an error now rather than in the workers
     prepared = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
+    prepared.notes = [overlap.said(found)] if found else []
     split = {"rule": split_rule, "fraction": config.validation_fraction}
-    if config.documents_in_text != RULES[0] and not any(source.has_text_files for source in sources):
+    if config.documents_in_text != RULES[0] and not any(
+        source.has_text_files for some in (sources, *of_validation.values()) for source in some
+    ):
         prepared.notes.append(
             f"data.documents_in_text={config.documents_in_text} has no effect: data.corpus holds no .txt, .raw or "
             ".tokens"
@@ -58,12 +70,26 @@ def prepare(
     prepared.identity = {"tokenizer": tokenizer.digest, "split": split, "sources": []}
     if tokenizer.earlier_digest != tokenizer.digest:
         prepared.identity["tokenizer_before"] = tokenizer.earlier_digest
-    for source in sources:
-        if source.megatron:
-            add_megatron(prepared, source, config, family, tokenizer, cache)
-        else:
-            add_tokenized(prepared, source, config, family, tokenizer, cache, rule, show_progress, rebuild_damaged)
-    for files in (prepared.train, prepared.valid):
+
+    def add(to: PreparedData, some: list[Source], settings: DataConfig, documents: str) -> None:
+        for source in some:
+            if source.megatron:
+                add_megatron(to, source, settings, family, tokenizer, cache)
+            else:
+                add_tokenized(to, source, settings, family, tokenizer, cache, documents, show_progress, rebuild_damaged)
+
+    add(prepared, sources, config, rule)
+    if split_rule == "alike":
+        prepared.notes += shared_documents.check_terms(prepared.texts, cache)
+    whole = dataclasses.replace(config, validation_fraction=0.0)
+    for name, texts in of_validation.items():
+        part = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
+        part.identity = {"split": {"rule": "hash", "fraction": 0.0}, "sources": []}
+        with naming_validation(name):
+            add(part, texts, whole, config.documents_in_text)
+        prepared.add_validation(name, part)
+        prepared.notes += shared_documents.check_validation(name, part.texts, prepared.texts, cache)
+    for files in (prepared.train, prepared.valid, *prepared.validation.values()):
         total = sum(file.weight for file in files)
         for file in files:
             file.weight /= total
@@ -79,5 +105,7 @@ def _check(config: DataConfig, family: str) -> None:
         )
     if config.documents_in_text not in RULES:
         raise ConfigError(f"data.documents_in_text={config.documents_in_text}: must be one of {', '.join(RULES)}")
+    if (wrong := wrong_validation_corpora(config.validation_corpora)) is not None:
+        raise ConfigError(f"data.validation_corpora={config.validation_corpora}: {wrong}")
     if config.num_workers is not None and config.num_workers < 1:
         raise ConfigError(f"data.num_workers={config.num_workers}: must be at least 1, or null for all cores")

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from data.indexed import IndexedTokens
 from data.prepare.notes import written_out
 from data.prepare.parts import tokenize
 from data.prepare.prepared import PreparedData, TokenFile, cache_key, rule_of, source_identity
+from data.shared_documents import Texts
 from data.split import hash_suffices
 from data.tokenizer import Tokenizer
 
@@ -60,10 +62,12 @@ def add_tokenized(
         with lock.hold(folder / "lock", config.timeout_seconds):
             done = find(rebuild_damaged)
             if done is None:
-                if folder != before and show_progress and any((before / name).exists() for name in MADE_BEFORE):
+                if show_progress and folder != before and any((before / name).exists() for name in MADE_BEFORE):
                     progress.begin(
                         f"{before} is of an earlier version, which cut text files otherwise: tokenizing anew"
                     )
+                elif show_progress and rule == "alike" and not (folder / "alike").exists():
+                    _say_why_again(folder, source)
                 with _room_given_back(folder), writing_into(folder):
                     tokenize(source, config, family, tokenizer, folder, cache, rule, documents_in_text, show_progress)
                 done = find(False)
@@ -75,6 +79,7 @@ def add_tokenized(
             split.append(
                 TokenFile(str(folder / name), num_tokens if source.weight is None else source.weight, num_tokens)
             )
+    prepared.texts.append(Texts(source.given, done["folder"]))
     digests = done["digests"]
     splits = {
         name: {"tokens": done["tokens"][name], "digest": digest_of(digests[f"{name}.bin"], digests[f"{name}.idx"])}
@@ -111,15 +116,19 @@ def _find_done(
     """The summary of finished work, with its `folder`; None when there is none. Raises ConfigError when it was damaged.
 
     The split by hash lies in `folder`, as it did before there was another; one that `exact` makes otherwise in its
-    folder `exact`.
+    folder `exact`, and of documents with copies that of `alike` in its own.
     """
-    for place in [folder / "exact", folder] if rule == "exact" else [folder]:
+    places = {"alike": [folder / "alike", folder / "exact", folder], "exact": [folder / "exact", folder]}
+    for place in places.get(rule, [folder]):
         try:
             done: dict[str, Any] = json.loads((place / "done.json").read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             continue
         done["folder"] = str(place)
-        if rule == "exact" and place == folder:
+        # an earlier version did not look for copies
+        if rule == "alike" and place.name != "alike" and not source.is_stdlib and done.get("copies") != 0:
+            continue
+        if rule != "hash" and place == folder:
             tokens = done["tokens"]
             if not hash_suffices(
                 done["documents"], tokens["train"], tokens["valid"], config.validation_fraction, source.is_stdlib
@@ -127,6 +136,19 @@ def _find_done(
                 continue
         return _checked(done, place, cache, config.timeout_seconds, rebuild_damaged)
     return None
+
+
+def _say_why_again(folder: Path, source: Source) -> None:
+    """Say why tokens are made that are there: by an earlier version, which split documents of equal text by their
+    names."""
+    found = [place / "done.json" for place in (folder, folder / "exact")]
+    if any(path.exists() and '"copies"' not in path.read_text() for path in found):
+        print(
+            f"data.cache_dir: the tokens of {source.given} in {folder} are of an earlier version, which did not look "
+            "for copies of documents: they are made again",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _checked(

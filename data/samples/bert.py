@@ -14,6 +14,7 @@ from data.samples.shared import (
     SAMPLE_ORDER,
     Blend,
     Epochs,
+    Locates,
     check_files,
     of_split,
     open_tokens,
@@ -138,7 +139,7 @@ class BertSamples:
             np.arange(self.vocab_size), [*tokenizer.special_ids(), self.cls, self.sep, self.mask, self.pad]
         )
         self.files = [_BertFile(file, number, self.room, least, seed, shuffle) for number, file in enumerate(files)]
-        self.blend = Blend([file.weight for file in files])
+        self.blend: Locates = Blend([file.weight for file in files])
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """tokens (masked), labels, types int64 [b, s]; loss_mask float32 [b, s]; padding_mask bool [b, s], True = real

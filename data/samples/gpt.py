@@ -14,6 +14,7 @@ from data.samples.shared import (
     SAMPLE_ORDER,
     Blend,
     Epochs,
+    Locates,
     check_files,
     of_split,
     open_tokens,
@@ -87,7 +88,7 @@ class GPTSamples:
         check_files(files)
         self.vocab_size = vocab_size
         self.files = [_GPTFile(file, number, sequence_length, seed, shuffle) for number, file in enumerate(files)]
-        self.blend = Blend([file.weight for file in files])
+        self.blend: Locates = Blend([file.weight for file in files])
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """Samples as tokens and labels int64 [b, s], loss_mask float32 [b, s]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,12 @@ def random_of(seed: int, purpose: int, *index: int) -> np.random.Philox:
 def permutation(seed: int, purpose: int, file: int, epoch: int, n: int) -> np.ndarray:
     """A permutation of range(n), int64 [n]. From raw bits, so that it is the same under every version of numpy."""
     return np.argsort(random_of(seed, purpose, file, epoch).random_raw(n), kind="stable")
+
+
+class Locates(Protocol):
+    """Which file, and which of its samples, sample i is."""
+
+    def locate(self, i: int) -> tuple[int, int]: ...
 
 
 class Blend:

@@ -24,6 +24,7 @@ OTHER: dict[str, Any] = {  # a legal value that is not the default, where the sc
     "memory.disk_dir": "/var/tmp",
     "model.rotary_head_dim": 32,
     "training.profile.ranks": [0],
+    "data.validation_corpora": {"wiki": "wiki.txt"},
 }
 # What gives the keys of a line of NEEDS an effect, by its first key, on gpt_moe_tiny.
 GIVEN: dict[str, tuple[int, list[str]]] = {

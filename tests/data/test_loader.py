@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from configs.schema import Config, ConfigError
-from data.build import build_data, entropy, label_counts, unigram_entropy
+from data.build import HELD_OUT, build_data, entropy, label_counts, unigram_entropy
 from data.loader import Loader
 from data.prepare import prepare
 from tests.waits import LONG, until
@@ -160,7 +160,7 @@ def test_build_data(full_config, family):
             for a, b in zip(x, y, strict=True)
         )
 
-    train, make_validation = build_data(full_config, prepared, rank=0, world_size=1, consumed_samples=0)
+    train, make_validation_loaders = build_data(full_config, prepared, rank=0, world_size=1, consumed_samples=0)
     batch = train.next_step()[0]
     keys = {"tokens", "labels", "loss_mask"} | (
         {"types", "padding_mask", "sentence_label"} if family == "bert" else set()
@@ -168,7 +168,7 @@ def test_build_data(full_config, family):
     assert set(batch) == keys
     assert batch["tokens"].dtype == torch.int64 == batch["labels"].dtype and batch["loss_mask"].dtype == torch.float32
     train.close()
-    losses = [unigram_entropy(make_validation(), prepared.vocab_size) for _ in range(2)]
+    losses = [unigram_entropy(make_validation_loaders[HELD_OUT](), prepared.vocab_size) for _ in range(2)]
     assert losses[0] == losses[1] and 1 < losses[0] < np.log(prepared.vocab_size)
 
 

@@ -44,17 +44,36 @@ def test_any_documents_are_split_at_the_fraction(name, fraction):
             assert name == "many" and abs(held_out - fraction * lengths.sum()) <= 0.1 * fraction * lengths.sum()
         else:
             assert abs(held_out - fraction * lengths.sum()) <= 8
-        if split.cut is not None:
-            assert not split.held_out[split.cut] and 0 < split.tail < lengths[split.cut]
+        if split.cuts:
+            assert not split.held_out[split.cuts[0]] and 0 < split.tail < lengths[split.cuts[0]]
 
 
 def test_the_split_by_hash_is_as_it_was():
     lengths, hashes = np.full(1000, 10), np.array([document_hash(f"a.jsonl@{i}") for i in range(1000)], dtype=np.uint64)
     split = split_documents(hashes, lengths, 0.05, "hash")
-    assert split.by_hash and split.cut is None and (split.held_out == (hashes < int(0.05 * 2.0**64))).all()
+    assert split.by_hash and not split.cuts and (split.held_out == (hashes < int(0.05 * 2.0**64))).all()
     assert (split_documents(hashes, lengths, 0.05, "exact", is_stdlib=True).held_out == split.held_out).all()
     assert split_documents(number_hashes(2), lengths[:2], 0.01, "hash").held_out.sum() == 1
     assert not split_documents(number_hashes(5), lengths[:5], 0.0, "exact").held_out.any()
+
+
+def test_documents_of_equal_text_are_split_alike():
+    rng = np.random.default_rng(2)
+    for num_texts, most, fraction in ((1, 2, 0.02), (1, 40, 0.02), (30, 3, 0.1), (30, 50, 0.3), (4000, 3, 0.1)):
+        of_text = np.repeat(np.arange(num_texts), rng.integers(1, most + 1, num_texts))
+        rng.shuffle(of_text)
+        lengths = rng.integers(400, 600, num_texts)[of_text]
+        texts = rng.integers(0, 2**63, num_texts).astype(np.uint64)[of_text]
+        hashes = rng.integers(0, 2**63, len(of_text)).astype(np.uint64)
+        split = split_documents(hashes, lengths, fraction, "alike", texts=texts)
+        side = split.held_out.astype(int)
+        side[list(split.cuts)] = 2
+        assert len({(text, here) for text, here in zip(of_text.tolist(), side.tolist())}) == num_texts
+        share = (lengths[split.held_out].sum() + split.tail * len(split.cuts)) / lengths.sum()
+        assert most == 40 or abs(share - fraction) < 0.1 * fraction, (num_texts, most)
+    singles = rng.integers(0, 2**63, len(of_text)).astype(np.uint64)
+    one, other = (split_documents(hashes, lengths, 0.1, rule, texts=singles) for rule in ("exact", "alike"))
+    assert (one.held_out == other.held_out).all() and (one.cuts, one.tail) == (other.cuts, other.tail)
 
 
 def text_of(prepared, tokenizer) -> dict[str, str]:
@@ -111,12 +130,12 @@ def test_both_rules_live_side_by_side_in_a_cache(config, texts):
     assert abs(new.valid[0].num_tokens - 0.1 * total) <= LINE_REACH + 1
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == files
     assert prepare(config, "gpt", False, split_rule="hash") == old and prepare(config, "gpt", False) == new
-    assert new.identity["split"]["rule"] == "exact" and old.identity["split"]["rule"] == "hash"
+    assert new.identity["split"]["rule"] == "alike" and old.identity["split"]["rule"] == "hash"
     assert new.num_documents == old.num_documents == len(texts)
 
 
 def test_where_hash_suffices_its_files_are_taken(config, jsonl):
-    jsonl.write_text("".join(json.dumps({"text": f"Text {i % 7}"}) + "\n" for i in range(5600)))
+    jsonl.write_text("".join(json.dumps({"text": f"Text {i}"}) + "\n" for i in range(5600)))
     old = prepare(config, "gpt", False, split_rule="hash")
     new = prepare(config, "gpt", False)
     assert [file.prefix for file in new.train + new.valid] == [file.prefix for file in old.train + old.valid]
@@ -195,4 +214,4 @@ def test_a_resumed_run_keeps_its_rule(tmp_path):
     for state, rule in (({}, "hash"), ({"data": {}}, "hash"), ({"data": {"split": {"rule": "exact"}}}, "exact")):
         (tmp_path / "state.json").write_text(json.dumps({**dict.fromkeys(keys), **state}))
         assert split_rule(Start(new(config, None), tmp_path, False)) == rule
-    assert split_rule(Start(new(config, None), None, True)) == "exact"
+    assert split_rule(Start(new(config, None), None, True)) == "alike"

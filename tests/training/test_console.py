@@ -174,8 +174,9 @@ def test_what_is_placed_and_offloaded_has_one_number_each(capsys: pytest.Capture
 
 
 def test_each_validation_loss_has_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "evaluate", lambda run: (3.0, {}, 4.5 if run.progress.step < 5 else 2.5))
+    monkeypatch.setattr(evaluation, "evaluate", lambda run, make: (make(), {}, 4.5 if run.progress.step < 5 else 2.5))
     run, callback = make_run(steps=5, eval_interval=2), evaluation.Evaluation()
+    run.make_validation_loaders = {evaluation.HELD_OUT: lambda: 3.0}
     run.config.model.sequence_length = 100
     run.skipped = SkippedSamples(Path(), [Skip(8, 16, 2, "a spike"), Skip(1000, 1008, 9, "not yet")])
     for step in range(1, 6):
@@ -188,6 +189,13 @@ def test_each_validation_loss_has_a_line(capsys: pytest.CaptureFixture[str], mon
         ("4", "3,200", "validation loss 3.0000 nats, 1.5000 below the unigram entropy of the same tokens (4.5000)"),
         ("5", "4,000", "validation loss 3.0000 nats, 0.5000 above the unigram entropy of the same tokens (2.5000)"),
     ]
+    run.make_validation_loaders = {"wiki": lambda: 2.0, "code.v2": lambda: 4.0}
+    callback.after_step(run, metrics := {"step": 5})
+    lines = capsys.readouterr().out.splitlines()
+    assert "| validation loss of wiki 2.0000 nats, 0.5000 below the unigram entropy of the same" in lines[0]
+    assert "| validation loss of code.v2 4.0000 nats, 1.5000 above the unigram entropy of the same" in lines[1]
+    assert metrics["valid/wiki/loss"] == 2.0 and metrics["valid/code.v2/unigram_entropy"] == 2.5
+    assert len(metrics) == 5
 
 
 def test_what_fits() -> None:

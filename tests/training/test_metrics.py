@@ -56,6 +56,14 @@ def train_and_ask_megatron(config: Config) -> tuple[Lines, list[float]]:
 
 
 @pytest.fixture(scope="module")
+def data(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """With a validation corpus of its own, which fills no whole number of batches."""
+    path = tmp_path_factory.mktemp("validation") / "own.txt"
+    path.write_text("".join(f"Number {i} of the texts that nobody trains on.\n" for i in range(16)))
+    return [*data, f"data.validation_corpora={{own: {path}}}", "training.eval_interval=3", "training.eval_batches=3"]
+
+
+@pytest.fixture(scope="module")
 def single(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Lines:
     return train_on_ranks([*SIZES, *data, f"run_dir={tmp_path_factory.mktemp('single')}"])
 
@@ -91,6 +99,10 @@ def test_numbers_do_not_depend_on_the_layout(data: list[str], single: Lines, lay
         assert layers["all_to_all"] == ["flat" if "EP2" in layout else "none"] * 3
         memory = line["memory"]
         assert 0 < memory["host"] == memory["device"] and memory["device_peak"] > 0  # on a CPU the device is the host
+    losses = ("validation_loss", "valid/own/loss", "valid/own/unigram_entropy")
+    for name in losses:
+        assert lines[-1][name] == pytest.approx(single[-1][name], rel=FP32_LOSS), name
+    assert not set(losses) & lines[0].keys() and single[-1]["valid/own/loss"] != single[-1]["validation_loss"]
     # Ranks that wait at the end of a step wait for others' numbers: all of them know all.
     assert all(answer[0][-1]["grad_norm_by_part"] == lines[-1]["grad_norm_by_part"] for answer in answers)
     assert len(lines[0]["memory"]["device_peak_by_rank"]) == ranks

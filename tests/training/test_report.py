@@ -105,6 +105,10 @@ def test_every_section_has_its_numbers(run_dir: Path) -> None:
         if not key.startswith("moe_"):
             assert curve == [scalars(line).get(key) for line in lines], key
     assert {f"grad_norm_by_part/{part}" for part in lines[0]["grad_norm_by_part"]} <= set(curves)
+    assert ("validation: wiki.v2", "valid/wiki.v2/loss") in {
+        (series["name"], series["key"]) for series in found.data["charts"]["loss"][0]["series"]
+    }
+    assert "Last validation loss of wiki.v2" in dict(found.data["facts"])
     assert {"validation_loss", "memory/host", "memory/disk", "step_seconds_percentiles/p99"} <= set(curves)
     drawn = {
         series["key"] for charts in found.data["charts"].values() for chart in charts for series in chart["series"]

@@ -247,7 +247,8 @@ def other_value(config: Config, name: str) -> object:
         return (value or 2) + 1
     if float in key.kinds:
         return (value or 0.5) / 2
-    return {"data.corpus": "other.txt", "data.tokenizer": "other.model"}.get(name, "other")
+    others: dict[str, object] = {"data.corpus": "other.txt", "data.tokenizer": "other.model"}
+    return {**others, "data.validation_corpora": {"other": "other.txt"}}.get(name, "other")
 
 
 SHARED = [name for name, key in KEYS.items() if not key.architecture and not key.needed_for and len(key.choices) != 1]
@@ -289,6 +290,21 @@ def test_another_value_of_each_key(tmp_path: Path, known: bool) -> None:
         if known
         else outcomes == {("refuse", False), ("free", True)}
     )
+
+
+def test_a_validation_corpus_more_or_less_is_said(tmp_path: Path) -> None:
+    def with_corpora(corpora: dict[str, str]) -> Config:
+        config = changed_to("data.validation_corpora", corpora)
+        config.training.eval_interval = 1
+        return config
+
+    before = with_corpora({"a": "a.txt", "b": "b.txt"})
+    for corpora, meaning in (
+        ({"a": "a.txt"}, "say"),
+        ({"b": "b.txt", "a": "a.txt", "c": "c.txt"}, "say"),
+        ({"a": "other.txt", "b": "b.txt"}, "refuse"),
+    ):
+        assert on_resume("data.validation_corpora", before, with_corpora(corpora)) == meaning
 
 
 def test_data_are_known_by_content(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
-"""Validation loss every `training.eval_interval` steps and at the end, beside what a unigram model would reach."""
+"""Validation losses every `training.eval_interval` steps and at the end, beside what a unigram model would reach."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from data.build import entropy, label_counts
+from data.build import HELD_OUT, entropy, label_counts
 from training import step
 from training.callbacks.logging.console import stamp
 from training.run import Callback, Metrics, Run
@@ -15,33 +16,42 @@ from training.step import Batch
 
 
 class Evaluation(Callback):
-    """Adds `validation_loss` to the metrics, and says it next to the unigram entropy of the same tokens."""
+    """Adds the loss of what is held out of the corpus to the metrics, as `validation_loss`, and that of each validation
+    corpus, as `valid/NAME/loss`; says each next to the unigram entropy of the same tokens."""
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         interval = run.config.training.eval_interval
         if interval == 0 or (metrics["step"] % interval != 0 and not run.is_last_step):
             return
-        loss, extra, entropy = evaluate(run)
-        metrics["validation_loss"] = loss
-        metrics["unigram_entropy"] = entropy
-        metrics.update({f"validation_{name}": value for name, value in extra.items()})
-        seen = f"{stamp()} step {metrics['step']}/{run.config.training.steps} | {run.tokens_seen:,} tokens"
-        apart = (
-            f"{abs(entropy - loss):.4f} {'below' if loss <= entropy else 'above'} the unigram entropy of the same "
-            f"tokens ({entropy:.4f})"
-        )
-        run.say(f"{seen} | validation loss {loss:.4f} nats, {apart}")
+        for name, make_loader in run.make_validation_loaders.items():
+            loss, extra, entropy = evaluate(run, make_loader)
+            if name == HELD_OUT:
+                metrics["validation_loss"] = loss
+                metrics["unigram_entropy"] = entropy
+                metrics.update({f"validation_{key}": value for key, value in extra.items()})
+            else:
+                numbers = {"loss": loss, "unigram_entropy": entropy, **extra}
+                metrics.update({f"valid/{name}/{key}": value for key, value in numbers.items()})
+            seen = f"{stamp()} step {metrics['step']}/{run.config.training.steps} | {run.tokens_seen:,} tokens"
+            apart = (
+                f"{abs(entropy - loss):.4f} {'below' if loss <= entropy else 'above'} the unigram entropy of the same "
+                f"tokens ({entropy:.4f})"
+            )
+            of = "" if name == HELD_OUT else f" of {name}"
+            run.say(f"{seen} | validation loss{of} {loss:.4f} nats, {apart}")
 
 
-def evaluate(run: Run) -> tuple[float, dict[str, float], float]:
-    """Mean loss over `training.eval_batches` global batches of the validation split, extra losses, unigram entropy in
-    nats."""
+def evaluate(run: Run, make_loader: Callable[[], Any]) -> tuple[float, dict[str, float], float]:
+    """Mean loss over the global batches of a validation loader, extra losses, unigram entropy in nats."""
     counts = torch.zeros(run.vocab_size, dtype=torch.int64)
-    loader = run.make_validation_loader()
+    loader = make_loader()
 
     def steps() -> Iterator[list[Batch]]:
-        for _ in range(run.config.training.eval_batches):
-            batches = loader.next_step()
+        while True:
+            try:
+                batches = loader.next_step()
+            except StopIteration:
+                return
             counts.add_(label_counts([batches], run.vocab_size))
             yield batches
 

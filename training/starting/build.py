@@ -90,7 +90,7 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
             pin=topology.device.type == "cuda",
         )
 
-    loader, make_validation_loader = data(position.consumed_samples)
+    loader, make_validation_loaders = data(position.consumed_samples)
     saver = Saver(config, topology.device)
     run = Run(
         config,
@@ -99,7 +99,7 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
         vocab_size,
         tokenizer,
         loader,
-        make_validation_loader,
+        make_validation_loaders,
         saver,
         health,
         position,
@@ -136,6 +136,8 @@ def _prepare(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:
     early = start.find(config, manifest.problem_with)  # every byte is read once all ranks are there
     start.check_tokenizer(config, early)
     data_config = start.data_config(config, early)
+    if not config.training.eval_interval:
+        data_config = dataclasses.replace(data_config, validation_corpora={})
     # Before a corpus is tokenized, and before any rank of this node has taken its memory.
     vocab_size = expected_vocab_size(dataclasses.replace(config, data=data_config))
     expected = run_plan.make_plan(config, launch.world_size, vocab_size, device.type)

@@ -11,7 +11,7 @@ from configs import derived
 from configs.ranks import launched
 from configs.schema import Config, ConfigError
 from configs.tokenizer_files import core_file
-from data.corpus import parse_corpus
+from data.corpus import parse_corpus, parse_validation
 from data.tokenizer import load_tokenizer, tokenizer_digest
 from parallel.devices import refuse_missing
 from simulator.parameters import places
@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     if config.moe.all_to_all == "hierarchical" and not config.training.elastic:
         _check_nodes(config)
     parse_corpus(config.data.corpus)
+    parse_validation(config.data.validation_corpora)
     begun = start.find(config, manifest.problem_with)  # the bytes are read once, by all ranks together
     if begun.checkpoint is not None:
         start.check_model(config, None, begun.checkpoint)

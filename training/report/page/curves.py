@@ -9,7 +9,7 @@ from training.report.sources import Line, finite
 
 MAX_STEPS = 2000  # points of a curve
 # Sections in order, and their charts: (title, unit, logarithmic, [(key in metrics.jsonl, name)]). A key that ends in /
-# stands for all keys that begin so.
+# stands for all keys that begin so, one with * for all that match.
 Chart = tuple[str, str, bool, list[tuple[str, str]]]
 CURVES: dict[str, list[Chart]] = {
     "loss": [
@@ -17,7 +17,12 @@ CURVES: dict[str, list[Chart]] = {
             "Loss",
             "loss, nats",
             False,
-            [("loss", "training"), ("validation_loss", "validation"), ("unigram_entropy", "unigram entropy")],
+            [
+                ("loss", "training"),
+                ("validation_loss", "validation"),
+                ("valid/*/loss", "validation"),
+                ("unigram_entropy", "unigram entropy"),
+            ],
         ),
         ("Gradient norm", "gradient norm", True, [("grad_norm", "total"), ("grad_norm_by_part/", "")]),
         ("Learning rate", "learning rate", False, [("learning_rate", "learning rate")]),
@@ -35,7 +40,8 @@ CURVES: dict[str, list[Chart]] = {
                     "sentence_loss",
                     "validation_sentence_loss",
                 )
-            ],
+            ]
+            + [("valid/*/sentence_loss", "sentence loss")],
         ),
     ],
     "speed": [
@@ -102,12 +108,16 @@ def chart_of(
     title, unit, logarithmic, keys = chart
     series: list[dict[str, str]] = []
     for key, name in keys:
-        names = (
-            sorted({found for line in flat for found in line if found.startswith(key)}) if key.endswith("/") else [key]
-        )
+        before, star, after = key.partition("*")
+        names = [key]
+        if star or key.endswith("/"):
+            every = {found for line in flat for found in line}
+            names = sorted(found for found in every if found.startswith(before) and found.endswith(after))
         for found in names:
             if any(line.get(found) is not None for line in flat):
                 curves[found] = [line.get(found) for line in flat]
-                series.append({"key": found, "name": name or found.removeprefix(key).replace("_", " ")})
+                own = found[len(before) : len(found) - len(after)]
+                shown = f"{name}: {own}" if star else name or own.replace("_", " ")
+                series.append({"key": found, "name": shown})
     missing = None if series else MISSING.get(title, f"No {title.lower()} in metrics.jsonl.")
     return {"title": title, "unit": unit, "log": logarithmic, "series": series, "missing": missing}

@@ -29,6 +29,13 @@ def facts_of(source: Source) -> list[list[str]]:
         validations = [line["validation_loss"] for line in metrics if finite(line.get("validation_loss")) is not None]
         if validations:
             facts.append(("Last validation loss", f"{validations[-1]:.4f}"))
+        last_of = {
+            key.split("/")[1]: line[key]
+            for line in metrics
+            for key in line
+            if key.startswith("valid/") and key.endswith("/loss") and finite(line[key]) is not None
+        }
+        facts += [(f"Last validation loss of {name}", f"{loss:.4f}") for name, loss in last_of.items()]
         speeds = sorted(speed for line in metrics if (speed := finite(line.get("tokens_per_second"))) is not None)
         if speeds:
             facts.append(("Tokens/s (median)", f"{speeds[len(speeds) // 2]:,.0f}"))

@@ -1,0 +1,202 @@
+"""No document of validation is trained on: terms that hold the same text are refused, copies within one split alike."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.schema import ConfigError, DataConfig
+from data import overlap
+from data.corpus import parse_corpus
+from data.indexed import IndexedTokens, documents, write_tokens
+from data.prepare import prepare
+from data.samples.shared import of_split
+from tests.data.conftest import make_text
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds a folder of texts, the same in other forms, and the cache of all tests."""
+    root = tmp_path_factory.mktemp("overlap")
+    place = root / "texts"
+    (place / "inner").mkdir(parents=True)
+    for i in range(6):
+        (place / ("inner" if i % 2 else "") / f"{i}.txt").write_text(make_text(i, 40 + i))
+    lines = "".join(json.dumps({"text": make_text(50 + i, 12)}) + "\n" for i in range(40))
+    (place / "rows.jsonl").write_text(lines)
+    (place / "empty.txt").write_text("\n")
+    (root / "packed.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    shutil.copy(place / "rows.jsonl", root / "copy.jsonl")
+    shutil.copytree(place, root / "copied")
+    (root / "link").symlink_to(place)
+    (root / "link.jsonl").symlink_to(place / "rows.jsonl")
+    os.link(place / "rows.jsonl", root / "hard.jsonl")
+    (root / "other.jsonl").write_text(json.dumps({"text": make_text(99, 200)}) + "\n")
+    (root / "blank.txt").write_text("\n")
+    rng = np.random.default_rng(0)
+    write_tokens(root / "own", np.uint16, [[rng.integers(3, 300, 60)] for _ in range(30)])
+    for suffix in ("bin", "idx"):
+        shutil.copy(root / f"own.{suffix}", root / f"again.{suffix}")
+    return root
+
+
+@pytest.fixture
+def settings(config: DataConfig, root: Path) -> DataConfig:
+    return replace(config, cache_dir=str(root / "cache"), validation_fraction=0.2)
+
+
+def sides(prepared) -> list[Counter]:
+    """How often each document is trained on, and validated on, by its tokens."""
+    found = []
+    for files in (prepared.train, prepared.valid):
+        counts: Counter = Counter()
+        for file in files:
+            indexed = IndexedTokens(file.prefix)
+            *index, wanted = of_split(file, indexed)
+            starts, lengths = documents(*index)
+            for start, length in zip(starts[wanted].tolist(), lengths[wanted].tolist()):
+                counts[indexed.tokens[start : start + length].tobytes()] += 1
+        found.append(counts)
+    return found
+
+
+def leaks(prepared) -> int:
+    """How many documents of validation, or pieces of them, are in a document that is trained on."""
+    trained, validated = sides(prepared)
+    assert trained and validated
+    return sum(any(piece[:-2] in document for document in trained) for piece in validated)
+
+
+# What two terms of a blend are, by their paths, and which of their files the error names.
+TERMS = {
+    "a folder and a file in it": ("texts", "texts/0.txt", "0.txt"),
+    "a nested folder": ("texts", "texts/inner", "inner/1.txt"),
+    "a file and its copy": ("texts/rows.jsonl", "copy.jsonl", "copy.jsonl has the text of"),
+    "a folder and a copy of a file in it": ("texts", "copy.jsonl", "copy.jsonl has the text of"),
+    "a folder and its copy": ("texts", "copied", "and 6 more such files"),
+    "a symbolic link to a file": ("texts", "link.jsonl", "link.jsonl is the same file as"),
+    "a hard link": ("texts/rows.jsonl", "hard.jsonl", "hard.jsonl is the same file as"),
+    "a folder under two paths": ("texts", "link", "link/0.txt is the same file as"),
+    "lines and the same compressed": ("texts/rows.jsonl", "packed.jsonl.gz", "packed.jsonl.gz has the text of"),
+    "a folder and a compressed file of it": ("packed.jsonl.gz", "texts", "rows.jsonl has the text of"),
+    "token files and their copy": ("own", "again.bin", "again.bin has the text of"),
+    "the same file": ("texts/rows.jsonl", "texts/rows.jsonl", "rows.jsonl is there twice"),
+}
+
+
+# All files under the same names: both are split alike as it is, and one of them with another weight is the same.
+HARMLESS = (
+    "a folder and its copy",
+    "a folder under two paths",
+    "token files and their copy",
+    "the same file",
+)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_that_hold_the_same_text_are_refused(settings, root, name):
+    one, other, words = TERMS[name]
+    paths = [str(root / one), str(root / other)]
+    blend = replace(settings, corpus=[{"path": path, "weight": 1 + i} for i, path in enumerate(paths)])
+    with pytest.raises(ConfigError) as error:
+        prepare(blend, "gpt", False)
+    assert words in str(error.value) and all(path in str(error.value) for path in paths) and "\n" not in str(error)
+    # A run that an earlier version began goes on, validated on what it is trained on.
+    old = prepare(blend, "gpt", False, split_rule="exact")
+    assert old.notes[0].startswith("data.corpus: ") and (leaks(old) > 0) == (name not in HARMLESS)
+    if "one list without weights" in str(error.value) and name not in HARMLESS:
+        alike = prepare(replace(blend, corpus=paths), "gpt", False)
+        assert leaks(alike) == 0 and max(sum(sides(alike), Counter()).values()) == 2  # as often as it was given
+    prepare(replace(blend, corpus=paths[:1]), "gpt", False)  # and leaving one out
+
+
+def test_copies_within_a_term_are_split_alike(settings, root, tmp_path):
+    """A folder with a file, its copy and one compressed; a file that is named twice; a folder and its copy."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        shutil.copy(root / "copy.jsonl", folder / name)
+    shutil.copy(root / "packed.jsonl.gz", folder)
+    single = root / "texts" / "inner" / "5.txt"
+    for corpus, times in ((str(folder), 3), ([str(single)] * 2, 2), ([str(root / "texts"), str(folder)], 4)):
+        alike = prepare(replace(settings, corpus=corpus), "gpt", False)
+        assert leaks(alike) == 0 and max(sum(sides(alike), Counter()).values()) == times
+        if corpus != [str(single)] * 2:
+            assert leaks(prepare(replace(settings, corpus=corpus), "gpt", False, split_rule="exact"))  # as it was
+
+
+def test_what_is_no_overlap(settings, root, tmp_path):
+    rows = (root / "copy.jsonl").read_bytes()
+    (tmp_path / "equal_size.jsonl").write_bytes(b"x" * len(rows))
+    (tmp_path / "equal_head.jsonl.gz").write_bytes(gzip.compress(rows * (overlap.HEAD_BYTES // len(rows) + 1)))
+    (tmp_path / "plain.jsonl").write_bytes(rows * (overlap.HEAD_BYTES // len(rows) + 2))
+    paths = [root / "texts", root / "other.jsonl", root / "blank.txt", *tmp_path.glob("[ep]*")]
+    sources = [source for path in paths for source in parse_corpus(str(path))]
+    assert overlap.find(sources, sources, tmp_path / "cache", 10) == []  # an empty text is no document
+    twice = [{"path": str(paths[0]), "weight": 1}, {"path": str(paths[0]), "weight": 1}]
+    assert not prepare(replace(settings, corpus=twice, validation_fraction=0), "gpt", False).valid
+
+
+def test_documents_in_another_form_are_found(settings, root, tmp_path):
+    """A part of a larger file, and the same texts in another format: many are refused, a few said."""
+    texts = [make_text(200 + i, 9) for i in range(300)]
+    rows = [json.dumps({"text": text}) + "\n" for text in texts]
+    part, whole, single = (tmp_path / name for name in ("part.jsonl", "whole.jsonl", "single.txt"))
+    part.write_text("".join(rows[:150]))
+    whole.write_text("".join(rows))
+    single.write_text(texts[200])
+
+    def prepared(*paths: Path, **more):
+        blend = [{"path": str(path), "weight": 1 + i} for i, path in enumerate(paths)]
+        return prepare(replace(settings, corpus=blend, **more), "gpt", False)
+
+    with pytest.raises(ConfigError, match="documents that .* holds out for validation are in .* too, and trained on"):
+        prepared(part, whole)
+    alike = prepare(replace(settings, corpus=[str(part), str(whole)]), "gpt", False)
+    assert leaks(alike) == 0 and not alike.notes
+    with pytest.raises(ConfigError, match=r"_corpora: 150 of the 150 documents of own \(.*part.jsonl\) are in"):
+        prepared(whole, validation_corpora={"own": str(part)}, validation_fraction=0)
+    with pytest.raises(ConfigError, match="1 of the 1 documents of own"):
+        prepared(whole, validation_corpora={"own": str(single)}, validation_fraction=0)
+    (said,) = prepared(single, validation_corpora={"own": str(whole)}, validation_fraction=0).notes
+    assert said == (
+        f"data.validation_corpora: 1 of the 300 documents of own ({whole}) are in {single} too, and trained on"
+    )
+
+
+def test_what_was_found_is_kept(root, tmp_path, monkeypatch):
+    shutil.copytree(root / "texts", tmp_path / "copied")
+
+    def find() -> list[overlap.Overlap]:
+        sources = [source for path in (root / "texts", tmp_path / "copied") for source in parse_corpus(str(path))]
+        return overlap.find(sources, sources, tmp_path / "cache", 10)
+
+    (first,) = find()
+    assert first.count == 7 and not first.same_file and not first.token_files
+    with monkeypatch.context() as patch:
+        patch.setattr(overlap, "_found", None)  # looking again would fail
+        assert find() == [first]
+    for path in (tmp_path / "copied").rglob("*.*"):
+        path.write_bytes(path.read_bytes() + b"More.\n")
+    assert find() == []
+
+
+def test_tokens_of_an_earlier_version_are_made_again(config, capsys):
+    prepared = prepare(config, "gpt", True)
+    summary = Path(prepared.train[0].prefix).parent / "done.json"
+    done = json.loads(summary.read_text())
+    del done["copies"]
+    summary.write_text(json.dumps(done))
+    capsys.readouterr()
+    assert prepare(config, "gpt", True, split_rule="exact").train == prepared.train
+    assert "earlier version" not in capsys.readouterr().err
+    assert prepare(config, "gpt", True) == prepared and json.loads(summary.read_text())["copies"] == 0
+    assert "which did not look for copies of documents" in capsys.readouterr().err
