@@ -203,6 +203,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "layers_true": ("llama", {"num_hidden_layers": True}, ("num_hidden_layers (true)",)),
     "layers_many": ("qwen3_moe", {"num_hidden_layers": 10**18}, ("num_hidden_layers (1000000000000000000)",)),
     "width_negative": ("llama", {"intermediate_size": -24}, ("intermediate_size (-24)",)),
+    "code_null": ("llama", {"auto_map": None}, ("auto_map (null)", "names of classes")),
+    "kv_heads_null": ("mixtral", {"num_key_value_heads": None}, ("num_key_value_heads (null)",)),
+    "labels_null": ("bert", {"num_labels": None}, ("num_labels (null)",)),
     "epsilon_nan": ("llama", {"rms_norm_eps": float("nan")}, ("rms_norm_eps (NaN)",)),
     "epsilon_zero": ("bert", {"layer_norm_eps": 0.0}, ("layer_norm_eps (0.0)",)),
     "tied_null": ("gpt2", {"tie_word_embeddings": None}, ("tie_word_embeddings (null)", "true or false")),
@@ -284,7 +287,8 @@ IN_USE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-medium": (
         "gpt2",
         {
-            "n_ctx": 16,
+            "n_ctx": 8,
+            "auto_map": {"AutoTokenizer": ["tokenization.Other", None]},
             "n_special": 0,
             "predict_special_tokens": True,
             "output_past": True,
@@ -383,7 +387,8 @@ IN_USE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "OLMoE-1B-7B": (
         "olmoe",
-        {"clip_qkv": None, "rope_scaling": None, "attention_bias": False, "router_aux_loss_coef": 0.01},
+        {"head_dim": None, "add_cross_attention": None, "is_decoder": None, "pruned_heads": None}
+        | {"clip_qkv": None, "rope_scaling": None, "attention_bias": False, "router_aux_loss_coef": 0.01},
     ),
     "DeepSeek-V3": (
         "deepseek_v3",

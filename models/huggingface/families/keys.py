@@ -43,7 +43,8 @@ TEXT = Kind("a text", lambda value: isinstance(value, str))
 TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 CODE = Kind(
-    "an object with the names of classes", lambda value: OBJECT.fits(value) and all(map(TEXT.fits, value.values()))
+    "an object with the names of classes",
+    lambda value: OBJECT.fits(value) and all(isinstance(item, str | list) for item in value.values()),
 )
 LABELS = Kind(
     "an object with numbers as keys", lambda value: OBJECT.fits(value) and all(str(key).isdecimal() for key in value)
@@ -236,7 +237,7 @@ EVERY_FAMILY: Keys = {
     "id2label": irrelevant(or_null(LABELS)),
     "label2id": irrelevant(or_null(OBJECT)),
     "num_labels": irrelevant(COUNT),
-    "auto_map": irrelevant(or_null(CODE)),  # its files do not go along
+    "auto_map": irrelevant(CODE),  # its files do not go along
     "problem_type": only(None, "regression", "single_label_classification", "multi_label_classification"),
     "is_encoder_decoder": only(False, None),
     "tie_encoder_decoder": only(False, None),
