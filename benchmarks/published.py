@@ -115,7 +115,7 @@ def _positions(hf: HfConfig) -> None:
             _set(holder, "original_max_position_embeddings", ORIGINAL)
         longest = round(ORIGINAL * ratio)
         channels = hf["qk_rope_head_dim"] if "kv_lora_rank" in hf else _head_dim(hf)
-        rotating = int(channels * hf.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)))
+        rotating = int(channels * (hf.get("partial_rotary_factor") or scaling.get("partial_rotary_factor") or 1.0))
         for key in ("short_factor", "long_factor"):
             if key in scaling:
                 scaling[key] = scaling[key][: rotating // 2]

@@ -29,7 +29,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from inference.decoder import Decoder
 from models import folder as folders
 from models.build import build_model
-from models.huggingface import special_tokens, translate, unknown_keys
+from models.huggingface import special_tokens, tensors, unknown_keys
 from models.weights import load_logical
 from parallel import topology
 from parallel.dtypes import DTYPES
@@ -174,7 +174,7 @@ def _logical(path: Path, named: bool) -> _Source:
 
 
 def _huggingface(path: Path, named: bool) -> _Source:
-    hf = translate.open_folder(path)
+    hf = tensors.open_folder(path)
     vocab_size = hf.config.model.vocab_size
     assert vocab_size is not None  # every family's config.json has one
     hf.config.training.precision = PRECISIONS[hf.dtype]

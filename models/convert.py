@@ -32,9 +32,9 @@ def import_folder(source: Path, target: Path, part_bytes: int | None = None, hea
     """Hugging Face folder -> folder of logical weights, in files of at most `part_bytes` (2 GB). With a `head_seed` a
     model without an output layer gets a new one. Raises ConfigError."""
     from models import folder as folders  # imports torch, seconds that --help need not wait for
-    from models.huggingface import special_tokens, translate, unknown_keys
+    from models.huggingface import special_tokens, tensors, unknown_keys
 
-    hf = translate.open_folder(source, head_seed)
+    hf = tensors.open_folder(source, head_seed)
     vocab_size = hf.config.model.vocab_size
     assert vocab_size is not None  # every family's config.json has one
     carried = _carried_files(source)
@@ -63,7 +63,7 @@ def export_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
 def export_into(source: Path, target: Path, part_bytes: int | None = None) -> None:
     """Write the files of `export_folder` into a folder that is there. Raises ConfigError."""
     from models import folder as folders
-    from models.huggingface import special_tokens, translate, unknown_keys
+    from models.huggingface import special_tokens, tensors, translate, unknown_keys
 
     config = folders.config_from(folders.read_config(source))
     family, hf_config = translate.write_config(config)
@@ -86,7 +86,7 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
     main_dtype = reader.main_dtype(reader.names())
     dtype = str(main_dtype).removeprefix("torch.")
     writer = folders.Writer(target, part_bytes or folders.PART_BYTES, reader.num_bytes(main_dtype), shown=True)
-    for name, tensor in translate.export_weights(family, config, reader.get):
+    for name, tensor in tensors.export_weights(family, config, reader.get):
         writer.add(name, tensor)
     writer.close()
     _copy(carried, target)

@@ -23,6 +23,7 @@ OTHER: dict[str, Any] = {  # a legal value that is not the default, where the sc
     "moe.placement.max_load": 1.5,
     "memory.disk_dir": "/var/tmp",
     "model.rotary_head_dim": 32,
+    "model.rotary_scaling": {"rope_type": "linear", "factor": 2.0},
     "training.profile.ranks": [0],
     "data.validation_corpora": {"wiki": "wiki.txt"},
 }

@@ -266,7 +266,7 @@ def test_an_earlier_cache_and_an_earlier_run(config, tmp_path, capfd):
     settings = replace(config, corpus=str(path))
     old = prepare(settings, "gpt", False, split_rule="exact", documents_in_text="earlier")
     assert old.num_documents == 41 and "as when the run began" in old.notes[-1]
-    new = prepare(settings, "gpt", True)
+    new = prepare(settings, "gpt", True, split_rule="exact")
     assert (
         f"{Path(old.train[0].prefix).parents[1]} is of an earlier version, which cut text files"
         in capfd.readouterr().err
@@ -279,7 +279,7 @@ def test_an_earlier_cache_and_an_earlier_run(config, tmp_path, capfd):
     assert differences(old.identity, before) == []
     (difference,) = differences(new.identity, before)
     assert difference.key == "data.documents_in_text" and "earlier version" in difference.text
-    lines = prepare(replace(settings, documents_in_text="line"), "gpt", False)
+    lines = prepare(replace(settings, documents_in_text="line"), "gpt", False, split_rule="exact")
     assert [found.key for found in differences(lines.identity, new.identity)] == ["data.documents_in_text"]
     # Files whose documents nobody chooses keep their place in the cache.
     exact = functools.partial(prepare, config, "gpt", False, split_rule="exact")

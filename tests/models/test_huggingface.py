@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from configs.architecture import description
 from configs.schema import ConfigError
 from models import convert, folder
-from models.huggingface import translate
+from models.huggingface import tensors, translate
 from tests.distributed import run
 from tests.models.helpers import Batch, random_batch, relative_error, run_model
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, ORACLE_GRADS, ORACLE_LOGITS
@@ -348,7 +348,7 @@ def test_family_against_transformers(name: str, tmp_path: Path, capsys: pytest.C
     assert result["loss"] == pytest.approx(model.oracle_loss, rel=ORACLE_GRADS)
     family, _ = translate.read_config(json.loads((tmp_path / "hf" / "config.json").read_text()))
     config = folder.config_from(folder.read_config(tmp_path / "ours"))
-    gradients = dict(translate.export_weights(family, config, result["gradients"].__getitem__))
+    gradients = dict(tensors.export_weights(family, config, result["gradients"].__getitem__))
     assert gradients.keys() == expected_gradients.keys()
     largest = max(grad.abs().max().item() for grad in expected_gradients.values())
     for key, grad in gradients.items():

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.schema import ConfigError
 from models import convert
-from models.huggingface import translate
+from models.huggingface import tensors
 from models.huggingface.quantized import dequantize
 from tests.models.mutations import DEEPSEEK
 
@@ -159,7 +159,7 @@ ACCEPTED: dict[str, tuple[Edit, torch.dtype]] = {
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_other_ways_to_say_it(name: str, quantized: Path, tmp_path: Path) -> None:
     edit, dtype = ACCEPTED[name]
-    assert translate.open_folder(_edited(quantized, tmp_path / "hf", edit)).dtype is dtype
+    assert tensors.open_folder(_edited(quantized, tmp_path / "hf", edit)).dtype is dtype
 
 
 def _settings(**changes: Any) -> Edit:
@@ -221,6 +221,6 @@ REFUSED: dict[str, tuple[Edit, tuple[str, ...]]] = {
 def test_what_cannot_be_read_is_refused_by_name(name: str, quantized: Path, tmp_path: Path) -> None:
     edit, says = REFUSED[name]
     with pytest.raises(ConfigError) as error:
-        translate.open_folder(_edited(quantized, tmp_path / "hf", edit))
+        tensors.open_folder(_edited(quantized, tmp_path / "hf", edit))
     assert all(part in str(error.value) for part in says), error.value
     assert "\n" not in str(error.value)
