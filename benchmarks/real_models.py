@@ -2,11 +2,12 @@
 [--markdown] [--json].
 
 FOLDER holds config.json files of published models, one each, called by the model's name. Each is scaled down with its
-keys kept (benchmarks/published.py), gets random weights, and goes the way of a user: `models.convert import`, logits
-against transformers (fp32, up to the original length of scaled positions), two training steps from the imported
+keys kept (tests/models/real_configs.py), gets random weights, and goes the way of a user: `models.convert import`,
+logits against transformers (fp32, up to the original length of scaled positions), two training steps from the imported
 weights, `checkpoint convert` to a Hugging Face folder, logits of that against the run's, and greedy text of both. A
 model is refused in one line that names the key, or all of it agrees: the exit status is 1 if there was a third outcome.
-The columns import and export hold the largest relative difference of logits.
+The columns import and export hold the largest relative difference of logits. What is quantised needs transformers'
+`accelerate`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.published import LENGTH, VOCAB_SIZE, make_folder, scaled
 from benchmarks.tables import table
 from checkpoint import __main__ as checkpoint
 from data.tokenizer import train_tokenizer
@@ -35,10 +35,17 @@ from inference.open_model import open_model
 from models import convert, gpt
 from models.build import family_module
 from tests.models.helpers import random_batch, relative_error
+from tests.models.real_configs import COMPUTED_AS, make_start, scaled
 from tests.tolerances import ORACLE_LOGITS
 from tests.training.helpers import train_on_ranks
 
-NEW_TOKENS = 12
+VOCAB_SIZE, LENGTH, NEW_TOKENS = 512, 40, 12
+# A window is shorter than a sample, and a first length of scaled positions is not.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
+    "vocab_size": VOCAB_SIZE,
+    "original_max_position_embeddings": 48,
+}
 LEARNED = ("gpt2", "bert")  # families whose positions are weights, so that another length is another model
 TRAINING = (
     *("training.steps=2", "training.global_batch_size=4", "training.micro_batch_size=2", "optimizer.lr=1e-3"),
@@ -80,9 +87,9 @@ class Judge:
             shutil.rmtree(case)
 
     def _outcome(self, case: Path, published: dict[str, Any], seed: int) -> Outcome:
-        hf = scaled(published)
+        hf = scaled(published, SIZES, plain=False)
         theirs, ours, run, back = (case / name for name in ("theirs", "ours", "run", "back"))
-        make_folder(hf, theirs, seed)
+        make_start(theirs, hf, seed)
         status, said = _quietly(convert.main, ["import", str(theirs), str(ours)])
         if status:
             refused = status == 2 and "\n" not in said and not ours.exists()
@@ -143,11 +150,11 @@ def _theirs(path: Path, hf: dict[str, Any], batch: dict[str, torch.Tensor]) -> t
             weight_block_size=tuple(hf["quantization_config"]["weight_block_size"]), dequantize=True
         )
     source = path
-    if hf.get("model_type") == "kimi_k2":
-        source = path.with_name(f"{path.name}_as_deepseek_v3")
+    if hf.get("model_type") in COMPUTED_AS:
+        source = path.with_name(f"{path.name}_as_computed")
         shutil.copytree(path, source)
         plain = {key: value for key, value in hf.items() if key != "auto_map"}
-        (source / "config.json").write_text(json.dumps({**plain, "model_type": "deepseek_v3"}))
+        (source / "config.json").write_text(json.dumps({**plain, "model_type": COMPUTED_AS[hf["model_type"]]}))
     with warnings.catch_warnings(), torch.inference_mode(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         model, report = getattr(transformers, name).from_pretrained(source, **more)

@@ -80,6 +80,12 @@ def read_quantization(hf: HfConfig) -> Fp8 | None:
             f"config.json {SECTION}.quant_method ({show(named)}) is not supported: weights must be fp32, bf16 or fp16, "
             "or fp8 with scales (quant_method fp8). Take the model from before it was quantised."
         )
+    unknown = [f"{SECTION}.{key} ({show(section[key])})" for key in section if f"{SECTION}.{key}" not in KEYS]
+    if unknown:
+        raise ConfigError(
+            f"config.json {', '.join(unknown)} is not known of fp8 weights. Take the model from before it was "
+            "quantised."
+        )
     keys = read_keys({f"{SECTION}.{key}": value for key, value in section.items()}, "quantised fp8", KEYS)
     block = keys[f"{SECTION}.weight_block_size"]
     return Fp8(None if block is None else (block[0], block[1]))

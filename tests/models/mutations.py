@@ -29,6 +29,7 @@ from models import convert, gpt
 from models.build import family_module
 from models.weight_files.choice import INDEX_NAME, PICKLED_SINGLE_NAME, SINGLE_NAME
 from tests.models.helpers import random_batch, relative_error
+from tests.models.real_configs import COMPUTED_AS
 from tests.tolerances import ORACLE_LOGITS
 
 VOCAB_SIZE, LENGTH = 61, 9
@@ -126,8 +127,6 @@ FAMILIES = (
     *("gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3"),
     *("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "kimi_k2", "deepseek_v2", "bert"),
 )
-# Families that transformers has no class for: the code that their folders bring is that of another.
-COMPUTED_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def family_of(base: str) -> str:
@@ -827,7 +826,7 @@ class Judge:
         if status != 0:
             return Verdict("wrong", f"opened, but import says: {line}")
         try:
-            theirs = self._theirs(path, BASES[case.base.removesuffix(".parts")][0])
+            theirs = self._theirs(path, self._class_of(case.base))
         except Exception as error:
             return Verdict(
                 "wrong", f"opened, but transformers says {type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -836,6 +835,12 @@ class Judge:
             return Verdict("wrong", f"opened, but in transformers {theirs}")
         distance = relative_error(ours, theirs) if ours.shape == theirs.shape else float("inf")
         return Verdict("agrees" if distance < ORACLE_LOGITS else "wrong", f"logits differ by {distance:.1e}")
+
+    def _class_of(self, base: str) -> str:
+        """The class of transformers that a base was saved as: of a published config the one that it names."""
+        if base.removesuffix(".parts") in BASES:
+            return BASES[base.removesuffix(".parts")][0]
+        return str(json.loads((self.folder / base / "config.json").read_text())["architectures"][0])
 
     def _ours(self, path: Path) -> torch.Tensor:
         with torch.inference_mode(), open_model(path, precision="fp32", device="cpu") as model:

@@ -1,4 +1,4 @@
-"""Published config.json files as starts of the mutation check: every key stays, sizes are scaled down."""
+"""Published config.json files as starts of checks: every key stays, sizes are scaled down."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 Config = dict[str, Any]
-VOCAB_SIZE, POSITIONS, LAYERS, HEADS = 61, 16, 2, 4
+# Families that transformers has no class for: the code that their folders bring is that of another.
+COMPUTED_AS = {"kimi_k2": "deepseek_v3"}
+VOCAB_SIZE, POSITIONS, LAYERS, HEADS, HEAD_DIM = 61, 16, 2, 4, 8
 SMALL: Config = {
-    **dict.fromkeys(("hidden_size", "n_embd"), 16),
+    **dict.fromkeys(("hidden_size", "n_embd"), HEADS * HEAD_DIM),
     **dict.fromkeys(("intermediate_size",), 24),
     **dict.fromkeys(("n_inner",), 20),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), LAYERS),
@@ -26,38 +29,45 @@ SMALL: Config = {
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
-    **dict.fromkeys(("dtype", "torch_dtype"), "float32"),
 }
+BLOCK = 2  # rows and columns that share a scale: it divides all sizes, without which transformers reads other blocks
 AT_MOST = {"first_k_dense_replace": 1, "max_window_layers": LAYERS, "num_experts_per_tok": 2}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 
 
-def scaled(config: Config) -> Config:
-    """A config with the same keys and small sizes, whose weights are neither quantized nor half floats."""
-    small = {key: _scaled(key, value, config) for key, value in config.items() if key != "quantization_config"}
+def scaled(config: Config, sizes: Config | None = None, plain: bool = True) -> Config:
+    """A config with the same keys and small sizes: `sizes` instead of SMALL's. plain: the weights are neither quantized
+    nor half floats."""
+    small = {key: _scaled(key, value, config, SMALL | (sizes or {})) for key, value in config.items()}
     if config.get("n_group", 1) > 1:
         small |= {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+    if plain:
+        small.pop("quantization_config", None)
+        small |= {key: "float32" for key in ("dtype", "torch_dtype") if small.get(key) is not None}
+    elif (small.get("quantization_config") or {}).get("weight_block_size"):
+        small["quantization_config"] = {**small["quantization_config"], "weight_block_size": [BLOCK, BLOCK]}
     return small
 
 
-def _scaled(key: str, value: Any, config: Config) -> Any:
+def _scaled(key: str, value: Any, config: Config, small: Config) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if key in TOKENS:
-        return [token % VOCAB_SIZE for token in value] if isinstance(value, list) else value % VOCAB_SIZE
+        vocab = small["vocab_size"]
+        return [token % vocab for token in value] if isinstance(value, list) else value % vocab
     if key == "num_key_value_heads":
         return HEADS if value == config["num_attention_heads"] else 1 if value == 1 else 2
     if key == "head_dim":
-        return 4 if value * config["num_attention_heads"] == config["hidden_size"] else 6
+        return HEAD_DIM if value * config["num_attention_heads"] == config["hidden_size"] else HEAD_DIM + 2
     if key == "layer_types":
         return value[:LAYERS]
     if key == "mlp_only_layers":
         return [layer for layer in value if layer < LAYERS]
     if key in ("rope_scaling", "rope_parameters"):
-        return {name: _scaled(name, inner, config) for name, inner in value.items()}
+        return {name: _scaled(name, inner, config, small) for name, inner in value.items()}
     if key in ("long_factor", "short_factor"):
-        return value[:2]  # of the four channels of a head
-    return min(value, AT_MOST[key]) if key in AT_MOST else SMALL.get(key, value)
+        return value[: int(HEAD_DIM * config.get("partial_rotary_factor", 1.0)) // 2]  # one for two channels that turn
+    return min(value, AT_MOST[key]) if key in AT_MOST else small.get(key, value)
 
 
 def make_starts(folder: Path, starts: dict[str, Config]) -> dict[str, str]:
@@ -71,28 +81,51 @@ def make_starts(folder: Path, starts: dict[str, Config]) -> dict[str, str]:
     return refused
 
 
-def make_start(folder: Path, config: Config) -> None:
-    """Write a folder with this config.json as it stands, and random weights as transformers makes them of it. Raises
-    what transformers does."""
+def make_start(folder: Path, config: Config, seed: int = 0) -> None:
+    """Write a folder with this config.json as it stands, and random weights of its type, quantised where it says so, as
+    transformers makes them of it. Raises what transformers does."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    code = {**config, "model_type": COMPUTED_AS.get(config["model_type"], config["model_type"])}
+    plain = {key: value for key, value in code.items() if key not in ("quantization_config", "auto_map")}
+    (folder / "config.json").write_text(json.dumps(plain))
     names = config.get("architectures") or [""]
     auto = transformers.AutoModelForPreTraining if config["model_type"] == "bert" else transformers.AutoModelForCausalLM
     model_class = getattr(transformers, names[0], auto)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     loaded = transformers.AutoConfig.from_pretrained(folder)
     model = auto.from_config(loaded) if model_class is auto else model_class(loaded)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
                 tensor.add_(0.1 * torch.randn_like(tensor))
-    model.save_pretrained(folder)
+    named = str(config.get("torch_dtype") or config.get("dtype") or "float32")
+    model.to(getattr(torch, named)).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    if (config.get("quantization_config") or {}).get("quant_method") == "fp8":
+        _quantise(folder / "model.safetensors", config["quantization_config"])
+
+
+def _quantise(file: Path, settings: Config) -> None:
+    """Replace each matrix of the layers by its values in e4m3 and a scale for each block, as DeepSeek-V3's folder has
+    them."""
+    rows, columns = settings["weight_block_size"]
+    skipped = (*(settings.get("modules_to_not_convert") or ()), "lm_head", "embed_tokens", "norm", "mlp.gate.")
+    tensors = {}
+    for name, weight in load_file(file).items():
+        tensors[name] = weight
+        if weight.dim() != 2 or not name.endswith(".weight") or any(part in name for part in skipped):
+            continue
+        blocks = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [bands, rows, blocks, columns]
+        scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        quantised = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors[name] = quantised.flatten(2).flatten(0, 1).contiguous()
+        tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def read_starts(folder: Path) -> dict[str, Config]:

@@ -14,7 +14,7 @@ from configs.weights import adopt, config_from
 from models import folder
 from models.huggingface import special_tokens, translate
 from models.huggingface.special_tokens import BOS, EOS, KEYS, PAD
-from tests.models.mutations import COMPUTED_AS
+from tests.models.real_configs import COMPUTED_AS
 
 
 def test_defaults_are_those_of_transformers() -> None:

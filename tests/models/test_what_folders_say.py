@@ -80,7 +80,7 @@ SAYS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], bool]] = {
     "llama_by_tensors": (
         "llama",
         {"model_type": ABSENT, "architectures": ABSENT},
-        ("no model_type", "architectures (null)", "gpt2, llama, mixtral"),
+        ("no model_type", "architectures (null)", "gpt2, llama, mistral"),
         False,
     ),
     "unknown_class": ("bert", {"model_type": ABSENT, "architectures": ["BartModel"]}, ("BartModel", "bert"), False),
