@@ -10,7 +10,6 @@ import re
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 
@@ -82,9 +81,9 @@ class PickledFile:
 def _load(path: Path, mapped: bool) -> Tensors:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except UnpicklingError as error:
-        raise ConfigError(_refusal(path, str(error))) from error
     except Exception as error:  # of a broken file: RuntimeError, EOFError, ValueError, KeyError and others
+        if type(error).__name__ == "UnpicklingError":  # by its name: nothing here imports what unpickles
+            raise ConfigError(_refusal(path, str(error))) from error
         cause = f"{type(error).__name__}: {_first(str(error))}".removesuffix(": ")
         raise ConfigError(f"{path} is no whole file of torch.save ({cause}); copy it again.") from error
     rule = "it must hold tensors by name, as a state_dict does"

@@ -78,8 +78,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "rope_type": "longrope",
         "factor": 3.0,
         "original_max_position_embeddings": 8,
-        "short_factor": [1.0, 1.5],
-        "long_factor": [2, 9.25],
+        "short_factor": [1.5],
+        "long_factor": [9.25],
     },
     "deepseek": {
         "type": "yarn",
@@ -144,10 +144,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MixtralForCausalLM",
         {
             **LLAMA,
-            "head_dim": 4,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "rope_scaling": SCALINGS["longrope"],
         },
     ),
     "mixtral_tied": (
@@ -210,7 +208,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3ForCausalLM",
         {
             **LLAMA,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            "rope_parameters": {**SCALINGS["longrope"], "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            "original_max_position_embeddings": 8,
             "pad_token_id": 0,
         },
     ),
