@@ -32,9 +32,8 @@ from checkpoint import __main__ as checkpoint
 from data.tokenizer import train_tokenizer
 from inference.generation import generate
 from inference.open_model import open_model
-from models import convert, gpt
-from models.build import family_module
-from tests.models.helpers import random_batch, relative_error
+from models import convert
+from tests.models.helpers import opened_logits, random_batch, relative_error
 from tests.models.real_configs import COMPUTED_AS, make_start, scaled
 from tests.tolerances import ORACLE_LOGITS
 from tests.training.helpers import train_on_ranks
@@ -95,7 +94,7 @@ class Judge:
             refused = status == 2 and "\n" not in said and not ours.exists()
             return Outcome("refused" if refused else "wrong", said)
         batch = random_batch(VOCAB_SIZE, 2, LENGTH, seed)
-        imported = relative_error(_ours(ours, batch), _theirs(theirs, hf, batch)[0])
+        imported = relative_error(opened_logits(ours, batch), _theirs(theirs, hf, batch)[0])
         if imported >= ORACLE_LOGITS:
             return Outcome("wrong", "logits after the import", imported)
         places = [f"checkpoint.weights={ours}", f"run_dir={run}", f"data.cache_dir={self.folder / 'cache'}"]
@@ -109,7 +108,7 @@ class Judge:
             return Outcome("wrong", f"export: {said}", imported)
         after = json.loads((back / "config.json").read_text())
         trained, text = _theirs(back, after, batch)
-        exported = relative_error(_ours(run, batch), trained)
+        exported = relative_error(opened_logits(run, batch), trained)
         if exported >= ORACLE_LOGITS:
             return Outcome("wrong", "logits after the export", imported, exported)
         if text is not None:
@@ -127,14 +126,6 @@ def _quietly(main: Any, arguments: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stderr(words), contextlib.redirect_stdout(io.StringIO()):
         status = main(arguments)
     return status, words.getvalue().strip()
-
-
-def _ours(path: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    with torch.inference_mode(), open_model(path, precision="fp32", device="cpu") as model:
-        if model.config.model.family == "gpt":
-            return gpt.logits(model.chunks[0], batch["tokens"], model.vocab_size).clone()
-        given = {key: value for key, value in batch.items() if key != "labels"}
-        return family_module(model.config).forward(model.chunks[0], given)[0][..., : model.vocab_size].clone()
 
 
 def _theirs(path: Path, hf: dict[str, Any], batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:

@@ -108,7 +108,7 @@ def _warn_of_class(model_type: str, target: Path) -> None:
     said = str(folders.read_json(path).get("tokenizer_class")) if path.exists() else "no class"
     if said.removesuffix("Fast") != always:
         _say(
-            f"{target.name} is of model_type {model_type}, whose tokenizers AutoTokenizer of transformers 5 reads as "
+            f"the model is exported as {model_type}, whose tokenizers AutoTokenizer of transformers 5 reads as "
             f"{always}, not as {said}. Read this one with PreTrainedTokenizerFast.from_pretrained."
         )
 

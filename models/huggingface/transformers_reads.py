@@ -27,9 +27,6 @@ from configs.schema import ConfigError
 from models.huggingface.translate import FAMILIES
 from models.huggingface.unknown_keys import TABLE
 
-# Model types that run another's code.
-CODE_OF = {"kimi_k2": "deepseek_v3"}
-COMING = ("deepseek_v2", "kimi_k2", "mistral", "phi3", "qwen2", "qwen3")  # families that may be added
 # In names of configs that are not a model's.
 OTHER_CONFIGS = (
     *("adapter", "cache", "compile", "deepspeed", "distributed", "fusion", "generation", "kernel", "peft", "plugin"),
@@ -63,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 def all_reads() -> dict[str, set[str]]:
     """What every supported family's code reads; `every_family` has what all of them do."""
     root = _root()
-    each = {name: set().union(*(_reads_of(root, CODE_OF.get(name, name)))) for name in sorted({*FAMILIES, *COMING})}
+    each = {name: set().union(*_reads_of(root, FAMILIES[name].runs_as)) for name in sorted(FAMILIES)}
     common = set.intersection(*each.values())
     return {"every_family": common, **{name: found - common for name, found in each.items()}}
 

@@ -67,7 +67,7 @@ def read_all(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
     model = overrides["model"]
     if model["position_embedding"] == "rope":
         model["max_positions"] = model["sequence_length"]
-    model["export_family"] = family.leaves_as or family.model_type
+    model["export_family"] = family.runs_as
     return family, keys, overrides
 
 

@@ -31,6 +31,7 @@ LLAMA3 = (
     "model.rotary_scaling={rope_type: llama3, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, "
     "original_max_position_embeddings: 8}"
 )
+WINDOW = ("model.sliding_window=8", "model.sliding_window_from=1")
 SHARED_EXPERT = "moe.shared_expert_ffn_hidden_size=64"
 SCARCE = ("moe.capacity_factor=0.8", "moe.router_score=sigmoid", "moe.expert_bias=true")
 
@@ -182,7 +183,7 @@ CASES = {
     "a rank without rows": Case(2, _expert_parallel("keep", *_chunks(4, 2)), FLAT, one_sided=True),
     "interleaved": Case(
         2,
-        ("model=gpt_tiny", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "model.num_layers=4"),
+        ("model=gpt_tiny", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "model.num_layers=4", *WINDOW),
         places.waits({}, 0),
     ),
     "data parallel": Case(2, ("model=gpt_tiny",), places.waits({}, 0), "fp32"),

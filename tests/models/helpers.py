@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from configs.schema import Config
+from inference.open_model import open_model
 from models.build import build_model, family_module
 from models.parallelize import mark_tensor_parallel
 from models.weights import gather_logical
@@ -120,6 +122,15 @@ def run_model(
         "gradients": {name: grad.cpu() for name, grad in gather_logical(chunks, gradient)},
         "data_rank": topology.data.rank,
     }
+
+
+def opened_logits(path: Path, batch: Batch) -> torch.Tensor:
+    """Logits `[b, s, vocab_size]` in fp32 of what `open_model` reads at a path."""
+    given = {key: value for key, value in batch.items() if key != "labels"}
+    with torch.inference_mode(), open_model(path, precision="fp32", device="cpu") as model:
+        output = family_module(model.config).forward(model.chunks[0], given)
+        logits = output if model.config.model.family == "gpt" else output[0]
+        return logits[..., : model.vocab_size].clone()
 
 
 def gradient(tensor: torch.Tensor) -> torch.Tensor:

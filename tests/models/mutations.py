@@ -24,11 +24,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference.open_model import open_model
-from models import convert, gpt
-from models.build import family_module
+from models import convert
+from models.huggingface.translate import FAMILIES
 from models.weight_files.choice import INDEX_NAME, PICKLED_SINGLE_NAME, SINGLE_NAME
-from tests.models.helpers import random_batch, relative_error
+from tests.models.helpers import opened_logits, random_batch, relative_error
 from tests.models.real_configs import COMPUTED_AS
 from tests.tolerances import ORACLE_LOGITS
 
@@ -123,10 +122,6 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert_untied": ("BertForPreTraining", {**BERT, "tie_word_embeddings": False}),
     "bert_masked_lm": ("BertForMaskedLM", BERT),
 }
-FAMILIES = (
-    *("gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3"),
-    *("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "kimi_k2", "deepseek_v2", "bert"),
-)
 
 
 def family_of(base: str) -> str:
@@ -808,7 +803,7 @@ class Judge:
             return Verdict("wrong", f"import raises {type(error).__name__}: {error}")
         line = words.getvalue().strip()
         try:
-            ours = self._ours(path)
+            ours = opened_logits(path, self.batch)
         except ValueError as error:
             if status == 0:
                 return Verdict("wrong", f"imported, but opening it says: {error}")
@@ -841,19 +836,6 @@ class Judge:
         if base.removesuffix(".parts") in BASES:
             return BASES[base.removesuffix(".parts")][0]
         return str(json.loads((self.folder / base / "config.json").read_text())["architectures"][0])
-
-    def _ours(self, path: Path) -> torch.Tensor:
-        with torch.inference_mode(), open_model(path, precision="fp32", device="cpu") as model:
-            if model.config.model.family == "gpt":
-                return gpt.logits(model.chunks[0], self.batch["tokens"], model.vocab_size).clone()
-            return (
-                family_module(model.config)
-                .forward(model.chunks[0], self._without_labels())[0][..., : model.vocab_size]
-                .clone()
-            )
-
-    def _without_labels(self) -> dict[str, torch.Tensor]:
-        return {key: value for key, value in self.batch.items() if key != "labels"}
 
     def _theirs(self, path: Path, saved_as: str) -> torch.Tensor | str:
         """Logits, or what of them is not from the folder, which was saved as a model of this class."""

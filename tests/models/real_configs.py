@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.huggingface.translate import FAMILIES
+
 Config = dict[str, Any]
 # Families that transformers has no class for: the code that their folders bring is that of another.
-COMPUTED_AS = {"kimi_k2": "deepseek_v3"}
+COMPUTED_AS = {name: family.runs_as for name, family in FAMILIES.items() if family.runs_as != name}
 VOCAB_SIZE, POSITIONS, LAYERS, HEADS, HEAD_DIM = 61, 16, 2, 4, 8
 SMALL: Config = {
     **dict.fromkeys(("hidden_size", "n_embd"), HEADS * HEAD_DIM),

@@ -64,7 +64,7 @@ def test_what_transformers_writes_is_in_the_table(base: str) -> None:
     assert translate.read_config(config)[0].model_type == config["model_type"]
 
 
-@pytest.mark.parametrize("base", mutations.FAMILIES)
+@pytest.mark.parametrize("base", FAMILIES)
 def test_absent_keys_mean_what_transformers_means(base: str) -> None:
     import transformers
 

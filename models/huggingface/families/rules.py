@@ -172,6 +172,11 @@ class Family:
     class_by_tensors: Callable[[HfConfig, Callable[[], set[str]]], str | None] | None = None
 
     @property
+    def runs_as(self) -> str:
+        """The family whose class in transformers computes this model."""
+        return self.leaves_as or self.model_type
+
+    @property
     def spellings(self) -> set[str]:
         """The keys of a config.json that the table knows."""
         return {spelling for key, row in self.keys.items() for spelling in (key, *row.also)}
