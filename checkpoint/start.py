@@ -26,7 +26,7 @@ from configs.keys import get
 from configs.ranks import world_size
 from configs.rules import first_problem
 from configs.schema import KEYS, Config, ConfigError, DataConfig
-from configs.show import show
+from configs.show import show_both
 from configs.validate import usable_world_size
 from configs.values import as_typed
 from data.corpus.earlier import RULE as EARLIER
@@ -277,9 +277,10 @@ def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
     )
     works = len(keys) <= MAX_ADVISED and first_problem(fitting, usable_world_size(fitting, world_size())) is None
     typed = " ".join(as_typed(key, value) for key, value in keys.items())
+    shown, other = show_both(our_value, their_value)
     raise ConfigError(
-        f"{name} ({show(our_value)}) differs from the checkpoint {folder} ({show(their_value)}), which is of another "
-        f"model. Try {f'{typed}, or ' if works else ''}another name or run_dir."
+        f"{name} ({shown}) differs from the checkpoint {folder} ({other}), which is of another model. "
+        f"Try {f'{typed}, or ' if works else ''}another name or run_dir."
     )
 
 
@@ -300,8 +301,9 @@ def changed_settings(config: Config, start: Start) -> list[Change]:
     if refused:
         first, keys = refused[0], ",".join(change.key for change in refused)
         more = f" (and {', '.join(change.key for change in refused[1:])})" if len(refused) > 1 else ""
+        after, before = show_both(first.after, first.before)
         raise ConfigError(
-            f"{first.key} ({show(first.after)}) was {show(first.before)} when {start.checkpoint} was written{more}: "
+            f"{first.key} ({after}) was {before} when {start.checkpoint} was written{more}: "
             "training and validation documents, or the order or meaning of samples, would change under the run. Try "
             f"{as_typed(first.key, first.before)}, or checkpoint.accept_changes=[{keys}] to go on all the same."
         )
@@ -363,7 +365,7 @@ def in_words(settings: Iterable[Change], data: Iterable[Difference]) -> str:
     """One short paragraph of what differs, each key once; empty where nothing does."""
     sentences = {change.key: change.text for change in data}
     values = [
-        f"{change.key} {show(change.before)} -> {show(change.after)}"
+        f"{change.key} {' -> '.join(show_both(change.before, change.after))}"
         for change in settings
         if change.key not in sentences
     ]

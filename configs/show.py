@@ -20,6 +20,12 @@ def show(value: Any, width: int | None = 60) -> str:
     return text if width is None or len(text) <= width else f"{text[: width - 10]}...{text[-1]}"
 
 
+def show_both(one: Any, other: Any) -> tuple[str, str]:
+    """Two values that differ: whole where they would be cut to the same words."""
+    shown = show(one), show(other)
+    return shown if shown[0] != shown[1] else (show(one, None), show(other, None))
+
+
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The one of `names` that a user who typed `name` most likely meant, if any is near."""
     close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=cutoff)

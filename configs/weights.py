@@ -19,7 +19,7 @@ from configs.architecture import architecture
 from configs.keys import get, put
 from configs.rotary import normalised
 from configs.schema import KEYS, Config, ConfigError
-from configs.show import show
+from configs.show import show_both
 from configs.tokenizer_files import core_file
 
 FORMAT = "mixtrain-weights-1"
@@ -113,8 +113,9 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
         ):
             name, mine, their = f"{section}.{last}", ours[section].get(last), theirs[section].get(last)
             if mine != their and not means_nothing(config, name, mine, their):
+                shown, theirs_shown = show_both(mine, their)
                 raise ConfigError(
-                    f"{name} ({show(mine)}) is {show(their)} in checkpoint.weights ({origin}), which brings its model. "
+                    f"{name} ({shown}) is {theirs_shown} in checkpoint.weights ({origin}), which brings its model. "
                     f"Leave {name} and presets of another model out."
                 )
 

@@ -64,6 +64,21 @@ def test_another_model_is_refused(tmp_path: Path, override: str, key: str) -> No
     assert str(caught.value).startswith(key) and str(folder) in str(caught.value)
 
 
+def test_what_differs_of_a_long_value_is_not_cut_off(tmp_path: Path) -> None:
+    def scaling(high: float) -> str:
+        return (
+            "model.rotary_scaling={rope_type: llama3, factor: 8.0, low_freq_factor: 1.0, "
+            f"high_freq_factor: {high}, original_max_position_embeddings: 8192}}"
+        )
+
+    folder = tmp_path / "imported"
+    folder.mkdir()
+    imported = compose(["experiment=gpt_tiny", scaling(4.0)])
+    (folder / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT, **description(imported, VOCAB)}))
+    with pytest.raises(ConfigError, match=r"\(\{.*high_freq_factor: 2.0.*\}\) is \{.*high_freq_factor: 4.0"):
+        compose([scaling(2.0), f"checkpoint.weights={folder}"])
+
+
 def test_a_shorter_sequence_is_no_other_model(tmp_path: Path) -> None:
     folder = weights(tmp_path / "imported", "gpt_tiny")
     assert compose(["model.sequence_length=32", f"checkpoint.weights={folder}"]).model.sequence_length == 32
