@@ -8,6 +8,7 @@ import copy
 
 from configs.architecture import architecture
 from configs.schema import Config, ConfigError
+from configs.show import show_both
 from configs.weights import config_from
 from models.huggingface.families import (
     bert,
@@ -98,8 +99,9 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
         except ConfigError as error:  # what the family calls so would be another model
             refused.append(str(error).removesuffix("."))
             continue
+        between = f"; {family.model_type} has "
         wrong = [
-            f"{section}.{key} ({value}; {family.model_type} has {theirs[section].get(key)})"
+            f"{section}.{key} ({between.join(show_both(value, theirs[section].get(key)))})"
             for section in ours
             for key, value in ours[section].items()
             if theirs[section].get(key) != value

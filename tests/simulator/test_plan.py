@@ -484,6 +484,8 @@ def test_text_names_everything() -> None:
     other = dataclasses.replace(plan, config=make_config(["experiment=mixtral_8x7b", "moe.router_score=sigmoid"], 64))
     assert text(other).endswith(f"no export to Hugging Face: {other.unexportable}")
     assert "moe.router_score (sigmoid; mixtral has softmax)" in text(other)
+    other.config.moe.expert_bias = True
+    assert "moe.expert_bias (true; mixtral has false)" in text(other)
 
 
 @pytest.mark.parametrize("bitwise", ["false", "true"])
