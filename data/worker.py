@@ -33,9 +33,10 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
     counts.
 
     The .bin holds the tokens; the .npz, which is written last and says that the part is complete, sequence_lengths [n],
-    sequences_per_document [d], hashes [d] (of the documents' names), texts (hashes of what the documents' pieces hold),
-    pieces_per_document [d], control_tokens [c, 2] (special tokens that the texts hold, and how often) and goes_on
-    (whether the first document belongs to the last one of the part before).
+    sequences_per_document [d], hashes [d] (of the documents' names), texts [d] (hashes of what they hold),
+    control_tokens [c, 2] (special tokens that the texts hold, and how often), goes_on (whether the first document
+    belongs to the last one of the part before), and head and tail: the text of that first document, and of another that
+    goes on in the next part, from which the hashes of the whole are made.
     GPT: one sequence per document, which ends with end-of-document. BERT: a sequence per sentence.
     """
     dtype = token_dtype(tokenizer.vocab_size)
@@ -45,13 +46,14 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
     counts: list[int] = []
     hashes: list[int] = []
     texts: list[int] = []
-    pieces: list[int] = []  # of each document
     bad: list[str] = []
     num_bytes = 0
     is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
     is_control[list(tokenizer.control_tokens())] = True
     control: Counter[int] = Counter()
     goes_on = False
+    text_hash = xxhash.xxh3_64()  # of the document so far
+    head, tail = bytearray(), bytearray()
     for span in spans:
         by_line = span.by_line or span.format == "stdlib" or span.name.lower().endswith(".py")
         for item in read_span(span, text_key):
@@ -81,11 +83,18 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
                 counts.append(new)
                 hashes.append(document_hash(item.name))
             text = item.text.encode("utf-8")
-            texts.append(xxhash.xxh3_64_intdigest(text))
             if joins:
-                pieces[-1] += 1
+                text_hash.update(text)
+                texts[-1] = text_hash.intdigest()
             else:
-                pieces.append(1)
+                text_hash = xxhash.xxh3_64(text)
+                texts.append(text_hash.intdigest())
+            if goes_on and len(hashes) == 1:
+                head += text
+            elif item.ends:
+                tail.clear()
+            else:
+                tail += text
             num_bytes += len(text)
     tokens = np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
     temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")
@@ -101,8 +110,9 @@ def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family
             num_bytes=np.array(num_bytes),
             bad_lines=np.array(bad, dtype=np.str_),
             control_tokens=np.array(sorted(control.items()), dtype=np.int64).reshape(-1, 2),
-            pieces_per_document=np.array(pieces, dtype=np.int64),
             goes_on=np.array(goes_on),
+            head=np.frombuffer(head, dtype=np.uint8),
+            tail=np.frombuffer(tail, dtype=np.uint8),
         )
     temporary.rename(out)
     return {"tokens": len(tokens)}

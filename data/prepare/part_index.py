@@ -50,15 +50,13 @@ def load(part: Path) -> Any:
 def read_index(parts: list[Path], family: str, name: str) -> Index:
     """The index of all parts; a document that lies in several is one. Raises ConfigError for one that is too long."""
     lengths, counts, hashes = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
-    texts, pieces = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+    texts = [np.zeros(0, np.uint64)]
+    text_hash = xxhash.xxh3_64()  # of a document that lies in several parts, so far
     num_bytes, bad, control = 0, list[str](), Counter[int]()
     for part in parts:
         arrays = load(part)
-        own_lengths, own_counts, own_hashes = (
-            arrays[key] for key in ("sequence_lengths", "sequences_per_document", "hashes")
-        )
-        own_pieces = (
-            arrays["pieces_per_document"].copy() if "pieces_per_document" in arrays else np.ones_like(own_counts)
+        own_lengths, own_counts, own_hashes, own_texts = (
+            arrays[key] for key in ("sequence_lengths", "sequences_per_document", "hashes", "texts")
         )
         num_bytes += int(arrays["num_bytes"])
         bad += arrays["bad_lines"].tolist()
@@ -77,31 +75,24 @@ def read_index(parts: list[Path], family: str, name: str) -> Index:
                 before[-1], own_lengths = joined, own_lengths[1:]
             else:
                 next(array for array in reversed(counts) if len(array))[-1] += own_counts[0]
-            next(array for array in reversed(pieces) if len(array))[-1] += own_pieces[0]
-            own_counts, own_hashes, own_pieces = own_counts[1:], own_hashes[1:], own_pieces[1:]
+            text_hash.update(arrays["head"])
+            next(array for array in reversed(texts) if len(array))[-1] = text_hash.intdigest()
+            own_counts, own_hashes, own_texts = own_counts[1:], own_hashes[1:], own_texts[1:]
+        if "tail" in arrays and len(tail := arrays["tail"]):
+            text_hash = xxhash.xxh3_64(tail)
         lengths.append(own_lengths)
         counts.append(own_counts)
         hashes.append(own_hashes)
-        texts.append(arrays["texts"])
-        pieces.append(own_pieces)
+        texts.append(own_texts)
     return Index(
         np.concatenate(lengths),
         np.concatenate(counts),
         np.concatenate(hashes),
-        _of_documents(np.concatenate(texts), np.concatenate(pieces)),
+        np.concatenate(texts),
         num_bytes,
         bad,
         control,
     )
-
-
-def _of_documents(texts: np.ndarray, pieces: np.ndarray) -> np.ndarray:
-    """The hash of each document's text uint64 [d], by those of its pieces: of one piece its own."""
-    ends = np.cumsum(pieces)
-    result = texts[ends - pieces]
-    for number in np.flatnonzero(pieces > 1):
-        result[number] = xxhash.xxh3_64_intdigest(texts[ends[number] - pieces[number] : ends[number]].tobytes())
-    return result
 
 
 class PartTokens:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from configs.schema import Config
 from data.corpus import Document, parse_corpus, plan_parts, read_span
@@ -19,6 +20,8 @@ from data.identity import differences
 from data.indexed import IndexedTokens
 from data.prepare import prepare
 from data.prepare.advice import lone_documents
+from data.prepare.part_index import read_index
+from data.worker import tokenize_part
 from tests.data.test_prepare import documents_of, tree
 
 BERT_SAMPLE = """\
@@ -151,6 +154,30 @@ def test_documents_are_the_same_in_any_parts(tmp_path, monkeypatch, rule, seed):
     if rule == "file":
         assert joined == whole
     assert [text.strip() for text in joined] == [text.strip() for text in whole]
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_a_text_has_one_hash_however_it_is_cut(tmp_path, monkeypatch, tokenizer, family):
+    """So a document in pieces is known again in another file, where it is a line of JSON."""
+    for module in (text_module, parts_module):
+        monkeypatch.setattr(module, "PIECE_BYTES", 256)
+    monkeypatch.setattr(text_module, "REACH_BYTES", 64)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + made_up(1).encode())
+    (tmp_path / "b.md").write_bytes(made_up(1).encode())
+    files = [file for name in ("a.txt", "b.md", "a.txt") for file in parse_corpus(str(tmp_path / name))[0].files]
+    for rule in ("file", "blank_line", "line"):
+        seen = []
+        for part_bytes in (256, 1000, 1 << 20):
+            monkeypatch.setattr(parts_module, "MIN_PART_BYTES", part_bytes)
+            outs = []
+            for i, part in enumerate(plan_parts(files, {}, rule)):
+                outs.append(tmp_path / f"{i}.npz")
+                tokenize_part(tokenizer, part, "text", family, outs[-1])
+            seen.append(read_index(outs, family, "a").texts.tolist())
+        own = [xxhash.xxh3_64_intdigest(text.encode()) for text in documents(path, rule)]
+        whole = xxhash.xxh3_64_intdigest((tmp_path / "b.md").read_bytes())
+        assert seen == [[*own, whole, *own]] * 3 and (rule != "file" or own == [whole])
 
 
 def test_borders_lie_where_a_tokenizer_would_cut(tmp_path, monkeypatch):
