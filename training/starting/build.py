@@ -161,8 +161,6 @@ def _prepare(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:
             f"{prepared.bad_lines[0]}",
             flush=True,
         )
-    for note in prepared.notes if launch.rank == 0 else ():
-        print(f"data: {note}", flush=True)
     return prepared, expected
 
 
