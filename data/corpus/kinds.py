@@ -106,7 +106,8 @@ def look_into(place: Path, earlier: bool = False) -> Folder:
         elif path.suffix in (".bin", ".idx"):
             partners.setdefault(path.with_suffix(""), set()).add(path.suffix)
         elif kind is None:
-            found.leave_out(suffix_of(path.name) or "without a suffix", name)
+            began = " as when the run began" if earlier and format_of(path.name) else ""
+            found.leave_out(f"{suffix_of(path.name) or 'without a suffix'}{began}", name)
         else:
             found.files.append(path)
             if not path.stat().st_size:

@@ -159,6 +159,7 @@ def test_what_a_folder_leaves_out_is_counted_and_named(config, tmp_path, capsys)
     # To an earlier version it held less, and a run that was begun with it goes on so.
     (source,) = parse_corpus(str(folder), earlier=True)
     assert [file.name for file in source.files] == [".git/words.txt", "README.md", "a.txt", "sub/deep/empty.txt"]
+    assert " as when the run began (" in source.notes[0] and note not in source.notes[0]
 
 
 def test_a_folder_of_one_kind_says_nothing_and_one_without_any_names_what_it_has(tmp_path):
