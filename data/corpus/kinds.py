@@ -118,7 +118,7 @@ def look_into(place: Path, earlier: bool = False) -> Folder:
         if len(suffixes) == 1:
             (own,) = suffixes
             found.leave_out(f"{own} without its {'.idx' if own == '.bin' else '.bin'}", f"{name}{own}")
-        elif found.files or earlier:  # Megatron's tools write them beside their text: both would be the same text twice
+        elif found.files:  # Megatron's tools write them beside their text: both would be the same text twice
             found.leave_out(".bin/.idx beside text, to be named by path", f"{name}.bin")
         else:
             found.pairs.append(prefix)

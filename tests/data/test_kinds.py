@@ -180,6 +180,10 @@ def test_a_folder_of_token_files(config, tmp_path):
     assert [file.prefix for file in prepared.train] == [str(folder / "a"), str(folder / "sub/b")]
     assert [file.weight for file in prepared.train] == [0.75, 0.25]
     assert [source["name"] for source in prepared.identity["sources"]] == [f"{folder}/a", f"{folder}/sub/b"]
+    # A run that an earlier version began with the pairs by name may name the folder: it holds nothing else.
+    assert [source.megatron for source in parse_corpus(str(folder), earlier=True)] == [
+        file.prefix for file in prepared.train
+    ]
     blend = [{"path": str(folder), "weight": 0.5}, {"path": config.corpus, "weight": 0.5}]
     prepared = prepare(replace(config, corpus=blend), "gpt", False)
     assert [file.weight for file in prepared.train] == [0.375, 0.125, 0.5]
