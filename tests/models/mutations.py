@@ -523,15 +523,14 @@ def _tensor_damages(
 
     def resplit(tensors: dict[str, torch.Tensor]) -> None:
         # Gate and up of unequal widths, with the same sum.
-        gates = sorted(
-            key
-            for key in tensors
-            if key.endswith(("gate_proj.weight", "w1.weight", "query.weight", "fc.weight", "q_proj.weight"))
-        )
-        gate = generator.choice(gates or [name])
-        up = (
-            gate.replace("gate_proj", "up_proj").replace("w1", "w3").replace("query", "key").replace("q_proj", "k_proj")
-        )
+        twins = {"gate_proj": "up_proj", "w1": "w3", "query": "key", "q_proj": "k_proj", "fc": "fc"}
+        pairs = [
+            (key, key.replace(one, other))
+            for key in sorted(tensors)
+            for one, other in twins.items()
+            if key.endswith(f"{one}.weight") and key.replace(one, other) in tensors
+        ]
+        gate, up = generator.choice(pairs or [(name, name)])
         tensors[gate], tensors[up] = torch.cat([tensors[gate], tensors[up][:2]]), tensors[up][2:]
 
     def swap(tensors: dict[str, torch.Tensor]) -> None:
