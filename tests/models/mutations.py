@@ -480,7 +480,9 @@ def config_cases(folder: Path, number: int, seed: int, bases: Sequence[str] = tu
         what = ", ".join(
             f"no {key}" if value is DROP else f"{key}={json.dumps(value)}" for key, value in changes.items()
         )
-        yield Case(base, kind, what, changed(changes), (*changes, "tensor", f" {changes.get('model_type')} model"))
+        # Another family may miss any key.
+        more = ("config.json",) if "model_type" in changes else ()
+        yield Case(base, kind, what, changed(changes), (*changes, "tensor", *more))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -771,7 +773,7 @@ def same_meaning_cases() -> Iterator[Case]:
 def start_cases(starts: Sequence[str]) -> Iterator[Case]:
     """Published configs as they are, but for their sizes."""
     for base in starts:
-        yield Case(base, AS_PUBLISHED, "but for its sizes", lambda path: None, ("config.json",))
+        yield Case(base, AS_PUBLISHED, "but for its sizes", lambda path: None, ("config.json", "tensor"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

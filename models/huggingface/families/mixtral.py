@@ -13,6 +13,7 @@ from models.huggingface.families.keys import (
     carried,
     irrelevant,
     must,
+    only,
     or_null,
 )
 from models.huggingface.families.llama import (
@@ -42,6 +43,7 @@ KEYS: Keys = {
     "num_experts": carried(COUNT, also=("num_local_experts",)),
     "num_experts_per_tok": carried(COUNT, 2),
     "sliding_window": carried(or_null(COUNT), None),
+    "layer_types": only(None),  # transformers' code has the window in all layers, and loads none
     "router_jitter_noise": irrelevant(REAL),  # of training
 }
 MISTRAL_KEYS: Keys = {
@@ -50,6 +52,7 @@ MISTRAL_KEYS: Keys = {
     "head_dim": carried(or_null(COUNT), None),
     "max_position_embeddings": carried(COUNT, 4096 * 32),
     "sliding_window": carried(or_null(COUNT), 4096),
+    "layer_types": only(None),
 }
 
 

@@ -11,12 +11,14 @@ from models.huggingface.families.keys import (
     NUMBER,
     POSITIVE_REAL,
     PROBABILITY,
+    TOKEN,
     HfConfig,
+    Key,
     Keys,
     Kind,
     carried,
-    irrelevant,
     must,
+    only,
     or_null,
 )
 from models.huggingface.families.llama import (
@@ -58,7 +60,8 @@ KEYS: Keys = {
     "resid_pdrop": carried(PROBABILITY, 0.0),
     "embd_pdrop": carried(PROBABILITY, 0.0),
     "sliding_window": carried(or_null(COUNT), None),
-    "auto_map": irrelevant(),  # of the code that the first folders came with
+    "layer_types": only(None),  # transformers' code has the window in all layers, and loads none
+    "pad_token_id": Key(or_null(TOKEN), 32000),
 }
 
 
@@ -72,7 +75,7 @@ def _read(keys: HfConfig) -> Overrides:
         channels > 0 and channels % 2 == 0,
         "partial_rotary_factor",
         share,
-        f"leave an even number of the {size} channels of a head: rotary positions turn pairs of channels",
+        f"leave an even number of the {size} channels of a head (head_dim): rotary positions turn pairs of channels",
     )
     must(
         keys["embd_pdrop"] == dropout,
@@ -102,6 +105,7 @@ def _write(config: Config) -> HfConfig:
         **share,
         **{place: {**hf[place], **share} for place in PLACES if place in hf},
         LENGTH: (model.rotary_scaling or {}).get(LENGTH, hf["max_position_embeddings"]),
+        "pad_token_id": None,  # an absent one means 32000; an export says which it is
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
         "sliding_window": model.sliding_window,
