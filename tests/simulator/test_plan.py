@@ -420,7 +420,7 @@ def test_a_dry_run_changes_nothing_and_the_plan_is_left_behind(data: list[str], 
     assert [rank["rank"] for rank in plan["memory_per_rank"]] == [0, 1]
     for rank in plan["memory_per_rank"]:
         assert rank["total"] == sum(rank[kind] for kind in KINDS) > 0
-    assert "moe.expert_bias (True; " in plan["unexportable"]
+    assert "moe.expert_bias (true; " in plan["unexportable"]
     assert plan["parameters"]["total"] > plan["parameters"]["active"] > 0 and plan["flops_per_token"] > 0
 
 
