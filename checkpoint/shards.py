@@ -29,21 +29,7 @@ from configs.files import writing
 from configs.schema import ConfigError
 from optim.tiers.hold import StateHold
 from optim.tiers.stored import StoredTensor
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from parallel.dtypes import SAFETENSORS_NAMES
 
 
 class Cancelled(Exception):
@@ -87,7 +73,7 @@ class Snapshot:
         self.header = safetensors_header.encode(
             safetensors_header.Entry(
                 t.key,
-                DTYPES[t.data.dtype],
+                SAFETENSORS_NAMES[t.data.dtype],
                 tuple(t.data.shape),
                 tuple(t.global_shape),
                 tuple(t.global_offset),

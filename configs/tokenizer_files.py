@@ -45,6 +45,9 @@ OF_CLASS = {
     **dict.fromkeys(("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"), WORD_PIECES),
     "QWenTokenizer": TIKTOKEN,
 }
+# Model types whose tokenizers transformers 5 reads with this class, whatever a folder says
+# (models/auto/tokenization_auto.py).
+ALWAYS_READ_WITH = {"qwen2": "Qwen2Tokenizer"}
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*")
 
 

@@ -19,13 +19,12 @@ from typing import Any
 from configs import command
 from configs.architecture import description
 from configs.schema import ConfigError
-from configs.tokenizer_files import FOR_TRANSFORMERS, SETTINGS, VOCABULARIES, tokenizer_files
+from configs.tokenizer_files import ALWAYS_READ_WITH, FOR_TRANSFORMERS, SETTINGS, VOCABULARIES, tokenizer_files
 
 SOURCES = {
     "import": "a Hugging Face folder, with config.json and *.safetensors or pytorch_model.bin",
     "export": "a folder of `python -m checkpoint.export` or of `python -m models.convert import`",
 }
-ALWAYS_READ_WITH = {"qwen2": "Qwen2Tokenizer"}  # by AutoTokenizer of transformers 5
 
 
 def import_folder(source: Path, target: Path, part_bytes: int | None = None, head_seed: int | None = None) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from configs.tokenizer_files import ALWAYS_READ_WITH
 from data.tokenizer.formats.patterns import QWEN
 from data.tokenizer.formats.spec import byte_level, split
 from data.tokenizer.formats.word_lists import bert_normalizer
@@ -14,7 +15,7 @@ from data.tokenizer.probes import PROBES
 NFC = {"type": "NFC"}
 AS_IT_IS = "PreTrainedTokenizerFast"  # the class that takes tokenizer.json as it is
 # The class that transformers 5.23 takes for a type of model (models/auto/tokenization_auto.py): where
-# tokenizer_config.json names none, and of the last one always.
+# tokenizer_config.json names none, and of some always.
 OF_MODEL = {
     "gpt2": "GPT2Tokenizer",
     "bert": "BertTokenizer",
@@ -22,9 +23,8 @@ OF_MODEL = {
     "olmoe": "GPTNeoXTokenizer",
     "qwen3": "Qwen2Tokenizer",
     "qwen3_moe": "Qwen2Tokenizer",
-    "qwen2": "Qwen2Tokenizer",
+    **ALWAYS_READ_WITH,
 }
-ALWAYS = "qwen2"
 
 
 def class_of(settings: dict[str, Any], folder: Path) -> str:
@@ -34,7 +34,7 @@ def class_of(settings: dict[str, Any], folder: Path) -> str:
     except (OSError, ValueError, AttributeError):  # no model's folder
         model = None
     named = str(settings.get("tokenizer_class") or "")
-    return OF_MODEL.get(model, "") if model == ALWAYS or not named else named.removesuffix("Fast")
+    return OF_MODEL.get(model, "") if model in ALWAYS_READ_WITH or not named else named.removesuffix("Fast")
 
 
 def comes_apart(spec: dict[str, Any], settings: dict[str, Any], name: str) -> str | None:

@@ -15,23 +15,8 @@ import torch
 
 from configs.schema import ConfigError
 from models.weight_files.checks import check_file, one_line
+from parallel.dtypes import SAFETENSORS_NAMES
 
-# torch's types, as safetensors calls them
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -114,4 +99,4 @@ def _first(said: str) -> str:
 
 
 def _dtype(tensor: torch.Tensor) -> str:
-    return DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    return SAFETENSORS_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
