@@ -18,7 +18,7 @@ import torch
 from memory.pool import WORKSPACE
 from moe.experts.compute import ExpertCompute
 from moe.experts.sizes import SPARE_ROWS
-from moe.experts.weights import ChunkInputs, GradInputs, WeightGrads, Weights, WeightWork
+from moe.experts.weights import ChunkInputs, GradInputs, Slab, SlabWork, WeightGrads, WeightWork
 
 PR_SET_TIMERSLACK = 29  # <linux/prctl.h>; by default the kernel may wake us 50 microseconds late to save power
 
@@ -44,7 +44,7 @@ class Clock:
         self._late += time.perf_counter() - before - seconds
 
 
-def _products(assignments: int, weights: Weights) -> float:
+def _products(assignments: int, weights: Slab) -> float:
     """Floating-point operations of both matrix products for so many pairs."""
     return 2.0 * assignments * (weights.fc1[0].numel() + weights.fc2[0].numel())
 
@@ -65,13 +65,13 @@ class VirtualAccelerator(ExpertCompute):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         n, source = len(inputs.assignments.rows), inputs.source_NH
         output = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
-        self.clock.work(_products(n, inputs.weights))
+        self.clock.work(_products(n, inputs.weights.home))
         return output, preactivation
 
     def input_grads(
         self, inputs: GradInputs, preactivation: torch.Tensor | None, grads: WeightGrads | None
     ) -> tuple[torch.Tensor, torch.Tensor, WeightWork | None]:
-        weights, source, n = inputs.chunk.weights, inputs.chunk.source_NH, len(inputs.chunk.assignments.rows)
+        weights, source, n = inputs.chunk.weights.home, inputs.chunk.source_NH, len(inputs.chunk.assignments.rows)
         input_grad = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
         probs_grad = WORKSPACE.take((n,), source, torch.promote_types(source.dtype, torch.float32))
         flops = _products(n, weights)
@@ -81,14 +81,20 @@ class VirtualAccelerator(ExpertCompute):
             self.clock.work(flops + _products(n, weights))
             return input_grad, probs_grad, None
         columns = weights.fc1.size(1), weights.fc2.size(2)
-        work = WeightWork(inputs, *(WORKSPACE.take((n + SPARE_ROWS, number), source) for number in columns))
+        buffers = [WORKSPACE.take((n + SPARE_ROWS, number), source) for number in columns]
+        given = inputs.sums_grad_RH, inputs.sums_rows_n
+        parts = [SlabWork(part, *given, *(each[part.part] for each in buffers)) for part in inputs.chunk.by_slab()]
+        work = WeightWork(parts, buffers)
         self.clock.work(flops)
         return input_grad, probs_grad, work
 
     def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
-        chunk = work.inputs.chunk
-        columns = work.preactivation_grad.size(1) + work.activated.size(1)
-        self.clock.work(2.0 * len(chunk.assignments.rows) * chunk.source_NH.size(1) * columns)
+        for part in work.parts:
+            columns = part.preactivation_grad.size(1) + part.activated.size(1)
+            self.clock.work(2.0 * len(part.inputs.assignments.rows) * part.inputs.source_NH.size(1) * columns)
+            of_slab = grads.of(part.inputs.index)
+            for expert in range(len(part.inputs.slab)):
+                of_slab.mark(expert)
         work.free()
 
 

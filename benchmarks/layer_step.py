@@ -18,8 +18,8 @@ from benchmarks import link
 from benchmarks.accelerator import VirtualAccelerator, VirtualExperts
 from moe.alltoall.flat import FlatAllToAll, Handle, SplitSizes
 from moe.experts.compute import ExpertCompute
-from moe.experts.weights import Weights
-from moe.layer import routed_experts
+from moe.experts.weights import Slab
+from moe.layer import Setting, routed_experts
 from moe.planning.costs import LayerCosts
 from moe.planning.load import Shape
 from moe.planning.measure import BUDGET, measure_costs
@@ -74,7 +74,7 @@ class _Layer:
         self.probs = (torch.rand(self.routing_map.shape, generator=generator) * self.routing_map).requires_grad_()
         shapes = (case.experts_per_rank, 2 * case.width, case.hidden), (case.experts_per_rank, case.hidden, case.width)
         fc1, fc2 = (torch.nn.Parameter(torch.randn(shape, generator=generator) * 0.02) for shape in shapes)
-        self.weights = Weights(fc1, fc2, None, None, "swiglu")
+        self.weights = Slab(fc1, fc2, None, None, "swiglu")
         self.exchange, self.blocking = FlatAllToAll(dist.group.WORLD), _Blocking(dist.group.WORLD)
         speed = case.flops_per_second
         self.experts = ExpertCompute() if speed is None else VirtualAccelerator(speed)
@@ -93,9 +93,7 @@ class _Layer:
             self.routing_map,
             self.weights,
             plan,
-            exchange,
-            assignments_per_token=self.case.top_k,
-            experts=self.experts,
+            Setting(exchange, assignments_per_token=self.case.top_k, experts=self.experts),
         )
 
     def _forward_by_megatron(self) -> torch.Tensor:

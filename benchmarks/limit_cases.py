@@ -92,7 +92,7 @@ def judge(call: Call, exact: Exact) -> str:
     counts_RE, placement, limits = call.counts_RDE.sum(1), call.placement, call.limits
     asked = counts_RE, placement, call.costs, limits
     quotas_ER = solve(*asked)
-    check(quotas_ER, counts_RE, placement, limits)
+    check(quotas_ER, counts_RE, placement, limits, with_pinned=True)
     assert limits.most is not None
     if call.block_rows is None:
         if quotas_ER.sum(0).max() <= limits.most:
@@ -107,7 +107,7 @@ def judge(call: Call, exact: Exact) -> str:
     blocks = within(blocks, placement, call.costs, limits, bool(quotas_ER.sum(0).max() <= limits.most))
     sums_ER = np.zeros_like(quotas_ER)
     np.add.at(sums_ER, (blocks.experts, blocks.ranks), blocks.sizes)
-    check(sums_ER, counts_RE, placement, limits)
+    check(sums_ER, counts_RE, placement, limits, with_pinned=True)
     if blocks.loads_R(placement.num_ranks).max() <= limits.most:
         return "kept"
     if cannot_exist(*asked):

@@ -16,8 +16,8 @@ from benchmarks.planners import PLANNERS, Entry
 from benchmarks.workloads import Size, counts
 from moe.alltoall.flat import FlatAllToAll
 from moe.experts.compute import ExpertCompute
-from moe.experts.weights import Weights
-from moe.layer import routed_experts
+from moe.experts.weights import Slab
+from moe.layer import Setting, routed_experts
 from moe.placement.live import LayerPlacement
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import Costs, Limits
@@ -69,7 +69,7 @@ class _Layer:
         self.output_grad = torch.randn(case.tokens, HIDDEN, generator=generator)
         shapes = (EXPERTS_PER_RANK, 2 * case.width, HIDDEN), (EXPERTS_PER_RANK, HIDDEN, case.width)
         fc1, fc2 = (torch.nn.Parameter(torch.randn(shape, generator=generator) * 0.02) for shape in shapes)
-        self.weights = Weights(fc1, fc2, None, None, "swiglu")
+        self.weights = Slab(fc1, fc2, None, None, "swiglu")
         self.probs = torch.rand(case.tokens, self.num_experts, generator=generator).requires_grad_()
         self.exchange = FlatAllToAll(dist.group.WORLD)
         self.experts: ExpertCompute = ExpertCompute()
@@ -127,7 +127,7 @@ class _Layer:
         for step in steps:
             for number, routing_map in enumerate(step):
                 if placement is not None and (number == 0 or not PLANNERS[name].keeps):
-                    placement.begin_step()
+                    placement.begin_passes(len(step) if PLANNERS[name].keeps else 1)
                 for tensor in (self.x, self.probs, self.weights.fc1, self.weights.fc2):
                     tensor.grad = None
                 output = routed_experts(
@@ -136,10 +136,12 @@ class _Layer:
                     routing_map,
                     weights,
                     plan,
-                    self.exchange,
-                    assignments_per_token=None if name == DROPS else TOP_K,
-                    experts=self.experts,
-                    placement=placement,
+                    Setting(
+                        self.exchange,
+                        assignments_per_token=None if name == DROPS else TOP_K,
+                        experts=self.experts,
+                        placement=placement,
+                    ),
                 )
                 output.backward(self.output_grad)
         seconds = time.perf_counter() - start

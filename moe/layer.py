@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,13 +20,13 @@ from moe.alltoall.flat import AllToAll
 from moe.alltoall.hierarchical import ranks_per_node
 from moe.experts.compute import ExpertCompute
 from moe.experts.module import StackedExperts
-from moe.experts.weights import Weights
+from moe.experts.weights import Slab, Weights
 from moe.placement.copies import CallCopies
 from moe.placement.live import LayerPlacement
 from moe.placement.map import PlacementMap
 from moe.placement.policy import Policy
 from moe.placement.quotas import Limits
-from moe.route import Places
+from moe.route import Choice, Places
 from moe.schedule import execute
 from moe.schedule.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan, pass_degrees
 from moe.schedule.on_one_rank import LocalCall
@@ -35,60 +35,81 @@ from moe.schedule.pass_sizes import exchange_sizes
 from moe.schedule.pass_timer import PassTimer
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a call of the routed experts stands in: where, and what its router promises."""
+
+    exchange: AllToAll | None = None  # over the ranks that share the experts; None: this rank has them all
+    shared_expert: SharedExpert | None = None
+    assignments_per_token: int | None = None  # the number of experts of every token where none is dropped,
+    most_per_token: int | None = None  # else the most
+    placement: LayerPlacement | None = None  # moves assignments to copies of their experts; None: all go home
+    comes_again: bool = False  # a call that keeps nothing will come again with a backward pass
+    experts: ExpertCompute = field(default_factory=ExpertCompute)
+    timer: PassTimer = field(default_factory=PassTimer)
+
+
 def routed_experts(
     x_TH: torch.Tensor,
     probs_TE: torch.Tensor,
     routing_map_TE: torch.Tensor,
-    weights: Weights,
+    home: Slab,
     plan: Plan,
-    exchange: AllToAll | None,
-    shared_expert: SharedExpert | None = None,
-    assignments_per_token: int | None = None,
-    experts: ExpertCompute | None = None,
-    timer: PassTimer | None = None,
-    most_per_token: int | None = None,
-    placement: LayerPlacement | None = None,
-    again: bool = False,
+    setting: Setting,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts' outputs [T, H], plus the shared expert's, differentiable in x, probs and
     weights: route, place, plan, then dispatch - experts - combine in chunks.
 
-    x [T, H]; probs [T, E] and routing map [T, E] (bool) over the experts of all ranks of `exchange` (None: this rank
-    has them all). `assignments_per_token` is the number of experts of every token where none is dropped, else
-    `most_per_token` the most. `placement`: what moves assignments to copies of their experts; None: all go home.
-    `again`: a call that keeps nothing will come again with a backward pass.
+    x [T, H]; probs [T, E] and routing map [T, E] (bool) over the experts of all ranks; `home` are the weights of those
+    at home here.
     """
-    experts, timer = experts or ExpertCompute(), timer or PassTimer()
-    choice = route.choose(routing_map_TE, assignments_per_token, most_per_token)
+    choice = route.choose(routing_map_TE, setting.assignments_per_token, setting.most_per_token)
     probs_P = probs_TE.reshape(-1).index_select(0, choice.flat)
-    tensors = (x_TH, probs_P, weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
-    keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    strategy = STRATEGIES[plan.memory_strategy] if keep else NOTHING_KEPT
+    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_TH, probs_P, *home.given))
+    exchange, shared_expert = setting.exchange, setting.shared_expert
     # Without other ranks there is no wait to fill, and without a backward pass of ours the shared expert may have its
     # own.
     inside = shared_expert if keep and exchange is not None else None
     call: LocalCall | SpreadCall
-    copies: CallCopies | None = None
-    with timer.measure("forward" if keep else "evaluation", x_TH.device):
+    with setting.timer.measure("forward" if keep else "evaluation", x_TH.device):
         if exchange is None:
-            call = LocalCall(choice, plan, strategy, experts, weights, x_TH, both=keep)
+            strategy = STRATEGIES[plan.memory_strategy] if keep else NOTHING_KEPT
+            call = LocalCall(choice, plan, strategy, setting.experts, Weights((home,)), x_TH, both=keep)
         else:
-            degrees, num_slots = pass_degrees(plan, both=keep), len(weights.fc1)
-            apart = weights.block_rows is not None
-            assert not apart or len(degrees) == 1, "blocks are those of both passes"
-            if placement is None or not placement.active:
-                homes = PlacementMap(routing_map_TE.size(1), exchange.size) if placement is None else placement.map
-                places = Places.at_home(choice, homes)
-            else:
-                cut = route.boundaries(len(x_TH), degrees[0])
-                places, copies = placement.place(choice, routing_map_TE, weights, keep, again and not keep, cut)
-                num_slots += copies.num_here
-            order = route.dispatch_order(choice, places, degrees, apart)
-            del places  # its memory is free while experts compute
-            sizes = exchange_sizes(order, degrees, num_slots * (exchange.size if apart else 1), exchange)
-            call = SpreadCall(choice, order, sizes, plan, strategy, exchange, experts, inside)
-        output_TH = execute.run(call, timer, x_TH, probs_P, weights, copies)
+            call = _spread(choice, routing_map_TE, home, plan, setting, exchange, keep)
+        output_TH = execute.run(call, setting.timer, x_TH, probs_P, home)
     return output_TH if shared_expert is None or inside is not None else output_TH + shared_expert(x_TH)
+
+
+def _spread(
+    choice: Choice,
+    routing_map_TE: torch.Tensor,
+    home: Slab,
+    plan: Plan,
+    setting: Setting,
+    exchange: AllToAll,
+    keep: bool,
+) -> SpreadCall:
+    """A call over several ranks, once it is known who computes what."""
+    degrees, apart, placement = pass_degrees(plan, both=keep), home.block_rows is not None, setting.placement
+    assert not apart or len(degrees) == 1, "blocks are those of both passes"
+    copies: CallCopies | None = None
+    if placement is None or not placement.active:
+        homes = PlacementMap(routing_map_TE.size(1), exchange.size) if placement is None else placement.map
+        places = Places.at_home(choice, homes)
+    else:
+        cut = route.boundaries(choice.num_tokens, degrees[0])
+        comes_again = setting.comes_again and not keep
+        places, copies = placement.place(choice, routing_map_TE, home, keep, comes_again, cut)
+    order = route.dispatch_order(choice, places, degrees, apart)
+    num_slots = places.num_slots * (exchange.size if apart else 1)
+    del places  # its memory is free while experts compute
+    sizes = exchange_sizes(order, degrees, num_slots, exchange)
+    if placement is not None:
+        placement.ran(sizes[0])
+    strategy = STRATEGIES[plan.memory_strategy] if keep else NOTHING_KEPT
+    inside = setting.shared_expert if keep else None
+    return SpreadCall(choice, order, sizes, plan, strategy, exchange, setting.experts, inside, copies)
 
 
 class MixtrainMoELayer(MoELayer):
@@ -175,20 +196,17 @@ class MixtrainMoELayer(MoELayer):
     def _routed(
         self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, shared_expert: SharedExpert | None = None
     ) -> torch.Tensor:
-        return routed_experts(
-            x,
-            probs,
-            routing_map,
-            replace(self.experts(), block_rows=self._block_rows),
-            self.plan,
+        setting = Setting(
             self.exchange,
             shared_expert,
-            assignments_per_token=self._assignments_per_token,
+            self._assignments_per_token,
+            self._most_per_token,
+            self.placement,
+            comes_again=self.training,
             timer=self.timer,
-            most_per_token=self._most_per_token,
-            placement=self.placement,
-            again=self.training,
         )
+        home = replace(self.experts(), block_rows=self._block_rows)
+        return routed_experts(x, probs, routing_map, home, self.plan, setting)
 
 
 def layers_of(chunks: Sequence[torch.nn.Module]) -> dict[int, MixtrainMoELayer]:

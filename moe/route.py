@@ -52,12 +52,14 @@ class Places:
     ranks: torch.Tensor  # [P] int64
     slots: torch.Tensor  # [P] int64, of the rank's
     num_ranks: int
-    num_slots: int  # that a rank has at most
+    num_slots: int  # that a rank has
+    num_home: int  # the first of them, in which experts are at home
 
     @classmethod
     def at_home(cls, choice: Choice, placement: PlacementMap) -> Places:
         """At their experts' homes."""
-        return cls(*placement.locate(choice.experts), placement.num_ranks, placement.num_slots)
+        slots = placement.num_slots
+        return cls(*placement.locate(choice.experts), placement.num_ranks, slots, slots)
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Chunk:
     ends: torch.Tensor  # [slots] int32: where each slot's assignments end
     sums: Sum  # from assignments sorted by slot to rows
     host_ends: list[int] | None = None  # `ends` where the host needs them: see `read_ends`
+    num_home: int | None = None  # assignments of experts at home, where copies may follow
 
     def in_row_order(self, values: torch.Tensor) -> torch.Tensor:
         """The chunk's part of a value per assignment, in the order that `sums.index` has."""
@@ -106,9 +109,9 @@ class DispatchOrder:
     rows: torch.Tensor  # [P] of each its row among all that are sent
     packed_ids: torch.Tensor  # [P] int64: row within the rank's rows * num_slots + slot
     num_slots: int
-    counts: (
-        torch.Tensor
-    )  # [ranks, 2, chunks]: rows and assignments for each rank in each chunk, of every degree in turn
+    # [ranks, kinds, chunks]: rows, assignments, and where there may be copies those of experts at home, for each rank
+    # in each chunk, of every degree in turn
+    counts: torch.Tensor
     apart: bool = False  # each assignment has a row of its own
 
     def row_tokens(self, num_rows: int, num_assignments: int) -> torch.Tensor:
@@ -270,13 +273,16 @@ def dispatch_order(choice: Choice, places: Places, degrees: Sequence[int], apart
         for rank in range(num_ranks)
     ]
     bounds = torch.searchsorted(keys_P, to_device(torch.tensor(ends), keys_P.device))  # [ranks, 2 ends, chunks]
-    both = torch.stack([rows_P.take(bounds), bounds], dim=2)  # [ranks, 2 ends, rows or assignments, chunks]
-    first_rows = both[:, 0, 0, 0]
+    counted = [rows_P.take(bounds), bounds]
+    if places.num_home < num_slots:
+        counted.append(F.pad((slots_P < places.num_home).cumsum(0), (1, 0)).take(bounds))
+    bounded = torch.stack(counted, dim=2)  # [ranks, 2 ends, kinds, chunks]
+    first_rows = bounded[:, 0, 0, 0]
     if choice.may_be_padded:
         ranks_P = ranks_P.clamp(max=num_ranks - 1)
     rows_P = rows_P[:-1]
     packed_P = slots_P.add(rows_P - first_rows.index_select(0, ranks_P), alpha=num_slots)
-    return DispatchOrder(order, tokens_P, rows_P, packed_P, num_slots, both[:, 1] - both[:, 0], apart)
+    return DispatchOrder(order, tokens_P, rows_P, packed_P, num_slots, bounded[:, 1] - bounded[:, 0], apart)
 
 
 @dataclass(frozen=True)

@@ -298,13 +298,6 @@ class Activations:
         else:
             extra, during, work = footprint.local_bytes(load, plan)
         during = max(0, during - self.sizes.bytes(operation.output))
-        if derived.places_experts(self.config):
-            # Copies lie beside the experts at home while either computes, and have gradients.
-            moe, copies = self.config.moe, derived.copy_bytes(self.config)
-            homes = (moe.num_experts or 0) // self.config.parallel.expert
-            beside = copies + homes * copies // moe.placement.extra_slots
-            during += beside
-            work += beside + copies
         if derived.block_rows(self.config) is not None:
             # Experts' gradients are summed in fp32, beside one block's and, at the end, those in the weights' kind.
             expert = derived.expert_numbers(self.config) * element

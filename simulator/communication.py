@@ -6,17 +6,31 @@ half of that. An exchange between expert parallel ranks sends the rows that trav
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from dataclasses import replace
+
 from configs import derived
 from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import EXPERT, EXPERT_TENSOR, TENSOR, unknown, walk
-from moe.planning.inputs import even_load, initial_plan
-from moe.planning.timing import ASSIGNMENT_BYTES, ASSIGNMENT_GRADIENT_BYTES
-from moe.schedule.chunk_plan import STRATEGIES
+from moe.planning import traffic
+from moe.planning.inputs import even_load, initial_plan, layer_shape, moe_layers
+from moe.planning.load import Ran
+from moe.schedule import program
+from moe.schedule.chunk_plan import STRATEGIES, LayerLoad
 from simulator.buffers import buffers
 from simulator.sizes import FP32, Sizes
 
-KINDS = ("gradient_reduction", "parameter_gather", "tensor_parallel", "pipeline", "expert_all_to_all", "tied_embedding")
+KINDS = (
+    "gradient_reduction",
+    "parameter_gather",
+    "tensor_parallel",
+    "pipeline",
+    "expert_all_to_all",
+    "expert_copies",
+    "tied_embedding",
+)
 RINGS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times that a rank sends its part of what goes round
 KIND_OF_AXIS = {TENSOR: "tensor_parallel", EXPERT_TENSOR: "tensor_parallel", EXPERT: "expert_all_to_all"}
 
@@ -60,6 +74,7 @@ def _stage(config: Config, vocab_size: int, world_size: int, device: str, stage:
         "tensor_parallel": int(micro_batches * exchanged["tensor_parallel"]),
         "pipeline": micro_batches * sent,
         "expert_all_to_all": int(micro_batches * exchanged["expert_all_to_all"]),
+        "expert_copies": int(sum(moe_layers(config, stage)) * _copies(config, device, micro_batches)),
         "tied_embedding": int(tied),
     }
 
@@ -67,13 +82,14 @@ def _stage(config: Config, vocab_size: int, world_size: int, device: str, stage:
 def of_operations(config: Config, vocab_size: int, part: blueprint.Part, device: str) -> dict[str, float]:
     """What the collectives of a part's operations send for one micro-batch, by kind."""
     sizes, result = Sizes(config), dict.fromkeys(KIND_OF_AXIS.values(), 0.0)
+    is_spread = config.parallel.expert > 1
     for block in blueprint.blocks(config, vocab_size, part):
         for operation, forwards in walk(block.operations):
             for collective in operation.collectives:
                 if collective.axis not in KIND_OF_AXIS:
                     unknown("communication", f"axis of {operation.name}", collective.axis)
                 if collective.kind == "all_to_all":
-                    number = _exchange(config, device, forwards)
+                    number = _passes(config, even_load(config, device), forwards)[traffic.ROWS] if is_spread else 0.0
                 elif collective.kind in RINGS:
                     passes = 1 if collective.is_backward else forwards
                     number = (
@@ -88,13 +104,28 @@ def of_operations(config: Config, vocab_size: int, part: blueprint.Part, device:
     return result
 
 
-def _exchange(config: Config, device: str, forwards: int) -> float:
-    """Of one MoE layer, both passes."""
-    if config.parallel.expert == 1:
+def _passes(config: Config, load: LayerLoad, forwards: int) -> Counter[str]:
+    """What a call of an MoE layer sends: so many forward passes, and a backward pass."""
+    plan = initial_plan(config)
+    strategy = STRATEGIES[plan.memory_strategy]
+    forward = traffic.sent(program.forward(plan.degree, strategy, load.has_copies), load, plan.degree)
+    backward = program.backward(plan.backward_degree, strategy, plan.weight_lag, load.has_copies)
+    result = traffic.sent(backward, load, plan.backward_degree)
+    for _ in range(forwards):
+        result.update(forward)
+    return result
+
+
+def _copies(config: Config, device: str, micro_batches: int) -> float:
+    """What a layer's copies of experts send in a step in which every slot is filled once: weights, and gradients once;
+    block by block, in each call those of an expert's even share."""
+    if not derived.places_experts(config):
         return 0.0
-    load, strategy = even_load(config, device), STRATEGIES[initial_plan(config).memory_strategy]
-    rows = load.away_rows * load.hidden_size * load.element_size
-    assignments = load.assignments * load.away_rows / max(load.rows, 1)
-    forward = 2 * rows + assignments * ASSIGNMENT_BYTES
-    backward = (3 if strategy.rows == "communicate" else 2) * rows + assignments * ASSIGNMENT_GRADIENT_BYTES
-    return forward * forwards + backward
+    shape, load = layer_shape(config, device), even_load(config, device)
+    slots, returned, calls = float(shape.slots), float(shape.slots), 1
+    if shape.block_rows is not None:
+        of_source = math.ceil(load.expert_assignments / shape.num_ranks)
+        returned *= shape.num_ranks * math.ceil(of_source / shape.block_rows)
+        calls = micro_batches
+    full = shape.placed(Ran(0, 0, 0, 0, slots, returned))
+    return _passes(config, replace(full, returned_bytes=full.returned_bytes * calls), 1)[traffic.COPIES]

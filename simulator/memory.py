@@ -24,7 +24,7 @@ from configs.schema import Config, MemoryConfig
 from memory.arrange import Arrangement, Rooms
 from memory.budgets import MIB, Budget, open_budgets
 from models.blueprint import parts
-from moe.planning.inputs import moe_layers
+from moe.planning.inputs import slot_bytes
 from moe.schedule.chunk_plan import Plan
 from parallel.pipeline import passes
 from simulator.activations import Activations
@@ -150,9 +150,7 @@ def _staying(config: Config, stage: int) -> int:
         result += min(tables, ROTARY_TABLES) * model.sequence_length * channels * FP32
     if derived.attended_share(config) < 1:
         result += model.sequence_length**2
-    if derived.places_experts(config):
-        result += sum(moe_layers(config, stage)) * derived.copy_bytes(config)
-    return result
+    return result + slot_bytes(config, stage)
 
 
 def _after_backward(config: Config, of_stage: dict[str, list[Buffer]], device: str) -> int:

@@ -159,9 +159,10 @@ def _memory(plan: RunPlan) -> str:
     lines.append("  Tensors alone: a GPU's libraries and its allocator's gaps come on top, some GiB.")
     if derived.places_experts(plan.config):
         copies, slots = derived.copy_bytes(plan.config), plan.config.moe.placement.extra_slots
+        blocks = derived.block_rows(plan.config) is not None
+        grads = "their blocks' gradients travel at once" if blocks else "and as many gradients in fp32"
         lines.append(
-            f"  Buffers have {slots} slots for copies of experts in each MoE layer, {size(copies)}; their gradients "
-            "take as much, in one layer at a time."
+            f"  Buffers have {slots} slots for copies of experts in each MoE layer, {size(copies)} of weights, {grads}."
         )
     if derived.limits_load(plan.config):
         asked = plan.config.moe.placement

@@ -91,12 +91,12 @@ class Engine:
         self.settle()
         return frozen_weights(self.chunks)
 
-    def begin_passes(self, forward_only: bool) -> None:
-        """The weights stay until the passes over some micro-batches are over."""
-        if self.layer_inputs is not None and not forward_only:
+    def begin_passes(self, num_backwards: int) -> None:
+        """The weights stay until the passes over some micro-batches are over: so many backward ones."""
+        if self.layer_inputs is not None and num_backwards:
             self.layer_inputs.begin()
         for placement in self._placements:
-            placement.begin_step()
+            placement.begin_passes(num_backwards)
 
     def mark(self) -> Mark:
         """What passes change beside gradients, as it is now, to be put back."""

@@ -141,7 +141,7 @@ def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
 
     micro_batches = engine.topology.pipeline.size if len(engine.chunks) > 1 else 1
     batch_size, sequence_length = micro_batch["tokens"].shape
-    engine.begin_passes(forward_only=True)
+    engine.begin_passes(0)
     with engine.frozen_weights(), torch.no_grad():
         outputs = engine.schedule(
             forward_step_func=forward_step,
@@ -177,7 +177,7 @@ def _run(engine: Engine, batches: Sequence[Batch], *, forward_only: bool) -> tup
         engine.dropout.begin(number)
         return engine.family.forward(chunk, batch), partial(_loss, engine, batch, scale, losses)
 
-    engine.begin_passes(forward_only)
+    engine.begin_passes(0 if forward_only else len(batches))
     engine.schedule(
         forward_step_func=forward_step,
         data_iterator=_iterators(engine, list(enumerate(batches))),

@@ -10,7 +10,7 @@ import torch
 
 from moe.experts import blocks
 from moe.experts.blocks import Block
-from moe.experts.weights import WeightGrads, Weights, WeightWork
+from moe.experts.weights import SlabGrads, SlabWork, WeightGrads, Weights
 
 Partial = list[torch.Tensor]  # one block's gradients of one expert's fc1, fc2 and, where there are any, biases
 
@@ -19,22 +19,23 @@ class BlockGrads(WeightGrads):
     """Of one layer's experts: those at home here are summed in fp32 or wider; those of which other ranks compute blocks
     too are kept block by block, until all are here."""
 
-    def __init__(self, weights: Weights, num_home: int, apart: Collection[int] = ()) -> None:
-        """num_home: the first experts, which are at home here; apart: experts that are kept block by block."""
-        self._weights = replace(weights, block_rows=None)
-        self._tensors = [each[:num_home] for each in weights.tensors]
+    def __init__(self, weights: Weights, apart: Collection[int] = ()) -> None:
+        """apart: experts that are kept block by block."""
+        self._weights, self._tensors = weights, weights.home.tensors
         self._sums = [torch.zeros_like(each, dtype=_wide(each)) for each in self._tensors]
         self.apart: dict[int, list[Partial]] = {expert: [] for expert in apart}
 
-    def add_blocks(self, work: WeightWork) -> None:
-        """Add what a chunk's blocks come to."""
-        chunk = work.inputs.chunk
-        with blocks.of(chunk.weights, chunk.source_NH, chunk.assignments.host_counts) as of_experts:
+    def add_blocks(self, work: SlabWork) -> None:
+        """Add what the blocks of a slab's part of a chunk come to."""
+        inputs = work.inputs
+        first = sum(map(len, self._weights.slabs[: inputs.index]))
+        with blocks.of(inputs.slab, inputs.source_NH, inputs.assignments.host_counts) as of_experts:
             cut = list(of_experts)
-        for expert, start, end in cut:
-            weights = self._weights.like(*(each[expert : expert + 1] for each in self._weights.tensors))
-            alone = WeightGrads(weights, at_once=False)
-            with blocks.of_blocks(weights, chunk.source_NH, [Block(0, start, end)]) as of_block:
+        slab = replace(inputs.slab, block_rows=None)
+        for place, start, end in cut:
+            one = slab.like(*(each[place : place + 1] for each in slab.tensors))
+            alone, expert = SlabGrads(one, at_once=False), first + place
+            with blocks.of_blocks(one, inputs.source_NH, [Block(0, start, end)]) as of_block:
                 of_block.weight_grads(work, alone)
             partial = [each[0] for each in alone.finish() if each is not None]
             if expert in self.apart:

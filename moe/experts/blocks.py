@@ -16,7 +16,7 @@ import torch
 from memory.pool import WORKSPACE
 from moe import kernels
 from moe.experts.sizes import BLOCK_ROWS, SPARE_ROWS, STEP_ROWS
-from moe.experts.weights import WeightGrads, Weights, WeightWork
+from moe.experts.weights import Slab, SlabGrads, SlabWork
 
 
 class Block(NamedTuple):
@@ -128,7 +128,7 @@ def are_tiled(device: str, dtype: torch.dtype, hidden_size: int, width: int) -> 
     return device == "cpu" and kernels.has_tiles(torch.empty(0, dtype=dtype), hidden_size, width)
 
 
-def of(weights: Weights, source: torch.Tensor, counts: list[int]) -> Blocks:
+def of(weights: Slab, source: torch.Tensor, counts: list[int]) -> Blocks:
     """The blocks of assignments sorted by expert or group, `counts` of each, that read rows of `source` [.., H]; a
     context that holds their memory."""
     if weights.block_rows is None:
@@ -136,7 +136,7 @@ def of(weights: Weights, source: torch.Tensor, counts: list[int]) -> Blocks:
     return of_blocks(weights, source, list(cut_groups(counts, len(weights.fc1), weights.block_rows)))
 
 
-def of_blocks(weights: Weights, source: torch.Tensor, blocks: list[Block]) -> Blocks:
+def of_blocks(weights: Slab, source: torch.Tensor, blocks: list[Block]) -> Blocks:
     """These blocks, as `of`."""
     same = weights.fc1.dtype is source.dtype and weights.fc1.is_contiguous() and weights.fc2.is_contiguous()
     kind = CompiledBlocks if same and kernels.has_blocks(source, source.size(1), weights.fc2.size(2)) else TorchBlocks
@@ -146,7 +146,7 @@ def of_blocks(weights: Weights, source: torch.Tensor, blocks: list[Block]) -> Bl
 class Blocks(ABC):
     """The three passes over the blocks, and what they have in common."""
 
-    def __init__(self, weights: Weights, source: torch.Tensor, blocks: list[Block]) -> None:
+    def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[Block]) -> None:
         self.weights, self.source, self._blocks = weights, source, blocks
         self.longest = max((padded(block.end - block.start, source.dtype) for block in blocks), default=0)
         self._scratch: dict[str, torch.Tensor] = {}
@@ -167,11 +167,11 @@ class Blocks(ABC):
     @abstractmethod
     def input_grads(
         self,
-        work: WeightWork,
+        work: SlabWork,
         preactivation: torch.Tensor | None,
         probs_grad: torch.Tensor,
         input_grad: torch.Tensor,
-        grads: WeightGrads | None,
+        grads: SlabGrads | None,
     ) -> None:
         """Write `probs_grad` and `input_grad`; `preactivation` is what `forward` wrote, None computes it again.
 
@@ -180,7 +180,7 @@ class Blocks(ABC):
         """
 
     @abstractmethod
-    def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
+    def weight_grads(self, work: SlabWork, grads: SlabGrads) -> None:
         """Add to the weight gradients."""
 
     def __iter__(self) -> Iterator[Block]:
@@ -210,7 +210,7 @@ def _bias_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
 class TorchBlocks(Blocks):
     """By torch's operations: on any host and in any precision."""
 
-    def __init__(self, weights: Weights, source: torch.Tensor, blocks: list[Block]) -> None:
+    def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[Block]) -> None:
         super().__init__(weights, source, blocks)
         self._fc1, self._fc2 = weights.fc1.unbind(0), weights.fc2.unbind(0)
 
@@ -248,11 +248,11 @@ class TorchBlocks(Blocks):
 
     def input_grads(
         self,
-        work: WeightWork,
+        work: SlabWork,
         preactivation: torch.Tensor | None,
         probs_grad: torch.Tensor,
         input_grad: torch.Tensor,
-        grads: WeightGrads | None,
+        grads: SlabGrads | None,
     ) -> None:
         for expert, start, end in self._blocks:
             count, length = end - start, padded(end - start, self.source.dtype)
@@ -262,15 +262,15 @@ class TorchBlocks(Blocks):
                 dh_nG[count:].zero_()
                 a_nF[count:].zero_()
             if preactivation is None or grads is not None:
-                x_nH = self._gather("x", self.source, work.inputs.chunk.assignments.rows[start:end])
+                x_nH = self._gather("x", self.source, work.inputs.assignments.rows[start:end])
             h_nG = (
                 self._preactivation(x_nH, expert, self._room("preactivation", dh_nG.size(1)))[:count]
                 if preactivation is None
                 else preactivation[start:end]
             )
-            dy_nH = self._gather("dy", work.inputs.sums_grad_RH, work.inputs.sums_rows_n[start:end])
+            dy_nH = self._gather("dy", work.sums_grad_RH, work.sums_rows_n[start:end])
             grad_nF = torch.mm(dy_nH, self._fc2[expert], out=self._room("grad", a_nF.size(1))[:length])
-            probs = work.inputs.chunk.assignments.probs[start:end]
+            probs = work.inputs.assignments.probs[start:end]
             probs_grad[start:end] = activate_backward(
                 self.weights.activation, h_nG, grad_nF[:count], probs, dh_nG[:count], a_nF[:count]
             )
@@ -282,22 +282,22 @@ class TorchBlocks(Blocks):
                 grads.add(expert, dh_nG, x_nH, dy_nH, a_nF)
                 grads.add_biases(expert, dh_nG[:count], dy_nH[:count], probs)
 
-    def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
+    def weight_grads(self, work: SlabWork, grads: SlabGrads) -> None:
         for expert, start, end in self._blocks:
-            x_nH = self._gather("x", self.source, work.inputs.chunk.assignments.rows[start:end])
-            dy_nH = self._gather("dy", work.inputs.sums_grad_RH, work.inputs.sums_rows_n[start:end])
+            x_nH = self._gather("x", self.source, work.inputs.assignments.rows[start:end])
+            dy_nH = self._gather("dy", work.sums_grad_RH, work.sums_rows_n[start:end])
             # Beyond the block's end stand rows of the next one; they meet zeros.
             dh_nG, a_nF = work.preactivation_grad[start : start + len(x_nH)], work.activated[start : start + len(x_nH)]
             grads.add(expert, dh_nG, x_nH, dy_nH, a_nF)
             grads.add_biases(
-                expert, dh_nG[: end - start], dy_nH[: end - start], work.inputs.chunk.assignments.probs[start:end]
+                expert, dh_nG[: end - start], dy_nH[: end - start], work.inputs.assignments.probs[start:end]
             )
 
 
 class CompiledBlocks(Blocks):
     """By the compiled kernels, all blocks in one call."""
 
-    def __init__(self, weights: Weights, source: torch.Tensor, blocks: list[Block]) -> None:
+    def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[Block]) -> None:
         super().__init__(weights, source, blocks)
         self._tiled = kernels.has_tiles(source, source.size(1), weights.fc2.size(2))
         self._tile = STEP_ROWS if self._tiled else 1
@@ -328,11 +328,11 @@ class CompiledBlocks(Blocks):
 
     def input_grads(
         self,
-        work: WeightWork,
+        work: SlabWork,
         preactivation: torch.Tensor | None,
         probs_grad: torch.Tensor,
         input_grad: torch.Tensor,
-        grads: WeightGrads | None,
+        grads: SlabGrads | None,
     ) -> None:
         again, now = preactivation is None, grads is not None
         columns = (
@@ -343,10 +343,10 @@ class CompiledBlocks(Blocks):
         memory = self._memory(columns, kernels.backward_bytes, again, now)
         inputs = (
             self.source,
-            work.inputs.chunk.assignments.rows,
-            work.inputs.sums_grad_RH,
-            work.inputs.sums_rows_n,
-            work.inputs.chunk.assignments.probs,
+            work.inputs.assignments.rows,
+            work.sums_grad_RH,
+            work.sums_rows_n,
+            work.inputs.assignments.probs,
             *self._matrices,
             preactivation,
         )
@@ -359,12 +359,12 @@ class CompiledBlocks(Blocks):
             kernels.backward_blocks(_numbers([block], grads), self._tile, *inputs, *outputs)
             self._add_biases(block, work, work.preactivation_grad, grads)
 
-    def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
+    def weight_grads(self, work: SlabWork, grads: SlabGrads) -> None:
         inputs = (
             self.source,
-            work.inputs.chunk.assignments.rows,
-            work.inputs.sums_grad_RH,
-            work.inputs.sums_rows_n,
+            work.inputs.assignments.rows,
+            work.sums_grad_RH,
+            work.sums_rows_n,
             work.preactivation_grad,
             work.activated,
         )
@@ -374,14 +374,14 @@ class CompiledBlocks(Blocks):
             self._add_biases(block, work, work.preactivation_grad[block.start :], grads)
 
     @staticmethod
-    def _add_biases(block: Block, work: WeightWork, preactivation_grad: torch.Tensor, grads: WeightGrads) -> None:
+    def _add_biases(block: Block, work: SlabWork, preactivation_grad: torch.Tensor, grads: SlabGrads) -> None:
         expert, start, end = block
-        output_grad = work.inputs.sums_grad_RH.index_select(0, work.inputs.sums_rows_n[start:end])
+        output_grad = work.sums_grad_RH.index_select(0, work.sums_rows_n[start:end])
         grads.add_biases(
-            expert, preactivation_grad[: end - start], output_grad, work.inputs.chunk.assignments.probs[start:end]
+            expert, preactivation_grad[: end - start], output_grad, work.inputs.assignments.probs[start:end]
         )
 
 
-def _numbers(blocks: list[Block], grads: WeightGrads | None = None) -> list[int]:
+def _numbers(blocks: list[Block], grads: SlabGrads | None = None) -> list[int]:
     """The blocks as the kernels take them; with `grads`, for contributions that are made now."""
     return [number for block in blocks for number in (*block, 0 if grads is None else int(grads.mark(block.expert)))]

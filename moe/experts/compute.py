@@ -18,7 +18,17 @@ from memory.pool import WORKSPACE
 from moe.experts import blocks
 from moe.experts.bitwise import BlockGrads
 from moe.experts.blocks import SPARE_ROWS, approximate
-from moe.experts.weights import Assignments, ChunkInputs, GradInputs, WeightGrads, Weights, WeightWork
+from moe.experts.weights import (
+    Assignments,
+    ChunkInputs,
+    GradInputs,
+    Slab,
+    SlabGrads,
+    SlabInputs,
+    SlabWork,
+    WeightGrads,
+    WeightWork,
+)
 from parallel.fused import fused
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -34,7 +44,7 @@ def grouped_mm(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> t
     return function(left, right, offs=ends)
 
 
-def is_grouped(weights: Weights) -> bool:
+def is_grouped(weights: Slab) -> bool:
     """Whether all experts go through one product, else one after the other in blocks of rows.
 
     On a GPU they do. On the host a loop over blocks that stay in the cache is faster than any one call over all rows:
@@ -45,7 +55,7 @@ def is_grouped(weights: Weights) -> bool:
     return weights.fc1.device.type != "cpu" and weights.block_rows is None
 
 
-def needs_host_ends(weights: Weights) -> bool:
+def needs_host_ends(weights: Slab) -> bool:
     """Whether the host must know the experts' numbers of assignments: but for a GPU whose grouped product is a single
     kernel, that is bf16 with rows of a multiple of 16 bytes. Elsewhere torch's own loop would ask for each product."""
     weight = weights.fc1
@@ -135,7 +145,7 @@ def weighted_activation_backward(
 
 
 class ExpertCompute:
-    """What computes a chunk's experts. A benchmark puts its own in the place of this one."""
+    """What computes a chunk's experts, slab by slab. A benchmark puts its own in the place of this one."""
 
     def forward(
         self, inputs: ChunkInputs, preactivation: torch.Tensor | None
@@ -143,12 +153,15 @@ class ExpertCompute:
         """Each assignment's expert output, in the first n rows of a tensor [at least n, H] from the workspace; times
         its probability where the experts are grouped. `preactivation` [n + SPARE_ROWS, G], if given, receives what goes
         into the activation; the second result is that, or a tensor [n, G] that the products have made."""
-        assignments, source_NH = inputs.assignments, inputs.source_NH
-        if is_grouped(inputs.weights):
-            return _forward_grouped(inputs, preactivation)
-        output = WORKSPACE.take((len(assignments.rows) + SPARE_ROWS, source_NH.size(1)), source_NH)
-        with blocks.of(inputs.weights, source_NH, assignments.host_counts) as of_experts:
-            of_experts.forward(assignments.rows, preactivation, output)
+        source_NH, parts = inputs.source_NH, inputs.by_slab()
+        if is_grouped(inputs.weights.home):
+            outputs, made = zip(*(_forward_grouped(part, _rest(preactivation, part)) for part in parts), strict=True)
+            return _joined(outputs), _joined(made) if preactivation is None else preactivation
+        output = WORKSPACE.take((len(inputs.assignments.rows) + SPARE_ROWS, source_NH.size(1)), source_NH)
+        # What a slab's last block writes beyond its end, the next slab's first one overwrites.
+        for part in parts:
+            with blocks.of(part.slab, source_NH, part.assignments.host_counts) as of_experts:
+                of_experts.forward(part.assignments.rows, _rest(preactivation, part), output[part.part.start :])
         return output, preactivation
 
     def input_grads(
@@ -160,17 +173,27 @@ class ExpertCompute:
         `preactivation` is what `forward` stored; None computes it again. With `grads` the weight gradients are added at
         once, while everything is in the cache; without, the third result is the work that `weight_grads` does later.
         """
-        assignments, source, weights = inputs.chunk.assignments, inputs.chunk.source_NH, inputs.chunk.weights
-        if is_grouped(weights):
-            return _input_grads_grouped(inputs, preactivation, grads)
-        n = len(assignments.rows)
+        chunk, parts = inputs.chunk, inputs.chunk.by_slab()
+        if is_grouped(chunk.weights.home):
+            return _grouped_input_grads(inputs, parts, preactivation, grads)
+        source, n = chunk.source_NH, len(chunk.assignments.rows)
         input_grad = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
         probs_grad = WORKSPACE.take((n,), source, torch.promote_types(source.dtype, torch.float32))
-        with blocks.of(weights, source, assignments.host_counts) as of_experts:
-            rows = of_experts.rows_of_work(later=grads is None)
-            columns = weights.fc1.size(1), weights.fc2.size(2)
-            work = WeightWork(inputs, *(WORKSPACE.take((rows, number), source) for number in columns))
-            of_experts.input_grads(work, preactivation, probs_grad, input_grad, grads)
+        cuts = [blocks.of(part.slab, source, part.assignments.host_counts) for part in parts]
+        rows = n + SPARE_ROWS if grads is None else max(each.rows_of_work(later=False) for each in cuts)
+        home = chunk.weights.home
+        buffers = [WORKSPACE.take((rows, number), source) for number in (home.fc1.size(1), home.fc2.size(2))]
+        work = WeightWork([], buffers)
+        for part, cut in zip(parts, cuts, strict=True):
+            first, rest = part.part.start, slice(part.part.start, None)
+            own = buffers if grads is not None else [each[first:] for each in buffers]
+            sums_rows_n = inputs.sums_rows_n[part.part]
+            work.parts.append(SlabWork(part, inputs.sums_grad_RH, sums_rows_n, *own))
+            added = None if grads is None else grads.of(part.index)
+            with cut as of_experts:
+                of_experts.input_grads(
+                    work.parts[-1], _rest(preactivation, part), probs_grad[part.part], input_grad[rest], added
+                )
         if grads is None:
             return input_grad, probs_grad, work
         work.free()
@@ -178,76 +201,92 @@ class ExpertCompute:
 
     def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
         """Add one chunk's part to the weight gradients, and free what the chunk held."""
-        chunk = work.inputs.chunk
-        if is_grouped(chunk.weights):
-            _weight_grads_grouped(work, grads)
-            return
-        if isinstance(grads, BlockGrads):
-            grads.add_blocks(work)
-            work.free()
-            return
-        with blocks.of(chunk.weights, chunk.source_NH, chunk.assignments.host_counts) as of_experts:
-            of_experts.weight_grads(work, grads)
+        for part in work.parts:
+            inputs = part.inputs
+            if is_grouped(inputs.slab):
+                _weight_grads_grouped(part, grads.of(inputs.index))
+            elif isinstance(grads, BlockGrads):
+                grads.add_blocks(part)
+            else:
+                with blocks.of(inputs.slab, inputs.source_NH, inputs.assignments.host_counts) as of_experts:
+                    of_experts.weight_grads(part, grads.of(inputs.index))
         work.free()
 
 
-def _preactivation_grouped(inputs: ChunkInputs) -> torch.Tensor:
-    weights, assignments = inputs.weights, inputs.assignments
+def _rest(preactivation: torch.Tensor | None, part: SlabInputs) -> torch.Tensor | None:
+    """The rows of a slab's assignments, and what follows."""
+    return None if preactivation is None else preactivation[part.part.start :]
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+
+def _preactivation_grouped(inputs: SlabInputs) -> torch.Tensor:
+    slab, assignments = inputs.slab, inputs.assignments
     x_nH = inputs.source_NH.index_select(0, assignments.rows)
-    preactivation_nG = _product(x_nH, weights.fc1.transpose(1, 2), assignments)
-    if weights.fc1_bias is None:
+    preactivation_nG = _product(x_nH, slab.fc1.transpose(1, 2), assignments)
+    if slab.fc1_bias is None:
         return preactivation_nG
-    return preactivation_nG.add_(weights.fc1_bias.index_select(0, assignments.experts))
+    return preactivation_nG.add_(slab.fc1_bias.index_select(0, assignments.experts))
 
 
-def _forward_grouped(
-    inputs: ChunkInputs, preactivation: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weights, source_NH, assignments = inputs.weights, inputs.source_NH, inputs.assignments
+def _forward_grouped(inputs: SlabInputs, preactivation: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    slab, source_NH, assignments = inputs.slab, inputs.source_NH, inputs.assignments
     if len(assignments.rows) == 0:
-        return source_NH.new_empty(0, source_NH.size(1)), source_NH.new_empty(0, weights.fc1.size(1))
+        return source_NH.new_empty(0, source_NH.size(1)), source_NH.new_empty(0, slab.fc1.size(1))
     h_nG = _preactivation_grouped(inputs)
     if preactivation is not None:
         preactivation[: len(h_nG)].copy_(h_nG)
-    weighted_nF = weighted_activation(weights.activation, h_nG, assignments.probs)
-    output_nH = _product(weighted_nF, weights.fc2.transpose(1, 2), assignments)
-    if weights.fc2_bias is not None:
-        output_nH += _weighted_bias(weights.fc2_bias, assignments)
-    return output_nH, h_nG if preactivation is None else preactivation
+    weighted_nF = weighted_activation(slab.activation, h_nG, assignments.probs)
+    output_nH = _product(weighted_nF, slab.fc2.transpose(1, 2), assignments)
+    if slab.fc2_bias is not None:
+        output_nH += _weighted_bias(slab.fc2_bias, assignments)
+    return output_nH, h_nG
 
 
 def _weighted_bias(bias: torch.Tensor, assignments: Assignments) -> torch.Tensor:
     return bias.index_select(0, assignments.experts) * assignments.probs.unsqueeze(1)
 
 
-def _input_grads_grouped(
-    inputs: GradInputs, preactivation: torch.Tensor | None, grads: WeightGrads | None
+def _grouped_input_grads(
+    inputs: GradInputs, parts: Sequence[SlabInputs], preactivation: torch.Tensor | None, grads: WeightGrads | None
 ) -> tuple[torch.Tensor, torch.Tensor, WeightWork | None]:
-    weights, source, assignments = inputs.chunk.weights, inputs.chunk.source_NH, inputs.chunk.assignments
+    source, assignments = inputs.chunk.source_NH, inputs.chunk.assignments
     if len(assignments.rows) == 0:
         return source.new_empty(0, source.size(1)), torch.empty_like(assignments.probs), None
-    if preactivation is None:
-        preactivation = _preactivation_grouped(inputs.chunk)
-    dy_nH = inputs.sums_grad_RH.index_select(0, inputs.sums_rows_n)
-    grad_nF = _product(dy_nH, weights.fc2, assignments)
-    h_grad_nG, probs_grad_n, weighted_nF = weighted_activation_backward(
-        weights.activation, preactivation[: len(dy_nH)], grad_nF, assignments.probs
-    )
-    if weights.fc2_bias is not None:
-        bias_nH = weights.fc2_bias.index_select(0, assignments.experts)
-        probs_grad_n += (dy_nH * bias_nH).sum(dim=1, dtype=probs_grad_n.dtype)
-    input_grad_nH = _product(h_grad_nG, weights.fc1, assignments)
-    work = WeightWork(inputs, h_grad_nG, weighted_nF)
+    found = [_of_slab(inputs, part, _rest(preactivation, part)) for part in parts if len(part.assignments.rows)]
+    input_grads, probs_grads, works = zip(*found, strict=True)
+    work = WeightWork(list(works), [each for part in works for each in (part.preactivation_grad, part.activated)])
     if grads is not None:
-        _weight_grads_grouped(work, grads)
-        return input_grad_nH, probs_grad_n, None
-    return input_grad_nH, probs_grad_n, work
+        for part in works:
+            _weight_grads_grouped(part, grads.of(part.inputs.index))
+        work.free()
+    return _joined(input_grads), _joined(probs_grads), work if grads is None else None
 
 
-def _weight_grads_grouped(work: WeightWork, grads: WeightGrads) -> None:
-    inputs, assignments = work.inputs, work.inputs.chunk.assignments
-    x_nH = inputs.chunk.source_NH.index_select(0, assignments.rows)
-    dy_nH = inputs.sums_grad_RH.index_select(0, inputs.sums_rows_n)
+def _of_slab(
+    inputs: GradInputs, part: SlabInputs, preactivation: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, SlabWork]:
+    slab, assignments, rows_n = part.slab, part.assignments, inputs.sums_rows_n[part.part]
+    if preactivation is None:
+        preactivation = _preactivation_grouped(part)
+    dy_nH = inputs.sums_grad_RH.index_select(0, rows_n)
+    grad_nF = _product(dy_nH, slab.fc2, assignments)
+    h_grad_nG, probs_grad_n, weighted_nF = weighted_activation_backward(
+        slab.activation, preactivation[: len(dy_nH)], grad_nF, assignments.probs
+    )
+    if slab.fc2_bias is not None:
+        bias_nH = slab.fc2_bias.index_select(0, assignments.experts)
+        probs_grad_n += (dy_nH * bias_nH).sum(dim=1, dtype=probs_grad_n.dtype)
+    input_grad_nH = _product(h_grad_nG, slab.fc1, assignments)
+    return input_grad_nH, probs_grad_n, SlabWork(part, inputs.sums_grad_RH, rows_n, h_grad_nG, weighted_nF)
+
+
+def _weight_grads_grouped(work: SlabWork, grads: SlabGrads) -> None:
+    assignments = work.inputs.assignments
+    x_nH = work.inputs.source_NH.index_select(0, assignments.rows)
+    dy_nH = work.sums_grad_RH.index_select(0, work.sums_rows_n)
     grads.add_all(*_outer_products([(work.preactivation_grad, x_nH), (dy_nH, work.activated)], assignments))
     if grads.fc1_bias is not None and grads.fc2_bias is not None:
         grads.fc1_bias.index_add_(0, assignments.experts, work.preactivation_grad)

@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe.experts.blocks import hidden_factor
-from moe.experts.weights import Weights
+from moe.experts.weights import Slab
 from moe.placement.map import PlacementMap
 
 
@@ -78,10 +78,10 @@ class StackedExperts(MegatronModule):
             stride = hidden_factor(activation) if name.startswith("linear_fc1") else 1
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=stride)
 
-    def forward(self) -> Weights:
+    def forward(self) -> Slab:
         """The parameters as moe/experts/compute.py takes them."""
         (fc1, fc1_bias), (fc2, fc2_bias) = self.linear_fc1(), self.linear_fc2()
-        return Weights(fc1, fc2, fc1_bias, fc2_bias, self.activation)
+        return Slab(fc1, fc2, fc1_bias, fc2_bias, self.activation)
 
     def experts_here(self) -> list[int]:
         """The logical experts that are at home on this rank, by slot."""

@@ -1,145 +1,221 @@
 """Copies of other ranks' experts: the memory that they lie in, and how weights come to it and gradients go home.
 
-A copy is a cache of the home's weights for one step: the optimizer never sees it. Its gradients are added to the home's
-in the layer's backward pass.
+A copy is a cache of the home's weights for one step: the optimizer never sees it. Its gradients add up beside it in
+fp32, and go home once: when another expert gets the slot, or in the layer's last backward pass of the step. Where
+gradients are added block by block (`Slab.block_rows`), each call sends those of its blocks instead.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from moe.alltoall.messages import Messages
 from moe.experts.bitwise import BlockGrads
-from moe.experts.weights import Weights
+from moe.experts.weights import Slab, WeightGrads, Weights
+from parallel.megatron.grad_buffers import add_with_next
+from parallel.trace import named
 
-Move = tuple[int, int]  # an expert's place on its home rank, as a slot, and the other rank
+Parts = defaultdict[int, list[torch.Tensor]]  # what goes to each rank, or comes from it
 
 
-class CopySlots:
-    """A layer's slots for copies on this rank."""
+class HeldCopy(NamedTuple):
+    """An expert's home and where a copy of it lies."""
 
-    def __init__(self, group: dist.ProcessGroup, num_slots: int, like: Weights) -> None:
-        """like: the weights of the experts at home here."""
-        self.group = group
-        self.tensors = [own.new_zeros(num_slots, *own.shape[1:]) for own in like.tensors]
-
-    def fetch(self, home: Weights, sends: Sequence[Move], receives: Sequence[Move]) -> list[Any]:
-        """Start sending experts (slot here, rank) and receiving copies (slot of theirs, rank), in an order that all
-        ranks have; what is to be waited for."""
-        operations = []
-        for own, copied in zip(home.tensors, self.tensors, strict=True):
-            operations += [self.operation(dist.isend, own[slot], rank) for slot, rank in sends]
-            operations += [self.operation(dist.irecv, copied[slot], rank) for slot, rank in receives]
-        return dist.batch_isend_irecv(operations) if operations else []
-
-    def operation(self, function: Any, tensor: torch.Tensor, rank: int) -> dist.P2POp:
-        """A transfer with a rank of the group."""
-        return dist.P2POp(function, tensor, group=self.group, group_peer=rank)
+    home: int  # rank
+    home_slot: int
+    rank: int
+    slot: int
 
 
 class ExpertBlocks(NamedTuple):
     """One expert's blocks in a call."""
 
-    place: int  # its place here: a slot at home or, behind those, of a copy
+    expert: int  # its number here: a slot at home or, behind those, of a copy
     home: int  # its home's rank
     ranks: list[int]  # which rank computes each block, in the order of adding
 
 
+class CopySlots:
+    """A layer's slots for copies on this rank. A slot is one contiguous record of an expert's matrices."""
+
+    def __init__(self, group: dist.ProcessGroup, num_slots: int, like: Slab) -> None:
+        """like: the experts at home here."""
+        self.group, self.rank = group, group.rank()
+        self._shapes = [each.shape[1:] for each in like.tensors]
+        self._sizes = [math.prod(shape) for shape in self._shapes]
+        self.weights = like.fc1.new_zeros(num_slots, sum(self._sizes)).detach()
+        self._grads: torch.Tensor | None = None  # once there are any
+        self._written: set[int] = set()  # slots whose gradients are of this step
+        # Gradients that came home, to be added to the home's own: (slot there, record).
+        self.arrived: list[tuple[int, torch.Tensor]] = []
+        # The host's kernels take matrices that follow one another; a grouped product takes them with a stride.
+        records = self.weights.split(1) if like.fc1.device.type == "cpu" else (self.weights,)
+        self.slabs = [like.like(*self._views(each)) for each in records]
+
+    def _views(self, records: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices of records [n, size], by kind: [n, ...]."""
+        parts = records.split(self._sizes, dim=1)
+        return [part.unflatten(1, shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    @property
+    def grads(self) -> torch.Tensor:
+        """[slots, record], fp32 or wider."""
+        if self._grads is None:
+            self._grads = torch.empty_like(self.weights, dtype=_wide(self.weights.dtype))
+        return self._grads
+
+    @property
+    def nbytes(self) -> int:
+        """What the slots take: weights and, once there were any, gradients."""
+        return self.weights.nbytes + (0 if self._grads is None else self._grads.nbytes)
+
+    def begin_passes(self) -> None:
+        """Forget all gradients."""
+        self._written.clear()
+        self.arrived.clear()
+
+    def empty_grads(self) -> torch.Tensor:
+        """Room for one copy's."""
+        return self.weights.new_empty(sum(self._sizes), dtype=_wide(self.weights.dtype))
+
+    def add(self, grads: WeightGrads, used: Sequence[int]) -> None:
+        """Add a call's gradients of the copies in these slots to those of earlier calls."""
+        made = {index: of_slab.finish() for index, of_slab in grads.take_others().items()}
+        for slot in used:
+            index, place = (1 + slot, 0) if len(self.slabs) > 1 else (1, slot)
+            parts = [each[place] for each in made[index] if each is not None]
+            for (total,), part in zip(self._views(self.grads[slot : slot + 1]), parts, strict=True):
+                total.add_(part) if slot in self._written else total.copy_(part)
+            self._written.add(slot)
+
+    def leave(self, slot: int) -> torch.Tensor:
+        """The gradients of a copy that go home now."""
+        assert slot in self._written, f"the copy in slot {slot} has no gradients"
+        self._written.remove(slot)
+        return self.grads[slot]
+
+    def add_arrived(self, home: Slab, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the experts at home, as autograd gets them, with what their copies' add: where the parameter
+        has a buffer, in the buffer and after them."""
+        for slot, record in self.arrived:
+            parts = iter(self._views(record[None]))
+            for parameter, grad in zip(home.parameters, grads, strict=True):
+                if grad is None or parameter is None:
+                    continue
+                part = next(parts)[0]
+                if not add_with_next(parameter, slot, part):
+                    grad[slot] += part
+        self.arrived = []
+        return tuple(grads)
+
+
 class CallCopies:
-    """The copies that take part in one call."""
+    """The copies of one call: what travels before its experts compute, and after."""
 
     def __init__(
         self,
         slots: CopySlots,
-        here: Sequence[int],
-        homes: Sequence[int],
-        away: Sequence[Move],
-        arriving: Sequence[Any],
+        used: Sequence[int],
+        fetched: Sequence[HeldCopy],
+        leaving: Sequence[HeldCopy],
         blocks: Sequence[ExpertBlocks] = (),
     ) -> None:
-        """here: the slots of this rank's copies, and `homes` the rank of each one's home, by expert; away: copies of
-        experts at home here (home slot, rank), by rank and expert; arriving: what their weights are waited for with.
-        blocks: where weight gradients are added block by block, of each expert that has copies, and is at home or
-        copied here."""
-        self._slots, self._here, self._homes, self._away = slots, list(here), list(homes), list(away)
-        self._arriving, self._blocks = list(arriving), blocks
-        self.on_return: Callable[[], None] | None = None  # called once the gradients are home
+        """used: slots of the copies here that take part; fetched: copies whose weights come; leaving: those whose slots
+        they take, and whose gradients go home; both of all ranks in an order that all have. blocks: where weight
+        gradients are added block by block, of each expert that has copies, and is at home or copied here."""
+        self._slots, self._used, self._blocks = slots, used, blocks
+        self._fetched, self._leaving = fetched, leaving
+        self._messages: Messages | None = None
+        self.on_sent: Callable[[int], None] = lambda num_bytes: None
+        # Called in the backward pass: the copies whose gradients go home in it.
+        self.on_backward: Callable[[], Sequence[HeldCopy]] = tuple
 
-    @property
-    def num_here(self) -> int:
-        """Copies on this rank."""
-        return len(self._here)
-
-    def beside(self, home: Weights) -> Weights:
-        """The experts at home here, and after them the copies."""
-        for work in self._arriving:
-            work.wait()
-        self._arriving = []
-        if not self._here:
-            return home
-        pairs = zip(home.tensors, self._slots.tensors, strict=True)
-        return home.like(*(torch.cat([own, copied[self._here]]) for own, copied in pairs))
+    def weights(self, home: Slab) -> Weights:
+        """The experts at home here, and after them the slots for copies."""
+        return Weights((home, *self._slots.slabs))
 
     @property
     def apart(self) -> list[int]:
-        """Places of the experts here whose gradients are kept block by block."""
-        return [each.place for each in self._blocks]
+        """Numbers of the experts here whose gradients are kept block by block."""
+        return [each.expert for each in self._blocks]
 
-    def bring_blocks_home(self, grads: BlockGrads) -> None:
-        """Add the gradients of all blocks of experts at home here, in their order; those of copies here go home. One
-        expert after the other, as all ranks do."""
-        group, rank = self._slots, self._slots.group.rank()
-        for place, home, ranks in self._blocks:
-            own = grads.apart.pop(place)
+    @named("copies")
+    def fetch(self, home: Slab) -> None:
+        """Start what travels before the experts compute."""
+        sends: Parts = defaultdict(list)
+        receives: Parts = defaultdict(list)
+        for copy in self._fetched:
+            if copy.home == self._slots.rank:
+                sends[copy.rank] += [each[copy.home_slot] for each in home.tensors]
+            elif copy.rank == self._slots.rank:
+                receives[copy.home].append(self._slots.weights[copy.slot])
+        self._start(sends, receives, self._leaving)
+
+    @named("copies")
+    def return_grads(self, grads: WeightGrads | None) -> None:
+        """Add the call's gradients of copies here to those of earlier calls, and start sending home those that are
+        complete; block by block all are, and the experts' at home have them then."""
+        complete = self.on_backward()
+        if isinstance(grads, BlockGrads):
+            self._return_blocks(grads)
+        elif grads is not None:
+            self._slots.add(grads, self._used)
+            self._start(defaultdict(list), defaultdict(list), complete)
+
+    def _start(
+        self,
+        sends: Parts,
+        receives: Parts,
+        copies: Sequence[HeldCopy],
+    ) -> None:
+        slots = self._slots
+        for copy in copies:
+            if copy.rank == slots.rank:
+                sends[copy.home].append(slots.leave(copy.slot))
+            elif copy.home == slots.rank:
+                slots.arrived.append((copy.home_slot, slots.empty_grads()))
+                receives[copy.rank].append(slots.arrived[-1][1])
+        self._messages = Messages(slots.group, sends, receives)
+        self.on_sent(self._messages.sent_bytes)
+
+    @named("copies wait")
+    def wait(self) -> None:
+        """Until what was started is there."""
+        if self._messages is not None:
+            self._messages.wait()
+            self._messages = None
+
+    def add_arrived(self, home: Slab, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the experts at home here, with what came of their copies: see `CopySlots`."""
+        return self._slots.add_arrived(home, grads)
+
+    def _return_blocks(self, grads: BlockGrads) -> None:
+        # One expert after the other, as all ranks do; those at home here are added in the blocks' order.
+        group, rank = self._slots.group, self._slots.rank
+        for expert, home, ranks in self._blocks:
+            own = grads.apart.pop(expert)
+            sends: dict[int, list[torch.Tensor]] = {}
+            receives: Parts = defaultdict(list)
+            in_order = []
             if home != rank:
-                sends = [group.operation(dist.isend, part, home) for partial in own for part in partial]
-                _wait_for(sends)
-                continue
-            partials = iter(own)
-            in_order = [next(partials) if by == rank else grads.empty_partial() for by in ranks]
-            _wait_for(
-                [
-                    group.operation(dist.irecv, part, by)
-                    for by, partial in zip(ranks, in_order, strict=True)
-                    for part in (() if by == rank else partial)
-                ]
-            )
+                sends[home] = [part for partial in own for part in partial]
+            else:
+                partials = iter(own)
+                in_order = [next(partials) if by == rank else grads.empty_partial() for by in ranks]
+                for by, partial in zip(ranks, in_order, strict=True):
+                    receives[by] += () if by == rank else partial
+            messages = Messages(group, sends, receives)
+            messages.wait()
+            self.on_sent(messages.sent_bytes)
             for partial in in_order:
-                grads.add_partial(place, partial)
-        self._return()
-
-    def bring_home(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the experts at home here, with what their copies add, in the order of ranks; those of copies
-        here go home."""
-        operations: list[dist.P2POp] = []
-        arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
-        own_grads: list[torch.Tensor | None] = []
-        for grad in grads:
-            if grad is None:
-                own_grads.append(None)
-                continue
-            own, copied = grad.split([len(grad) - len(self._here), len(self._here)])
-            own_grads.append(own)
-            operations += [
-                self._slots.operation(dist.isend, part, rank) for part, rank in zip(copied, self._homes, strict=True)
-            ]
-            for slot, rank in self._away:
-                arrivals.append((own[slot], torch.empty_like(own[slot])))
-                operations.append(self._slots.operation(dist.irecv, arrivals[-1][1], rank))
-        _wait_for(operations)
-        for own, arrival in arrivals:
-            own += arrival
-        self._return()
-        return tuple(own_grads)
-
-    def _return(self) -> None:
-        if self.on_return is not None:
-            self.on_return()
+                grads.add_partial(expert, partial)
 
 
-def _wait_for(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

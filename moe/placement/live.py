@@ -7,6 +7,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -15,19 +16,39 @@ import torch.distributed as dist
 
 from memory.transfer import to_device
 from moe import route
-from moe.experts.weights import Weights
+from moe.experts.weights import Slab
 from moe.placement.block_limit import within
-from moe.placement.copies import CallCopies, CopySlots, ExpertBlocks
+from moe.placement.copies import CallCopies, CopySlots, ExpertBlocks, HeldCopy
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits, Planner, at_home, interleave, outcome, shares
+from moe.placement.quotas import Costs, Limits, Planner, at_home, held, interleave, outcome, shares
 from moe.placement.whole_blocks import Blocks, assign, in_blocks, num_blocks
+from moe.planning.load import Ran
 from moe.route import Choice, Places
+from moe.schedule.pass_sizes import PassSizes
 
-# What a layer counts on each rank: calls, the busiest rank's assignments by the mean's where all are computed at home
-# and where the plan has them, the planner's time of the busiest rank for both, calls over the limit, and copies whose
-# weights came here.
-TALLY = ("calls", "at_home", "placed", "time_at_home", "time_placed", "over", "copies")
-OVER = TALLY.index("over")
+# What a layer counts on each rank: calls; the busiest rank's assignments by the mean's where all are computed at home
+# and where the plan has them, and the planner's time for both; calls over the limit; assignments of the busiest rank
+# and of the busiest expert; copies whose weights came here, and gradients of copies that left; bytes that this rank
+# sent for copies, and those that the planner charged for the copies here.
+TALLY = (
+    *("calls", "at_home", "placed", "time_at_home", "time_placed", "over", "busiest", "busiest_expert"),
+    *("copies", "returned", "sent_bytes", "charged_bytes"),
+)
+OVER, BUSIEST, COPIES, RETURNED, SENT, CHARGED = map(
+    TALLY.index, ("over", "busiest", "copies", "returned", "sent_bytes", "charged_bytes")
+)
+
+
+def ran(counted: Sequence[float], num_ranks: int) -> Ran | None:
+    """What calls were like, from what all ranks counted together; None where none was planned."""
+    tally, ranks = dict(zip(TALLY, counted, strict=False)), np.reshape(counted[len(TALLY) :], (-1, num_ranks))
+    if not (calls := tally["calls"]):
+        return None
+    most_R = ranks[2:4].max(0) * num_ranks / calls  # a rank's own calls are its part of them
+    away_R = most_R - ranks[4] * num_ranks / calls
+    of_call = {name: tally[name] / calls for name in ("busiest", "busiest_expert", "copies", "returned")}
+    given = of_call["busiest"], of_call["busiest_expert"], float(most_R.max()), float(away_R.max())
+    return Ran(*given, of_call["copies"], of_call["returned"])
 
 
 @dataclass(frozen=True)
@@ -36,13 +57,18 @@ class CallPlan:
 
     counts_RDE: Integers  # in each chunk, where there are blocks; else of all chunks together
     quotas_ER: Integers
-    times: tuple[int, int]  # of the busiest rank as the planner reckons, all at home and planned
+    times: tuple[int, int]  # of the busiest rank as the planner estimates, all at home and planned
+    charged_R: Integers  # [2, R]: weights and gradients of copies that travel for it, by the rank of the copy
     blocks: Blocks | None = None
+
+    def loads_R(self) -> Integers:
+        """Assignments that each rank computes."""
+        return self.quotas_ER.sum(0) if self.blocks is None else self.blocks.loads_R(self.quotas_ER.shape[1])
 
 
 class LayerPlacement:
-    """Of one layer on this rank. All ranks of the group make the same calls in the same order, and so know of all
-    copies where they are."""
+    """The placement of one layer on this rank. All ranks of the group make the same calls in the same order, and so
+    know of all copies where they are."""
 
     def __init__(
         self,
@@ -54,7 +80,7 @@ class LayerPlacement:
         block_rows: int | None = None,
         max_load: float | None = None,
     ) -> None:
-        """block_rows: plans are in whole blocks of so many assignments of a source rank, see `Weights.block_rows`.
+        """block_rows: plans are in whole blocks of so many assignments of a source rank, see `Slab.block_rows`.
         max_load: the most assignments that a rank shall compute, by the mean rank's; calls without such a plan run
         with the one that is least over it, and are counted."""
         self.group, self.rank, self.planner, self.costs, self.limits = group, group.rank(), planner, costs, limits
@@ -65,46 +91,88 @@ class LayerPlacement:
         self._held: list[list[int | None]] = [[None] * limits.slots for _ in range(group.size())]  # experts by slot
         self._pinned: Counter[tuple[int, int]] = Counter()  # (expert, rank) that backward passes will need
         self._planned: deque[CallPlan] = deque()  # of forward passes that will be computed again
-        # Of these passes: see `TALLY`; and each rank's assignments by the mean's, at home and placed, over all calls.
+        self._owing: set[HeldCopy] = set()  # copies with gradients of this step, which have not gone home
+        self._backwards = self._num_backwards = 0  # over, and in all, of these passes
+        # Of these passes: see `TALLY`; each rank's assignments by the mean's, at home and placed, over all calls; and
+        # rows that it sent and received, and those that stayed: of other ranks none.
         self.tally = np.zeros(len(TALLY))
-        self.ranks = np.zeros((2, group.size()))
+        self.ranks = np.zeros((5, group.size()))
+        self._is_counted = True  # whether the call that is under way comes for the first time
         self.worst = 0.0  # the busiest rank's of the calls over the limit, by the mean's
+        self.begin_passes(1)
+
+    @property
+    def counted(self) -> Integers:
+        """What these passes came to, in one row: see `ran`."""
+        return np.concatenate([self.tally, self.ranks.reshape(-1)])
 
     def held(self, rank: int) -> list[int | None]:
         """The experts that a rank has copies of, by slot."""
         return list(self._held[rank])
 
-    def begin_step(self) -> None:
-        """Weights have changed: copies are stale. No call's backward pass is to come any more."""
+    def begin_passes(self, num_backwards: int = 1) -> None:
+        """Weights have changed: copies are stale. No call's backward pass is to come any more, and then so many; none:
+        the layer is evaluated."""
         self._held = [[None] * self.limits.slots for _ in self._held]
         self._pinned.clear()
         self._planned.clear()
+        self._owing.clear()
+        self._backwards, self._num_backwards = 0, num_backwards
+        if self.slots is not None:
+            self.slots.begin_passes()
         self.tally[:], self.ranks[:], self.worst = 0, 0, 0.0
 
     def place(
         self,
         choice: Choice,
         routing_map_TE: torch.Tensor,
-        weights: Weights,
+        home: Slab,
         keep: bool,
         again: bool = False,
         cut: Sequence[int] = (),
     ) -> tuple[Places, CallCopies]:
         """Where the assignments of a call go, and the copies that take part. `keep`: a backward pass will need them.
-        `again`: without `keep`, this call will come again with it; the plan is kept for it. `cut`: the first tokens of
-        its chunks, and the number of tokens. Collective."""
+        `again`: without `keep`, this call will come again with it; the plan is kept for it, and so are the copies.
+        `cut`: the first tokens of its chunks, and the number of tokens. Collective."""
         counts_RDE = self._gather(routing_map_TE, [0, len(routing_map_TE)] if self.block_rows is None else cut)
         if keep and self._planned:
-            plan = self._planned.popleft()
+            plan, is_first = self._planned.popleft(), False
             assert (plan.counts_RDE == counts_RDE).all(), "a call that is computed again has other assignments"
         else:
-            plan = self._plan(counts_RDE)
+            plan, is_first = self._plan(counts_RDE), True
             if again:
                 self._planned.append(plan)
             self._count(plan)
+            self.tally[CHARGED] += np.dot(plan.charged_R[:, self.rank], (home.expert_bytes, home.grad_bytes))
         used_by_rank = self._used(plan.quotas_ER)
-        copies = self._copies(used_by_rank, weights, keep, plan)
+        pins = Counter((expert, rank) for rank, used in enumerate(used_by_rank) for expert in used)
+        copies = self._copies(used_by_rank, home, plan, learns=keep and any(each.requires_grad for each in home.given))
+        self._is_counted = is_first
+        if is_first and (keep or again):
+            self._pinned += pins
+        if keep:
+            copies.on_backward = partial(self._backward, pins)
         return self._places(choice, plan, used_by_rank), copies
+
+    def ran(self, sizes: PassSizes) -> None:
+        """Count the rows of a call that was planned here."""
+        if self._is_counted:
+            stayed = sum(sizes.sends.rows[self.rank])
+            self.ranks[2:, self.rank] += sum(sizes.sends.total_rows()), sum(sizes.received_rows), stayed
+
+    def _backward(self, pins: Counter[tuple[int, int]]) -> list[HeldCopy]:
+        """A call's backward pass has used these; the copies whose gradients go home in it."""
+        self._pinned.subtract(pins)
+        self._backwards += 1
+        if self._backwards < self._num_backwards:
+            return []
+        complete = sorted(self._owing)
+        self._owing.clear()
+        return self._returning(complete)
+
+    def _returning(self, copies: list[HeldCopy]) -> list[HeldCopy]:
+        self.tally[RETURNED] += sum(copy.rank == self.rank for copy in copies)
+        return copies
 
     def _plan(self, counts_RDE: Integers) -> CallPlan:
         fresh = [(expert, rank) for rank, held in enumerate(self._held) for expert in held if expert is not None]
@@ -112,19 +180,24 @@ class LayerPlacement:
         counts_RE = counts_RDE.sum(1)
         pinned = frozenset(copy for copy, calls in self._pinned.items() if calls > 0)
         limits = replace(self.limits, most=self.most(int(counts_RE.sum())), pinned=pinned)
-        quotas_ER = self.planner(counts_RE, placement, self.costs, limits)
+        costs = self.costs.of_call(self._num_backwards > 0, self.block_rows)
+        quotas_ER = self.planner(counts_RE, placement, costs, limits)
         self._leave_pinned(quotas_ER)
-        before, after = (
-            outcome(each, placement, self.costs, limits).seconds for each in (at_home(counts_RE, placement), quotas_ER)
-        )
+        before, after = (outcome(each, placement, costs, limits) for each in (at_home(counts_RE, placement), quotas_ER))
+        times = before.seconds, after.seconds
+        new_R = after.new_R
         if self.block_rows is None:
-            return CallPlan(counts_RDE, quotas_ER, (before, after))
+            return CallPlan(counts_RDE, quotas_ER, times, np.stack([new_R, new_R * (self._num_backwards > 0)]))
         blocks_E = num_blocks(counts_RDE, self.block_rows).sum((0, 1))
         blocks = assign(counts_RDE, in_blocks(quotas_ER, blocks_E), self.block_rows, self.limits.ranks_per_node)
         if limits.most is not None:
             reachable = bool(quotas_ER.sum(0).max() <= limits.most)
-            blocks = within(blocks, placement, self.costs, limits, reachable)
-        return CallPlan(counts_RDE, blocks.quotas_ER(*quotas_ER.shape), (before, after), blocks)
+            blocks = within(blocks, placement, costs, limits, reachable)
+        quotas_ER = blocks.quotas_ER(*quotas_ER.shape)
+        is_copy = np.arange(quotas_ER.shape[1]) != placement.home_ranks[:, None]
+        new_R = ((quotas_ER > 0) & ~held(placement)).sum(0)
+        grads_R = np.where(is_copy, quotas_ER, 0).sum(0) * (self._num_backwards > 0)
+        return CallPlan(counts_RDE, quotas_ER, times, np.stack([new_R, grads_R]), blocks)
 
     def most(self, assignments: int) -> int | None:
         """What a rank may compute of a call's assignments on all ranks."""
@@ -133,9 +206,11 @@ class LayerPlacement:
     def _count(self, plan: CallPlan) -> None:
         mean = max(plan.counts_RDE.sum() / self.map.num_ranks, 1.0)
         home_R = at_home(plan.counts_RDE.sum(1), self.map).sum(0)
-        placed_R = plan.quotas_ER.sum(0) if plan.blocks is None else plan.blocks.loads_R(self.map.num_ranks)
-        self.ranks += np.stack([home_R, placed_R]) / mean
+        placed_R = plan.loads_R()
+        self.ranks[:2] += np.stack([home_R, placed_R]) / mean
         self.tally[:5] += 1, home_R.max() / mean, placed_R.max() / mean, *plan.times
+        of_expert = plan.quotas_ER.max() if plan.blocks is None else plan.counts_RDE.sum((0, 1)).max()
+        self.tally[BUSIEST : BUSIEST + 2] += placed_R.max(), of_expert
         most = self.most(int(plan.counts_RDE.sum()))
         if most is not None and placed_R.max() > most:
             self.tally[OVER] += 1
@@ -163,50 +238,50 @@ class LayerPlacement:
                 quotas_ER[expert, self.map.home_ranks[expert]] += quotas_ER[expert, rank]
                 quotas_ER[expert, rank] = 0
 
-    def _copies(self, used_by_rank: list[list[int]], weights: Weights, keep: bool, plan: CallPlan) -> CallCopies:
+    def _copies(self, used_by_rank: list[list[int]], home: Slab, plan: CallPlan, learns: bool) -> CallCopies:
+        """The copies of a call; `learns`: they get gradients in its backward pass."""
         if self.slots is None:
-            self.slots = CopySlots(self.group, self.limits.slots, weights)
-        places, homes = self.map.home_slots.tolist(), self.map.home_ranks
-        sends, receives = [], []
+            self.slots = CopySlots(self.group, self.limits.slots, home)
+        fetched, leaving = [], []
         for rank, used in enumerate(used_by_rank):
             held = self._held[rank]
             for expert in used:
                 if expert in held:
                     continue
                 slot = self._free_slot(rank, used)
-                held[slot] = expert
-                if homes[expert] == self.rank:
-                    sends.append((places[expert], rank))
-                if rank == self.rank:
-                    receives.append((slot, int(homes[expert])))
-        self.tally[-1] += len(receives)
-        arriving = self.slots.fetch(weights, sends, receives)
-        own = used_by_rank[self.rank]
-        here = [self._held[self.rank].index(expert) for expert in own]
-        away = [
-            (places[expert], rank)
-            for rank, used in enumerate(used_by_rank)
-            for expert in used
-            if homes[expert] == self.rank
-        ]
+                before, held[slot] = held[slot], expert
+                if before is not None and (old := self._copy(before, rank, slot)) in self._owing:
+                    self._owing.remove(old)
+                    leaving.append(old)
+                fetched.append(self._copy(expert, rank, slot))
+        self.tally[COPIES] += sum(copy.rank == self.rank for copy in fetched)
+        own = [self._held[self.rank].index(expert) for expert in used_by_rank[self.rank]]
+        if learns and plan.blocks is None:
+            for rank, used in enumerate(used_by_rank):
+                self._owing |= {self._copy(expert, rank, self._held[rank].index(expert)) for expert in used}
+        elif learns and plan.blocks is not None:
+            self.tally[RETURNED] += sum(plan.quotas_ER[expert, self.rank] for expert in used_by_rank[self.rank])
         blocks = [] if plan.blocks is None else self._expert_blocks(plan.blocks, used_by_rank)
-        copies = CallCopies(self.slots, here, [int(homes[expert]) for expert in own], away, arriving, blocks)
-        if keep:
-            pins = Counter((expert, rank) for rank, used in enumerate(used_by_rank) for expert in used)
-            self._pinned += pins
-            copies.on_return = lambda: self._pinned.subtract(pins)
+        copies = CallCopies(self.slots, own, fetched, self._returning(leaving), blocks)
+        copies.on_sent = self._sent
         return copies
 
+    def _sent(self, num_bytes: int) -> None:
+        self.tally[SENT] += num_bytes
+
+    def _copy(self, expert: int, rank: int, slot: int) -> HeldCopy:
+        return HeldCopy(int(self.map.home_ranks[expert]), int(self.map.home_slots[expert]), rank, slot)
+
     def _expert_blocks(self, blocks: Blocks, used_by_rank: list[list[int]]) -> list[ExpertBlocks]:
-        own, homes, result = used_by_rank[self.rank], self.map.home_ranks, []
+        homes, held, result = self.map.home_ranks, self._held[self.rank], []
         for expert in sorted({expert for used in used_by_rank for expert in used}):
             if homes[expert] == self.rank:
-                place = int(self.map.home_slots[expert])
-            elif expert in own:
-                place = self.map.num_slots + own.index(expert)
+                number = int(self.map.home_slots[expert])
+            elif expert in used_by_rank[self.rank]:
+                number = self.map.num_slots + held.index(expert)
             else:
                 continue
-            result.append(ExpertBlocks(place, int(homes[expert]), blocks.turns(expert)))
+            result.append(ExpertBlocks(number, int(homes[expert]), blocks.turns(expert)))
         return result
 
     def _free_slot(self, rank: int, used: list[int]) -> int:
@@ -221,8 +296,8 @@ class LayerPlacement:
         slots_ER = np.zeros_like(plan.quotas_ER)
         slots_ER[np.arange(self.map.num_experts), self.map.home_ranks] = self.map.home_slots
         for rank, used in enumerate(used_by_rank):
-            slots_ER[used, rank] = num_home + np.arange(len(used))
-        num_slots = num_home + max(map(len, used_by_rank))
+            slots_ER[used, rank] = [num_home + self._held[rank].index(expert) for expert in used]
+        num_slots = num_home + self.limits.slots
         if plan.blocks is None:
             shares_ER = shares(plan.counts_RDE.sum(1), plan.quotas_ER, self.limits.ranks_per_node, self.rank)
             experts, ranks = np.nonzero(shares_ER)
@@ -235,4 +310,4 @@ class LayerPlacement:
         codes_P = torch.empty_like(choice.experts)
         codes_P[order] = to_device(torch.from_numpy(codes), codes_P.device)
         ranks_P = codes_P // num_slots
-        return Places(ranks_P, codes_P.sub(ranks_P, alpha=num_slots), self.map.num_ranks, num_slots)
+        return Places(ranks_P, codes_P.sub(ranks_P, alpha=num_slots), self.map.num_ranks, num_slots, num_home)

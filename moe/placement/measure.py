@@ -11,7 +11,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from moe.experts.weights import Weights
+from moe.alltoall.messages import Messages
+from moe.experts.weights import Slab
 from moe.placement.quotas import Costs
 from moe.schedule.chunk_plan import Plan
 
@@ -30,19 +31,22 @@ class Measured:
 
 
 def measure(
-    weights: Weights | None, group: dist.ProcessGroup, node: int, device: torch.device, assumed: Costs
+    weights: Slab | None, group: dist.ProcessGroup, node: int, device: torch.device, assumed: Costs
 ) -> Measured:
     """The costs of layers like this one (None: this rank has none), the same on all ranks of the job: of the slowest of
     them. A collective call of all; node: ranks of the group that follow one another on one."""
-    seconds = torch.zeros(ROUNDS, 4, dtype=torch.float64)
+    measured: list[Callable[[], None] | None] = [None] * 6
     if weights is not None:
-        measured: list[Callable[[], None] | None] = [partial(_piece, weights, number) for number in (SMALL, LARGE)]
-        measured.append(partial(_copy, weights, group, 1, node) if node > 1 else None)
-        measured.append(partial(_copy, weights, group, node, group.size()) if node < group.size() else None)
-        for number in range(-1, ROUNDS):  # the first round makes buffers and connections
-            for i, function in enumerate(measured):
-                if function is not None:
-                    seconds[number, i] = _seconds(function, device)
+        size = group.size()
+        rings = [(1, node) if node > 1 else None, (node, size) if node < size else None]
+        measured = [partial(_piece, weights, number) for number in (SMALL, LARGE)]
+        for num_bytes in (weights.expert_bytes, weights.grad_bytes):
+            measured += [None if ring is None else partial(_trip, num_bytes, group, device, *ring) for ring in rings]
+    seconds = torch.zeros(ROUNDS, len(measured), dtype=torch.float64)
+    for number in range(-1, ROUNDS):  # the first round makes buffers and connections
+        for i, function in enumerate(measured):
+            if function is not None:
+                seconds[number, i] = _seconds(function, device)
     seconds = seconds.to(device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return judged(seconds.tolist(), assumed)
@@ -50,24 +54,28 @@ def measure(
 
 def judged(rounds: Sequence[Sequence[float]], assumed: Costs) -> Measured:
     """The costs of rounds, and whether they are plausible. Each has the seconds of SMALL and of LARGE assignments, of a
-    copy inside a node and of one between nodes; 0: there is no such way."""
-    small, large, in_node, between = (median(column) for column in zip(*rounds, strict=True))
+    copy's weights inside a node and between nodes, and of its gradient; 0: there is no such way."""
+    small, large, *trips = (median(column) for column in zip(*rounds, strict=True))
     assignment = (large - small) / (LARGE - SMALL)
     if assignment <= 0:
         problem = f"{LARGE} assignments took {large:.2g} s and {SMALL} took {small:.2g} s"
         return Measured(assumed, assignment, problem)
+    in_node, between, grad_in_node, grad_between = (round(seconds / assignment) for seconds in trips)
     costs = Costs(
         piece=max(0, round(small / assignment - SMALL)),
-        copy_in_node=round((in_node or between) / assignment),
-        copy_between=round((between or in_node) / assignment),
+        # One that was not measured is the other way's.
+        copy_in_node=in_node or between,
+        copy_between=between or in_node,
+        grad_in_node=grad_in_node or grad_between,
+        grad_between=grad_between or grad_in_node,
     )
-    # One that was not measured is the other way's.
-    return Measured(costs, assignment, implausible(costs, assumed, ways=(in_node > 0, between > 0)))
+    return Measured(costs, assignment, implausible(costs, assumed, ways=(trips[0] > 0, trips[1] > 0)))
 
 
 def implausible(costs: Costs, assumed: Costs, ways: tuple[bool, bool] = (True, True)) -> str | None:
     """Why costs are none that a machine has, in words; None where they may be. `ways`: which of a copy's costs are its
     own."""
+    costs, assumed = costs.of_call(trains=True), assumed.of_call(trains=True)
     least = min(assumed.copy_in_node, assumed.copy_between or assumed.copy_in_node)
     most = max(assumed.copy_in_node, assumed.copy_between or assumed.copy_in_node)
     for name, value, low, high in (
@@ -90,15 +98,17 @@ def _seconds(function: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _piece(weights: Weights, assignments: int) -> None:
+def _piece(weights: Slab, assignments: int) -> None:
     """Both passes of one expert."""
-    from moe.layer import routed_experts  # which places experts itself
+    from moe.layer import Setting, routed_experts  # which places experts itself
 
     tensors = [each[:1].clone().requires_grad_() for each in weights.tensors]
     x = weights.fc1.detach().new_ones(assignments, weights.fc1.size(2)).requires_grad_()
     probs = x.new_ones(assignments, 1, dtype=torch.float32)
     with torch.enable_grad():
-        output = routed_experts(x, probs, probs.bool(), weights.like(*tensors), Plan(), None, None, 1)
+        output = routed_experts(
+            x, probs, probs.bool(), weights.like(*tensors), Plan(), Setting(assignments_per_token=1)
+        )
         output.backward(torch.ones_like(output))
 
 
@@ -107,14 +117,8 @@ def peer_of(rank: int, way: int, ranks: int) -> int:
     return rank // ranks * ranks + (rank + way) % ranks
 
 
-def _copy(weights: Weights, group: dist.ProcessGroup, distance: int, ranks: int) -> None:
-    """An expert's weights to the rank so far behind, in a ring of so many, and as much back."""
-    rank = group.rank()
-    for way in (distance, -distance):
-        operations = []
-        for each in weights.tensors:
-            operations.append(dist.P2POp(dist.isend, each[0], group=group, group_peer=peer_of(rank, way, ranks)))
-            arrival = torch.empty_like(each[0])
-            operations.append(dist.P2POp(dist.irecv, arrival, group=group, group_peer=peer_of(rank, -way, ranks)))
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+def _trip(num_bytes: int, group: dist.ProcessGroup, device: torch.device, distance: int, ranks: int) -> None:
+    """So many bytes to the rank so far behind, in a ring of so many ranks."""
+    rank, sent = group.rank(), torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    to, source = peer_of(rank, distance, ranks), peer_of(rank, -distance, ranks)
+    Messages(group, {to: [sent]}, {source: [torch.empty_like(sent)]}).wait()

@@ -24,11 +24,12 @@ POLICIES: Mapping[str, Planner] = {
     "auto": solve,
 }
 LEAST_GAIN = 0.02  # of the mean rank's work, for which auto has copies
-# Where nothing was measured. A copy's weights and gradients against an assignment's six products, both grow with the
-# expert's size: at 400 TFLOP/s, 400 GB/s inside a node and 50 between nodes; a host at 50 GFLOP/s and 2 GB/s.
+# Where nothing was measured. A copy's weights, and its gradients in fp32, against an assignment's six products: all
+# grow with the expert's size. A card with weights of 2 bytes at 400 TFLOP/s, 400 GB/s inside a node and 50 between
+# nodes; a host with weights of 4 bytes at 50 GFLOP/s and 2 GB/s.
 ASSUMED = {
-    "cuda": Costs(piece=64, copy_in_node=700, copy_between=5300),
-    "cpu": Costs(piece=8, copy_in_node=32, copy_between=256),
+    "cuda": Costs(piece=64, copy_in_node=350, copy_between=2650, grad_in_node=700, grad_between=5300),
+    "cpu": Costs(piece=8, copy_in_node=16, copy_between=128, grad_in_node=16, grad_between=128),
 }
 
 
@@ -60,4 +61,5 @@ def pays(tokens_E: Integers, placement: PlacementMap, costs: Costs) -> bool:
     balance must be worth a copy, and be no trifle."""
     loads_R = np.bincount(placement.home_ranks, tokens_E, placement.num_ranks)
     gain = loads_R.max() - loads_R.mean()
-    return bool(gain > max(2 * costs.copy_in_node, LEAST_GAIN * loads_R.mean()))
+    copy = costs.of_call(trains=True).copy_in_node
+    return bool(gain > max(2 * copy, LEAST_GAIN * loads_R.mean()))

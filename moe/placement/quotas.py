@@ -8,7 +8,7 @@ quotas_ER by the rank that computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -23,9 +23,30 @@ class Costs:
     """In the time that an expert takes for one more assignment."""
 
     piece: int = 0  # an expert with any assignments at all, on each rank that computes it
-    copy_in_node: int = 0  # sending an expert's weights and receiving its gradient, and the other way round
+    copy_in_node: int = 0  # sending, or receiving, an expert's weights; and in a call what comes of them later
     copy_between: int | None = 0  # the same between nodes; None: there are to be no such copies
-    row_between: int = 0  # thousandths: an assignment whose token comes from another node
+    grad_in_node: int = 0  # sending, or receiving, an expert's gradient
+    grad_between: int = 0
+    # Assignments of a copy whose gradients travel by themselves, in each call; 0: a copy's travel once, with its end.
+    block_rows: int = 0
+
+    def of_call(self, trains: bool, block_rows: int | None = None) -> Costs:
+        """What a planner is told for one call: a copy's gradient is charged with its weights, as it will travel once;
+        block by block it is charged with each use; where nothing is learned, never."""
+        if not trains:
+            return replace(self, grad_in_node=0, grad_between=0)
+        if block_rows is not None:  # blocks' gradients are in the weights' kind
+            between = self.copy_between or 0
+            return replace(self, grad_in_node=self.copy_in_node, grad_between=between, block_rows=block_rows)
+        far = None if self.copy_between is None else self.copy_between + self.grad_between
+        return replace(self, copy_in_node=self.copy_in_node + self.grad_in_node, copy_between=far).of_call(False)
+
+    def of_copy(self, is_between: np.ndarray, is_new: np.ndarray, counts: Integers) -> Integers:
+        """What copies that compute so many assignments cost their homes' ranks, and their own as much."""
+        weights = np.where(is_between, self.copy_between or 0, self.copy_in_node) * is_new
+        if not self.block_rows:
+            return weights
+        return weights + np.where(is_between, self.grad_between, self.grad_in_node) * -(-counts // self.block_rows)
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,8 @@ class Outcome:
     """What a call's quotas come to."""
 
     loads_R: Integers  # assignments that each rank computes
-    new_copies: int  # weights that must travel
+    new_R: Integers  # weights that must travel to each rank
+    new_copies: int  # all of them
     new_between: int  # those of them between nodes
     seconds: int  # of the busiest rank, in the unit of Costs
 
@@ -78,27 +100,37 @@ def held(placement: PlacementMap) -> np.ndarray:
     return held_ER
 
 
-def check(quotas_ER: Integers, counts_RE: Integers, placement: PlacementMap, limits: Limits) -> None:
-    """Raises AssertionError where a planner's answer is none."""
+def check(
+    quotas_ER: Integers, counts_RE: Integers, placement: PlacementMap, limits: Limits, with_pinned: bool = False
+) -> None:
+    """Raises AssertionError where a planner's answer is none. `with_pinned`: it knows that pinned copies keep their
+    slots; of another's answer the layer sends home what finds none."""
     assert (quotas_ER >= 0).all() and (quotas_ER.sum(1) == counts_RE.sum(0)).all()
     is_copy = quotas_ER > 0
     is_copy[np.arange(placement.num_experts), placement.home_ranks] = False
-    for expert, rank in limits.pinned:
+    for expert, rank in limits.pinned if with_pinned else ():
         is_copy[expert, rank] = True
     assert (is_copy.sum(0) <= limits.slots).all(), is_copy.sum(0)
 
 
 def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Outcome:
-    """Of a planner's answer."""
+    """What a planner's answer comes to; the costs are those of a call."""
     used = quotas_ER > 0
-    experts, ranks = np.nonzero(used & ~held(placement))
-    homes = placement.home_ranks[experts]
+    experts, ranks = np.nonzero(used & (np.arange(placement.num_ranks) != placement.home_ranks[:, None]))
+    homes, num_ranks = placement.home_ranks[experts], placement.num_ranks
     between = homes // limits.ranks_per_node != ranks // limits.ranks_per_node
-    seconds = np.where(between, costs.copy_between or 0, costs.copy_in_node)
+    is_new = ~held(placement)[experts, ranks]
+    seconds = costs.of_copy(between, is_new, quotas_ER[experts, ranks])
     loads_R = quotas_ER.sum(0)
     work_R = loads_R + costs.piece * used.sum(0)
-    copying_R = np.bincount(ranks, seconds, placement.num_ranks) + np.bincount(homes, seconds, placement.num_ranks)
-    return Outcome(loads_R, len(experts), int(between.sum()), int((work_R + copying_R.astype(np.int64)).max()))
+    copying_R = np.bincount(ranks, seconds, num_ranks) + np.bincount(homes, seconds, num_ranks)
+    return Outcome(
+        loads_R,
+        np.bincount(ranks[is_new], minlength=num_ranks),
+        int(is_new.sum()),
+        int((is_new & between).sum()),
+        int((work_R + copying_R.astype(np.int64)).max()),
+    )
 
 
 def shares(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int, rank: int) -> Integers:

@@ -71,6 +71,7 @@ class Limits:
     strategies: tuple[str, ...] = tuple(STRATEGIES)
     memory_budget: int | None = None  # bytes of buffers per rank, as `memory_bytes` counts; None: no limit
     live_calls: int = 1  # calls (layers times micro-batches) that are between their passes at once
+    slot_bytes: int = 0  # what slots for copies of experts take, whatever the plan
 
 
 @dataclass(frozen=True)

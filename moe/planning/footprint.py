@@ -20,6 +20,8 @@ from moe.schedule.program import Operation
 INDEX_BYTES = 190  # of an assignment: who goes where, in all the forms that both passes need
 LOCAL_INDEX_BYTES = 56  # of one that does not travel
 
+FP32 = 4  # bytes
+
 # USE: take and give back at once. FLY: an exchange has begun, after which the oldest may be over
 TAKE, GIVE, USE, FLY = range(4)
 Step = tuple[int, str]  # what is done with a buffer, and its name among the sizes
@@ -38,6 +40,11 @@ def _local(operation: program.LocalExperts | program.LocalGrads) -> list[Step]:
 
 
 LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
+    # What is sent is packed, and what comes is taken apart.
+    program.FetchCopies: lambda operation: [(TAKE, "copies")],
+    program.WaitCopies: lambda operation: [(GIVE, "copies")],
+    program.ReturnGrads: lambda operation: [(GIVE, "new_copy_grads"), (TAKE, "copy_grads")],
+    program.WaitGrads: lambda operation: [(GIVE, "copy_grads")],
     program.SendAssignments: lambda operation: [(FLY, "nothing")],
     program.Expect: lambda operation: [(TAKE, "received")],
     program.Dispatch: lambda operation: [(TAKE, "sent"), (FLY, "sent")],
@@ -67,7 +74,12 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
     ],
     program.Release: lambda operation: [(GIVE, "offloaded"), (GIVE, "released")],
     program.SendProbsGrad: lambda operation: [(FLY, "nothing")],
-    program.ExpertWeightGrads: lambda operation: [(USE, "weight_scratch"), (GIVE, "work"), (GIVE, "read")],
+    program.ExpertWeightGrads: lambda operation: [
+        *([(TAKE, "new_copy_grads")] if operation.chunk == 0 else []),
+        (USE, "weight_scratch"),
+        (GIVE, "work"),
+        (GIVE, "read"),
+    ],
     program.TakeProbsGrad: lambda operation: [],
     program.LocalExperts: lambda operation: [(TAKE, "offloaded"), *_local(operation)],
     program.LocalGrads: _local,
@@ -91,13 +103,13 @@ def ledger(operations: Sequence[Operation]) -> tuple[Step, ...]:
 
 
 @cache
-def _forward_ledger(degree: int, strategy: Strategy) -> tuple[Step, ...]:
-    return ledger(program.forward(degree, strategy))
+def _forward_ledger(degree: int, strategy: Strategy, copies: bool) -> tuple[Step, ...]:
+    return ledger(program.forward(degree, strategy, copies))
 
 
 @cache
-def _backward_ledger(degree: int, strategy: Strategy, lag: int) -> tuple[Step, ...]:
-    return ledger(program.backward(degree, strategy, lag))
+def _backward_ledger(degree: int, strategy: Strategy, lag: int, copies: bool) -> tuple[Step, ...]:
+    return ledger(program.backward(degree, strategy, lag, copies))
 
 
 @cache
@@ -147,7 +159,7 @@ def forward_bytes(load: LayerLoad, strategy: Strategy, degree: int) -> int:
         "offloaded": chunk.preactivations if strategy.preactivations == "offload" else 0,
         "scratch": expert_sizes.forward_scratch(load, chunk.block, strategy.preactivations == "recompute"),
     }
-    return peak(_forward_ledger(degree, strategy), sizes) * load.element_size
+    return peak(_forward_ledger(degree, strategy, load.has_copies), sizes) * load.element_size
 
 
 def backward_bytes(load: LayerLoad, strategy: Strategy, degree: int, weight_lag: int, same: bool) -> int:
@@ -167,7 +179,7 @@ def backward_bytes(load: LayerLoad, strategy: Strategy, degree: int, weight_lag:
         "read": chunk.rows * (1 if strategy.rows == "keep" else 2),  # gradients, and rows that nobody else keeps
         "weight_scratch": expert_sizes.weight_scratch(load, chunk.block),
     }
-    return peak(_backward_ledger(degree, strategy, weight_lag), sizes) * load.element_size
+    return peak(_backward_ledger(degree, strategy, weight_lag, load.has_copies), sizes) * load.element_size
 
 
 def memory_bytes(load: LayerLoad, plan: Plan, live_calls: int = 1) -> int:
@@ -240,6 +252,9 @@ class _Chunk:
         output = load.tokens * load.hidden_size
         self.sizes: Sizes = {
             "nothing": 0,
+            "copies": 2 * load.slot_numbers,
+            "new_copy_grads": load.slot_numbers,
+            "copy_grads": 2 * load.slot_numbers * max(load.element_size, FP32) // load.element_size,
             "sent": -(-load.away_rows // degree) * load.hidden_size,
             "sums": self.rows,
             "expert_rows": with_spare * load.hidden_size,

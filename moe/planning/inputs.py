@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from configs import derived
 from configs.schema import Config
+from moe.placement.map import PlacementMap
 from moe.planning.costs import DEGREES, Limits
-from moe.planning.load import Shape
+from moe.planning.load import FP32, Shape
 from moe.planning.trial import TrialPolicy
 from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, Plan
 from parallel.pipeline import layers_of_stage, most_in_flight
@@ -36,6 +37,8 @@ def layer_shape(config: Config, device: str) -> Shape:
         whole=device == "cuda",
         tiled=device == "cpu" and _are_tiled(config, width),
         block_rows=derived.block_rows(config),
+        slots=config.moe.placement.extra_slots if derived.places_experts(config) else 0,
+        expert_numbers=derived.expert_numbers(config) if derived.is_moe(config) else 0,
     )
 
 
@@ -65,7 +68,8 @@ def fullest_load(config: Config, device: str) -> LayerLoad:
         return even_load(config, device)
     shape, ranks = layer_shape(config, device), config.parallel.expert
     limit, homes = min(limit, ranks), shape.num_experts // ranks
-    return shape.load([limit] * homes + [(ranks - limit) / (ranks - 1)] * (homes * (ranks - 1)))
+    counts = [limit] * homes + [(ranks - limit) / (ranks - 1)] * (homes * (ranks - 1))
+    return shape.at_home(counts, PlacementMap(shape.num_experts, ranks))
 
 
 def moe_layers(config: Config, stage: int) -> list[int]:
@@ -82,6 +86,16 @@ def live_calls(config: Config, world_size: int, stage: int) -> int:
     return max(1, most_in_flight(config, world_size, stage, moe_layers(config, stage)))
 
 
+def slot_bytes(config: Config, stage: int) -> int:
+    """What slots for copies of experts take on a stage's rank: weights and, unless blocks' gradients travel by
+    themselves, gradients in fp32."""
+    if not derived.places_experts(config):
+        return 0
+    element = derived.element_size(config)
+    each = element if derived.block_rows(config) is not None else element + max(element, FP32)
+    return sum(moe_layers(config, stage)) * derived.copy_bytes(config) // element * each
+
+
 def limits(config: Config, device: str, world_size: int, stage: int) -> Limits:
     """What the planner of a pipeline stage may choose, where the config leaves it something."""
     moe = config.moe
@@ -94,6 +108,7 @@ def limits(config: Config, device: str, world_size: int, stage: int) -> Limits:
         strategies=automatic if moe.memory_strategy == "auto" else (moe.memory_strategy,),
         memory_budget=None if moe.memory_budget is None else int(moe.memory_budget * 2**20),
         live_calls=live_calls(config, world_size, stage),
+        slot_bytes=slot_bytes(config, stage),
     )
 
 

@@ -10,6 +10,22 @@ from moe.experts.sizes import BLOCK_ROWS
 from moe.placement.map import PlacementMap
 from moe.schedule.chunk_plan import WHOLE, LayerLoad
 
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a call of a layer came to, a mean over calls: assignments of the busiest rank and of the busiest expert on
+    one rank, rows of the busiest rank and those that travel, copies whose weights came to a rank, and gradients of
+    copies that left it."""
+
+    assignments: float
+    expert_assignments: float
+    rows: float
+    away_rows: float
+    fetched: float
+    returned: float
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -25,36 +41,52 @@ class Shape:
     element_size: int
     whole: bool = False  # an expert computes all rows of a chunk at once, as on a GPU
     tiled: bool = False  # see LayerLoad
-    block_rows: int | None = None  # see Weights
+    block_rows: int | None = None  # see Slab
+    slots: int = 0  # copies of experts that a rank may hold
+    expert_numbers: int = 0  # parameters of one expert on this rank
 
-    def load(self, counts: Sequence[float]) -> LayerLoad:
-        """The load of a call from the tokens that each expert gets, on any scale: one call's, or a whole step's."""
+    def at_home(self, counts: Sequence[float], homes: PlacementMap) -> LayerLoad:
+        """The load of a call whose experts are computed at their homes, from the tokens that each expert gets, on any
+        scale: one call's, or a whole step's."""
         total = sum(counts)
         scale = self.tokens * self.num_ranks * self.top_k / total if total else 0.0
-        experts_of = PlacementMap(self.num_experts, self.num_ranks).experts_of
-        of_ranks = [experts_of(rank) for rank in range(self.num_ranks)]
+        of_ranks = [homes.experts_of(rank) for rank in range(self.num_ranks)]
         assignments = [scale * sum(counts[expert] for expert in experts) for experts in of_ranks]
         # rows of this rank's tokens for each
         sent = [self._unique(of_rank / self.num_ranks) for of_rank in assignments]
-        received = [self.num_ranks * rows for rows in sent]
-        rows = max(sum(sent), max(received))
+        rows = max(sum(sent), self.num_ranks * max(sent))
+        away = math.ceil(rows) * (self.num_ranks - 1) / self.num_ranks
+        of_expert = scale * max(counts, default=0.0)
+        return self._load(Ran(max(assignments), of_expert, rows, away, 0.0, 0.0))
+
+    def placed(self, ran: Ran) -> LayerLoad:
+        """The load of calls like those that ran with a placement."""
+        return self._load(ran)
+
+    def even(self) -> LayerLoad:
+        """The load where every expert gets as many tokens; homes are alike then."""
+        return self.at_home([1.0] * self.num_experts, PlacementMap(self.num_experts, self.num_ranks))
+
+    def _load(self, ran: Ran) -> LayerLoad:
+        wide = max(self.element_size, FP32)
         return LayerLoad(
             tokens=self.tokens,
-            rows=math.ceil(rows),
-            away_rows=math.ceil(rows * (self.num_ranks - 1) / self.num_ranks),
-            assignments=math.ceil(max(assignments)),
+            rows=math.ceil(ran.rows),
+            away_rows=math.ceil(ran.away_rows),
+            assignments=math.ceil(ran.assignments),
             hidden_size=self.hidden_size,
             hidden_columns=self.width * (2 if self.gated else 1),
             width=self.width,
             element_size=self.element_size,
-            expert_assignments=math.ceil(scale * max(counts, default=0.0)),
+            expert_assignments=math.ceil(ran.expert_assignments),
             tiled=self.tiled,
             block=self.block_rows or (WHOLE if self.whole else BLOCK_ROWS),
+            slot_numbers=self.slots * self.expert_numbers,
+            fetched_bytes=math.ceil(ran.fetched * self.expert_numbers * self.element_size),
+            returned_bytes=math.ceil(
+                ran.returned * self.expert_numbers * (wide if self.block_rows is None else self.element_size)
+            ),
         )
-
-    def even(self) -> LayerLoad:
-        """The load where every expert gets as many tokens."""
-        return self.load([1.0] * self.num_experts)
 
     def _unique(self, assignments: float) -> float:
         """How many of one rank's tokens go to a rank that gets `assignments` of their assignments: a token with two

@@ -24,7 +24,7 @@ from moe import route
 from moe.alltoall.flat import AllToAll, SplitSizes
 from moe.experts.compute import ExpertCompute, is_grouped, needs_host_ends
 from moe.experts.sizes import SPARE_ROWS
-from moe.experts.weights import WeightGrads, Weights, WeightWork
+from moe.experts.weights import Slab, WeightGrads, Weights, WeightWork
 from moe.layer import MixtrainMoELayer
 from moe.placement.map import PlacementMap
 from moe.planning.costs import LayerCosts
@@ -58,14 +58,14 @@ def measure_layer(
     biases = [
         None if linear.bias is None else linear.bias.detach() for linear in (module.linear_fc1, module.linear_fc2)
     ]
-    weights = Weights(fc1, fc2, biases[0], biases[1], module.activation)
+    weights = Slab(fc1, fc2, biases[0], biases[1], module.activation)
     shared_width = 0 if shared is None else shared.linear_fc2.weight.size(1)
     group = layer.ep_group if layer.ep_group.size() > 1 else None
     return measure_costs(weights, layer.exchange, group, shape, shared_width, folder, experts, budget)
 
 
 def measure_costs(
-    weights: Weights,
+    weights: Slab,
     exchange: AllToAll | None,
     group: dist.ProcessGroup | None,
     shape: Shape,
@@ -111,7 +111,7 @@ class _Bench:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: Slab,
         exchange: AllToAll | None,
         group: dist.ProcessGroup | None,
         shape: Shape,
@@ -200,7 +200,7 @@ class _Bench:
     def _compute(self, n: int) -> tuple[ChunkCompute, Chunk]:
         chunks = self._chunks(n)
         probs = torch.ones(n, device=self.device)
-        return ChunkCompute(self.experts, self.weights, probs, self.source.dtype, chunks), chunks[0]
+        return ChunkCompute(self.experts, Weights((self.weights,)), probs, self.source.dtype, chunks), chunks[0]
 
     def _forward(self, n: int) -> Call:
         (compute, chunk), source = self._compute(n), self.source
@@ -228,7 +228,7 @@ class _Bench:
 
     def _weight_gradients(self, n: int) -> Call:
         work = _HeldWork(**vars(self._start_gradients(n, True)()))
-        grads = WeightGrads(self.weights)
+        grads = WeightGrads(Weights((self.weights,)))
         return lambda: self.experts.weight_grads(work, grads)
 
     def _prepare(self, n: int) -> Call:

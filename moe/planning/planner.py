@@ -55,7 +55,7 @@ class Planner:
         limits = self.limits
         return (
             limits.memory_budget is None
-            or memory_bytes(rounded_up(load), plan, limits.live_calls) <= limits.memory_budget
+            or limits.slot_bytes + memory_bytes(rounded_up(load), plan, limits.live_calls) <= limits.memory_budget
         )
 
     def expected(self, decision: Decision) -> float:
@@ -70,7 +70,7 @@ class Planner:
 
 def rounded_up(load: LayerLoad) -> LayerLoad:
     """The load with its counts rounded up, so that loads that hardly differ are one."""
-    counts = ("tokens", "rows", "away_rows", "assignments", "expert_assignments")
+    counts = ("tokens", "rows", "away_rows", "assignments", "expert_assignments", "fetched_bytes", "returned_bytes")
     rounded: dict[str, Any] = {name: _rounded_up(getattr(load, name)) for name in counts}
     return replace(load, **rounded)
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from moe.alltoall.flat import AllToAll
 from moe.experts.compute import ExpertCompute
-from moe.experts.weights import Weights
-from moe.layer import routed_experts
+from moe.experts.weights import Slab
+from moe.layer import Setting, routed_experts
 from moe.planning.costs import LayerCosts, Limits
 from moe.planning.load import Shape
 from moe.planning.search import best_plan, predict
@@ -38,7 +38,7 @@ class Residuals:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: Slab,
         exchange: AllToAll,
         group: dist.ProcessGroup | None,
         shape: Shape,
@@ -98,8 +98,8 @@ class Residuals:
 
             def forward() -> None:
                 with torch.enable_grad():
-                    given = x, probs, routing, weights, plan, self.exchange
-                    outputs.append(routed_experts(*given, assignments_per_token=shape.top_k, experts=self.experts))
+                    setting = Setting(self.exchange, assignments_per_token=shape.top_k, experts=self.experts)
+                    outputs.append(routed_experts(x, probs, routing, weights, plan, setting))
 
             def backward() -> None:
                 torch.autograd.grad(outputs, [x, probs, fc1, fc2], [output_grad])

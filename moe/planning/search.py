@@ -28,10 +28,10 @@ CLOSE = 0.1  # plans that are predicted to take up to so much longer than the be
 ROUNDING = 1e-9  # two sums of the same times differ by less
 
 
-def predict(costs: LayerCosts, load: LayerLoad, plan: Plan, live_calls: int = 1) -> Prediction:
-    """What a plan should take: a call's times, and the memory of `live_calls` calls."""
+def predict(costs: LayerCosts, load: LayerLoad, plan: Plan, live_calls: int = 1, slot_bytes: int = 0) -> Prediction:
+    """What a plan should take: a call's times, and the memory of `live_calls` calls and of slots for copies."""
     forward, backward = timing.forward_seconds(costs, load, plan), timing.backward_seconds(costs, load, plan)
-    return Prediction(forward, backward, memory_bytes(load, plan, live_calls))
+    return Prediction(forward, backward, slot_bytes + memory_bytes(load, plan, live_calls))
 
 
 def weight_lags(degree: int) -> list[int]:
@@ -109,7 +109,7 @@ def close_plans(
         raise ValueError(_refusal(load, limits))
     close = sorted(each for each in found if each[0] <= best * (1.0 + within))
     plans = _different([Plan(degree, other, limits.strategies[index], lag) for _, degree, other, lag, index in close])
-    return [Decision(plan, predict(costs, load, plan, limits.live_calls)) for plan in plans]
+    return [Decision(plan, predict(costs, load, plan, limits.live_calls, limits.slot_bytes)) for plan in plans]
 
 
 def _different(plans: Sequence[Plan]) -> list[Plan]:
@@ -153,7 +153,8 @@ class _Search:
         for index, name in enumerate(limits.strategies):
             strategy, left = STRATEGIES[name], math.inf
             if limits.memory_budget is not None:
-                left = limits.memory_budget - limits.live_calls * footprint.kept_bytes(load, strategy)
+                kept = limits.live_calls * footprint.kept_bytes(load, strategy)
+                left = limits.memory_budget - limits.slot_bytes - kept
             forward = {
                 degree: _margin(degree) * self._chunks[degree].forward_bound(strategy)
                 for degree in self.degrees
@@ -212,7 +213,10 @@ def _refusal(load: LayerLoad, limits: Limits) -> str:
             f"strategies ({limits.strategies}) bring back the forward pass's chunks, so both passes need a common "
             f"number of them; allowed are {limits.degrees} and {limits.backward_degrees}. Try the same for both."
         )
-    least, plan = min(((memory_bytes(load, plan, limits.live_calls), plan) for plan in plans), key=lambda pair: pair[0])
+    least, plan = min(
+        ((limits.slot_bytes + memory_bytes(load, plan, limits.live_calls), plan) for plan in plans),
+        key=lambda pair: pair[0],
+    )
     return (
         f"moe.memory_budget ({(limits.memory_budget or 0) / 2**20:.6g} MiB) is less than any allowed plan needs for "
         f"{load.tokens} tokens, {load.rows} rows, {load.assignments} assignments and {limits.live_calls} calls at "

@@ -28,6 +28,10 @@ Step = tuple[int, Any]
 Seconds = dict[str, float]  # by name: what a step takes
 
 LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
+    program.FetchCopies: lambda operation: [(SEND, "copies")],
+    program.WaitCopies: lambda operation: [(WAIT, program.FetchCopies())],
+    program.ReturnGrads: lambda operation: [(SEND, "copy_grads")],
+    program.WaitGrads: lambda operation: [(WAIT, program.ReturnGrads())],
     program.SendAssignments: lambda operation: [(SEND, "assignments")],
     program.Expect: lambda operation: [],
     program.Dispatch: lambda operation: [(COMPUTE, "gather"), (SEND, "exchange"), (COMPUTE, "post")],
@@ -93,15 +97,15 @@ def timeline(operations: Sequence[Operation]) -> Timeline:
 
 
 @cache
-def forward_timeline(degree: int, strategy: Strategy) -> Timeline:
-    """Of a forward pass."""
-    return timeline(program.forward(degree, strategy))
+def forward_timeline(degree: int, strategy: Strategy, copies: bool) -> Timeline:
+    """The timeline of a forward pass; `copies`: experts may have some."""
+    return timeline(program.forward(degree, strategy, copies))
 
 
 @cache
-def backward_timeline(degree: int, strategy: Strategy, lag: int) -> Timeline:
-    """Of a backward pass."""
-    return timeline(program.backward(degree, strategy, lag))
+def backward_timeline(degree: int, strategy: Strategy, lag: int, copies: bool) -> Timeline:
+    """The timeline of a backward pass."""
+    return timeline(program.backward(degree, strategy, lag, copies))
 
 
 def run(
@@ -166,7 +170,7 @@ class ChunkSeconds:
     def __init__(self, costs: LayerCosts, load: LayerLoad, degree: int) -> None:
         rows, assignments = load.rows / degree, load.assignments / degree
         row_bytes = load.hidden_size * load.element_size
-        self.costs, self.degree = costs, degree
+        self.costs, self.degree, self.has_copies = costs, degree, load.has_copies
         # Of the assignments the same share travels as of the rows.
         travelling = load.assignments * load.away_rows / load.rows if load.rows else 0.0
         packed_ids, probs_grad = (
@@ -184,9 +188,12 @@ class ChunkSeconds:
             "combine_sum": costs.combine_sum(rows),
         }
         experts, weight_grads = costs.forward(assignments), costs.weight_gradients(assignments)
-        first = {"assignments": packed_ids, "shared_expert": costs.shared_forward}
+        fetched, returned = (
+            costs.exchange(each) if each else 0.0 for each in (load.fetched_bytes, load.returned_bytes)
+        )
+        first = {"assignments": packed_ids, "shared_expert": costs.shared_forward, "copies": fetched}
         self._forward = {**shared, **first, "experts": experts, "prepare": degree * self.prepare}
-        last = {"assignments": probs_grad, "shared_expert": costs.shared_backward}
+        last = {"assignments": probs_grad, "shared_expert": costs.shared_backward, "copy_grads": returned}
         self._backward = {**shared, **last, "weight_grads": weight_grads, "input_grads": self.input_grads}
         self._bounds: dict[tuple[bool, bool], float] = {}  # of the forward pass, by what is copied
 
@@ -217,14 +224,14 @@ class ChunkSeconds:
         copied = strategy.rows == "offload", strategy.preactivations == "offload"
         bound = self._bounds.get(copied)
         if bound is None:
-            least = _least(forward_timeline(self.degree, strategy), self.forward(strategy))
+            least = _least(forward_timeline(self.degree, strategy, self.has_copies), self.forward(strategy))
             rest = self.costs.count_exchange + self.costs.forward_rest(self.degree)
             bound = self._bounds[copied] = max(least + rest, 0.0)
         return bound
 
     def backward_bound(self, strategy: Strategy, same: bool) -> float:
         """No more than `backward_of` with any lag."""
-        least = _least(backward_timeline(self.degree, strategy, 0), self.backward(strategy, same))
+        least = _least(backward_timeline(self.degree, strategy, 0, self.has_copies), self.backward(strategy, same))
         return max(least + self.costs.backward_rest(self.degree), 0.0)
 
     def _copies(self, of_both: tuple[float, float], strategy: Strategy) -> Seconds:
@@ -245,7 +252,7 @@ def forward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
 def forward_of(chunk: ChunkSeconds, other: ChunkSeconds, strategy: Strategy) -> float:
     """The same, `other` being the backward pass's chunks."""
     costs, degree = chunk.costs, chunk.degree
-    steps, seconds = forward_timeline(degree, strategy).steps, chunk.forward(strategy, other)
+    steps, seconds = forward_timeline(degree, strategy, chunk.has_copies).steps, chunk.forward(strategy, other)
     end = run(steps, seconds, costs.compute_slowdown, costs.exchange_slowdown, costs.count_exchange)
     mixed = costs.mixed_rest if other.degree != degree else 0.0
     return max(end + costs.forward_rest(degree) + mixed, 0.0)
@@ -262,6 +269,6 @@ def backward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
 def backward_of(chunk: ChunkSeconds, strategy: Strategy, lag: int, same: bool) -> float:
     """The same; `same`: the forward pass had as many chunks."""
     costs = chunk.costs
-    steps, seconds = backward_timeline(chunk.degree, strategy, lag).steps, chunk.backward(strategy, same)
-    end = run(steps, seconds, costs.compute_slowdown, costs.exchange_slowdown, 0.0)
+    line, seconds = backward_timeline(chunk.degree, strategy, lag, chunk.has_copies), chunk.backward(strategy, same)
+    end = run(line.steps, seconds, costs.compute_slowdown, costs.exchange_slowdown, 0.0)
     return max(end + costs.backward_rest(chunk.degree), 0.0)

@@ -45,7 +45,7 @@ class ChunkCompute:
             output, preactivation = self.experts.forward(self._inputs(source_NH, rows_n, chunk), preactivation)
         with span("combine"):
             # Grouped experts have multiplied already.
-            probs_n = None if is_grouped(self.weights) else chunk.in_row_order(self.probs_Q)
+            probs_n = None if is_grouped(self.weights.home) else chunk.in_row_order(self.probs_Q)
             sums_RH = route.add_up(output, chunk.sums, probs_n, out_RH)
         WORKSPACE.give(output)
         return sums_RH, preactivation
@@ -87,7 +87,8 @@ class ChunkCompute:
 
     def _inputs(self, source_NH: torch.Tensor, rows_n: torch.Tensor, chunk: Chunk) -> ChunkInputs:
         probs_n = self._sorted_probs_Q[chunk.part]
-        return ChunkInputs(self.weights, source_NH, Assignments(rows_n, probs_n, chunk.ends, chunk.host_ends))
+        assignments = Assignments(rows_n, probs_n, chunk.ends, chunk.host_ends, chunk.num_home)
+        return ChunkInputs(self.weights, source_NH, assignments)
 
 
 class ChunkedResult:

@@ -100,6 +100,14 @@ class LayerLoad:
     expert_assignments: int = WHOLE  # of the busiest expert
     block: int = WHOLE  # most assignments that go through an expert at once
     tiled: bool = False  # by tiles, whose scratch memory is another
+    slot_numbers: int = 0  # in the weights of all copies of experts that a rank may hold
+    fetched_bytes: int = 0  # of copies' weights that a rank sends, or gets
+    returned_bytes: int = 0  # of copies' gradients
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether experts may have copies on other ranks."""
+        return self.slot_numbers > 0
 
     def as_dict(self) -> dict[str, int]:
         """As plans.jsonl has it, whose readers know `assignments` as `pairs`."""

@@ -28,6 +28,8 @@ INTERPRETER = "schedule/on_one_rank.py"
 class LocalCall:
     """What a call's forward pass leaves to its backward pass; without `both` there is none."""
 
+    copies = None  # there are no other ranks
+
     def __init__(
         self,
         choice: Choice,
@@ -39,12 +41,12 @@ class LocalCall:
         both: bool,
     ) -> None:
         self.plan, self.strategy, self.experts = plan, strategy, experts
-        passes = local_chunks(choice, pass_degrees(plan, both), len(weights.fc1))
-        if needs_host_ends(weights):
+        passes = local_chunks(choice, pass_degrees(plan, both), weights.num_experts)
+        if needs_host_ends(weights.home):
             route.read_ends([chunk for chunks in passes for chunk in chunks])
         self.chunks, self.backward_chunks = passes[0], passes[-1]
         restored = restore.PREACTIVATIONS[strategy.preactivations]
-        self.preactivations = restored(self.chunks, self.backward_chunks, weights.fc1.size(1), x_TH)
+        self.preactivations = restored(self.chunks, self.backward_chunks, weights.home.fc1.size(1), x_TH)
 
     def forward(self, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The weighted sums [T, H]."""

@@ -21,6 +21,7 @@ from moe import route
 from moe.alltoall.flat import AllToAll, Handle, SplitSizes, start
 from moe.experts.compute import ExpertCompute, needs_host_ends
 from moe.experts.weights import WeightGrads, Weights, WeightWork
+from moe.placement.copies import CallCopies
 from moe.route import Choice, Chunks, DispatchOrder
 from moe.schedule import program, restore
 from moe.schedule.chunk_compute import ChunkCompute, ChunkedResult
@@ -57,9 +58,10 @@ class SpreadCall:
         exchange: AllToAll,
         experts: ExpertCompute,
         shared_expert: SharedExpert | None,
+        copies: CallCopies | None = None,
     ) -> None:
         self.choice, self.order, self.plan, self.strategy = choice, order, plan, strategy
-        self.exchange, self.experts = exchange, experts
+        self.exchange, self.experts, self.copies = exchange, experts, copies
         self.forward_sizes, self.backward_sizes = sizes
         self.num_assignments = sum(self.forward_sizes.assignments.send)  # of this rank's tokens
         row_tokens_U = order.row_tokens(sum(self.forward_sizes.sends.total_rows()), self.num_assignments)
@@ -185,8 +187,6 @@ class _Pass(ABC):
         self.result.put(route.add_up(rows, self.order.sums[chunk], out=self.result.room(first, end - first)))
         WORKSPACE.give(rows)
 
-    # -- exchanges that are on their way -----------------------------------------------------------------------------
-
     def send_message(self, message: torch.Tensor, sizes: SplitSizes) -> None:
         """Start an exchange of all assignments."""
         received = message.new_empty(sum(sizes.receive), *message.shape[1:])
@@ -218,8 +218,9 @@ class _Forward(_Pass):
         self.compute: ChunkCompute | None = None  # once the assignments are there
 
     def run(self) -> torch.Tensor:
+        operations = program.forward(self.sizes.degree, self.call.strategy, self.call.copies is not None)
         with card.exchanges_under_way():
-            program.perform(program.forward(self.sizes.degree, self.call.strategy), FORWARD, self, INTERPRETER)
+            program.perform(operations, FORWARD, self, INTERPRETER)
         return self.finish()
 
     def buffer(self, chunk: int) -> torch.Tensor:
@@ -243,12 +244,12 @@ class _Forward(_Pass):
 
     @named("dispatch")
     def _sort_assignments(self, message: torch.Tensor) -> None:
-        call, num_slots, own_slots = self.call, self.call.order.num_slots, len(self.weights.fc1)
+        call, num_slots, own_slots = self.call, self.call.order.num_slots, self.weights.num_experts
         ids_Q = message[:, 0].long()
         probs_Q = message[:, 1].contiguous().view(torch.promote_types(self.probs_P.dtype, torch.float32))
         rows_Q = ids_Q // num_slots  # in their ranks'
         slots_Q = ids_Q.sub(rows_Q, alpha=num_slots)
-        if self.weights.block_rows is not None:  # a group of each source rank
+        if self.weights.home.block_rows is not None:  # a group of each source rank
             received = self.sizes.assignments.receive
             sources = torch.arange(len(received), device=slots_Q.device)
             counts = to_device(torch.tensor(received), slots_Q.device)
@@ -257,11 +258,11 @@ class _Forward(_Pass):
             )
             own_slots *= len(received)
         passes = [each.chunks(rows_Q, slots_Q, own_slots) for each in dict.fromkeys((self.sizes, call.backward_sizes))]
-        if needs_host_ends(self.weights):
+        if needs_host_ends(self.weights.home):
             route.read_ends([chunk for chunks in passes for chunk in chunks])
         chunks, backward_chunks = passes[0], passes[-1]
         restored = restore.PREACTIVATIONS[call.strategy.preactivations]
-        preactivations = restored(chunks, backward_chunks, self.weights.fc1.size(1), self.x_TH)
+        preactivations = restored(chunks, backward_chunks, self.weights.home.fc1.size(1), self.x_TH)
         self.rows.regroup(chunks, backward_chunks)
         call.arrived = Arrived(probs_Q, chunks, backward_chunks, preactivations)
         self.compute = ChunkCompute(call.experts, self.weights, probs_Q, self.x_TH.dtype, chunks)
@@ -305,7 +306,8 @@ class _Backward(_Pass):
         self.works: dict[int, tuple[WeightWork | None, torch.Tensor, torch.Tensor | None]] = {}
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        operations = program.backward(self.sizes.degree, self.call.strategy, self.call.plan.weight_lag)
+        lag, copies = self.call.plan.weight_lag, self.call.copies is not None
+        operations = program.backward(self.sizes.degree, self.call.strategy, lag, copies)
         with card.exchanges_under_way():
             program.perform(operations, BACKWARD, self, INTERPRETER)
         x_grad_TH = self.finish()
@@ -365,6 +367,8 @@ class _Backward(_Pass):
 
 # What each operation does to the state of a pass.
 FORWARD: program.Lines = {
+    program.FetchCopies: lambda state, _: state.call.copies.fetch(state.weights.home),
+    program.WaitCopies: lambda state, _: state.call.copies.wait(),
     program.SendAssignments: _Forward.send_assignments,
     program.Expect: _Forward.expect,
     program.Dispatch: _Forward.dispatch,
@@ -390,4 +394,6 @@ BACKWARD: program.Lines = {
     program.ExpertWeightGrads: _Backward.expert_weight_grads,
     program.SumCombine: _Backward.sum_combine,
     program.TakeProbsGrad: _Backward.take_probs_grad,
+    program.ReturnGrads: lambda state, _: state.call.copies.return_grads(state.grads),
+    program.WaitGrads: lambda state, _: state.call.copies.wait(),
 }

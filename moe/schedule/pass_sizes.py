@@ -29,10 +29,12 @@ class SendOrder:
 class PassSizes:
     """One pass's chunks as both sides see them: who sends how many rows, and which assignments belong to a chunk."""
 
-    def __init__(self, counts: ExchangeCounts, first_column: int, degree: int) -> None:
-        num_chunks = len(counts.sent[0]) // 2  # of both passes: first their rows, then their assignments
-        rows, of_assignments = (
-            list(range(kind + first_column, kind + first_column + degree)) for kind in (0, num_chunks)
+    def __init__(self, counts: ExchangeCounts, num_kinds: int, first_column: int, degree: int) -> None:
+        """counts: by chunk of both passes first rows, then assignments, with three kinds those of experts at home."""
+        num_chunks = len(counts.sent[0]) // num_kinds
+        rows, of_assignments, *at_home = (
+            list(range(first, first + degree))
+            for first in (kind * num_chunks + first_column for kind in range(num_kinds))
         )
         self.degree = degree
         self.sends, self.receives = (
@@ -46,6 +48,8 @@ class PassSizes:
         self.assignments = counts.split_sizes(of_assignments)
         self.assignments_back = counts.split_sizes(of_assignments, back=True)
         self.received_rows = self.receives.total_rows()  # of each chunk
+        # Assignments of experts at home in each chunk, where copies may have others.
+        self.num_home = [sum(of_rank[column] for of_rank in counts.received) for of in at_home for column in of]
         self.tables: list[torch.Tensor] = []  # what `send_order` and `chunks` read on the device
 
     def host_tables(self, num_slots: int) -> list[list[int]]:
@@ -85,7 +89,10 @@ class PassSizes:
         else:
             shifts_Q, of_chunk_Q = torch.repeat_interleave(table[0], counts, output_size=len(slots_Q)), None
         slices = [self.receives.slices(self.receives.assignments, i) for i in range(self.degree)]
-        return route.make_chunks(rank_rows_Q + shifts_Q, slots_Q, self.received_rows, slices, num_slots, of_chunk_Q)
+        made = route.make_chunks(rank_rows_Q + shifts_Q, slots_Q, self.received_rows, slices, num_slots, of_chunk_Q)
+        for chunk, number in zip(made, self.num_home, strict=False):
+            chunk.num_home = number
+        return made
 
 
 def _split(rows: int, own: slice) -> tuple[int, int]:
@@ -98,7 +105,8 @@ def exchange_sizes(
 ) -> tuple[PassSizes, PassSizes]:
     """(forward, backward) sizes of a call; the same object where the degrees are. The host waits once."""
     exchanged = exchange.count(order.counts.flatten(1))
-    passes = [PassSizes(exchanged, sum(degrees[:i]), degree) for i, degree in enumerate(degrees)]
+    num_kinds = order.counts.size(1)
+    passes = [PassSizes(exchanged, num_kinds, sum(degrees[:i]), degree) for i, degree in enumerate(degrees)]
     tables = [sizes.host_tables(num_slots) for sizes in passes]
     on_device = lists_to_device([table for of_pass in tables for table in of_pass], order.tokens.device)
     for i, sizes in enumerate(passes):

@@ -1,8 +1,9 @@
 """What the passes of an MoE layer's call do, in order: the one place that says so.
 
-Three interpreters go through a program: over_ranks.py and on_one_rank.py with tensors, planning/timing.py with seconds,
-and planning/footprint.py with bytes. Each has a table with a line for every operation; what it does not know it refuses
-by name. A program follows from the plan alone, never from the load.
+Its interpreters go through a program: over_ranks.py and on_one_rank.py with tensors, planning/timing.py with seconds,
+planning/footprint.py with bytes in memory, and planning/traffic.py with bytes that travel. Each has a table with a line
+for every operation; what it does not know it refuses by name. A program follows from
+the plan alone, and whether there may be copies, never from the load.
 
 The order is PipeMoE's (Shi et al., INFOCOM 2023) with a look-ahead of DEPTH chunks. Forward: while the experts compute
 chunk i, the next chunks are dispatched and the last ones combined; the shared expert fills the first wait. Backward is
@@ -52,6 +53,23 @@ class Dispatch(TransferOperation):
 
 class WaitDispatch(TransferOperation):
     """Wait for what the other ranks dispatched."""
+
+
+class FetchCopies(Operation):
+    """Send the weights of experts at home here whose copies others take up, receive those of copies here; and send home
+    the gradients of copies that lose their slots."""
+
+
+class WaitCopies(Operation):
+    """Wait for them."""
+
+
+class ReturnGrads(Operation):
+    """Add the call's gradients of copies to what earlier calls had, and send home what is complete."""
+
+
+class WaitGrads(Operation):
+    """Wait for what comes home."""
 
 
 class SendAssignments(Operation):
@@ -123,11 +141,13 @@ Program = tuple[Operation, ...]
 
 
 @cache
-def forward(degree: int, strategy: Strategy) -> Program:
-    """The forward pass in `degree` chunks over several ranks."""
+def forward(degree: int, strategy: Strategy, copies: bool = False) -> Program:
+    """The forward pass in `degree` chunks over several ranks; `copies`: experts may have copies on other ranks."""
     # What is kept has room for all chunks at once.
     ahead = degree if strategy.rows == "keep" else AHEAD
     program: list[Operation] = [SendAssignments()]
+    if copies:
+        program.insert(0, FetchCopies())
     program += [Expect(i, "rows") for i in range(min(ahead + 1, degree))]
     program += [Dispatch(i, "rows") for i in range(min(DEPTH, degree))]
     program += [SharedExpert(), TakeAssignments()]
@@ -136,7 +156,10 @@ def forward(degree: int, strategy: Strategy) -> Program:
             program.append(Dispatch(i + DEPTH, "rows"))
         if i > 0 and i + ahead < degree:
             program.append(Expect(i + ahead, "rows"))
-        program += [WaitDispatch(i, "rows"), Experts(i), Combine(i)]
+        program.append(WaitDispatch(i, "rows"))
+        if copies and i == 0:  # every chunk has its share of each copy's assignments
+            program.append(WaitCopies())
+        program += [Experts(i), Combine(i)]
         if strategy.offloads:
             program.append(Offload(i))
         program.append(Release(i))
@@ -147,9 +170,9 @@ def forward(degree: int, strategy: Strategy) -> Program:
 
 
 @cache
-def backward(degree: int, strategy: Strategy, lag: int) -> Program:
+def backward(degree: int, strategy: Strategy, lag: int, copies: bool = False) -> Program:
     """The backward pass in `degree` chunks over several ranks; the weight gradients of chunk i follow the input
-    gradients of i + `lag`."""
+    gradients of i + `lag`. `copies`: see `forward`."""
     again, fetches = strategy.rows == "communicate", strategy.offloads
     sent = ("grads", "rows") if again else ("grads",)
     if again and strategy.preactivations == "recompute":
@@ -179,8 +202,12 @@ def backward(degree: int, strategy: Strategy, lag: int) -> Program:
         if i >= DEPTH:
             program.append(SumCombine(i - DEPTH))
     program += [ExpertWeightGrads(i) for i in range(max(0, degree - lag), degree)]
+    if copies:
+        program.append(ReturnGrads())
     program += [SumCombine(i) for i in range(max(0, degree - DEPTH), degree)]
     program.append(TakeProbsGrad())
+    if copies:
+        program.append(WaitGrads())
     return tuple(program)
 
 

@@ -38,6 +38,7 @@ def _forget_gradients(self: DistributedDataParallel) -> None:
     for param in self.params_with_grad:
         param.grad_added_to_main_grad = False
         param.grad_is_old = True
+        _take_parts(param)
     if getattr(self, "gate", None) is None and any(adds_by_itself(module) for module in self.modules()):
         # At once; where an update may still read the buffer each weight's part is zeroed in the forward pass.
         for buffer in self.buffers + self.expert_parallel_buffers:
@@ -46,6 +47,19 @@ def _forget_gradients(self: DistributedDataParallel) -> None:
             param.grad_is_old = False
     for group in self.bucket_groups + self.expert_parallel_bucket_groups:
         group.reset()
+
+
+def add_with_next(param: torch.Tensor, index: int, part: torch.Tensor) -> bool:
+    """Have a part of the gradient of `param[index]` added to its buffer after the next gradient that autograd finds,
+    and before the buffer counts it; False where it has no buffer."""
+    if not hasattr(param, "main_grad"):
+        return False
+    param.__dict__.setdefault("grad_parts", []).append((index, part))
+    return True
+
+
+def _take_parts(param: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    return param.__dict__.pop("grad_parts", [])  # type: ignore[no-any-return]
 
 
 def adds_by_itself(module: torch.nn.Module) -> bool:
@@ -77,6 +91,8 @@ def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> 
                 param.grad_is_old = False  # type: ignore[attr-defined]
             else:
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+            for index, part in _take_parts(param):
+                param.main_grad[index].add_(part)  # type: ignore[attr-defined]
         param.grad = None
         if overlap:
             self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)

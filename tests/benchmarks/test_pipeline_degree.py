@@ -11,8 +11,8 @@ from benchmarks.cluster import Cluster
 from benchmarks.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case, routing_map
 from benchmarks.pipeline_degree import ideal_seconds, ideal_speedups, make_case
 from benchmarks.rounds import Load, Rounds, is_disturbed
-from moe.experts.weights import Weights
-from moe.layer import routed_experts
+from moe.experts.weights import Slab
+from moe.layer import Setting, routed_experts
 from moe.schedule.chunk_plan import Plan
 from tests.tolerances import MOE
 
@@ -53,14 +53,14 @@ def test_the_routing_is_even_in_every_chunk(num_ranks: int, top_k: int) -> None:
 def test_the_virtual_accelerator_is_charged_for_every_product() -> None:
     case = Case(tokens=48, hidden=16, width=8, top_k=2, experts_per_rank=4)
     chosen = torch.zeros(48, 4, dtype=torch.bool).index_fill_(1, torch.tensor([0, 2]), True)
-    weights = Weights(
+    weights = Slab(
         torch.randn(4, 16, 16, requires_grad=True), torch.randn(4, 16, 8, requires_grad=True), None, None, "swiglu"
     )
     expected = accelerator.step_flops(96, case.hidden, case.width)
     for strategy, factor in (("keep", 1.0), ("recompute", 1 + 2 / 9)):  # fc1 is two thirds of one of three parts
         engine = accelerator.VirtualAccelerator(1e9)
         x = torch.randn(48, 16, requires_grad=True)
-        output = routed_experts(x, torch.rand(48, 4), chosen, weights, Plan(2, 2, strategy), None, experts=engine)
+        output = routed_experts(x, torch.rand(48, 4), chosen, weights, Plan(2, 2, strategy), Setting(experts=engine))
         output.backward(torch.randn(48, 16))
         assert engine.clock.busy_seconds == pytest.approx(expected * factor / 1e9)
         assert x.grad is not None and x.grad.shape == x.shape

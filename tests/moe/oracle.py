@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from moe.alltoall.flat import AllToAll
 from moe.experts.blocks import hidden_factor
-from moe.experts.weights import Weights
-from moe.layer import routed_experts
+from moe.experts.weights import Slab
+from moe.layer import Setting, routed_experts
 from moe.placement.live import LayerPlacement
 from moe.schedule.chunk_plan import STRATEGIES, Plan
 from moe.schedule.over_ranks import SharedExpert
@@ -159,12 +159,11 @@ def ours(
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (given.x, given.probs, *local, *given.shared)]
     x, probs, fc1, fc2, *rest = leaves
     fc1_bias, fc2_bias = rest[:2] if case.bias else (None, None)
-    weights = Weights(fc1, fc2, fc1_bias, fc2_bias, case.activation, block_rows)
+    weights = Slab(fc1, fc2, fc1_bias, fc2_bias, case.activation, block_rows)
     assignments_per_token = None if case.routing == "dropped" else case.top_k
     function = shared_expert(leaves[-2:] if case.shared else [])
-    output = routed_experts(
-        *(x, probs, given.routing_map, weights, plan, exchange, function, assignments_per_token), placement=placement
-    )
+    setting = Setting(exchange, function, assignments_per_token, placement=placement)
+    output = routed_experts(x, probs, given.routing_map, weights, plan, setting)
     return [output.detach(), *_gradients(output, leaves, given.output_grad)]
 
 

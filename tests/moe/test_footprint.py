@@ -11,8 +11,8 @@ import torch
 from benchmarks.memory_reuse import tracked_peak
 from moe.alltoall.flat import FlatAllToAll
 from moe.experts import blocks
-from moe.experts.weights import Weights
-from moe.layer import routed_experts
+from moe.experts.weights import Slab
+from moe.layer import Setting, routed_experts
 from moe.planning.footprint import INDEX_BYTES, memory_bytes
 from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, Plan
 from tests.distributed import run
@@ -63,12 +63,12 @@ def _peaks(dtype_name: str, num_tokens: int) -> list[tuple[Plan, int, int]]:
         block=blocks.BLOCK_ROWS,
         tiled=blocks.are_tiled("cpu", dtype, HIDDEN, WIDTH),
     )
-    weights = Weights(fc1, fc2, None, None, "swiglu")
+    weights, setting = Slab(fc1, fc2, None, None, "swiglu"), Setting(exchange, assignments_per_token=TOP_K)
     results = []
     for plan in PLANS:
         for tensor in (x, fc1, fc2, probs):
             tensor.grad = None
-        step = functools.partial(routed_experts, x, probs, routing_map, weights, plan, exchange, None, TOP_K)
+        step = functools.partial(routed_experts, x, probs, routing_map, weights, plan, setting)
         results.append(
             (plan, tracked_peak(step, output_grad, (x, probs, routing_map), (fc1, fc2)), memory_bytes(load, plan))
         )

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe import kernels, route
 from moe.experts import blocks
-from moe.experts.weights import Weights
+from moe.experts.weights import Slab
 from moe.kernels import build, shared_object
 from moe.kernels.elementwise import MAX_COLUMNS
 from tests.tolerances import MOE
@@ -137,7 +137,7 @@ def _block(
     width: int,
     bias: bool,
     dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Weights, list[torch.Tensor]]:
+) -> tuple[Slab, list[torch.Tensor]]:
     outer = blocks.hidden_factor(activation) * width
     drawn = [
         torch.randn(2, outer, size) / size**0.5,
@@ -146,7 +146,7 @@ def _block(
         torch.randn(2, size),
     ]
     fc1, fc2, fc1_bias, fc2_bias = (each.to(dtype) for each in drawn)
-    weights = Weights(fc1, fc2, fc1_bias if bias else None, fc2_bias if bias else None, activation)
+    weights = Slab(fc1, fc2, fc1_bias if bias else None, fc2_bias if bias else None, activation)
     source, output_grad = (torch.randn(max(rows // 2, 3), size).to(dtype) for _ in range(2))
     index = [torch.tensor(rng.choices(range(len(source)), k=rows)) for _ in range(2)]
     return weights, [source, output_grad, *index, torch.rand(rows)]
@@ -156,7 +156,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=dtype)  # what is not written shows
 
 
-def _run(weights: Weights, block: list[torch.Tensor], keep: bool) -> list[torch.Tensor]:
+def _run(weights: Slab, block: list[torch.Tensor], keep: bool) -> list[torch.Tensor]:
     source, output_grad, rows, output_rows, pair_weights = block
     size, width, outer = source.size(1), weights.fc2.size(2), weights.fc1.size(1)
     sizes = len(rows), size, width, outer
@@ -195,7 +195,7 @@ def _run(weights: Weights, block: list[torch.Tensor], keep: bool) -> list[torch.
     return [output, *results[2:], *(each[1] for each in gradients)]
 
 
-def _expected(weights: Weights, block: list[torch.Tensor]) -> list[torch.Tensor]:
+def _expected(weights: Slab, block: list[torch.Tensor]) -> list[torch.Tensor]:
     source, output_grad, rows, output_rows, pair_weights = block
     tensors = [source[rows], pair_weights, weights.fc1[1], weights.fc2[1]]
     x, column, fc1, fc2 = (tensor.double().requires_grad_() for tensor in tensors)

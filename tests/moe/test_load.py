@@ -17,6 +17,10 @@ def _shape(num_experts: int, num_ranks: int, top_k: int) -> Shape:
     return Shape(TOKENS, num_experts, num_ranks, top_k, hidden_size=16, width=24, gated=True, element_size=2)
 
 
+def _in_order(shape: Shape) -> PlacementMap:
+    return PlacementMap(shape.num_experts, shape.num_ranks)
+
+
 def _route(shape: Shape, skew: float) -> tuple[list[float], int, int]:
     """(tokens per expert, rows, pairs of the busiest rank) of random routings of all ranks' tokens."""
     experts, ranks = shape.num_experts, shape.num_ranks
@@ -43,7 +47,7 @@ def _route(shape: Shape, skew: float) -> tuple[list[float], int, int]:
 def test_load_of_the_busiest_rank(num_experts: int, num_ranks: int, top_k: int, skew: float, exact: float) -> None:
     shape = _shape(num_experts, num_ranks, top_k)
     counts, rows, assignments = _route(shape, skew)
-    load = shape.load([count / 7 for count in counts])  # the scale does not matter
+    load = shape.at_home([count / 7 for count in counts], _in_order(shape))  # the scale does not matter
     assert load.assignments == pytest.approx(assignments, rel=0.001)
     assert load.rows == pytest.approx(rows, rel=exact)
     assert load.away_rows == pytest.approx(load.rows * (num_ranks - 1) / num_ranks, abs=1)
@@ -54,9 +58,11 @@ def test_extreme_loads() -> None:
     shape = _shape(8, 4, 2)
     even = shape.even()
     assert even.assignments == TOKENS * 2 and even.rows < TOKENS * 2
-    one_rank = shape.load([5.0, 5.0, 0, 0, 0, 0, 0, 0])  # every token has both experts there: it travels once
+    one_rank = shape.at_home(
+        [5.0, 5.0, 0, 0, 0, 0, 0, 0], _in_order(shape)
+    )  # every token has both experts there: it travels once
     assert one_rank.assignments == 4 * TOKENS * 2 and one_rank.rows == 4 * TOKENS
-    nothing = shape.load([0.0] * 8)
+    nothing = shape.at_home([0.0] * 8, _in_order(shape))
     assert nothing.assignments == nothing.rows == nothing.away_rows == 0
 
 

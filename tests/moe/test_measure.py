@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe.alltoall.flat import FlatAllToAll
-from moe.experts.weights import Weights
+from moe.experts.weights import Slab
 from moe.planning.costs import LayerCosts, Limits
 from moe.planning.load import Shape
 from moe.planning.measure import measure_costs
@@ -28,9 +28,9 @@ def _shape(num_ranks: int) -> Shape:
     )
 
 
-def _weights(num_ranks: int, bias: bool = False) -> Weights:
+def _weights(num_ranks: int, bias: bool = False) -> Slab:
     fc1, fc2 = torch.randn(4 // num_ranks, 64, 16), torch.randn(4 // num_ranks, 16, 32)
-    return Weights(
+    return Slab(
         fc1, fc2, torch.zeros(fc1.shape[:2]) if bias else None, torch.zeros(fc2.shape[:2]) if bias else None, "swiglu"
     )
 

@@ -1,4 +1,4 @@
-"""The program of an MoE layer's passes: its order, and that all three interpreters know all of it and nothing else."""
+"""The program of an MoE layer's passes: its order, and that all its interpreters know all of it and nothing else."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from benchmarks.memory_reuse import tracked_peak
-from moe.experts.weights import Weights
-from moe.layer import routed_experts
-from moe.planning import footprint, timing
+from moe.experts.weights import Slab
+from moe.layer import Setting, routed_experts
+from moe.placement.map import PlacementMap
+from moe.planning import footprint, timing, traffic
 from moe.planning.load import Shape
 from moe.schedule import on_one_rank, over_ranks, program
 from moe.schedule.chunk_plan import STRATEGIES, Plan
@@ -34,7 +35,7 @@ def _operations() -> set[type[Operation]]:
 
 def test_every_operation_has_a_line_in_every_interpreter() -> None:
     operations = _operations()
-    assert set(timing.LINES) == set(footprint.LINES) == operations
+    assert set(timing.LINES) == set(footprint.LINES) == set(traffic.LINES) == operations
     passes = (over_ranks.FORWARD, over_ranks.BACKWARD, on_one_rank.FORWARD, on_one_rank.BACKWARD)
     assert {each for lines in passes for each in lines} == operations
 
@@ -43,8 +44,8 @@ def test_programs_hold_what_their_interpreters_know() -> None:
     used: set[type[Operation]] = set()
     for degree, strategy, lag in itertools.product((1, 2, 3, 8), STRATEGIES.values(), (0, 1, 9)):
         for operations, lines in (
-            (program.forward(degree, strategy), over_ranks.FORWARD),
-            (program.backward(degree, strategy, lag), over_ranks.BACKWARD),
+            (program.forward(degree, strategy, True), over_ranks.FORWARD),
+            (program.backward(degree, strategy, lag, True), over_ranks.BACKWARD),
             (program.local_forward(degree, strategy), on_one_rank.FORWARD),
             (program.local_backward(degree, strategy), on_one_rank.BACKWARD),
         ):
@@ -93,10 +94,11 @@ def test_memory_of_a_call_on_one_rank(strategy: str, degrees: tuple[int, int]) -
     x, probs, fc1, fc2 = leaves
 
     def step() -> torch.Tensor:
-        return routed_experts(x, probs, given.routing_map, Weights(fc1, fc2, None, None, "swiglu"), plan, None, None, 2)
+        setting = Setting(assignments_per_token=2)
+        return routed_experts(x, probs, given.routing_map, Slab(fc1, fc2, None, None, "swiglu"), plan, setting)
 
     peak = tracked_peak(step, given.output_grad, (x, probs, given.routing_map), (fc1, fc2))
     shape = Shape(512, 8, 1, 2, 64, 96, gated=True, element_size=4)
-    load = shape.load(given.routing_map.sum(dim=0).tolist())
+    load = shape.at_home(given.routing_map.sum(dim=0).tolist(), PlacementMap(8))
     kept, forward, backward = footprint.local_bytes(load, plan)
     assert kept + max(forward, backward) == pytest.approx(peak, rel=0.1)

@@ -173,30 +173,30 @@ def test_a_rank_without_tokens_serves_the_others() -> None:
 def _not_everything_needs_gradients() -> None:
     group = torch.distributed.group.WORLD
     assert group is not None
-    from moe.experts.weights import Weights
-    from moe.layer import routed_experts
+    from moe.experts.weights import Slab
+    from moe.layer import Setting, routed_experts
 
     rank, size = group.rank(), group.size()
     exchange = FlatAllToAll(group) if size > 1 else None
     case = Case()
     given, num_local = problem(case, rank), case.num_experts // size
     fc1, fc2 = (p[rank * num_local : (rank + 1) * num_local].clone().requires_grad_() for p in given.parameters)
-    weights = Weights(fc1, fc2, None, None, case.activation)
+    weights = Slab(fc1, fc2, None, None, case.activation)
     expected = expected_on(case, rank, size)
     # Neither the input nor the router learns.
-    output = routed_experts(given.x, given.probs, given.routing_map, weights, Plan(2, 2), exchange)
+    output = routed_experts(given.x, given.probs, given.routing_map, weights, Plan(2, 2), Setting(exchange))
     output.backward(given.output_grad, retain_graph=True)
     assert largest_error([output.detach(), fc1.grad, fc2.grad], [expected[0], *expected[3:5]]) < MOE["float64"]
     with pytest.raises(RuntimeError, match="second time"):
         output.backward(given.output_grad)
     # Frozen experts.
     x = given.x.clone().requires_grad_()
-    frozen = Weights(fc1.detach(), fc2.detach(), None, None, case.activation)
-    routed_experts(x, given.probs, given.routing_map, frozen, Plan(3, 2), exchange).backward(given.output_grad)
+    frozen = Slab(fc1.detach(), fc2.detach(), None, None, case.activation)
+    routed_experts(x, given.probs, given.routing_map, frozen, Plan(3, 2), Setting(exchange)).backward(given.output_grad)
     assert largest_error([x.grad], [expected[1]]) < MOE["float64"]
     # No gradients at all.
     with torch.no_grad():
-        output = routed_experts(given.x, given.probs, given.routing_map, weights, Plan(3, 3), exchange)
+        output = routed_experts(given.x, given.probs, given.routing_map, weights, Plan(3, 3), Setting(exchange))
     assert not output.requires_grad and largest_error([output], expected[:1]) < MOE["float64"]
 
 

@@ -6,18 +6,25 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.placement_parity import PASSES, SCATTERED, Case, compare
 from checkpoint.manifest import good_checkpoint_at
 from checkpoint.state import read_state
+from configs.schema import Config
+from moe.placement.map import Integers, PlacementMap
 from moe.placement.plans import read_plans
 from moe.placement.policy import ASSUMED
+from moe.placement.quotas import Costs, Limits, at_home
 from moe.placement.trace import Header, read, read_header
+from simulator.run_plan import make_plan
+from tests import distributed
 from tests.distributed import RankError
-from tests.training.helpers import read_metrics, train_on_ranks
+from tests.training.helpers import Lines, make_config, read_metrics, train, train_on_ranks
 from training.callbacks.moe.routing_trace import RoutingTrace
 from training.resilience.events import read as read_events
 
@@ -54,6 +61,93 @@ def test_copies_change_no_loss(data: list[str], case: Case) -> None:
     row = compare(case, [*data, *SKEWED])
     assert row.passed and row.copies > 0, row
     assert case.policy == SCATTERED or row.placed < row.at_home
+
+
+def _full(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+    """Every slot has an expert of the next rank, which computes half of its assignments."""
+    quotas_ER = at_home(counts_RE, placement)
+    for rank in range(placement.num_ranks):
+        for expert in placement.experts_of((rank + 1) % placement.num_ranks)[: limits.slots]:
+            home = placement.home_ranks[expert]
+            quotas_ER[expert, rank], rest = divmod(int(quotas_ER[expert, home]), 2)
+            quotas_ER[expert, home] -= quotas_ER[expert, rank]
+    return quotas_ER
+
+
+def _train_full(config: Config) -> Lines:
+    with mock.patch.dict("moe.placement.policy.POLICIES", {"solve": _full}):
+        return train(config)
+
+
+@pytest.mark.parametrize("more", [[], ["training.recompute=full", "training.precision=bf16"]], ids=["fp32", "bf16"])
+def test_the_plan_s_bytes_of_copies_are_those_that_travel(data: list[str], tmp_path: Path, more: list[str]) -> None:
+    words = [*data, *more, "experiment=gpt_moe_tiny", "parallel.expert=2", "moe.placement.policy=solve"]
+    words += ["moe.placement.extra_slots=2", "training.micro_batch_size=2", "training.steps=2", "checkpoint=off"]
+    config = make_config([*words, f"run_dir={tmp_path}", "training.device=cpu"], 2)
+    planned = make_plan(config, 2, 1000).communication[0]["expert_copies"]
+    for line in distributed.run(_train_full, 2, config)[0]:
+        found = line["placement"]
+        assert found["sent_bytes"] == found["charged_bytes"] == 2 * planned > 0
+        assert found["copies"] == found["returned"] == 2 * 2 * config.model.num_layers
+    without = make_config(
+        [
+            *words,
+            "moe.placement.policy=static",
+            "moe.placement.extra_slots=0",
+            f"run_dir={tmp_path}",
+            "training.device=cpu",
+        ],
+        2,
+    )
+    assert make_plan(without, 2, 1000).communication[0]["expert_copies"] == 0
+
+
+def _loads(config: Config) -> tuple[Any, Any]:
+    """By step and layer the loads that were planned with, and what this rank had in that step's call."""
+    from moe import layer as layers
+    from training.callbacks.moe.expert_planning import ExpertPlanning
+
+    ran: list[tuple[int, int]] = []
+    planned: list[dict[int, Any]] = []
+    sizes_of, decide = layers.exchange_sizes, ExpertPlanning._decide
+
+    def sizes(*arguments: Any) -> Any:
+        found = sizes_of(*arguments)
+        if torch.is_grad_enabled():
+            rows = max(sum(found[0].received_rows), sum(found[0].sends.total_rows()))
+            ran.append((sum(found[0].assignments.receive), rows))
+        return found
+
+    def deciding(self: Any, run: Any, loads: dict[int, Any]) -> None:
+        planned.append({number: (load.assignments, load.rows) for number, load in loads.items()})
+        decide(self, run, loads)
+
+    with mock.patch.object(layers, "exchange_sizes", sizes), mock.patch.object(ExpertPlanning, "_decide", deciding):
+        train(config)
+    number = config.model.num_layers
+    planned = planned[1:]  # the first is of an even load
+    last = ran[-len(planned) * number :]  # before them calls are measured
+    return planned, [last[first : first + number] for first in range(0, len(last), number)]
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_the_degree_is_planned_for_the_load_that_runs(data: list[str], tmp_path: Path, top_k: int) -> None:
+    """With experts in order it would be planned for a load that no rank has."""
+    words = [*data, *SKEWED, "experiment=gpt_moe_tiny", "moe.aux_loss_coeff=0", "parallel.expert=2", "checkpoint=off"]
+    words += ["moe.placement.policy=solve", "moe.placement.extra_slots=2", "moe.placement.interval=2"]
+    words += [
+        "moe.pipeline_degree=auto",
+        "moe.num_experts=8",
+        f"moe.top_k={top_k}",
+        f"moe.normalize_top_k={str(top_k > 1).lower()}",
+        f"run_dir={tmp_path}",
+    ]
+    words += ["training.micro_batch_size=4", "training.global_batch_size=8", "training.eval_interval=0"]
+    config = make_config([*words, "training.device=cpu"], 2)
+    (planned, *ran), (_, *other) = distributed.run(_loads, 2, config)
+    assert len(planned) == 4
+    for loads, here, there in zip(planned, *ran, *other, strict=True):
+        assert loads == {number: tuple(map(max, *both)) for number, both in enumerate(zip(here, there, strict=True))}
 
 
 def test_a_run_records_what_its_routers_chose(data: list[str], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ namespace {
 using Number = int64_t;
 
 struct Problem {
-    Number experts, ranks, slots, node, piece, near, far;
+    Number experts, ranks, slots, node, piece, near, far, grad_near, grad_far, block;
     const Number *totals, *homes;
     const Number *fresh_starts, *fresh_ranks;  // by expert the ranks with a copy, ascending
     const Number* pinned;                      // of those copies whether they have a slot in any case
@@ -25,6 +25,11 @@ struct Problem {
         return std::find(first, last, rank) - fresh_ranks;
     }
     bool is_fresh(Number expert, Number rank) const { return find(expert, rank) < fresh_starts[expert + 1]; }
+    // What the gradients of a copy's blocks cost; none where a copy's travel once.
+    Number blocks(Number expert, Number rank, Number count) const {
+        if (block == 0) return 0;
+        return (homes[expert] / node == rank / node ? grad_near : grad_far) * ((count + block - 1) / block);
+    }
     Number takes(Number expert, Number rank) const { return !is_fresh(expert, rank) || !pinned[find(expert, rank)]; }
 };
 
@@ -145,7 +150,8 @@ void add_new(const Problem& p, Attempt& a, const std::vector<std::vector<Number>
                 target = search(0, p.ranks);
             }
             const Number count = target < 0 ? 0 : std::min(wanted, threshold - p.piece - a.work[target]);
-            if (count <= cost + (count < a.left[expert] ? p.piece : 0)) {
+            if (count <= cost + (target < 0 ? 0 : p.blocks(expert, target, count)) +
+                             (count < a.left[expert] ? p.piece : 0)) {
                 experts.erase(experts.begin() + which);
                 continue;
             }
@@ -210,12 +216,12 @@ Score score(const Problem& p, const Attempt& a, Number most) {
     Number copies = 0;
     for (const Copy& copy : a.copies) {
         load[copy.rank] += copy.count;
-        if (!copy.is_new) continue;
-        const Number home = p.homes[copy.expert];
-        const Number cost = home / p.node == copy.rank / p.node ? p.near : std::max<Number>(p.far, 0);
+        const Number home = p.homes[copy.expert], near = home / p.node == copy.rank / p.node;
+        const Number fetch = copy.is_new ? (near ? p.near : std::max<Number>(p.far, 0)) : 0;
+        const Number cost = fetch + p.blocks(copy.expert, copy.rank, copy.count);
         copying[home] += cost;
         copying[copy.rank] += cost;
-        ++copies;
+        copies += copy.is_new;
     }
     Number over = 0, seconds = 0;
     for (Number r = 0; r < p.ranks; ++r) {
@@ -229,12 +235,14 @@ Score score(const Problem& p, const Attempt& a, Number most) {
 
 // Returns the number of copies that take part: triples (expert, rank, count) in `copies`, what stays home in `left`.
 extern "C" Number mixtrain_placement(Number experts, Number ranks, Number slots, Number node, Number piece, Number near,
-                                     Number far, Number most, const Number* totals, const Number* homes,
+                                     Number far, Number grad_near, Number grad_far, Number block, Number most,
+                                     const Number* totals, const Number* homes,
                                      const Number* fresh_starts, const Number* fresh_ranks, const Number* pinned,
                                      const Number* steps, Number num_steps, Number rounds, Number enough,
                                      Number patience, Number tries, Number fewer, Number polish, Number* left,
                                      Number* copies) {
-    const Problem p{experts, ranks, slots, node, piece, near, far, totals, homes, fresh_starts, fresh_ranks, pinned};
+    const Problem p{experts,   ranks, slots,  node,  piece,        near,        far,   grad_near,
+                    grad_far, block, totals, homes, fresh_starts, fresh_ranks, pinned};
     const Attempt home = at_home(p);
     Attempt best = home;
     const Number base = mean_of(p, home.work);

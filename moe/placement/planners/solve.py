@@ -54,7 +54,8 @@ def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Li
     arrays = (totals, placement.home_ranks, starts, fresh, pinned, steps)
     addresses = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
     outputs = [ctypes.c_void_p(array.ctypes.data) for array in (left, copies)]
-    integers = [ctypes.c_int64(number) for number in (*numbers, far, most)]
+    grads = costs.grad_in_node, costs.grad_between, costs.block_rows
+    integers = [ctypes.c_int64(number) for number in (*numbers, far, *grads, most)]
     count = library.mixtrain_placement(
         *integers, *addresses, *map(ctypes.c_int64, (len(STEPS), ROUNDS, ENOUGH, PATIENCE, *_tries())), *outputs
     )
@@ -185,6 +186,14 @@ class _Problem:
             attempt.used[rank] += 1
         return attempt
 
+    def blocks(self, expert: int, rank: int, count: int) -> int:
+        """What the gradients of a copy's blocks cost; none where a copy's travel once."""
+        if (rows := self.costs.block_rows) == 0:
+            return 0
+        node = self.limits.ranks_per_node
+        near = self.homes[expert] // node == rank // node
+        return (self.costs.grad_in_node if near else self.costs.grad_between) * -(-count // rows)
+
     def copy(self, expert: int, rank: int) -> _Copy:
         """One that has nothing yet."""
         is_new = rank not in self.fresh[expert]
@@ -298,7 +307,9 @@ class _Problem:
                     cost = self.far
                     rank = target(range(self.ranks), cost)
                 count = 0 if rank < 0 else min(wanted, threshold - piece - work[rank])
-                if count <= cost + piece * (count < attempt.left[expert]):  # a whole expert's piece goes with it
+                grads = 0 if rank < 0 else self.blocks(expert, rank, count)
+                # a whole expert's piece goes with it
+                if count <= cost + grads + piece * (count < attempt.left[expert]):
                     experts.remove(expert)
                     continue
                 attempt.copies.append(self.copy(expert, rank))
@@ -344,12 +355,13 @@ class _Problem:
         num_new = 0
         for copy in attempt.copies:
             loads[copy.rank] += copy.count
-            if copy.is_new:
-                home = self.homes[copy.expert]
-                cost = self.costs.copy_in_node if home // node == copy.rank // node else max(self.far, 0)
-                copying[home] += cost
-                copying[copy.rank] += cost
-                num_new += 1
+            home = self.homes[copy.expert]
+            near = home // node == copy.rank // node
+            cost = (self.costs.copy_in_node if near else max(self.far, 0)) * copy.is_new
+            cost += self.blocks(copy.expert, copy.rank, copy.count)
+            copying[home] += cost
+            copying[copy.rank] += cost
+            num_new += copy.is_new
         over = 0 if self.limits.most is None else max(0, *(load - self.limits.most for load in loads))
         seconds = max(work + copies for work, copies in zip(attempt.work, copying, strict=True))
         return over, seconds, num_new

@@ -34,7 +34,7 @@ def _scattered_calls(routing: str, bias: bool, ranks_per_node: int = 0) -> float
     expected = expected_on(case, rank, ranks)
     for number, plan in enumerate(plans([(1, 1), (2, 3)])[:: 4 if ranks_per_node else 1]):
         if number % 4 == 0:
-            placement.begin_step()
+            placement.begin_passes()
         actual = ours(case, problem(case, rank), plan, exchange, rank, ranks, placement)
         error = largest_error(actual, expected)
         assert error < MOE["float64"], (plan, error)
@@ -53,7 +53,7 @@ def _bitwise_calls(routing: str, bias: bool, dtype: torch.dtype, degree: int) ->
     at_home = ours(case, given, plan, exchange, rank, ranks, block_rows=rows)
     assert largest_error(at_home, expected) < MOE[str(dtype).removeprefix("torch.")]
     for _ in range(4):
-        placement.begin_step()
+        placement.begin_passes()
         placed = ours(case, given, plan, exchange, rank, ranks, placement, rows)
         assert all(torch.equal(a, b) for a, b in zip(placed, at_home, strict=True))
     assert placement.tally[3] > 0 or routing == "one_expert"

@@ -21,26 +21,31 @@ US = 1e-6
 
 def rounds(piece: int, in_node: int, between: int) -> list[list[float]]:
     """Of a machine on which an assignment takes 2 us."""
-    row = [2 * US * (piece + SMALL), 2 * US * (piece + LARGE), 2 * US * in_node, 2 * US * between]
+    trips = in_node, between, 3 * in_node, 3 * between
+    row = [2 * US * (piece + SMALL), 2 * US * (piece + LARGE), *(2 * US * trip for trip in trips)]
     return [list(row) for _ in range(ROUNDS)]
 
 
 def test_a_busy_moment_changes_nothing() -> None:
     measured = rounds(10, 400, 900)
     for spoiled in measured[:4]:
-        spoiled[:] = [1.0, 0.0, 30.0, 1e-9]
+        spoiled[:] = [1.0, 0.0, 30.0, 1e-9, 40.0, 1e-9]
     found = judged(measured, CPU)
-    assert found.costs == Costs(10, 400, 900) and found.assignment == pytest.approx(2 * US) and found.problem is None
+    assert (
+        found.costs == Costs(10, 400, 900, 1200, 2700)
+        and found.assignment == pytest.approx(2 * US)
+        and found.problem is None
+    )
 
 
 @pytest.mark.parametrize(
     ("measured", "said"),
     [
-        (rounds(10, 1_092_322, 0), "1092322 for a copy inside a node, where 1 to 16384 was expected"),
-        (rounds(10, 0, 1_092_322), "1092322 for a copy between nodes"),
+        (rounds(10, 273_080, 0), "1092320 for a copy inside a node, where 1 to 16384 was expected"),
+        (rounds(10, 0, 273_080), "1092320 for a copy between nodes"),
         (rounds(100_000, 400, 0), "100000 for a piece, where 0 to 512 was expected"),
-        ([[5 * US, 5 * US, US, 0.0]] * ROUNDS, "512 assignments took 5e-06 s and 64 took 5e-06 s"),
-        ([[5 * US, 4 * US, US, 0.0]] * ROUNDS, "512 assignments took 4e-06 s and 64 took 5e-06 s"),
+        ([[5 * US, 5 * US, US, 0.0, US, 0.0]] * ROUNDS, "512 assignments took 5e-06 s and 64 took 5e-06 s"),
+        ([[5 * US, 4 * US, US, 0.0, US, 0.0]] * ROUNDS, "512 assignments took 4e-06 s and 64 took 5e-06 s"),
         (rounds(0, 1, 0), None),
         (rounds(0, 400, 0), None),
     ],

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe import route
-from moe.experts.weights import Weights
+from moe.experts.weights import Slab
 from moe.placement.live import LayerPlacement
 from moe.placement.map import PlacementMap
 from moe.placement.moves import slot_moves, trade
@@ -43,23 +43,23 @@ def _operate() -> tuple[int, int, int]:
         operation = alike.choice(["call", "step", "move"], p=[0.7, 0.15, 0.15])
         here = placement.map.experts_of(rank)
         if operation == "call":
-            weights = Weights(owned[0], owned[1], None, None, "gelu")
+            home = Slab(owned[0], owned[1], None, None, "gelu")
             chosen = torch.rand(TOKENS, EXPERTS, generator=own).topk(TOP_K).indices
             routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, chosen, True)
-            _, taken = placement.place(route.choose(routing_map, TOP_K), routing_map, weights, keep=False)
-            beside = taken.beside(weights)
-            present = here + [e for e in placement.held(rank) if e is not None]
-            assert len(beside.fc1) == len(here) + taken.num_here
-            for slot, expert in enumerate(present):
-                copied = slot - len(here)
-                fc1, fc2 = _values(expert, version)[:2]
-                found = owned if copied < 0 else placement.slots.tensors  # type: ignore[union-attr]
-                place = slot if copied < 0 else placement.held(rank).index(expert)
-                assert torch.equal(found[0][place], fc1) and torch.equal(found[1][place], fc2)
-            calls, copies = calls + 1, copies + taken.num_here
+            _, taken = placement.place(route.choose(routing_map, TOP_K), routing_map, home, keep=False)
+            taken.fetch(home)
+            taken.wait()
+            weights, held = taken.weights(home), placement.held(rank)
+            assert weights.num_experts == len(here) + SLOTS
+            for number, expert in enumerate([*here, *held]):
+                if expert is not None:
+                    slab, place = weights.slot(number)
+                    fc1, fc2 = _values(expert, version)[:2]
+                    assert torch.equal(slab.fc1[place], fc1) and torch.equal(slab.fc2[place], fc2)
+            calls, copies = calls + 1, copies + len(taken._used)
         elif operation == "step":
             version += 1
-            placement.begin_step()
+            placement.begin_passes()
             for slot, expert in enumerate(here):
                 for tensor, value in zip(owned, _values(expert, version), strict=True):
                     tensor[slot] = value
@@ -69,7 +69,7 @@ def _operate() -> tuple[int, int, int]:
             trade(group, torch.device("cpu"), [(tensor[move.slot], move) for move in moves for tensor in owned])
             moved += swapped(placement.map, after)
             placement.map = after
-            placement.begin_step()
+            placement.begin_passes()
         for slot, expert in enumerate(placement.map.experts_of(rank)):
             values = _values(expert, version)
             assert all(torch.equal(tensor[slot], value) for tensor, value in zip(owned, values, strict=True))

@@ -58,7 +58,7 @@ def test_the_compiled_core_has_the_reference_s_numbers() -> None:
     for _ in range(200):
         case = random_case(generator)
         quotas_ER = solve(*case)
-        check(quotas_ER, case[0], case[1], case[3])
+        check(quotas_ER, case[0], case[1], case[3], with_pinned=True)
         np.testing.assert_array_equal(quotas_ER, reference(*case))
         home = outcome(at_home(case[0], case[1]), case[1], case[2], case[3])
         ours = outcome(quotas_ER, case[1], case[2], case[3])
@@ -133,7 +133,7 @@ def test_pinned_copies_keep_their_slots() -> None:
         placement = PlacementMap(4, 2, copies=tuple(pinned))
         limits = Limits(1, 2, most=130, pinned=pinned)
         quotas_ER = solve(counts_RE, placement, Costs(copy_in_node=50), limits)
-        check(quotas_ER, counts_RE, placement, limits)
+        check(quotas_ER, counts_RE, placement, limits, with_pinned=True)
         assert quotas_ER.sum(0).max() <= loads and (loads == 130 or quotas_ER.sum(0).max() == loads)
 
 

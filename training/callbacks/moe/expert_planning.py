@@ -14,6 +14,8 @@ from configs.files import SideLog
 from configs.schema import ConfigError
 from moe.alltoall import factory
 from moe.layer import MixtrainMoELayer, layers_of
+from moe.placement.live import ran
+from moe.placement.map import PlacementMap
 from moe.planning import inputs
 from moe.planning.costs import Decision
 from moe.planning.measure import measure_layer
@@ -21,7 +23,9 @@ from moe.planning.planner import Planner
 from moe.planning.trial import Choice, Trial
 from moe.schedule.chunk_plan import LayerLoad, Plan
 from parallel.costs import measure
+from training.callbacks.moe.expert_placement import NAME as PLACEMENT
 from training.run import Callback, Metrics, Run
+from training.step import StepResult
 
 MEASURE_AFTER = 5  # steps that a decision is measured over
 
@@ -99,9 +103,20 @@ class ExpertPlanning(Callback):
         if not self._trial.is_over and not self._pending:
             self._learn(run)
         assert run.result is not None and run.result.tokens_per_expert is not None
-        counts, start = run.result.tokens_per_expert, time.perf_counter()
-        self._decide(run, {number: self._shape.load(counts[number].tolist()) for number in self._layers})
+        start = time.perf_counter()
+        self._decide(run, {number: self._load(run.result, number) for number in self._layers})
         metrics["moe_plan_seconds"] = time.perf_counter() - start
+
+    def _load(self, result: StepResult, number: int) -> LayerLoad:
+        """The load of a layer's calls in the last step, with the placement that was in force."""
+        placement = self._layers[number].placement
+        if placement is not None and PLACEMENT in result.sums:
+            like = ran(result.sums[PLACEMENT][number].tolist(), self._shape.num_ranks)
+            if like is not None:
+                return self._shape.placed(like)
+        assert result.tokens_per_expert is not None
+        homes = PlacementMap(self._shape.num_experts, self._shape.num_ranks) if placement is None else placement.map
+        return self._shape.at_home(result.tokens_per_expert[number].tolist(), homes)
 
     @property
     def is_settled(self) -> bool:

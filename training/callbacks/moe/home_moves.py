@@ -95,7 +95,7 @@ class HomeMoves(Callback):
         saved = self._saved
         if saved is None or saved["expert_ranks"] != self._ranks or saved.get("device", self._device) != self._device:
             return None, ""
-        costs = Costs(**saved["costs"])
+        costs = _costs_from(saved["costs"])
         # Earlier versions did not say.
         return costs, saved.get("costs_asked", "assumed" if costs in ASSUMED.values() else "measured")
 
@@ -173,10 +173,19 @@ class HomesInOrder(Callback):
             )
 
 
+def _costs_from(saved: dict[str, int]) -> Costs:
+    """Costs as a checkpoint has them; earlier versions gave a copy's weights and its gradient in one."""
+    if "grad_in_node" in saved:
+        return Costs(**saved)
+    weights, far = saved["copy_in_node"] // 2, saved["copy_between"] // 2
+    grads = saved["copy_in_node"] - weights, saved["copy_between"] - far
+    return Costs(saved["piece"], weights, far, *grads)
+
+
 def _in_words(costs: Costs) -> str:
     return (
         f"with {costs.piece} of an expert's assignments for a piece, {costs.copy_in_node} for a copy inside a node and "
-        f"{costs.copy_between} between nodes"
+        f"{costs.copy_between} between nodes, {costs.grad_in_node} and {costs.grad_between} for its gradient"
     )
 
 
