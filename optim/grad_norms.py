@@ -17,6 +17,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from parallel.megatron.optimizer import Owned, find_owned, gradient_of, is_sharded, members
 from parallel.norms import tensor_norms
+from parallel.owned import owner_of
 from parallel.topology import Topology
 
 # A part and what its parameters' names hold; the first that matches counts. Everything else is "other".
@@ -135,7 +136,10 @@ def _counts(piece: Owned, parameter: torch.nn.Parameter, topology: Topology) -> 
     optimizer is not sharded, data parallel ranks hold alike (Megatron-core's get_main_grads_for_grad_norm)."""
     if not param_is_not_shared(piece.main):
         return False
-    if not is_sharded(piece.member):
+    if (owner := owner_of(parameter)) is not None:
+        if not owner.counts:
+            return False
+    elif not is_sharded(piece.member):
         # Megatron's mark of experts, whose gradients their own data parallel ranks share.
         alike = topology.data_context if getattr(parameter, "allreduce", True) else topology.expert_data
         if alike.rank != 0:

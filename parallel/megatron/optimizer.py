@@ -6,17 +6,56 @@ Each function says what breaks without it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import copy
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import megatron.core.optimizer
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from parallel.megatron import require_version
+from parallel.owned import owner_of
 
 require_version()
+
+
+def build_chain(
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
+) -> MegatronOptimizer:
+    """Megatron-core's optimizer of wrapped chunks. Owned parameters (parallel/owned.py) are the last member's, which
+    steps them whole. A collective call.
+
+    Without it the sharded optimizer would look for them in DDP's buffers. Groups are still made by Megatron-core, of
+    all parameters: its rule for weight decay holds for owned ones, and no rank needs to know whether another has any.
+    """
+    make, outside = megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups, []
+
+    def make_without_owned(*, param_groups: list[dict[str, Any]], **named: Any) -> MegatronOptimizer:
+        for group in param_groups:
+            own = [parameter for parameter in group["params"] if owner_of(parameter) is not None]
+            if own:
+                outside.append({**group, "params": own})
+                group["params"] = [parameter for parameter in group["params"] if owner_of(parameter) is None]
+        return make(param_groups=param_groups, **named)
+
+    megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups = make_without_owned
+    try:
+        chain = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=groups)
+    finally:
+        megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups = make
+    if outside:
+        whole = copy.copy(config)
+        whole.use_distributed_optimizer = False
+        member = make(config=whole, model_chunks=chunks, param_groups=outside, pg_collection=groups)
+        chain.chained_optimizers.append(member)
+        chain.is_stub_optimizer = False
+    return chain
 
 
 def members(optimizer: MegatronOptimizer) -> list[Any]:
