@@ -25,8 +25,8 @@ from optim.tiers import stored
 from optim.tiers.stored import StoredTensor
 from optim.tiers.tiers import Tiers, tiers_of
 from parallel.megatron.optimizer import (
-    Owned,
-    find_owned,
+    HeldPart,
+    find_held,
     is_sharded,
     members,
     scale_and_least,
@@ -39,8 +39,8 @@ from parallel.owned import owner_of
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _owned(optimizer: MegatronOptimizer, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[Owned | None]:
-    return find_owned(optimizer, [parameter for _, parameter in parameters])
+def _owned(optimizer: MegatronOptimizer, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[HeldPart | None]:
+    return find_held(optimizer, [parameter for _, parameter in parameters])
 
 
 def _parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -69,7 +69,7 @@ def is_sharded(member: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Owned:
+class HeldPart:
     """What this rank's optimizer holds of a parameter: the flat range [start, end), its master weights, who steps it,
     and its state."""
 
@@ -83,7 +83,7 @@ class Owned:
         return self.member.optimizer.state.get(self.main, {})
 
 
-def find_owned(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Parameter]) -> list[Owned | None]:
+def find_held(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Parameter]) -> list[HeldPart | None]:
     """For each parameter what this rank's optimizer holds of it; None where another data parallel rank holds it all.
 
     Without it the state has no names: Megatron's own checkpoint of a sharded optimizer is cut by ranks, and fits no
@@ -96,16 +96,16 @@ def find_owned(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Param
             sharded.append(member)
         elif member.optimizer is not None:
             plain.update({id(main): member for group in member.optimizer.param_groups for main in group["params"]})
-    result: list[Owned | None] = []
+    result: list[HeldPart | None] = []
     for parameter in parameters:
         main = getattr(parameter, "main_param", None)
         main = parameter if main is None else main
-        found = Owned(0, parameter.numel(), main, plain[id(main)]) if id(main) in plain else None
+        found = HeldPart(0, parameter.numel(), main, plain[id(main)]) if id(main) in plain else None
         for member in sharded:
             if parameter in member.model_param_group_index_map:
                 group, order = member.model_param_group_index_map[parameter]
                 span = member._get_model_param_range_map(parameter)["param"]
-                found = Owned(span.start, span.end, member.optimizer.param_groups[group]["params"][order], member)
+                found = HeldPart(span.start, span.end, member.optimizer.param_groups[group]["params"][order], member)
         result.append(found)
     return result
 

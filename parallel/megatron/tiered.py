@@ -24,6 +24,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.utils import get_model_config
 
+from configs import derived
 from parallel.megatron import require_version
 from parallel.megatron.grad_buffers import adds_by_itself, zero_if_old
 from parallel.megatron.optimizer import is_sharded, members
@@ -148,18 +149,17 @@ def owned_slices(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataP
 
 
 def is_late(name: str, parameter: torch.nn.Parameter, settings: Any) -> bool:
-    """Whether `finalize_model_grads` adds to a gradient after DDP has reduced it (core/distributed): over the tensor
-    ranks those of what each of them has whole, over the pipeline those of embeddings that two stages share."""
-    over_tensor = settings.tensor_model_parallel_size > 1 and (
-        (settings.sequence_parallel and getattr(parameter, "sequence_parallel", False))
-        or getattr(parameter, "average_gradients_across_tp_domain", False)
-        or "layernorm" in name
-        or ".router." in name
+    """Whether `finalize_model_grads` adds to a gradient after DDP has reduced it (core/distributed)."""
+    alike = (settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or getattr(
+        parameter, "average_gradients_across_tp_domain", False
     )
-    over_pipeline = settings.pipeline_model_parallel_size > 1 and (
-        getattr(parameter, "shared_embedding", False) or "embedding" in name or "output_layer" in name
+    return derived.is_added_late(
+        name,
+        alike=alike,
+        shared=getattr(parameter, "shared_embedding", False),
+        tensor=settings.tensor_model_parallel_size,
+        pipeline=settings.pipeline_model_parallel_size,
     )
-    return bool(over_tensor or over_pipeline)
 
 
 def gate_weights(chunks: Sequence[DistributedDataParallel], gate: Callable[[torch.nn.Parameter], None]) -> None:

@@ -3,7 +3,8 @@ parts over the data parallel ranks. Without it, or with it, a training comes to 
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from configs.schema import Config
 from tests.training.test_step import batches_of, build
 
-MATRIX, VECTOR = "decoder.layers.0.mlp.linear_fc2", "decoder.layers.1.input_layernorm"
+MATRIX, VECTOR = "decoder.layers.0.mlp.linear_fc2", "decoder.layers.0.input_layernorm"
 Numbers = list[tuple[float, float, bool]]  # of each step: loss, gradient norm, whether the weights were changed
 
 
@@ -75,18 +76,19 @@ def take(chunk: torch.nn.Module, group: dist.ProcessGroup, user: str) -> None:
     own(chunk.get_submodule(VECTOR).weight, group)
 
 
-def build_with(config: Config, user: str) -> Any:
-    """An engine, some of whose parameters are owned."""
+@contextlib.contextmanager
+def taking(user: str) -> Iterator[None]:
+    """Inside, some parameters of each engine's first pipeline stage are owned."""
     from models.build import build_model
 
     def build_and_take(config: Config, topology: Any, vocab_size: int) -> list[torch.nn.Module]:
         chunks = build_model(config, topology, vocab_size)
-        if user != "none":
+        if user != "none" and topology.pipeline.rank == 0:
             take(chunks[0], topology.data_context.group, user)
         return chunks
 
     with mock.patch("training.engine.build_model", build_and_take):
-        return build(config)
+        yield
 
 
 def train(training: Training, first: int, last: int) -> Numbers:
@@ -95,7 +97,8 @@ def train(training: Training, first: int, last: int) -> Numbers:
     from training.progress import Progress, load, state
     from training.step import train_step
 
-    engine = build_with(training.config, training.user)
+    with taking(training.user):
+        engine = build(training.config)
     if training.resume is not None:
         assert load(engine, training.resume).step == first - 1
     data, found = engine.topology.data, []
@@ -149,8 +152,3 @@ def largest(ours: Numbers, theirs: Numbers, index: int) -> float:
     """The largest relative difference of a number over the steps that were taken."""
     taken = [(a[index], b[index]) for a, b in zip(ours, theirs, strict=True) if b[2]]
     return max(abs(a - b) / abs(b) for a, b in taken)
-
-
-def layouts(precisions: list[str]) -> list[tuple[str, int, int]]:
-    """(precision, ranks, samples of a micro-batch): one and several micro-batches a step."""
-    return list(itertools.product(precisions, (1, 2), (2, 4)))
