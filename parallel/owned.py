@@ -59,6 +59,7 @@ class OwnedParameter:
 
     def begin(self, scale: float) -> None:
         """Take the gradient's memory, and gradients from autograd. `scale`: Megatron's of all others."""
+        assert self.grad_dtype == torch.float32 or self.parameter.dtype != torch.float32, self.grad_dtype
         self.scale = scale if self.scale is None else self.scale
         self.parameter.main_grad = torch.zeros_like(self.parameter, dtype=self.grad_dtype)  # type: ignore[attr-defined]
         self._hook = self.parameter.register_post_accumulate_grad_hook(lambda found: take_gradient(found, self.gate))

@@ -23,7 +23,7 @@ Numbers = list[tuple[float, float, bool]]  # of each step: loss, gradient norm, 
 
 @dataclass(frozen=True)
 class Training:
-    """A training on this rank. `user`: none, whole or part."""
+    """A training on this rank. `user`: none, whole, narrow (whole, with a gradient in bf16) or part."""
 
     config: Config
     user: str = "none"
@@ -55,8 +55,8 @@ def take(chunk: torch.nn.Module, group: dist.ProcessGroup, user: str) -> None:
     from parallel.owned import PartBox, own
 
     layer = chunk.get_submodule(MATRIX)
-    if user == "whole":
-        own(layer.weight, group)
+    if user in ("whole", "narrow"):
+        own(layer.weight, group, grad_dtype=torch.float32 if user == "whole" else torch.bfloat16)
     else:
         whole = layer.weight.detach()
         part = torch.nn.Parameter(whole.chunk(group.size())[group.rank()].clone())

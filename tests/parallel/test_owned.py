@@ -68,6 +68,12 @@ def test_an_owned_weight_is_trained_as_any_other(tmp_path: Path, precision: str,
             assert largest(found, expected, 0) < (FP32_LOSS if precision == "fp32" else BF16_LOSS)
 
 
+def test_a_gradient_may_be_narrow() -> None:
+    config = config_of("bf16", 2, 2)
+    expected, found = on_ranks(2, Training(config)), on_ranks(2, Training(config, "narrow"))
+    assert found != expected and largest(found, expected, 0) < BF16_LOSS
+
+
 @pytest.mark.parametrize(
     ("user", "layout"),
     [
