@@ -26,6 +26,7 @@ from configs.schema import ConfigError
 from models.parallelize import bare, frozen_weights
 from optim import state as optimizer_state
 from optim.tiers.stored import StoredTensor
+from parallel.owned import with_boxes
 from parallel.random_state import random_states, restore_random_states
 from parallel.refusal import raise_together
 
@@ -107,7 +108,7 @@ def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:
 def sharded_weights(chunks: list[torch.nn.Module]) -> dict[str, Any]:
     """Megatron's description of the chunks' weights: a key for each chunk, and inside, global tensors, in which layouts
     meet."""
-    return {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+    return {f"model{i}": with_boxes(chunk.sharded_state_dict()) for i, chunk in enumerate(chunks)}
 
 
 def _model_tensors(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[ShardedTensor]:

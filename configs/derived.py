@@ -233,3 +233,11 @@ def device_connections(config: Config) -> int | None:
     if parallel.device_connections is not None:
         return parallel.device_connections
     return 32 if parallel.expert > 1 else 1 if parallel.tensor > 1 else None
+
+
+def is_added_late(name: str, *, alike: bool, shared: bool, tensor: int, pipeline: int) -> bool:
+    """Whether Megatron-core 0.16.1 adds to a parameter's gradient once it is reduced over the data parallel ranks: over
+    the tensor ranks where each has it whole (`alike`), over the stages where two of them share an embedding."""
+    over_tensor = tensor > 1 and (alike or "layernorm" in name or ".router." in name)
+    over_pipeline = pipeline > 1 and (shared or "embedding" in name or "output_layer" in name)
+    return over_tensor or over_pipeline

@@ -26,6 +26,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from configs import derived
 from configs.schema import Config
 from models.weights import logical_tensors
+from parallel.megatron.ddp import wrap
 from parallel.topology import Topology
 
 
@@ -66,7 +67,8 @@ def parallelize(config: Config, topology: Topology, chunks: Sequence[torch.nn.Mo
     # 7. Precision: the inputs and outputs of a half-precision model are cast at its borders.
     if config.training.precision != "fp32":
         chunks = [Float16Module(settings, chunk) for chunk in chunks]
-    # 8. Data parallelism: gradient buffers, their reduction, and the gather of a sharded optimizer's weights.
+    # 8. Data parallelism: gradient buffers, their reduction, and the gather of a sharded optimizer's weights. Owned
+    # parameters (parallel/owned.py) are left out, and get what they need here.
     data = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
@@ -76,10 +78,7 @@ def parallelize(config: Config, topology: Topology, chunks: Sequence[torch.nn.Mo
     # 9. Gradients go into those buffers where they are made.
     if config.model.fusions != "off":
         accumulate_in_products(chunks)
-    return [
-        DistributedDataParallel(settings, data, chunk, disable_bucketing=i > 0, pg_collection=topology.groups)
-        for i, chunk in enumerate(chunks)
-    ]
+    return wrap(data, chunks, topology.groups)
 
 
 def accumulate_in_products(chunks: Sequence[torch.nn.Module]) -> None:

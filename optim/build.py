@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from configs import derived
@@ -18,7 +17,7 @@ from configs.schema import Config
 from optim.schedule import learning_rate
 from optim.tiers.build import build_tiers
 from parallel.dtypes import DTYPES
-from parallel.megatron.optimizer import members, share_scaler
+from parallel.megatron.optimizer import build_chain, members, share_scaler
 from parallel.megatron.tiered import building_tiered
 from parallel.topology import Topology
 
@@ -43,7 +42,7 @@ def build_optimizer(
 
 def _build(config: Config, topology: Topology, chunks: list[torch.nn.Module]) -> MegatronOptimizer:
     settings, precision = config.optimizer, config.training.precision
-    return get_megatron_optimizer(
+    return build_chain(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -61,8 +60,7 @@ def _build(config: Config, topology: Topology, chunks: list[torch.nn.Module]) ->
             overlap_param_gather=derived.overlap_param_gather(config),
         ),
         chunks,
-        use_gloo_process_groups=False,
-        pg_collection=topology.groups,
+        topology.groups,
     )
 
 

@@ -15,8 +15,9 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from parallel.megatron.optimizer import Owned, find_owned, gradient_of, is_sharded, members
+from parallel.megatron.optimizer import HeldPart, find_held, gradient_of, is_sharded, members
 from parallel.norms import tensor_norms
+from parallel.owned import owner_of
 from parallel.topology import Topology
 
 # A part and what its parameters' names hold; the first that matches counts. Everything else is "other".
@@ -71,7 +72,7 @@ class GradNorms:
         index = {part: i for i, part in enumerate(self._names)}
         parts = {parameter: index[part_of(name)] for chunk in chunks for name, parameter in chunk.named_parameters()}
         # What is stepped of each parameter: a slice of it, a copy in fp32, or itself.
-        owned = zip(find_owned(optimizer, parts), parts.items(), strict=True)
+        owned = zip(find_held(optimizer, parts), parts.items(), strict=True)
         self._parts = {
             id(piece.main): part
             for piece, (parameter, part) in owned
@@ -81,7 +82,7 @@ class GradNorms:
         stacked = [parameter for parameter in parts if exactly and getattr(parameter, "holds_experts", False)]
         self._cuts = {
             id(piece.main): list(range(-piece.start % numel, piece.end - piece.start + 1, numel))
-            for piece, parameter in zip(find_owned(optimizer, stacked), stacked, strict=True)
+            for piece, parameter in zip(find_held(optimizer, stacked), stacked, strict=True)
             if piece is not None and (numel := parameter[0].numel())
         }
         self._exactly = exactly
@@ -130,12 +131,16 @@ class GradNorms:
         return self._indices[key]
 
 
-def _counts(piece: Owned, parameter: torch.nn.Parameter, topology: Topology) -> bool:
+def _counts(piece: HeldPart, parameter: torch.nn.Parameter, topology: Topology) -> bool:
     """Whether this rank's copy of a gradient is the one that counts: one of those that tensor ranks and, where the
-    optimizer is not sharded, data parallel ranks hold alike (Megatron-core's get_main_grads_for_grad_norm)."""
+    optimizer is not sharded, data parallel ranks hold alike (Megatron-core's get_main_grads_for_grad_norm). An owner
+    knows who holds the same."""
     if not param_is_not_shared(piece.main):
         return False
-    if not is_sharded(piece.member):
+    if (owner := owner_of(parameter)) is not None:
+        if not owner.counts:
+            return False
+    elif not is_sharded(piece.member):
         # Megatron's mark of experts, whose gradients their own data parallel ranks share.
         alike = topology.data_context if getattr(parameter, "allreduce", True) else topology.expert_data
         if alike.rank != 0:

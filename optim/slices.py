@@ -12,7 +12,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from optim.state import MOMENTS
 from optim.tiers import stored
 from optim.tiers.tiers import Tiers, tiers_of
-from parallel.megatron.optimizer import find_owned
+from parallel.megatron.optimizer import find_held
 
 Tag = TypeVar("Tag")
 
@@ -40,7 +40,7 @@ def change_state(
         _change_tiers(tiers, slices, change)
         return
     parts: list[tuple[torch.Tensor, Tag]] = []
-    for each, owned in zip(slices, find_owned(optimizer, [each.parameter for each in slices]), strict=True):
+    for each, owned in zip(slices, find_held(optimizer, [each.parameter for each in slices]), strict=True):
         if owned is None:
             continue
         start, end = max(each.start, owned.start), min(each.end, owned.end)

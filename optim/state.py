@@ -25,8 +25,8 @@ from optim.tiers import stored
 from optim.tiers.stored import StoredTensor
 from optim.tiers.tiers import Tiers, tiers_of
 from parallel.megatron.optimizer import (
-    Owned,
-    find_owned,
+    HeldPart,
+    find_held,
     is_sharded,
     members,
     scale_and_least,
@@ -34,12 +34,13 @@ from parallel.megatron.optimizer import (
     scaler_of,
     set_scaler_numbers,
 )
+from parallel.owned import owner_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _owned(optimizer: MegatronOptimizer, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[Owned | None]:
-    return find_owned(optimizer, [parameter for _, parameter in parameters])
+def _owned(optimizer: MegatronOptimizer, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[HeldPart | None]:
+    return find_held(optimizer, [parameter for _, parameter in parameters])
 
 
 def _parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -64,7 +65,7 @@ def sharded_state(
     tiers = tiers_of(optimizer)
     if tiers is not None:
         return _stored_state(tiers, parameters, sharded_by_id)
-    sharded, steps = any(map(is_sharded, members(optimizer))), steps_taken(optimizer)
+    steps = steps_taken(optimizer)
     result: list[ShardedTensor] = []
     for i, ((_, parameter), owned) in enumerate(zip(parameters, _owned(optimizer, parameters), strict=True)):
         if owned is None or owned.start == owned.end:
@@ -76,7 +77,9 @@ def sharded_state(
             held = {kind: value if value.numel() else torch.zeros_like(owned.main) for kind, value in held.items()}
         whole = _shards(sharded_by_id[i], parameter.shape)
         for kind, value in held.items():
-            result += _state_boxes(whole, parameter.shape, kind, (owned.start, owned.end), value, sharded)
+            result += _state_boxes(
+                whole, parameter.shape, kind, (owned.start, owned.end), value, is_sharded(owned.member)
+            )
     return result
 
 
@@ -88,10 +91,10 @@ def _stored_state(
     for index, bucket in enumerate(tiers.buckets):
         for piece in bucket.pieces:
             parameter = tiers.slices[piece.index].parameter
-            whole = _shards(sharded_by_id[order[id(parameter)]], parameter.shape)
+            whole, sharded = _shards(sharded_by_id[order[id(parameter)]], parameter.shape), owner_of(parameter) is None
             for kind, dtype in stored.kinds(tiers).items():
                 place = torch.empty(bucket.numel, dtype=dtype, device="meta")[piece.offset :]
-                for box in _state_boxes(whole, parameter.shape, kind, (piece.start, piece.end), place, sharded=True):
+                for box in _state_boxes(whole, parameter.shape, kind, (piece.start, piece.end), place, sharded):
                     result.append(StoredTensor.of(box, index, kind))
     return result
 

@@ -23,8 +23,8 @@ from configs import derived
 from configs.derived import expert_tensor_size, model_parallel_size
 from configs.ranks import launched
 from configs.schema import Config, ConfigError
-from parallel import card, loopback
-from parallel.liveness import rendezvous
+from parallel import card
+from parallel.liveness import loopback, rendezvous
 
 
 @dataclass(frozen=True)

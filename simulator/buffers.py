@@ -22,7 +22,7 @@ BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000  # numbers: its defaul
 
 
 @dataclass(frozen=True)
-class Owned:
+class Share:
     """The elements [start, end) of the `index`-th parameter of a buffer, in the order of the modules; `bucket` is
     Megatron-core's."""
 
@@ -45,7 +45,7 @@ class Buffer:
         """Numbers, padding included."""
         return self.bucket_ends[-1] if self.bucket_ends else 0
 
-    def owned(self, rank: int) -> Iterator[Owned]:
+    def owned(self, rank: int) -> Iterator[Share]:
         """The parts of parameters whose optimizer state this rank has."""
         start = first = 0
         for bucket, end in enumerate(self.bucket_ends):
@@ -54,7 +54,7 @@ class Buffer:
             while first < len(self.ranges) and self.ranges[first][0] < end:
                 begin, stop = self.ranges[first]
                 if max(low, begin) < min(high, stop):
-                    yield Owned(len(self.ranges) - 1 - first, bucket, max(low - begin, 0), min(high, stop) - begin)
+                    yield Share(len(self.ranges) - 1 - first, bucket, max(low - begin, 0), min(high, stop) - begin)
                 first += 1
             start = end
 

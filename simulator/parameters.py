@@ -89,10 +89,8 @@ def parameters(config: Config, part: blueprint.Part, vocab_size: int) -> list[Pa
 def _is_late(config: Config, name: str, weight: blueprint.Weight) -> bool:
     """As parallel/megatron/tiered.py's is_late, of which a model is not there to be asked."""
     parallel = config.parallel
-    if parallel.pipeline > 1 and (weight.is_shared or "embedding" in name or "output_layer" in name):
-        return True
-    if parallel.tensor == 1:
-        return False
     # Sequence parallelism: each tensor rank has the gradient of its own tokens of what all of them hold.
     alike = parallel.sequence and not weight.splits and not name.endswith(WHOLE_GRADIENTS)
-    return alike or "layernorm" in name or ".router." in name
+    return derived.is_added_late(
+        name, alike=alike, shared=weight.is_shared, tensor=parallel.tensor, pipeline=parallel.pipeline
+    )

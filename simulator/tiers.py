@@ -17,7 +17,7 @@ from simulator.parameters import Parameter, Place, parameters
 
 
 @dataclass(frozen=True)
-class OwnedSlice:
+class PlannedSlice:
     """As parallel/megatron/tiered.py's."""
 
     start: int
@@ -53,7 +53,7 @@ class TierPlan:
 
     def _want(self, stage: int, data: int, expert_data: int) -> Wanted:
         ranks = {"dense": data, "expert": expert_data}
-        slices = owned_slices(self._static[stage], self._local[stage], ranks)
+        slices = planned_slices(self._static[stage], self._local[stage], ranks)
         found = cut(slices, largest(slices, self.config.optimizer.bucket_parameters))
         return wanted(self.config, [bucket.numel for bucket in found], [bucket.late for bucket in found])
 
@@ -63,9 +63,9 @@ def left(rooms: Rooms, beside: float) -> Rooms:
     return replace(rooms, device=max(rooms.device - beside, 0.0))
 
 
-def owned_slices(
+def planned_slices(
     static: Mapping[str, Sequence[Buffer]], local: Sequence[Sequence[Parameter]], ranks: Mapping[str, int]
-) -> list[OwnedSlice]:
+) -> list[PlannedSlice]:
     """What a rank owns of a stage's parameters, in the order of the forward pass. `static`: the stage's buffers by
     kind and model chunk; `ranks`: its place among those that share a kind's state."""
     found, first = [], 0
@@ -75,7 +75,7 @@ def owned_slices(
             for owned in static[kind][chunk].owned(ranks[kind]):
                 order, parameter = own[owned.index]
                 place = (is_expert,) if parameter.is_late else (is_expert, chunk, owned.bucket)
-                found.append(OwnedSlice(owned.start, owned.end, place, parameter.is_late, order))
+                found.append(PlannedSlice(owned.start, owned.end, place, parameter.is_late, order))
         first += len(of_chunk)
     return sorted(found, key=lambda owned: owned.order)
 

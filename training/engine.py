@@ -14,7 +14,7 @@ from typing import Any
 import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: see parallel/megatron/startup.py)
 
 # isort: split
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -32,7 +32,7 @@ from optim.build import build_optimizer
 from optim.grad_norms import GradNorms
 from optim.tiers.tiers import tiers_of
 from parallel.dropout import Dropout
-from parallel.megatron.ddp import release
+from parallel.megatron.ddp import finalize_gradients, release
 from parallel.refusal import raise_together
 from parallel.topology import Topology
 from training.resilience.rewind import Mark
@@ -116,7 +116,7 @@ def _connect(config: Config, chunks: list[DistributedDataParallel], optimizer: M
     """Tell Megatron's schedule how to scale the loss and when to reduce gradients and gather weights."""
     settings = get_model_config(chunks[0])
     settings.grad_scale_func = optimizer.scale_loss
-    settings.finalize_model_grads_func = finalize_model_grads
+    settings.finalize_model_grads_func = finalize_gradients
     if config.parallel.overlap_grad_reduce:
         settings.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
         settings.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])

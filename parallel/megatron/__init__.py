@@ -3,7 +3,8 @@
 `fixes.py` mends what is broken on every device, `grad_buffers.py` spares passes over gradients and weights; `cpu.py`
 lets Megatron-core, whose code names CUDA, run on the host. Nothing of `cpu.py` is imported on a machine that trains on
 GPUs. `startup.py` spares what Megatron-core loads when it is imported; import this package before anything of
-Megatron-core to gain by it. `router.py`, `optimizer.py` and `ddp.py` are where its private names are touched.
+Megatron-core to gain by it. `router.py`, `optimizer.py` and `ddp.py` are where its private names are touched; the last
+two leave room for parameters that its buffers do not hold (parallel/owned.py).
 """
 
 from __future__ import annotations

@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from parallel.megatron import require_version
+from parallel.owned import OwnedParameter, owners
 
 require_version()
+
+
+def wrap(
+    data: DistributedDataParallelConfig, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection
+) -> list[DistributedDataParallel]:
+    """Wrap bare chunks for data parallelism, but for their owned parameters, which get gradients of their own."""
+    settings, wrapped = get_model_config(chunks[0]), []
+    for i, chunk in enumerate(chunks):
+        own = owners(chunk.parameters())
+        with _left_out(own):
+            outer = DistributedDataParallel(settings, data, chunk, disable_bucketing=i > 0, pg_collection=groups)
+        for owner in own:
+            owner.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            owner.begin(1.0 / outer.dp_cp_group.size())
+        outer.params_with_grad += [owner.parameter for owner in own]  # each step forgets their gradients too
+        wrapped.append(outer)
+    return wrapped
+
+
+@contextlib.contextmanager
+def _left_out(own: Sequence[OwnedParameter]) -> Iterator[None]:
+    # DDP takes every parameter that needs a gradient as it is built, into a buffer that it then keeps.
+    for owner in own:
+        owner.parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for owner in own:
+            owner.parameter.requires_grad_(True)
+
+
+def finalize_gradients(chunks: Sequence[DistributedDataParallel], *rest: Any, **named: Any) -> None:
+    """Megatron-core's `finalize_model_grads`, with the reduction of gradients that no buffer holds. As it does, first
+    over the data parallel ranks, then over those of tensors and stages."""
+    for chunk in chunks:
+        for owner in owners(chunk.params_with_grad):
+            owner.reduce()
+    finalize_model_grads(chunks, *rest, **named)
 
 
 def release(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -26,6 +72,8 @@ def release(chunks: Sequence[DistributedDataParallel]) -> None:
         if chunk.use_forward_hook and chunk.remove_forward_pre_hook_handles:
             chunk.disable_forward_pre_hook(param_sync=False)
         chunk.grad_accs.clear()
+        for owner in owners(chunk.params_with_grad):
+            owner.release()
         chunk._modules.clear()
         chunk.gate = None  # it holds the optimizer's tiers, as those of the groups do
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

@@ -14,6 +14,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
+Gate = Callable[[torch.nn.Parameter], None]  # waits until nothing works on a parameter beside the passes
+
 
 def apply() -> None:
     """Apply both patches. Called once, by parallel.megatron.apply_patches."""
@@ -44,7 +46,9 @@ def _forget_gradients(self: DistributedDataParallel) -> None:
         for buffer in self.buffers + self.expert_parallel_buffers:
             buffer.reset()
         for param in self.params_with_grad:
-            param.grad_is_old = False
+            if param in self.param_to_bucket_group:
+                param.grad_is_old = False
+            zero_if_old(param)  # one that no buffer holds
     for group in self.bucket_groups + self.expert_parallel_bucket_groups:
         group.reset()
 
@@ -67,11 +71,36 @@ def adds_by_itself(module: torch.nn.Module) -> bool:
     return bool(getattr(module, "fuse_wgrad_accumulation", False))
 
 
-def zero_if_old(param: torch.nn.Parameter) -> None:
-    """Forget the gradient of the last step, which nothing reads any more."""
+def zero_if_old(param: torch.nn.Parameter, gate: Gate | None = None) -> None:
+    """Forget the gradient of the last step. `gate` waits until nothing reads it any more; without it nothing does."""
     if getattr(param, "grad_is_old", False):
+        if gate is not None:
+            gate(param)
         param.main_grad.zero_()  # type: ignore[attr-defined]
         param.grad_is_old = False  # type: ignore[attr-defined]
+
+
+def add_gradient(param: torch.nn.Parameter, grad: torch.Tensor, gate: Gate | None) -> None:
+    """Add a micro-batch's gradient to the step's. The first is written over the last step's, which `gate` waits for:
+    an update may still read it."""
+    if getattr(param, "grad_is_old", False):
+        if gate is not None:
+            gate(param)
+        param.main_grad.copy_(grad)  # type: ignore[attr-defined]
+        param.grad_is_old = False  # type: ignore[attr-defined]
+    else:
+        param.main_grad.add_(grad)  # type: ignore[attr-defined]
+
+
+def take_gradient(param: torch.nn.Parameter, gate: Gate | None) -> None:
+    """Add what autograd has for a parameter to the step's gradient, and let go of it."""
+    # A product that added its gradient by itself leaves one that means nothing, but for a tied embedding's part.
+    added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)  # type: ignore[attr-defined]
+    if param.grad is not None and not added:
+        add_gradient(param, param.grad, gate)
+    for index, part in _take_parts(param):
+        param.main_grad[index].add_(part)  # type: ignore[attr-defined]
+    param.grad = None
 
 
 def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> Callable[..., None]:
@@ -82,18 +111,7 @@ def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> 
             return
         overlap = self.ddp_config.overlap_grad_reduce
         assert param.grad is not None or not overlap, "a gradient that is None is not safe with overlap_grad_reduce"
-        # A product that added its gradient by itself leaves one that means nothing, but for a tied embedding's part.
-        added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)  # type: ignore[attr-defined]
-        if param.grad is not None and not added:
-            if getattr(param, "grad_is_old", False):
-                _gate(self, param)  # the last step's update may still read it
-                param.main_grad.copy_(param.grad)  # type: ignore[attr-defined]
-                param.grad_is_old = False  # type: ignore[attr-defined]
-            else:
-                param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
-            for index, part in _take_parts(param):
-                param.main_grad[index].add_(part)  # type: ignore[attr-defined]
-        param.grad = None
+        take_gradient(param, getattr(self, "gate", None))
         if overlap:
             self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
 
@@ -110,9 +128,7 @@ def _zero_what_is_old(group: _ParamAndGradBucketGroup) -> None:
     """Parameters that no micro-batch of the step had a gradient for."""
     for bucket in group.buckets:
         for param in bucket.params:
-            if getattr(param, "grad_is_old", False):
-                _gate(group, param)
-                zero_if_old(param)
+            zero_if_old(param, getattr(group, "gate", None))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,17 +6,56 @@ Each function says what breaks without it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import copy
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import megatron.core.optimizer
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from parallel.megatron import require_version
+from parallel.owned import owner_of
 
 require_version()
+
+
+def build_chain(
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
+) -> MegatronOptimizer:
+    """Megatron-core's optimizer of wrapped chunks. Owned parameters (parallel/owned.py) are the last member's, which
+    steps them whole. A collective call.
+
+    Without it the sharded optimizer would look for them in DDP's buffers. Groups are still made by Megatron-core, of
+    all parameters: its rule for weight decay holds for owned ones, and no rank needs to know whether another has any.
+    """
+    make, outside = megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups, []
+
+    def make_without_owned(*, param_groups: list[dict[str, Any]], **named: Any) -> MegatronOptimizer:
+        for group in param_groups:
+            own = [parameter for parameter in group["params"] if owner_of(parameter) is not None]
+            if own:
+                outside.append({**group, "params": own})
+                group["params"] = [parameter for parameter in group["params"] if owner_of(parameter) is None]
+        return make(param_groups=param_groups, **named)
+
+    megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups = make_without_owned
+    try:
+        chain = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=groups)
+    finally:
+        megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups = make
+    if outside:
+        whole = copy.copy(config)
+        whole.use_distributed_optimizer = False
+        member = make(config=whole, model_chunks=chunks, param_groups=outside, pg_collection=groups)
+        chain.chained_optimizers.append(member)
+        chain.is_stub_optimizer = False
+    return chain
 
 
 def members(optimizer: MegatronOptimizer) -> list[Any]:
@@ -30,7 +69,7 @@ def is_sharded(member: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Owned:
+class HeldPart:
     """What this rank's optimizer holds of a parameter: the flat range [start, end), its master weights, who steps it,
     and its state."""
 
@@ -44,7 +83,7 @@ class Owned:
         return self.member.optimizer.state.get(self.main, {})
 
 
-def find_owned(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Parameter]) -> list[Owned | None]:
+def find_held(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Parameter]) -> list[HeldPart | None]:
     """For each parameter what this rank's optimizer holds of it; None where another data parallel rank holds it all.
 
     Without it the state has no names: Megatron's own checkpoint of a sharded optimizer is cut by ranks, and fits no
@@ -57,16 +96,16 @@ def find_owned(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Param
             sharded.append(member)
         elif member.optimizer is not None:
             plain.update({id(main): member for group in member.optimizer.param_groups for main in group["params"]})
-    result: list[Owned | None] = []
+    result: list[HeldPart | None] = []
     for parameter in parameters:
         main = getattr(parameter, "main_param", None)
         main = parameter if main is None else main
-        found = Owned(0, parameter.numel(), main, plain[id(main)]) if id(main) in plain else None
+        found = HeldPart(0, parameter.numel(), main, plain[id(main)]) if id(main) in plain else None
         for member in sharded:
             if parameter in member.model_param_group_index_map:
                 group, order = member.model_param_group_index_map[parameter]
                 span = member._get_model_param_range_map(parameter)["param"]
-                found = Owned(span.start, span.end, member.optimizer.param_groups[group]["params"][order], member)
+                found = HeldPart(span.start, span.end, member.optimizer.param_groups[group]["params"][order], member)
         result.append(found)
     return result
 

@@ -17,12 +17,18 @@ import megatron.core.optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    MegatronOptimizer,
+    MixedPrecisionOptimizer,
+)
 from megatron.core.utils import get_model_config
 
+from configs import derived
 from parallel.megatron import require_version
 from parallel.megatron.grad_buffers import adds_by_itself, zero_if_old
 from parallel.megatron.optimizer import is_sharded, members
+from parallel.owned import owners
 
 require_version()
 
@@ -50,15 +56,44 @@ class TieredOptimizer(DistributedOptimizer):
         return True
 
 
+class TieredWhole(Float16OptimizerWithFloat16Params):
+    """A member whose whole parameters are changed elsewhere: those that no buffer holds (parallel/owned.py). It says
+    their groups and their gradients alone, in any precision, and makes no fp32 copies."""
+
+    def __init__(self, optimizer: Any, config: Any, *rest: Any):
+        scaler = rest[0] if len(rest) > 1 else None  # as both classes take it in whose place this one stands
+        MixedPrecisionOptimizer.__init__(self, optimizer, config, scaler, rest[-1])
+        self.is_stub_optimizer = False
+        self.float16_groups: list[Any] = []
+        self.fp32_from_float16_groups: list[Any] = []
+        self.fp32_from_fp32_groups = [group["params"] for group in optimizer.param_groups]
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        for parameter in self.get_parameters():
+            parameter.decoupled_grad = parameter.main_grad  # type: ignore[attr-defined]
+
+    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+        return [parameter.main_grad for parameter in self.get_parameters()]  # type: ignore[attr-defined]
+
+    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        """The sharded members' `reload` takes all."""
+
+    def step_with_ready_grads(self) -> bool:
+        """They are changed already or will be; a pass that reads one waits for it."""
+        return True
+
+
 @contextlib.contextmanager
 def building_tiered() -> Iterator[None]:
-    """Inside, `get_megatron_optimizer` makes members of this kind."""
-    plain = megatron.core.optimizer.DistributedOptimizer
-    megatron.core.optimizer.DistributedOptimizer = TieredOptimizer
+    """Inside, Megatron-core makes members of these kinds."""
+    ours = {"DistributedOptimizer": TieredOptimizer}
+    ours |= dict.fromkeys(("Float16OptimizerWithFloat16Params", "FP32Optimizer"), TieredWhole)
+    plain = {name: getattr(megatron.core.optimizer, name) for name in ours}
+    vars(megatron.core.optimizer).update(ours)
     try:
         yield
     finally:
-        megatron.core.optimizer.DistributedOptimizer = plain
+        vars(megatron.core.optimizer).update(plain)
 
 
 @dataclass(frozen=True)
@@ -88,6 +123,15 @@ def owned_slices(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataP
     named = [(name, parameter) for chunk in chunks for name, parameter in chunk.module.named_parameters()]
     settings, found = get_model_config(chunks[0]), []
     for index, member in enumerate(members(optimizer)):
+        if isinstance(member, TieredWhole):
+            # Nobody says that a gradient of theirs is final before the step's end.
+            found += [
+                OwnedSlice(parameter, 0, parameter.numel(), param_group, (index,), True, order)
+                for order, (_, parameter) in enumerate(named)
+                for param_group in member.optimizer.param_groups
+                if any(parameter is each for each in param_group["params"])
+            ]
+            continue
         if not is_sharded(member) or member.is_stub_optimizer:
             continue
         for order, (name, parameter) in enumerate(named):
@@ -105,18 +149,17 @@ def owned_slices(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataP
 
 
 def is_late(name: str, parameter: torch.nn.Parameter, settings: Any) -> bool:
-    """Whether `finalize_model_grads` adds to a gradient after DDP has reduced it (core/distributed): over the tensor
-    ranks those of what each of them has whole, over the pipeline those of embeddings that two stages share."""
-    over_tensor = settings.tensor_model_parallel_size > 1 and (
-        (settings.sequence_parallel and getattr(parameter, "sequence_parallel", False))
-        or getattr(parameter, "average_gradients_across_tp_domain", False)
-        or "layernorm" in name
-        or ".router." in name
+    """Whether `finalize_model_grads` adds to a gradient after DDP has reduced it (core/distributed)."""
+    alike = (settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or getattr(
+        parameter, "average_gradients_across_tp_domain", False
     )
-    over_pipeline = settings.pipeline_model_parallel_size > 1 and (
-        getattr(parameter, "shared_embedding", False) or "embedding" in name or "output_layer" in name
+    return derived.is_added_late(
+        name,
+        alike=alike,
+        shared=getattr(parameter, "shared_embedding", False),
+        tensor=settings.tensor_model_parallel_size,
+        pipeline=settings.pipeline_model_parallel_size,
     )
-    return bool(over_tensor or over_pipeline)
 
 
 def gate_weights(chunks: Sequence[DistributedDataParallel], gate: Callable[[torch.nn.Parameter], None]) -> None:
@@ -134,8 +177,9 @@ def gate_weights(chunks: Sequence[DistributedDataParallel], gate: Callable[[torc
 
     for chunk in chunks:
         chunk.gate = gate  # see parallel/megatron/grad_buffers.py
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            group.gate = gate
+        own = owners(chunk.params_with_grad)
+        for each in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups, *own):
+            each.gate = gate
         for module in chunk.module.modules():
             if own := [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]:
                 module.register_forward_pre_hook(hook(own, adds_by_itself(module)), prepend=True)

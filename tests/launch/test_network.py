@@ -25,7 +25,7 @@ from torch.distributed.run import parse_args
 from benchmarks.cluster import UNCAPPED, _Network, address
 from launch import rendezvous
 from launch.rendezvous import JsonState
-from parallel import loopback
+from parallel.liveness import loopback
 from tests.launch import sockets
 from tests.launch.stranger import Payload
 from tests.waits import LONG, until

@@ -14,7 +14,7 @@ from simulator.buffers import buffers
 from simulator.parameters import parameters, places
 from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit
 from simulator.text import text
-from simulator.tiers import owned_slices
+from simulator.tiers import planned_slices
 from tests import distributed
 from tests.configs import advice
 from tests.training.helpers import make_config
@@ -39,11 +39,11 @@ LAYOUTS: list[tuple[str, list[str]]] = [
 
 def _owned(config: Any) -> list[tuple[int, int, bool, Any]]:
     from parallel import topology
-    from parallel.megatron.tiered import owned_slices as owned_by
+    from parallel.megatron.tiered import owned_slices
     from training.engine import Engine
 
     model = Engine(config, topology.initialize(config), VOCAB_SIZE)
-    found = [(each.start, each.end, each.late, each.place) for each in owned_by(model.optimizer, model.chunks)]
+    found = [(each.start, each.end, each.late, each.place) for each in owned_slices(model.optimizer, model.chunks)]
     model.close()
     return found
 
@@ -61,7 +61,7 @@ def test_slices_are_those_that_a_rank_owns(model: str, layout: list[str]) -> Non
     for place in places(config, 4):
         local = [parameters(config, part, VOCAB_SIZE) for part in parts(config)[place.stage]]
         static = buffers(config, VOCAB_SIZE, 4, place.stage)
-        planned = owned_slices(static, local, {"dense": place.data, "expert": place.expert_data})
+        planned = planned_slices(static, local, {"dense": place.data, "expert": place.expert_data})
         named = [(each.start, each.end, each.late, each.place) for each in planned]
         assert _numbered(named) == _numbered(built[place.rank])
 

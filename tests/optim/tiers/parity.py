@@ -223,10 +223,10 @@ def held_state(tiers: Any, names: dict[int, str]) -> dict[str, torch.Tensor]:
 
 
 def _state_on_device(optimizer: Any, named: Sequence[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.Tensor]:
-    from parallel.megatron.optimizer import find_owned
+    from parallel.megatron.optimizer import find_held
 
     tensors = {}
-    for (name, parameter), owned in zip(named, find_owned(optimizer, [p for _, p in named]), strict=True):
+    for (name, parameter), owned in zip(named, find_held(optimizer, [p for _, p in named]), strict=True):
         if owned is None or owned.start == owned.end:
             continue
         kinds = {kind: owned.state[kind] for kind in ("exp_avg_sq", "exp_avg")}
