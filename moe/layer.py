@@ -110,7 +110,7 @@ class MixtrainMoELayer(MoELayer):
     ) -> None:
         assert pg_collection is not None, "moe_spec puts it into the layer's spec"
         super().__init__(config, submodules, layer_number, pg_collection)
-        self.plan, self.timer = plan or Plan(), PassTimer()
+        self.plan, self.timer, self.expert_compute = plan or Plan(), PassTimer(), ExpertCompute()
         self.token_dispatcher = None  # Megatron's is built by its constructor and does nothing here
         self.expert_tensor_group = pg_collection.expt_tp
         self.exchange: AllToAll | None = factory.shared(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
@@ -184,6 +184,7 @@ class MixtrainMoELayer(MoELayer):
             self.exchange,
             shared_expert,
             assignments_per_token=self._assignments_per_token,
+            experts=self.expert_compute,
             timer=self.timer,
             most_per_token=self._most_per_token,
             placement=self.placement,
