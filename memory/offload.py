@@ -49,6 +49,11 @@ class Offload:
         assert tensor is not None
         return tensor
 
+    def __del__(self) -> None:
+        """An error has dropped it: its memory on either side is somebody else's once the copy back is over."""
+        if self._come is not None and self._there is not None:
+            self._come.order()
+
     def _copy_out(self, tensor: torch.Tensor) -> None:
         self._on_host().copy_(tensor, non_blocking=True)
         tensor.record_stream(torch.cuda.current_stream())  # its memory is not used again before the copy is over

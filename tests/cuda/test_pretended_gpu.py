@@ -187,16 +187,16 @@ def _kept_on_the_host(lost: bool) -> tuple[list[int], list[int], list[str], bool
             pinned = OBSERVED.pinned.total()
             rows = [torch.full((6, 4), step + index, device="cuda", dtype=torch.float32) for index in range(3)]
             away = [Offload(tensor, link) for tensor in rows]
-            for each in away:
-                each.fetch()
+            for index in range(3):
+                away[index].fetch()
             if lost and step == 0:
                 del away[1:]
             equal += [torch.equal(each.get().cpu(), torch.full((6, 4), step + i)) for i, each in enumerate(away)]
             held.append(HOST.held["experts"])
             stayed.append(link.step.stayed)
             assert OBSERVED.pinned.total() == pinned
+        del away
         link.close()
-        del away, each
         held.append(HOST.held["experts"])
         return held, stayed, sorted(OBSERVED.faults), all(equal)
 
