@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from memory.completion import Completion
+from memory.copy_stream import PASSES, SAVES, UPDATES
 from memory.host_link import HostLink
 from tests import distributed
 from tests.cuda import places
 from tests.cuda.pretended.observed import OBSERVED, Mutant
-from tests.waits import LONG
+from tests.waits import LONG, until
 
 pytestmark = [pytest.mark.cuda_pretended]
 
@@ -171,3 +172,36 @@ def _close() -> tuple[list[str], list[float]]:
 
 def test_a_thread_ends_when_its_last_copy_is_over() -> None:
     assert distributed.run(_close, 1, backend=distributed.PRETENDED) == [([], [1.0, 1.0, 1.0])]
+
+
+def _two_priorities(first: int, second: int) -> list[str]:
+    """Two copies to the same memory, of which nobody says that one waits for the other."""
+    from tests.cuda import runs
+
+    with runs.pretended(None, False):
+        device = torch.device("cuda", 0)
+        link, target = HostLink(device), torch.zeros(3, device=device)
+        sources = [torch.full((3,), float(priority)).pin_memory() for priority in (first, second)]
+        begun = Completion.so_far(device)
+        for priority, source in zip((first, second), sources, strict=True):
+            done = link.up.submit(_copy(target, source), [begun], priority=priority)
+            until(lambda done=done: done.is_issued, "a copy to be issued")  # type: ignore[misc]
+        link.close()
+        return sorted(OBSERVED.faults)
+
+
+def test_a_copy_waits_for_those_of_a_higher_priority_and_for_no_others() -> None:
+    def run(first: int, second: int) -> list[str]:
+        return distributed.run(_two_priorities, 1, first, second, backend=distributed.PRETENDED)[0]
+
+    assert run(PASSES, UPDATES) == run(UPDATES, SAVES) == run(PASSES, PASSES) == []
+    assert any("did not wait for what a copy on a side stream" in fault for fault in run(UPDATES, PASSES))
+
+
+def test_offloads_beyond_the_budget_are_refused_at_the_start() -> None:
+    from tests.cuda import runs
+
+    overrides = ("model=gpt_moe_tiny", "parallel.expert=2", "moe.memory_strategy=offload", "memory.host_budget=0.01")
+    refusal = r"memory\.host_budget \(0\.01\) must leave \d+\.\d MiB for what experts offload, .* Try memory\.host_budg"
+    with pytest.raises(distributed.RankError, match=refusal):
+        distributed.run(runs.train, 2, "cuda", overrides, backend=distributed.PRETENDED)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from memory.step_memory import ALIGNMENT, StepMemory
+from memory.step_memory import ALIGNMENT, Space, StepMemory
 
 
 class Host:
@@ -32,11 +32,11 @@ def test_ranges_are_apart_and_come_back_whole() -> None:
     host, draw = Host(64 * ALIGNMENT), random.Random(0)
     memory = host.memory()
     memory.begin(64 * ALIGNMENT)
-    spaces = []
+    spaces: list[tuple[Space, int]] = []
     for number in range(2000):
         if spaces and draw.random() < 0.5:
             space, value = spaces.pop(draw.randrange(len(spaces)))
-            assert (space.memory == value).all()
+            assert space.memory is not None and space.memory.eq(value).all()
             space.free()
         else:
             space = memory.take(draw.randint(1, 9 * ALIGNMENT))
