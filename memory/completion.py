@@ -25,7 +25,7 @@ class Completion:
         self._event: Any = None  # of CUDA, where a stream does the work
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
-        self._begun = threading.Lock()  # whoever has it does the work, or calls it off
+        self._begun = threading.Lock()  # whoever has it does the work, or cancels it
 
     @classmethod
     def already(cls) -> Completion:
@@ -51,7 +51,7 @@ class Completion:
             call()
 
     def begin(self) -> bool:
-        """Whether the work is still to be done; from now on it cannot be called off."""
+        """Whether the work is still to be done; from now on it cannot be cancelled."""
         return self._begun.acquire(blocking=False)
 
     def cancel(self) -> bool:

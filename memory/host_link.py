@@ -5,11 +5,8 @@ The engine makes one and hands it to whoever moves something: nobody else owns a
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
-from configs.schema import ConfigError
 from memory.budgets import HOST
 from memory.completion import TIMEOUT
 from memory.copy_stream import CopyStream
@@ -34,7 +31,7 @@ class HostLink:
         self.host = CopyStream("host update", device, timeout=timeout)
         self.read = CopyStream("disk read", device, timeout=timeout)
         self.write = CopyStream("disk write", device, timeout=timeout)
-        self.step = StepMemory(lambda num_bytes: self.take(num_bytes, "experts"), lambda: HOST.limit - HOST.total)
+        self.step = StepMemory(lambda num_bytes: self.take(num_bytes, "experts"), lambda: HOST.room)
 
     @property
     def all(self) -> tuple[CopyStream, ...]:
@@ -43,16 +40,13 @@ class HostLink:
     def take(self, num_bytes: int, what: str) -> torch.Tensor | None:
         """Memory of the host (uint8), counted under memory.host_budget until nobody refers to it; None where that, or
         the host, has no room."""
-        try:
-            HOST.take(num_bytes, what)
-        except ConfigError:
+        if num_bytes > HOST.room:
             return None
         try:
             memory = self.allocate(num_bytes)
         except RuntimeError:
-            HOST.give(num_bytes, what)
             return None
-        weakref.finalize(memory, HOST.give, num_bytes, what).atexit = False
+        HOST.count(memory, what)
         return memory
 
     def allocate(self, num_bytes: int, in_blocks: bool = False) -> torch.Tensor:

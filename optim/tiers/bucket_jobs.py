@@ -39,7 +39,7 @@ class Early:
     """An update of which nobody knows yet whether the step takes it."""
 
     done: Completion
-    first: Completion  # of its work; where that has not begun the update can be called off
+    first: Completion  # of its work; where that has not begun the update can be cancelled
 
     def cancel(self) -> bool:
         """Whether nothing of it will be done."""

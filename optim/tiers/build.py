@@ -65,8 +65,8 @@ def build_tiers(
 
 def _arrange(request: TierRequest, device_room: float, config: Config) -> Arrangement:
     """Where this rank's buckets lie, within the budgets, which count it from now on. Raises ConfigError."""
-    on_disk = DISK.limit - DISK.total if config.memory.disk_dir is not None else 0.0
-    found = arrange(request, Capacity(device_room, HOST.limit - HOST.total, on_disk))
+    on_disk = DISK.room if config.memory.disk_dir is not None else 0.0
+    found = arrange(request, Capacity(device_room, HOST.room, on_disk))
     if found is None:
         found = least(request)
     # In one sum, so that a refusal names what would do for all of it.

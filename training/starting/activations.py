@@ -69,7 +69,7 @@ def reserve_offloads(config: Config, topology: Topology, link: HostLink) -> dict
 
 
 def _host_room() -> int:
-    return int(min(HOST.limit - HOST.total, 2**62))
+    return int(min(HOST.room, 2**62))
 
 
 def _least(value: int, topology: Topology) -> int:
