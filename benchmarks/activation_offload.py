@@ -33,7 +33,6 @@ from configs import derived
 from configs.compose import compose
 from configs.schema import Config
 from configs.validate import validate
-from memory.lanes import Lane
 from memory.layer_inputs import LayerInputs
 from parallel import topology
 from parallel.megatron.checkpoints import around_checkpoints
@@ -108,10 +107,9 @@ class Rig:
         for layer in chunk.decoder.layers:
             layer.forward = forward
         self.size = derived.layer_input_bytes(self.config)
-        device = place.device
+        self.link = self.engine.host_link
         buffers = [torch.zeros(self.size, dtype=torch.uint8) for _ in range(max(BUDGETS))]
-        self.up, self.down = (Lane(f"layer inputs {way} device", device, on_device=True) for way in ("to", "from"))
-        self.stores = {number: LayerInputs(device, buffers[:number], self.up, self.down) for number in BUDGETS}
+        self.stores = {number: LayerInputs(self.link, buffers[:number]) for number in BUDGETS}
         self._use(0)
         around_checkpoints(chunk, self._kept)
 
@@ -135,7 +133,7 @@ class Rig:
 
     def measure(self, link: float, rounds: int) -> dict[int, list[float]]:
         """Seconds of each round's step, by budget."""
-        self.up.rate = self.down.rate = self.size / (link * FORWARD_SECONDS)
+        self.link.up.rate = self.link.down.rate = self.size / (link * FORWARD_SECONDS)
         budgets = (0, *BUDGETS)
         seconds: dict[int, list[float]] = {budget: [] for budget in budgets}
         for number in range(-1, rounds):  # the first to warm up
@@ -148,7 +146,6 @@ class Rig:
 
     def close(self) -> None:
         """End the threads."""
-        self._use(max(BUDGETS))
         self.engine.close()
 
 

@@ -88,7 +88,7 @@ class _Variant:
             None,
             None,
             {},
-            Saver(config, topology.device),
+            Saver(config, model.host_link),
             Health(config),
         )
         self.planning: Any = ExpertPlanning() if name == AUTO else HomeMoves() if name == PLACED else None

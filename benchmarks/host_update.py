@@ -1,7 +1,7 @@
 """The host's update of a bucket against a loop with the same reads and writes: `python -m benchmarks.host_update
 [--parameters 8388608] [--threads 1 2] [--rounds 15] [--deepspeed FOLDER] [--markdown] [--json]`
 
-A bucket's gradient, master weights and moments in fp32, and its weights in bf16. ours: what a run's host lane does
+A bucket's gradient, master weights and moments in fp32, and its weights in bf16. ours: what a run's host stream does
 (optim/tiers/kernel.py), PyTorch's fused AdamW, then the weights' copy: 20 bytes read and 14 written for a parameter.
 loop: the same tensors read and written as often by C++ with an addition each, vectorised, with as many threads. one
 pass: that loop where it need not read the masters again. DeepSpeed's CPUAdam, where a folder with its sources is given:
@@ -26,9 +26,9 @@ import torch
 from benchmarks.rounds import standard_error
 from benchmarks.tables import table
 from moe.kernels.build import FLAGS, cache_folder, compile_library
-from optim.tiers.kernel import Rates, State, adamw
+from optim.tiers.kernel import State, UpdateScalars, adamw
 
-RATES = Rates(1e-4, 0.1, 0.9, 0.95, 1e-8)
+RATES = UpdateScalars(1e-4, 0.1, 0.9, 0.95, 1e-8)
 Update = Callable[[], object]
 
 
@@ -43,7 +43,7 @@ class Bucket:
         self.weight = torch.zeros(numel, dtype=torch.bfloat16)
 
     def ours(self) -> Update:
-        """As optim/tiers/ways.py updates it."""
+        """As optim/tiers/bucket_jobs.py updates it."""
         state, scratch = State([self.master], [self.exp_avg], [self.exp_avg_sq]), torch.empty(0)
 
         def work() -> None:

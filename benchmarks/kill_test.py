@@ -72,8 +72,8 @@ from configs.compose import compose
 from configs.files import WriteError
 from configs.schema import Config, ConfigError
 from configs.validate import validate
-from memory import lanes
-from memory.lanes import Lane
+from memory import copy_stream
+from memory.copy_stream import CopyStream
 from moe.placement import trace
 from moe.placement.plans import Plans, read_plans
 from training.callbacks import evaluation
@@ -110,7 +110,7 @@ TIERS = {
     "disk": ["optimizer.state_device=disk", "optimizer.early_update=always"],
 }
 TIERED = ["optimizer.distributed=true", "optimizer.bucket_parameters=65536"]  # of all runs, so that all can take all
-CHANGING = ("from device", "host update", "disk write")  # lanes that change a tier's state
+CHANGING = ("from device", "host update", "disk write")  # copy streams that change a tier's state
 KINDS = {"any": 0.25, "save": 0.35, "load": 0.2, "evaluate": 0.2}  # shares of the kills
 MOVES = {"move": 0.6}  # beside them, where homes of experts move
 RECORDS = {"record": 0.4}  # beside them, where calls are on record
@@ -749,10 +749,10 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
 
         return call
 
-    submit = Lane.submit
+    submit = CopyStream.submit
 
-    def submit_told(lane: Lane, work: Callable[[], None], *rest: Any, **named: Any) -> Any:
-        return submit(lane, told("tier", work) if lane.name in CHANGING else work, *rest, **named)
+    def submit_told(stream: CopyStream, work: Callable[[], None], *rest: Any, **named: Any) -> Any:
+        return submit(stream, told("tier", work) if stream.name in CHANGING else work, *rest, **named)
 
     vars(resume)["find"] = told("load", resume.find)
     vars(checkpoint_state)["load"] = told("load", told("resume", checkpoint_state.load))
@@ -760,7 +760,7 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
     vars(evaluation)["evaluate"] = told("evaluate", evaluation.evaluate)
     vars(saver)["Saver"].start = told("save", saver.Saver.start)
     vars(saver)["_Part"]._run = told("save", saver._Part._run)
-    vars(lanes)["Lane"].submit = submit_told
+    vars(copy_stream)["CopyStream"].submit = submit_told
     vars(files)["Log"].append = told("record", files.Log.append)
     try:
         Trainer(config).fit()

@@ -30,7 +30,8 @@ from benchmarks.accelerator import Clock
 from configs.compose import compose
 from configs.schema import Config
 from memory.budgets import open_budgets
-from memory.lanes import Lane
+from memory.copy_stream import CopyStream
+from memory.host_link import HostLink
 from optim import update
 from optim.build import build_optimizer
 from optim.tiers.tiers import Tiers, tiers_of
@@ -131,7 +132,8 @@ class Rig:
             bucket_size=sizes.bucket + 2 * sizes.width,
         )
         self.chunk = DistributedDataParallel(model.config, settings, model, pg_collection=topology.groups)
-        self.optimizer = build_optimizer(config, topology, [self.chunk])
+        self.host_link = HostLink(topology.device, config.parallel.timeout_seconds)
+        self.optimizer = build_optimizer(config, topology, [self.chunk], self.host_link)
         self.set_gradients()
 
     @property
@@ -147,8 +149,8 @@ class Rig:
 
     def link(self, rate: float, device_rate: float) -> None:
         """Hold the link to so many bytes per second each way, and what the device updates to its own."""
-        lanes, jobs = self.tiers.memory.lanes, self.tiers.jobs
-        lanes.up.rate = lanes.down.rate = rate
+        jobs = self.tiers.jobs
+        self.host_link.up.rate = self.host_link.down.rate = rate
         clock, element = Clock(1.0), 2 * self.tiers.layout.bytes_per_element + 6
 
         def virtual(index: int, *_: Any, **__: Any) -> Any:
@@ -187,13 +189,14 @@ class Rig:
             self.step(clipped[index % len(clipped)])
         seconds = (time.perf_counter() - before) / count
         self.tiers.settle()
-        for lane in self.tiers.memory.lanes.all:
-            lane.submit(lambda: None).wait()
+        for stream in self.host_link.all:
+            stream.submit(lambda: None).wait()
         if (problem := self.tiers.problem()) is not None:
             raise RuntimeError(problem)
         return seconds
 
     def close(self) -> None:
+        self.host_link.close()
         self.tiers.close()
         release([self.chunk])
 
@@ -220,27 +223,27 @@ def join() -> Topology:
 
 @contextlib.contextmanager
 def timeline(rig: Rig) -> Iterator[list[tuple[str, float, float]]]:
-    """Inside, what each lane does is listed: (lane, begin, end), without what a rate adds."""
+    """Inside, what each stream does is listed: (its name, begin, end), without what a rate adds."""
     jobs: list[tuple[str, float, float]] = []
-    lanes = rig.tiers.memory.lanes.all
+    streams = rig.host_link.all
 
-    def listed(lane: Lane) -> Any:
-        submit = lane.submit
+    def listed(stream: CopyStream) -> Any:
+        submit = stream.submit
 
         def listing(work: Any, *rest: Any, **named: Any) -> Any:
             def timed() -> None:
                 begin = time.perf_counter()
                 work()
-                jobs.append((lane.name, begin, time.perf_counter()))
+                jobs.append((stream.name, begin, time.perf_counter()))
 
             return submit(timed, *rest, **named)
 
         return listing
 
-    for lane in lanes:
-        lane.submit = listed(lane)  # type: ignore[method-assign]
+    for stream in streams:
+        stream.submit = listed(stream)  # type: ignore[method-assign]
     try:
         yield jobs
     finally:
-        for lane in lanes:
-            del lane.submit  # type: ignore[method-assign]
+        for stream in streams:
+            del stream.submit  # type: ignore[method-assign]

@@ -4,10 +4,10 @@ benchmarks.offload_step [--rounds 5] [--ratios 0.25 0.5 1 2 4] [--disk FOLDER] [
 One process, virtual accelerator, emulated link (benchmarks/offload_rig.py): passes and the device's update sleep for
 their time, copies are real and held to a rate in each direction, the host's update and the disk are real. ratio: the
 time that the link needs for all state in one direction, by that of the passes. Engines run in turns, a few steps each
-round. bound: what memory/planning.py says of the engine's buckets with rates that were measured alone: early the most
-of the passes, each direction of the link, the host's update and the disk; waiting the backward pass, and the most of
-the forward pass and these; and the time that one bucket takes through what is less busy. auto against the best engine
-of its round. Clipping: steps that are clipped redo what was early.
+round. bound: what optim/arrangement/planning.py says of the engine's buckets with rates that were measured alone: early
+the most of the passes, each direction of the link, the host's update and the disk; waiting the backward pass, and the
+most of the forward pass and these; and the time that one bucket takes through what is less busy. auto against the best
+engine of its round. Clipping: steps that are clipped redo what was early.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Literal
 from benchmarks.offload_rig import Rig, Sizes, join
 from benchmarks.rounds import standard_error
 from benchmarks.tables import table
-from memory import planning
-from memory.planning import ElementBytes, Engine, Passes, choose, predict
+from optim.arrangement import planning
+from optim.arrangement.planning import ElementBytes, Engine, Passes, choose, predict
 from optim.tiers.measure import measure
 from parallel import topology as topology_module
 from simulator.step_time import engine_seconds

@@ -31,11 +31,12 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from checkpoint import manifest, safetensors_header
 from checkpoint import state as checkpoint_state
 from checkpoint.manifest import FileSum
-from checkpoint.shards import Cancelled, NotFinite, Snapshot
+from checkpoint.shards import NotFinite, SaveCancelled, ShardWriter
 from configs.compose import to_yaml
 from configs.schema import Config
+from memory.host_link import HostLink
 from models.parallelize import frozen_weights
-from optim.tiers.hold import StateHold
+from optim.tiers.state_snapshot import StateSnapshot
 from optim.tiers.tiers import tiers_of
 
 WRITE_TIMEOUT = 3600.0  # seconds that one rank's file, or the commit, may take before the run gives up
@@ -64,12 +65,12 @@ class Saved:
 class Saver:
     """Saves a model again and again, one save at a time. Every rank makes every call, but for `close`."""
 
-    def __init__(self, config: Config, device: torch.device):
-        """A collective call, once the process groups are there."""
-        self._snapshot = Snapshot(pinned=device.type == "cuda")
+    def __init__(self, config: Config, link: HostLink):
+        """A collective call, once the process groups are there. `link`: what snapshots leave the device by."""
+        self._snapshot = ShardWriter(link)
         self.last_step: int | None = None  # the step that was saved last, unless the model was loaded since
         self._save: _Save | None = None
-        self._hold: StateHold | None = None  # of the save that was started last
+        self._hold: StateSnapshot | None = None  # of the save that was started last
         # Called on rank 0, in the writing thread, before a checkpoint gets its name; what it raises fails the save.
         self.before_name: Callable[[], None] = _nothing
         self.config_text = to_yaml(config)  # now, because it takes longer than a snapshot
@@ -191,8 +192,8 @@ class _Save:
         folder: Path,
         step: int,
         small: dict[str, str],
-        snapshot: Snapshot,
-        hold: StateHold | None,
+        snapshot: ShardWriter,
+        hold: StateSnapshot | None,
         keep: int,
         keep_every: int,
         begin: float,
@@ -222,7 +223,7 @@ class _Save:
         name = f"rank_{self._rank:05d}{safetensors_header.SUFFIX}"
         try:
             return name, self._snapshot.write(self.temporary / name, self.cancelled)
-        except Cancelled:
+        except SaveCancelled:
             raise _Broken(self._reason) from None
         except NotFinite as error:
             raise _Broken(str(error)) from None

@@ -27,12 +27,14 @@ from checkpoint import manifest, safetensors_header
 from checkpoint.manifest import CHUNK_BYTES, FileSum
 from configs.files import writing
 from configs.schema import ConfigError
-from optim.tiers.hold import StateHold
+from memory.copy_stream import SAVES
+from memory.host_link import HostLink
+from optim.tiers.state_snapshot import StateSnapshot
 from optim.tiers.stored import StoredTensor
 from parallel.dtypes import SAFETENSORS_NAMES
 
 
-class Cancelled(Exception):
+class SaveCancelled(Exception):
     """The run ended while a file was being written."""
 
 
@@ -41,25 +43,26 @@ class NotFinite(Exception):
     can."""
 
 
-class Snapshot:
-    """A rank's part of a checkpoint: what is on the device is copied to host memory, which every save uses again, and
-    is pinned beside a GPU, so that it fills at full speed. State off the device is read while the file is written."""
+class ShardWriter:
+    """A rank's part of a checkpoint: what is on the device is copied to host memory, which every save uses again. It is
+    the link's, which fills at full speed; where that has no room, a GPU's save takes longer. State off the device is
+    read while the file is written."""
 
-    def __init__(self, pinned: bool):
-        self.pinned = pinned
+    def __init__(self, link: HostLink):
+        self._link = link
         self.header = b""
         self.buffer = manifest.new_buffer()  # in which each save's files are read back, one after the other
-        self._body = torch.empty(0, dtype=torch.uint8)
+        self._body, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
         self._copies: list[tuple[str, int, torch.Tensor]] = []  # name, place in the file's body, where it was copied to
         self._stored: list[tuple[int, StoredTensor]] = []  # place in the file's body, box
-        self._hold: StateHold | None = None
+        self._hold: StateSnapshot | None = None
 
     @property
     def num_bytes(self) -> int:
         """Host memory that it keeps."""
         return self._body.numel()
 
-    def take(self, tensors: Sequence[ShardedTensor], hold: StateHold | None = None) -> None:
+    def take(self, tensors: Sequence[ShardedTensor], hold: StateSnapshot | None = None) -> None:
         """Copy the tensors as they are now. Returns when the copies are done: the originals may change then.
 
         `hold` keeps the buckets of StoredTensors as they are until they are written.
@@ -86,24 +89,30 @@ class Snapshot:
     def _copy(self, tensors: list[tuple[ShardedTensor, int]]) -> None:
         ends = list(itertools.accumulate((tensor.data.nbytes for tensor, _ in tensors), initial=0))
         if self._body.numel() < ends[-1]:
-            self._body = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=self.pinned)
+            self._body = torch.empty(0, dtype=torch.uint8)  # its bytes are free
+            taken = self._link.take(ends[-1], "a checkpoint's snapshot") if self._link.pins else None
+            self._body = torch.empty(ends[-1], dtype=torch.uint8) if taken is None else taken
+            self._is_pinned = taken is not None
         self._copies = []
         for (tensor, place), start, end in zip(tensors, ends, ends[1:]):
             copy = self._body[start:end].view(tensor.data.dtype).view(tensor.data.shape)
-            copy.copy_(tensor.data.detach(), non_blocking=True)
             self._copies.append((tensor.key, place, copy))
-        if self.pinned:
-            torch.cuda.current_stream().synchronize()
+
+        def copy_all() -> None:
+            for (tensor, _), (_, _, copy) in zip(tensors, self._copies, strict=True):
+                copy.copy_(tensor.data.detach(), non_blocking=self._is_pinned)
+
+        self._link.down.issue(copy_all, num_bytes=ends[-1], priority=SAVES).wait()
 
     def write(self, path: Path, cancelled: threading.Event) -> FileSum:
         """Write the file through to the disk and read it back. Raises OSError, also where other bytes come back,
-        NotFinite and Cancelled."""
+        NotFinite and SaveCancelled."""
         sums: dict[int, tuple[int, int]] = {}  # place in the file -> bytes written there at once, and their checksum
         with writing(path), open(path, "wb", buffering=0) as stream:
             for place, content in itertools.chain([(0, memoryview(self.header))], self._contents(cancelled)):
                 for start in range(0, len(content), CHUNK_BYTES):
                     if cancelled.is_set():
-                        raise Cancelled
+                        raise SaveCancelled
                     chunk = content[start : start + CHUNK_BYTES]
                     at = place + start
                     sums[at] = len(chunk), xxhash.xxh3_64_intdigest(chunk)
@@ -118,7 +127,7 @@ class Snapshot:
         for them."""
         for bucket, boxes in itertools.groupby(sorted(self._stored, key=_bucket), key=_bucket):
             if cancelled.is_set():
-                raise Cancelled
+                raise SaveCancelled
             assert self._hold is not None
             held = self._hold.read(bucket)
             for place, box in boxes:

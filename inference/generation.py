@@ -23,7 +23,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Completion:
+class Continuation:
     """The tokens that follow a prompt, without the end token (`end`, if one came); `stopped` tells whether the text
     ended before the limit."""
 
@@ -43,7 +43,7 @@ def generate(
     is_done: Callable[[list[int]], bool] | None = None,
     batch_size: int = 8,
     use_cache: bool = True,
-) -> list[Completion]:
+) -> list[Continuation]:
     """Continue each prompt (token ids, at least one) until a token of `stop`, or until `is_done` says so of the new
     tokens, or `max_tokens` tokens. A collective call.
 
@@ -51,7 +51,7 @@ def generate(
     a prompt without tokens, a token outside the vocabulary, or a text longer than learned positions allow.
     """
     _check(decoder, prompts, max_tokens)
-    completions: dict[int, Completion] = {}
+    completions: dict[int, Continuation] = {}
     # rows of a batch are filled up to the longest
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for begin in range(0, len(by_length), batch_size):
@@ -76,7 +76,7 @@ def _continue_batch(
     stop: frozenset[int],
     is_done: Callable[[list[int]], bool] | None,
     use_cache: bool,
-) -> list[Completion]:
+) -> list[Continuation]:
     cache = Cache(max(map(len, prompts)) + max_tokens) if use_cache else None
     generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
     texts, ended = [list(prompt) for prompt in prompts], [False] * len(prompts)
@@ -98,7 +98,7 @@ def _continue_batch(
         else:
             logits = decoder.prefill(_padded(texts), [len(text) for text in texts], None)
     rows = zip(texts, prompts, ended, ends, strict=True)
-    return [Completion(text[len(prompt) :], is_ended, end) for text, prompt, is_ended, end in rows]
+    return [Continuation(text[len(prompt) :], is_ended, end) for text, prompt, is_ended, end in rows]
 
 
 def _padded(texts: list[list[int]]) -> torch.Tensor:

@@ -36,6 +36,11 @@ class Budget:
         """Bytes that are kept now."""
         return sum(self.held.values())
 
+    @property
+    def room(self) -> float:
+        """Bytes that are left."""
+        return self.limit - self.total
+
     def open(self, given: float | None, free: float) -> None:
         """A run begins: its limit is what is given, in MiB, or a rank's share of the bytes that the node has free."""
         launch = launched()

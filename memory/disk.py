@@ -19,8 +19,7 @@ import torch
 
 from configs.files import FULL
 from configs.schema import ConfigError
-from memory.arrange import BLOCK, padded
-from memory.host_memory import free_bytes
+from memory.host_memory import BLOCK, free_bytes, padded
 
 KEY = "memory.disk_dir"
 GIB = 2**30

@@ -17,6 +17,13 @@ FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
+BLOCK = 4096  # bytes that a disk is read and written in multiples of
+
+
+def padded(num_bytes: int) -> int:
+    """So many bytes, rounded up to whole blocks of a disk."""
+    return -(-num_bytes // BLOCK) * BLOCK
+
 
 def available() -> int:
     """Bytes that this process and its children can still take: what the host has free, with swap, and what its cgroups

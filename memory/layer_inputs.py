@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memory.budgets import HOST
-from memory.lanes import Done, Lane
+from memory.completion import Completion
+from memory.copy_stream import PASSES, CopyStream
+from memory.host_link import HostLink
 
 
 @dataclass
 class _Buffer:
     memory: torch.Tensor  # uint8 of the host
-    used: Done = field(default_factory=Done.already)  # the last copy to it or from it
+    used: Completion = field(default_factory=Completion.already)  # the last copy to it or from it
 
 
 @dataclass(eq=False)
@@ -55,14 +56,12 @@ class Counts:
 class LayerInputs:
     """The store of one rank. All calls are those of the thread that computes, and none waits for the device."""
 
-    def __init__(self, device: torch.device, buffers: Sequence[torch.Tensor], up: Lane, down: Lane):
-        """buffers: memory of the host (uint8, pinned for a GPU), for a layer's input each."""
+    def __init__(self, link: HostLink, buffers: Sequence[torch.Tensor]):
+        """buffers: memory of the host from the link, for a layer's input each."""
         self.counts = Counts()
         self.memory = buffers
         self.host_bytes = sum(buffer.numel() for buffer in buffers)
-        self._device, self._up, self._down = device, up, down
-        for buffer in buffers:
-            HOST.count(buffer, "layer inputs")
+        self._link = link
         self._buffers = [_Buffer(memory) for memory in buffers]
         self.begin()
 
@@ -77,11 +76,6 @@ class LayerInputs:
         # By the layer that computes, at most one; with its tensor where others hold that.
         self._in_use: list[tuple[_Input, torch.Tensor | None]] = []
         self.counts = Counts()
-
-    def close(self) -> bool:
-        """End the threads; whether they did in time."""
-        ended = [lane.close() for lane in (self._up, self._down)]
-        return all(ended)
 
     @contextmanager
     def kept(self, chunk: int, is_within: Callable[[], bool]) -> Iterator[None]:
@@ -115,7 +109,7 @@ class LayerInputs:
         if self._free:
             buffer = kept.buffer = self._free.pop()
             assert kept.tensor is not None and kept.num_bytes == buffer.memory.numel()
-            self._copy(self._down, _view(buffer.memory, kept), kept.tensor, buffer)
+            self._copy(self._link.down, _view(buffer.memory, kept), kept.tensor, buffer)
             self._leaving = kept
             self.counts.copies_out += 1
 
@@ -141,9 +135,9 @@ class LayerInputs:
         if kept.tensor is not None:
             return
         assert kept.buffer is not None
-        kept.tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self._device)
+        kept.tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self._link.device)
         self._count(kept.num_bytes)
-        self._copy(self._up, kept.tensor, _view(kept.buffer.memory, kept), kept.buffer)
+        self._copy(self._link.up, kept.tensor, _view(kept.buffer.memory, kept), kept.buffer)
         self._coming.add(kept)
         self.counts.copies_back += 1
 
@@ -166,12 +160,12 @@ class LayerInputs:
             tensor.untyped_storage().resize_(0)
         self._count(-kept.num_bytes)
 
-    def _copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, buffer: _Buffer) -> None:
+    def _copy(self, stream: CopyStream, target: torch.Tensor, source: torch.Tensor, buffer: _Buffer) -> None:
         num_bytes = source.numel() * source.element_size()
-        tensors = [(target, source)]  # the lane lets go of them before it says that the copy is over
+        tensors = [(target, source)]  # the copy stream lets go of them before it says that the copy is over
         # The stream has followed the buffer's last copy, and whatever was in the device's memory before.
-        after = (Done.so_far(self._device),)
-        buffer.used = lane.submit(lambda: _copy(*tensors.pop()), after, num_bytes)
+        after = (Completion.so_far(self._link.device),)
+        buffer.used = stream.submit(lambda: _copy(*tensors.pop()), after, num_bytes, priority=PASSES)
 
     def _count(self, num_bytes: int) -> None:
         self.counts.device += num_bytes
@@ -186,7 +180,7 @@ def _view(memory: torch.Tensor, kept: _Input) -> torch.Tensor:
     return memory[: kept.num_bytes].view(kept.dtype).view(kept.shape)
 
 
-def _follow(done: Done) -> None:
+def _follow(done: Completion) -> None:
     """What is computed from now on comes after it. Raises what it raised."""
     done.order()
     if done.error is not None:

@@ -1,8 +1,8 @@
 """Records that lie on the host or on the disk, and come to where they are changed and go back: reads ahead, writes
 behind.
 
-All calls are the main thread's and none blocks: what is to be waited for is handed on. A record's place is what is
-read, written and held for a save; the records of two places can be swapped without a copy.
+All calls are the main thread's and none blocks: what is to be waited for is handed on. A record's location is what is
+read, written and held for a save; the records of two locations can be swapped without a copy.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memory.arrange import padded
+from memory.completion import Completion, Users, soonest_free
 from memory.disk import Disk
-from memory.lanes import Done, Lanes, Users, soonest_free
+from memory.host_link import HostLink
+from memory.host_memory import padded
 
 
 @dataclass
-class _Place:
+class _Location:
     """Where a record lies: in memory of its own, or on the disk from `offset` on."""
 
     memory: torch.Tensor | None
     offset: int = 0
-    written: Done = field(default_factory=Done.already)  # the last change, which a reader waits for
-    held: Done = field(default_factory=Done.already)  # a save has read it
+    written: Completion = field(default_factory=Completion.already)  # the last change, which a reader waits for
+    held: Completion = field(default_factory=Completion.already)  # a save has read it
 
 
 @dataclass
@@ -35,15 +36,15 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class Loan:
+class Checkout:
     """A record on its way: read from `source` once `there` is over, changed in `target` once all of `change_after`
-    is. Both are the same bytes, unless the record is put to another place of the host."""
+    is. Both are the same bytes, unless the record is put to another location of the host."""
 
     source: torch.Tensor
     target: torch.Tensor
-    there: Done
-    change_after: tuple[Done, ...]
-    to: _Place
+    there: Completion
+    change_after: tuple[Completion, ...]
+    to: _Location
     slot: _Slot | None
 
 
@@ -52,7 +53,7 @@ class Store:
 
     def __init__(
         self,
-        lanes: Lanes,
+        link: HostLink,
         sizes: Sequence[int],
         host: Sequence[torch.Tensor | None],
         slots: Sequence[torch.Tensor],
@@ -61,96 +62,102 @@ class Store:
     ):
         """host: memory of each record, None for those of the disk, which begin at `offsets`. slots: host memory for the
         largest of these."""
-        self.lanes, self.sizes = lanes, sizes
-        self._places = [_Place(memory, offset) for memory, offset in zip(host, offsets, strict=True)]
+        self.link, self.sizes = link, sizes
+        self._locations = [_Location(memory, offset) for memory, offset in zip(host, offsets, strict=True)]
         self._slots = [_Slot(memory) for memory in slots]
         self._disk = disk
         self.waits_for_save = 0  # changes that had to wait until a save had read the record
 
-    def fetch(self, index: int, to: int | None = None) -> Loan:
+    def fetch(self, index: int, to: int | None = None) -> Checkout:
         """Have record `index` come to the host, to be changed and put to record `to` (itself, unless it is given).
-        `put` or `release` gives the loan back."""
-        place, target = self._places[index], self._places[index if to is None else to]
-        if place.memory is not None:
+        `put` or `release` gives the checkout back."""
+        location, target = self._locations[index], self._locations[index if to is None else to]
+        if location.memory is not None:
             assert target.memory is not None
-            return Loan(place.memory, target.memory, place.written, self._unheld(target), target, None)
+            return Checkout(location.memory, target.memory, location.written, self._unheld(target), target, None)
         slots = [slot for slot in self._slots if not slot.is_lent] or self._slots
         slot = slots[soonest_free([slot.users for slot in slots])]
         slot.is_lent = True
         disk, memory = self._disk, slot.memory[: padded(self.sizes[index])]
         assert disk is not None and target.memory is None
-        there = self.lanes.read.submit(
-            lambda: disk.read_into(place.offset, memory), (place.written,), memory.numel(), free=slot.users.all()
+        there = self.link.read.submit(
+            lambda: disk.read_into(location.offset, memory), (location.written,), memory.numel(), free=slot.users.all()
         )
         slot.users.add(there, self.sizes[index])
         record = slot.memory[: self.sizes[index]]
-        return Loan(record, record, there, (), target, slot)
+        return Checkout(record, record, there, (), target, slot)
 
-    def put(self, loan: Loan, after: Done) -> Done:
-        """The loan's target is what its record holds from now on, once `after` is over; when the record is there."""
-        if loan.slot is None:
-            loan.to.written = after
+    def put(self, checkout: Checkout, after: Completion) -> Completion:
+        """The checkout's target is what its record holds from now on, once `after` is over. Returns when the record is
+        there."""
+        if checkout.slot is None:
+            checkout.to.written = after
             return after
-        disk, memory = self._disk, loan.slot.memory[: padded(loan.target.numel())]
+        disk, memory = self._disk, checkout.slot.memory[: padded(checkout.target.numel())]
         assert disk is not None
-        place = loan.to
-        written = self.lanes.write.submit(
-            lambda: disk.write_from(place.offset, memory), (after, *self._unheld(place)), memory.numel()
+        location = checkout.to
+        written = self.link.write.submit(
+            lambda: disk.write_from(location.offset, memory), (after, *self._unheld(location)), memory.numel()
         )
-        place.written = written
-        loan.slot.users.add(written, loan.target.numel())
-        loan.slot.is_lent = False
+        location.written = written
+        checkout.slot.users.add(written, checkout.target.numel())
+        checkout.slot.is_lent = False
         return written
 
-    def release(self, loan: Loan, after: Done) -> None:
-        """Nothing was changed; the loan is over with `after`."""
-        if loan.slot is not None:
-            loan.slot.users.add(after, loan.target.numel())
-            loan.slot.is_lent = False
+    def release(self, checkout: Checkout, after: Completion) -> None:
+        """Nothing was changed; the checkout is over with `after`."""
+        if checkout.slot is not None:
+            checkout.slot.users.add(after, checkout.target.numel())
+            checkout.slot.is_lent = False
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two records of the same size, without a copy."""
         assert self.sizes[one] == self.sizes[other]
-        self._places[one], self._places[other] = self._places[other], self._places[one]
+        self._locations[one], self._locations[other] = self._locations[other], self._locations[one]
 
-    def last_write(self, index: int) -> Done:
+    def last_write(self, index: int) -> Completion:
         """When the record is as it was last put."""
-        return self._places[index].written
+        return self._locations[index].written
 
-    def hold(self, indices: Sequence[int], buffer: torch.Tensor | None) -> Hold:
+    def hold(self, indices: Sequence[int], buffer: torch.Tensor | None) -> Snapshot:
         """Keep these records as they are now, for a save, until it has read them. `buffer`: host memory for the largest
         one of the disk."""
-        places = [self._places[index] for index in indices]
-        for place in places:
-            assert place.held.is_issued, "one save at a time"
-            place.held = Done()
-        return Hold(places, [self.sizes[index] for index in indices], self._disk, buffer)
+        locations = [self._locations[index] for index in indices]
+        for location in locations:
+            assert location.held.is_issued, "one save at a time"
+            location.held = Completion()
+        return Snapshot(locations, [self.sizes[index] for index in indices], self._disk, buffer)
 
-    def _unheld(self, place: _Place) -> tuple[Done, ...]:
-        if place.held.is_issued:
+    def _unheld(self, location: _Location) -> tuple[Completion, ...]:
+        if location.held.is_issued:
             return ()
         self.waits_for_save += 1
-        return (place.held,)
+        return (location.held,)
 
 
-class Hold:
+class Snapshot:
     """Records as they were at one moment. Any one thread may read and release; a change of a record waits for that."""
 
-    def __init__(self, places: Sequence[_Place], sizes: Sequence[int], disk: Disk | None, buffer: torch.Tensor | None):
-        self._places, self._sizes, self._disk, self._buffer = places, sizes, disk, buffer
+    def __init__(
+        self, locations: Sequence[_Location], sizes: Sequence[int], disk: Disk | None, buffer: torch.Tensor | None
+    ):
+        self._locations, self._sizes, self._disk, self._buffer = locations, sizes, disk, buffer
         # As they are now: later changes wait for this hold, and a later hold has others.
-        self.held, self._written = [place.held for place in places], [place.written for place in places]
+        self.held, self._written = (
+            [location.held for location in locations],
+            [location.written for location in locations],
+        )
 
     def read(self, index: int) -> torch.Tensor:
         """The record's bytes, until the next `read` or its `release`. Raises what its last change raised."""
-        place, size, written = self._places[index], self._sizes[index], self._written[index]
+        location, size, written = self._locations[index], self._sizes[index], self._written[index]
         written.wait()
         if written.error is not None:
             raise written.error
-        if place.memory is not None:
-            return place.memory
+        if location.memory is not None:
+            return location.memory
         assert self._disk is not None and self._buffer is not None
-        self._disk.read_into(place.offset, self._buffer[: padded(size)])
+        self._disk.read_into(location.offset, self._buffer[: padded(size)])
         return self._buffer[:size]
 
     def release(self, index: int) -> None:
@@ -159,5 +166,5 @@ class Hold:
 
     def close(self) -> None:
         """All of them may."""
-        for index in range(len(self._places)):
+        for index in range(len(self._locations)):
             self.release(index)

@@ -131,7 +131,7 @@ class MixtrainMoELayer(MoELayer):
     ) -> None:
         assert pg_collection is not None, "moe_spec puts it into the layer's spec"
         super().__init__(config, submodules, layer_number, pg_collection)
-        self.plan, self.timer = plan or Plan(), PassTimer()
+        self.plan, self.timer, self.expert_compute = plan or Plan(), PassTimer(), ExpertCompute()
         self.token_dispatcher = None  # Megatron's is built by its constructor and does nothing here
         self.expert_tensor_group = pg_collection.expt_tp
         self.exchange: AllToAll | None = factory.shared(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
@@ -203,6 +203,7 @@ class MixtrainMoELayer(MoELayer):
             self._most_per_token,
             self.placement,
             comes_again=self.training,
+            experts=self.expert_compute,
             timer=self.timer,
         )
         home = replace(self.experts(), block_rows=self._block_rows)

@@ -14,6 +14,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from configs import derived
 from configs.schema import Config
+from memory.host_link import HostLink
 from optim.schedule import learning_rate
 from optim.tiers.build import build_tiers
 from parallel.dtypes import DTYPES
@@ -23,16 +24,20 @@ from parallel.topology import Topology
 
 
 def build_optimizer(
-    config: Config, topology: Topology, chunks: list[torch.nn.Module], device_room: float = math.inf
+    config: Config,
+    topology: Topology,
+    chunks: list[torch.nn.Module],
+    link: HostLink,
+    device_room: float = math.inf,
 ) -> MegatronOptimizer:
     """The optimizer of this rank's model chunks, which must be wrapped in Megatron's DistributedDataParallel.
-    `device_room`: bytes of the device that its state may take. A collective call. Raises ConfigError where a rank's
-    state does not fit."""
+    `link`: what state off the device comes and goes by. `device_room`: bytes of the device that its state may take. A
+    collective call. Raises ConfigError where a rank's state does not fit."""
     tiered = derived.has_tiers(config)
     with building_tiered() if tiered else contextlib.nullcontext():
         optimizer = _build(config, topology, chunks)
     share_scaler(optimizer)
-    optimizer.tiers = build_tiers(config, optimizer, chunks, topology.device, device_room) if tiered else None
+    optimizer.tiers = build_tiers(config, optimizer, chunks, link, device_room) if tiered else None
     for member in members(optimizer):
         if isinstance(member.optimizer, torch.optim.AdamW):
             for group in member.optimizer.param_groups:

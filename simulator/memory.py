@@ -21,11 +21,11 @@ from typing import Any
 from configs import derived
 from configs.ranks import launched
 from configs.schema import Config, MemoryConfig
-from memory.arrange import Arrangement, Rooms
 from memory.budgets import MIB, Budget, open_budgets
 from models.blueprint import parts
 from moe.planning.inputs import slot_bytes
 from moe.schedule.chunk_plan import Plan
+from optim.arrangement.arrange import Arrangement, Capacity
 from parallel.pipeline import passes
 from simulator.activations import Activations
 from simulator.buffers import Buffer, buffers
@@ -35,7 +35,7 @@ from simulator.parameters import Place, places
 from simulator.sizes import FP32, Sizes
 from simulator.tiers import TierPlan, least_host_bytes, left
 
-UNLIMITED = Rooms()
+UNLIMITED = Capacity()
 ROTARY_TABLES = 32  # that Megatron-core's cache holds
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
@@ -78,7 +78,7 @@ class RankMemory:
 
 
 def rank_memory(
-    config: Config, vocab_size: int, world_size: int, device: str, plan: Plan | None = None, rooms: Rooms = UNLIMITED
+    config: Config, vocab_size: int, world_size: int, device: str, plan: Plan | None = None, rooms: Capacity = UNLIMITED
 ) -> list[RankMemory]:
     """The memory of every rank. `plan` is that of the MoE layers; by default what the config fixes. `rooms`: what a
     rank may use of each tier in all."""
@@ -201,7 +201,7 @@ def activations_of_stage(
 class NeededBudgets:
     """Budgets that would do, and why those that are there do not."""
 
-    rooms: Rooms
+    rooms: Capacity
     memory: list[RankMemory]  # with them
     keys: str  # as typed, a blank before each
     refusal: str
@@ -227,7 +227,7 @@ def _there(config: Config) -> MemoryConfig:
     return replace(config.memory, disk_dir=str(next(path for path in (own, *own.parents) if path.exists())))
 
 
-def over_budget(memory: Sequence[RankMemory], rooms: Rooms) -> list[RankMemory]:
+def over_budget(memory: Sequence[RankMemory], rooms: Capacity) -> list[RankMemory]:
     """The ranks that keep more off their device than there is room for."""
     return [rank for rank in memory if rank.host > rooms.host or rank.disk > rooms.disk]
 
@@ -238,7 +238,7 @@ def needed_budgets(
     world_size: int,
     device: str,
     memory: list[RankMemory],
-    rooms: Rooms,
+    rooms: Capacity,
     most: float = math.inf,
 ) -> NeededBudgets | None:
     """The least budgets, in whole MiB, with which no rank of a plan is over, nor needs more than `most` bytes of its
@@ -253,7 +253,7 @@ def needed_budgets(
     if config.memory.disk_dir is not None:
         rooms = replace(rooms, disk=max(rooms.disk, _whole(max(rank.disk for rank in memory))))
 
-    def with_host(num_mib: int) -> tuple[Rooms, list[RankMemory], bool]:
+    def with_host(num_mib: int) -> tuple[Capacity, list[RankMemory], bool]:
         own = replace(rooms, host=max(rooms.host, float(num_mib * MIB)))
         found = rank_memory(config, vocab_size, world_size, device, rooms=own)
         fits = max(rank.total for rank in found) <= most
@@ -292,7 +292,7 @@ def _whole(num_bytes: float) -> float:
     return float(math.ceil(num_bytes / MIB) * MIB)
 
 
-def _at_least(config: Config, vocab_size: int, world_size: int, memory: Sequence[RankMemory], rooms: Rooms) -> float:
+def _at_least(config: Config, vocab_size: int, world_size: int, memory: Sequence[RankMemory], rooms: Capacity) -> float:
     """Bytes of the host that every rank gets by with: with state_device=auto what the other tiers hold need not be
     there."""
     if config.optimizer.state_device != "auto":
@@ -302,6 +302,6 @@ def _at_least(config: Config, vocab_size: int, world_size: int, memory: Sequence
         beside = rank.total - rank.optimizer
         key = (place.stage, place.data, place.expert_data, beside)
         if key not in found:
-            least = least_host_bytes(tiers.wanted(place), left(rooms, beside))
+            least = least_host_bytes(tiers.request(place), left(rooms, beside))
             found[key] = rank.host if least is None else rank.host_activations + least
     return max(found.values())

@@ -20,10 +20,10 @@ from configs.ranks import launched
 from configs.rules import first_problem
 from configs.schema import Config, ConfigError
 from memory import host_memory
-from memory.arrange import Rooms
 from models.blueprint import padded_vocab_size, parts
 from models.huggingface import translate
 from moe.placement.map import PlacementMap
+from optim.arrangement.arrange import Capacity
 from parallel.pipeline import layers_of_stage
 from simulator import communication
 from simulator.flops import (
@@ -59,7 +59,7 @@ class RunPlan:
     memory: list[RankMemory]
     communication: list[dict[str, int]]  # by stage
     prediction: Prediction | None
-    rooms: Rooms = Rooms()  # what a rank may use of each memory tier
+    rooms: Capacity = Capacity()  # what a rank may use of each memory tier
 
     @property
     def worst(self) -> RankMemory:
@@ -130,17 +130,17 @@ def make_plan(
     )
 
 
-def rooms(config: Config, world_size: int, device_memory: float | None) -> Rooms:
+def rooms(config: Config, world_size: int, device_memory: float | None) -> Capacity:
     """Bytes of each tier that a rank may take: `training.memory_limit_gib`, or the most of `device_memory`; the
     budgets, or a share of what is free. Nothing is known of the host and disk of ranks that were not started here."""
     host, disk = budgets_of_node(config, world_size)
     device = math.inf if device_memory is None else device_memory * (1 - TOLERANCE)
     if config.training.memory_limit_gib is not None:
         device = config.training.memory_limit_gib * GIB
-    return Rooms(device, host.limit, 0.0 if config.memory.disk_dir is None else disk.limit)
+    return Capacity(device, host.limit, 0.0 if config.memory.disk_dir is None else disk.limit)
 
 
-def room_beside(rank: RankMemory, of: Rooms) -> float:
+def room_beside(rank: RankMemory, of: Capacity) -> float:
     """Bytes of a rank's device that optimizer state may take."""
     return left(of, rank.total - rank.optimizer).device
 

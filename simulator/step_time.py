@@ -16,14 +16,14 @@ from typing import Any
 
 from configs import derived
 from configs.schema import Config, ConfigError
-from memory.arrange import Arrangement
-from memory.planning import ElementBytes, Engine, Passes, Rates, predictions
 from moe.planning.costs import LayerCosts, Limits
 from moe.planning.costs import Prediction as CallPrediction
 from moe.planning.inputs import initial_plan, layer_shape, limits, moe_layers
 from moe.planning.planner import Planner
 from moe.planning.search import predict
 from moe.schedule.chunk_plan import LayerLoad
+from optim.arrangement.arrange import Arrangement
+from optim.arrangement.planning import Bandwidths, ElementBytes, Engine, Passes, predictions
 from parallel.costs.files import read_cache
 from simulator.flops import executed_flops_per_token, forward_operations
 
@@ -32,7 +32,7 @@ TORCH_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torc
 
 # Of a GPU's node, where a run has not measured its own: the link as arXiv 2609.14306 has it, in each direction; updates
 # at about the bandwidth of an HBM3 and of a share of a server's memory.
-ASSUMED = Rates(up=16.3e9, down=16.3e9, host=25e9, device=2e12, read=3e9, write=2e9)
+ASSUMED = Bandwidths(up=16.3e9, down=16.3e9, host=25e9, device=2e12, read=3e9, write=2e9)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _call(config: Config, layer: LayerCosts, load: LayerLoad, chosen: Limits) ->
         raise ConfigError(str(error)) from None
 
 
-def engine_seconds(tiers: Arrangement, passes: float = 0.0, rates: Rates = ASSUMED) -> dict[Engine, float]:
+def engine_seconds(tiers: Arrangement, passes: float = 0.0, rates: Bandwidths = ASSUMED) -> dict[Engine, float]:
     """Seconds of a step of one rank with each engine, whose passes take so long: a third of it forward."""
     element = ElementBytes.of(tiers)
     both = Passes(passes / 3, passes * 2 / 3, any(tiers.early), any(tiers.leaving))

@@ -10,9 +10,9 @@ from configs import derived
 from configs.ranks import launched
 from configs.rules import idle
 from configs.schema import Config
-from memory.arrange import Arrangement
 from models.blueprint import padded_vocab_size, parts
 from moe.placement.map import PlacementMap
+from optim.arrangement.arrange import Arrangement
 from parallel.pipeline import layers_of_stage
 from simulator.communication import KINDS as SENT_KINDS
 from simulator.flops import executed_flops_per_token, forward_flops_per_token, training_flops_per_token

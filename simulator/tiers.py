@@ -1,5 +1,5 @@
-"""Where a rank's optimizer state lies, as a run will arrange it: the same buckets (memory/buckets.py), arranged by the
-same function (memory/arrange.py), from the places of parameters in Megatron-core's buffers."""
+"""Where a rank's optimizer state lies, as a run will arrange it: the same buckets, arranged by the same function
+(optim/arrangement/), from the places of parameters in Megatron-core's buffers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from configs.schema import Config
-from memory.arrange import Arrangement, Rooms, Wanted, arrange, least, wanted
-from memory.buckets import cut, largest
 from models.blueprint import parts
+from optim.arrangement.arrange import Arrangement, Capacity, TierRequest, arrange, least, tier_request
+from optim.arrangement.buckets import cut, largest
 from simulator.buffers import Buffer, buffers
 from simulator.parameters import Parameter, Place, parameters
 
@@ -31,34 +31,34 @@ class PlannedSlice:
 class TierPlan:
     """Arrangements of the optimizer state of ranks. Ranks that own alike share one."""
 
-    def __init__(self, config: Config, vocab_size: int, world_size: int, rooms: Rooms) -> None:
+    def __init__(self, config: Config, vocab_size: int, world_size: int, rooms: Capacity) -> None:
         """rooms: what each rank may use of the tiers; of the device, with all that else is there."""
         self.config, self.rooms = config, rooms
         self._static = [buffers(config, vocab_size, world_size, stage) for stage in range(config.parallel.pipeline)]
         self._local = [[parameters(config, part, vocab_size) for part in of_stage] for of_stage in parts(config)]
-        self._wanted, self._arranged = cache(self._want), cache(self._arrange)
+        self._request, self._arranged = cache(self._want), cache(self._arrange)
 
     def of(self, place: Place, beside: int) -> Arrangement:
         """A rank's, where `beside` bytes of its device are taken by all else. What does not fit is arranged in the
         least memory all the same."""
         return self._arranged(place.stage, place.data, place.expert_data, beside)
 
-    def wanted(self, place: Place) -> Wanted:
+    def request(self, place: Place) -> TierRequest:
         """A rank's buckets."""
-        return self._wanted(place.stage, place.data, place.expert_data)
+        return self._request(place.stage, place.data, place.expert_data)
 
     def _arrange(self, stage: int, data: int, expert_data: int, beside: int) -> Arrangement:
-        asked = self._wanted(stage, data, expert_data)
+        asked = self._request(stage, data, expert_data)
         return arrange(asked, left(self.rooms, beside)) or least(asked)
 
-    def _want(self, stage: int, data: int, expert_data: int) -> Wanted:
+    def _want(self, stage: int, data: int, expert_data: int) -> TierRequest:
         ranks = {"dense": data, "expert": expert_data}
         slices = planned_slices(self._static[stage], self._local[stage], ranks)
         found = cut(slices, largest(slices, self.config.optimizer.bucket_parameters))
-        return wanted(self.config, [bucket.numel for bucket in found], [bucket.late for bucket in found])
+        return tier_request(self.config, [bucket.numel for bucket in found], [bucket.late for bucket in found])
 
 
-def left(rooms: Rooms, beside: float) -> Rooms:
+def left(rooms: Capacity, beside: float) -> Capacity:
     """What optimizer state may take where `beside` bytes of the device are taken."""
     return replace(rooms, device=max(rooms.device - beside, 0.0))
 
@@ -80,7 +80,7 @@ def planned_slices(
     return sorted(found, key=lambda owned: owned.order)
 
 
-def least_host_bytes(asked: Wanted, rooms: Rooms) -> int | None:
+def least_host_bytes(asked: TierRequest, rooms: Capacity) -> int | None:
     """The smallest host budget with which the state fits; None where no budget is enough."""
     most = arrange(replace(asked, early_update=_no_wish(asked)), replace(rooms, host=math.inf))
     if most is None:
@@ -93,5 +93,5 @@ def least_host_bytes(asked: Wanted, rooms: Rooms) -> int | None:
     return high
 
 
-def _no_wish(asked: Wanted) -> str:
+def _no_wish(asked: TierRequest) -> str:
     return "always" if asked.early_update == "always" else "never"

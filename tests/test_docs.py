@@ -95,7 +95,7 @@ def unknown_keys(text: str) -> list[str]:
     keys = {found[0] for found in named if found is not None}
     keys = {key for key in keys if not re.search(r"\.(md|json|safetensors)$", key)}
     modules = {key for key in keys if ROOT.joinpath(*key.split(".")).with_suffix(".py").is_file()}
-    metrics = {f"memory.state_{tier}" for tier in ("device", "host", "disk")}
+    metrics = {f"memory.state_{tier}" for tier in ("device", "host", "disk")} | {"memory.stayed_on_device"}
     return sorted(keys - modules - metrics - KEYS.keys() - {"data.prepare", "training.report"})
 
 

@@ -20,7 +20,7 @@ TABLE: dict[str, set[str]] = {
     "training": {"inference", "checkpoint", "simulator", "models", "optim", "data", "moe", "parallel", "memory"},
     "inference": {"checkpoint", "models", "moe", "data", "parallel"},
     "checkpoint": {"models", "optim", "moe", "data", "parallel", "memory"},
-    "simulator": {"models", "moe", "parallel", "memory"},
+    "simulator": {"models", "optim", "moe", "parallel", "memory"},
     "models": {"moe", "parallel", "memory"},
     "optim": {"parallel", "memory"},
     "data": {"parallel"},
@@ -120,6 +120,19 @@ def test_rooms_import_only_what_the_table_allows() -> None:
     assert {name.split(".")[0] for name in modules} == {*TABLE, *FREE}
     wrong = forbidden(modules)
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_simulator_knows_of_the_optimizer_where_its_state_lies_alone() -> None:
+    """optim/arrangement/ needs no torch: a plan arranges state by the functions by which a run does."""
+    modules = own_modules()
+    found = {
+        target
+        for name, path in modules.items()
+        if name.split(".")[0] == "simulator" or name.startswith("optim.arrangement")
+        for target in imports(name, path, modules)
+        if target.split(".")[0] == "optim"
+    }
+    assert found and all(target.startswith("optim.arrangement.") for target in found), found
 
 
 def test_no_two_files_import_each_other() -> None:

@@ -23,6 +23,7 @@ from megatron.core.utils import get_model_config
 from configs import derived
 from configs.schema import Config
 from memory.budgets import open_budgets
+from memory.host_link import HostLink
 from models.build import build_model, family_module
 from models.folder import load_logical_folder
 from models.parallelize import frozen_weights, parallelize
@@ -36,7 +37,7 @@ from parallel.megatron.ddp import finalize_gradients, release
 from parallel.refusal import raise_together
 from parallel.topology import Topology
 from training.resilience.rewind import Mark
-from training.starting.activations import offload_layer_inputs
+from training.starting.activations import offload_layer_inputs, reserve_offloads
 from training.sums import StepSums
 
 
@@ -48,27 +49,30 @@ class Engine:
     """This rank's model chunks with their gradient buffers and optimizer, and Megatron's schedule over them.
 
     `bare_chunks` are the chunks without their wrappers; `extra_losses` names what is minimised beside the
-    language-model loss.
+    language-model loss. `offload_bytes`: of the host, that the MoE layers of a step need with each memory strategy.
     """
 
     def __init__(self, config: Config, topology: Topology, vocab_size: int, device_room: float = math.inf):
         """A collective call. `device_room`: bytes of the device that optimizer state may take. Raises ConfigError."""
         open_budgets(config.memory)
         self.config, self.topology, self.vocab_size = config, topology, vocab_size
+        self.host_link = HostLink(topology.device, config.parallel.timeout_seconds)
         self.family = family_module(config)
         self.bare_chunks = build_model(config, topology, vocab_size)
         self.chunks = parallelize(config, topology, self.bare_chunks)
-        self.optimizer = build_optimizer(config, topology, self.chunks, device_room)
+        self.optimizer = build_optimizer(config, topology, self.chunks, self.host_link, device_room)
+        self._moe_layers = list(layers_of(self.bare_chunks).values())
+        for layer in self._moe_layers:
+            layer.expert_compute.link = self.host_link
+        self.offload_bytes = reserve_offloads(config, topology, self.host_link)
         self.dropout = Dropout(config, topology, self.bare_chunks)
-        self.layer_inputs = offload_layer_inputs(config, topology, self.bare_chunks)
+        self.layer_inputs = offload_layer_inputs(config, topology, self.bare_chunks, self.host_link)
         self.schedule = get_forward_backward_func()
         _connect(config, self.chunks, self.optimizer)
         exactly = derived.block_rows(config) is not None
         self.norms = GradNorms(self.optimizer, self.bare_chunks, topology, exactly)
         self.sums = StepSums()
-        self._placements = [
-            layer.placement for layer in layers_of(self.bare_chunks).values() if layer.placement is not None
-        ]
+        self._placements = [layer.placement for layer in self._moe_layers if layer.placement is not None]
         self.watch = _watch(config, topology, self.bare_chunks)
         self.extra_losses = ["sentence_loss"] if config.model.sentence_head != "none" else []
         self._buffers = [buffer for chunk in self.bare_chunks for buffer in chunk.buffers()]
@@ -93,8 +97,11 @@ class Engine:
 
     def begin_passes(self, num_backwards: int) -> None:
         """The weights stay until the passes over some micro-batches are over: so many backward ones."""
-        if self.layer_inputs is not None and num_backwards:
-            self.layer_inputs.begin()
+        if num_backwards:
+            if self.layer_inputs is not None:
+                self.layer_inputs.begin()
+            needs = [self.offload_bytes.get(layer.plan.memory_strategy, 0) for layer in self._moe_layers]
+            self.host_link.step.begin(max(needs, default=0))
         for placement in self._placements:
             placement.begin_passes(num_backwards)
 
@@ -104,10 +111,9 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the model, so that a process may train one after the other."""
+        self.host_link.close()
         if (tiers := tiers_of(self.optimizer)) is not None:
             tiers.close()
-        if self.layer_inputs is not None:
-            self.layer_inputs.close()
         release(self.chunks)
         get_moe_layer_wise_logging_tracker().clear()  # it holds a process group
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 
+from memory.host_link import HostLink
 from memory.pool import WORKSPACE
 from moe.experts import blocks
 from moe.experts.bitwise import BlockGrads
@@ -145,7 +146,10 @@ def weighted_activation_backward(
 
 
 class ExpertCompute:
-    """What computes a chunk's experts, slab by slab. A benchmark puts its own in the place of this one."""
+    """What computes a chunk's experts, slab by slab. A benchmark puts its own in the place of this one. `link`: what
+    offloads leave the device by."""
+
+    link: HostLink | None = None
 
     def forward(
         self, inputs: ChunkInputs, preactivation: torch.Tensor | None

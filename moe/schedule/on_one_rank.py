@@ -46,7 +46,8 @@ class LocalCall:
             route.read_ends([chunk for chunks in passes for chunk in chunks])
         self.chunks, self.backward_chunks = passes[0], passes[-1]
         restored = restore.PREACTIVATIONS[strategy.preactivations]
-        self.preactivations = restored(self.chunks, self.backward_chunks, weights.home.fc1.size(1), x_TH)
+        width = weights.home.fc1.size(1)
+        self.preactivations = restored(self.chunks, self.backward_chunks, width, x_TH, experts.link)
 
     def forward(self, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The weighted sums [T, H]."""

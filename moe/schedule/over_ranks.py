@@ -214,7 +214,7 @@ class _Forward(_Pass):
     def __init__(self, call: SpreadCall, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> None:
         super().__init__(call, call.forward_sizes, call.forward_order, {"rows": x_TH})
         self.x_TH, self.probs_P, self.weights = x_TH, probs_P, weights
-        self.rows = call.rows = restore.ROWS[call.strategy.rows](self.sizes.received_rows, x_TH)
+        self.rows = call.rows = restore.ROWS[call.strategy.rows](self.sizes.received_rows, x_TH, call.experts.link)
         self.compute: ChunkCompute | None = None  # once the assignments are there
 
     def run(self) -> torch.Tensor:
@@ -262,7 +262,8 @@ class _Forward(_Pass):
             route.read_ends([chunk for chunks in passes for chunk in chunks])
         chunks, backward_chunks = passes[0], passes[-1]
         restored = restore.PREACTIVATIONS[call.strategy.preactivations]
-        preactivations = restored(chunks, backward_chunks, self.weights.home.fc1.size(1), self.x_TH)
+        width = self.weights.home.fc1.size(1)
+        preactivations = restored(chunks, backward_chunks, width, self.x_TH, call.experts.link)
         self.rows.regroup(chunks, backward_chunks)
         call.arrived = Arrived(probs_Q, chunks, backward_chunks, preactivations)
         self.compute = ChunkCompute(call.experts, self.weights, probs_Q, self.x_TH.dtype, chunks)

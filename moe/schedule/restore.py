@@ -11,66 +11,22 @@ goes into the activation function.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from memory.budgets import HOST
+from memory.host_link import HostLink
+from memory.offload import Offload
 from memory.pool import WORKSPACE
 from moe.experts.blocks import SPARE_ROWS
 from moe.route import Chunk, Chunks
+from moe.schedule.chunk_plan import LayerLoad, Strategy
 
 
-class HostStore:
-    """Chunks of one tensor on the host. On a GPU the copies run on a stream of their own, beside the computation."""
-
-    def __init__(self) -> None:
-        self._stored: dict[int, torch.Tensor] = {}
-        self._fetched: dict[int, tuple[torch.Tensor, Any]] = {}
-
-    def put(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy out; the caller may hand the tensor back at once."""
-        if tensor.device.type == "cpu":
-            self._stored[index] = WORKSPACE.take(tensor.shape, tensor).copy_(tensor)
-            return
-        stored = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        HOST.count(stored, "experts")
-        stream = _copy_stream(tensor.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            stored.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory is not used again before the copy is over
-        self._stored[index] = stored
-
-    def fetch(self, index: int, device: torch.device) -> None:
-        """Start copying back what `get` will ask for."""
-        if device.type == "cpu" or index not in self._stored:
-            return
-        stored = self._stored.pop(index)
-        tensor = torch.empty(stored.shape, dtype=stored.dtype, device=device)
-        stream = _copy_stream(device)
-        stream.wait_stream(torch.cuda.current_stream())  # the memory may just have been somebody else's
-        with torch.cuda.stream(stream):
-            tensor.copy_(stored, non_blocking=True)
-            event = stream.record_event()
-        self._fetched[index] = tensor, (event, stored)
-
-    def get(self, index: int) -> torch.Tensor:
-        """The chunk, on the device again; it is the caller's then."""
-        if index in self._stored:
-            return self._stored.pop(index)
-        tensor, (event, _) = self._fetched.pop(index)
-        torch.cuda.current_stream().wait_event(event)
-        return tensor
-
-
-_copy_streams: dict[torch.device, Any] = {}
-
-
-def _copy_stream(device: torch.device) -> Any:
-    if device not in _copy_streams:
-        _copy_streams[device] = torch.cuda.Stream(device)
-    return _copy_streams[device]
+def host_bytes(strategy: Strategy, load: LayerLoad) -> int:
+    """Bytes on the host between the passes of a call with this load."""
+    numbers = load.rows * load.hidden_size if strategy.rows == "offload" else 0
+    numbers += load.assignments * load.hidden_columns if strategy.preactivations == "offload" else 0
+    return numbers * load.element_size
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,12 +35,13 @@ def _copy_stream(device: torch.device) -> Any:
 
 
 class Rows:
-    """The rows that a call's chunks received, from its forward to its backward pass."""
+    """The rows that a call's chunks received, from its forward to its backward pass. `link`: what they leave the device
+    by, if they do."""
 
     has_all = False  # all chunks have room at once
 
-    def __init__(self, num_rows: Sequence[int], like: torch.Tensor) -> None:
-        self._num_rows, self._like = num_rows, like
+    def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
+        self._num_rows, self._like, self._link = num_rows, like, link
 
     def out(self, index: int) -> torch.Tensor:
         """Where chunk `index` is received; the buffer comes back with `written`."""
@@ -120,8 +77,8 @@ class KeepRows(Rows):
 
     has_all = True
 
-    def __init__(self, num_rows: Sequence[int], like: torch.Tensor) -> None:
-        super().__init__(num_rows, like)
+    def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
+        super().__init__(num_rows, like, link)
         self._buffer = WORKSPACE.take((sum(num_rows), like.size(1)), like)
         self._parts = self._buffer.split(list(num_rows))
 
@@ -150,18 +107,18 @@ class KeepRows(Rows):
 class OffloadRows(Rows):
     """On the host in between. Both passes have the same chunks."""
 
-    def __init__(self, num_rows: Sequence[int], like: torch.Tensor) -> None:
-        super().__init__(num_rows, like)
-        self._store = HostStore()
+    def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
+        super().__init__(num_rows, like, link)
+        self._away: dict[int, Offload] = {}
 
     def offload(self, index: int, rows_NH: torch.Tensor) -> None:
-        self._store.put(index, rows_NH)
+        self._away[index] = Offload(rows_NH, self._link)
 
     def fetch(self, index: int) -> None:
-        self._store.fetch(index, self._like.device)
+        self._away[index].fetch()
 
     def get(self, index: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._store.get(index), chunk.rows
+        return self._away.pop(index).get(), chunk.rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,17 +129,21 @@ class OffloadRows(Rows):
 class Preactivations:
     """The preactivations of one call of a layer, from its forward to its backward pass.
 
-    `num_columns` is G; `chunks` and `backward_chunks` are the same list where the degrees are.
+    `num_columns` is G; `chunks` and `backward_chunks` are the same list where the degrees are. `link`: what they leave
+    the device by, if they do.
     """
 
-    def __init__(self, chunks: Chunks, backward_chunks: Chunks, num_columns: int, like: torch.Tensor) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        backward_chunks: Chunks,
+        num_columns: int,
+        like: torch.Tensor,
+        link: HostLink | None = None,
+    ) -> None:
         self._numbers = [len(chunk.ids) for chunk in chunks]
-        self._ids_Q, self._same, self._num_columns, self._like = (
-            chunks.ids_Q,
-            chunks is backward_chunks,
-            num_columns,
-            like,
-        )
+        self._ids_Q, self._same = chunks.ids_Q, chunks is backward_chunks
+        self._num_columns, self._like, self._link = num_columns, like, link
 
     is_kept = False  # somebody asks for them again
 
@@ -222,8 +183,15 @@ class KeepPreactivations(Preactivations):
 
     is_kept = True
 
-    def __init__(self, chunks: Chunks, backward_chunks: Chunks, num_columns: int, like: torch.Tensor) -> None:
-        super().__init__(chunks, backward_chunks, num_columns, like)
+    def __init__(
+        self,
+        chunks: Chunks,
+        backward_chunks: Chunks,
+        num_columns: int,
+        like: torch.Tensor,
+        link: HostLink | None = None,
+    ) -> None:
+        super().__init__(chunks, backward_chunks, num_columns, like, link)
         self._place_Q: torch.Tensor | None = None  # where each assignment's stand in the buffer
         self._buffer: torch.Tensor | None = None
         self._kept: list[torch.Tensor] = []
@@ -262,9 +230,16 @@ class OffloadPreactivations(Preactivations):
 
     is_kept = True
 
-    def __init__(self, chunks: Chunks, backward_chunks: Chunks, num_columns: int, like: torch.Tensor) -> None:
-        super().__init__(chunks, backward_chunks, num_columns, like)
-        self._store, self._buffers = HostStore(), dict[int, torch.Tensor]()
+    def __init__(
+        self,
+        chunks: Chunks,
+        backward_chunks: Chunks,
+        num_columns: int,
+        like: torch.Tensor,
+        link: HostLink | None = None,
+    ) -> None:
+        super().__init__(chunks, backward_chunks, num_columns, like, link)
+        self._away, self._buffers = dict[int, Offload](), dict[int, torch.Tensor]()
 
     def out(self, index: int) -> torch.Tensor | None:
         if self._like.device.type != "cpu":
@@ -277,16 +252,16 @@ class OffloadPreactivations(Preactivations):
             self._buffers[index] = preactivation
 
     def offload(self, index: int) -> None:
-        self._store.put(index, self._buffers[index])
+        self._away[index] = Offload(self._buffers[index], self._link)
 
     def written(self, index: int) -> None:
         WORKSPACE.give(self._buffers.pop(index))
 
     def fetch(self, index: int) -> None:
-        self._store.fetch(index, self._like.device)
+        self._away[index].fetch()
 
     def get(self, index: int, chunk: Chunk) -> torch.Tensor:
-        return self._store.get(index)
+        return self._away.pop(index).get()
 
     def done(self, preactivation: torch.Tensor | None) -> None:
         WORKSPACE.give(preactivation)

@@ -10,11 +10,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from configs.schema import Config, ConfigError
-from memory.arrange import Arrangement, Rooms, Wanted, arrange, least, wanted
-from memory.buckets import cut, largest
 from memory.budgets import DISK, HOST
 from memory.disk import Disk
-from memory.lanes import Lanes
+from memory.host_link import HostLink
+from optim.arrangement.arrange import Arrangement, Capacity, TierRequest, arrange, least, tier_request
+from optim.arrangement.buckets import cut, largest
 from optim.tiers.buckets import RecordLayout
 from optim.tiers.memory import allocate
 from optim.tiers.tiers import Hyperparameters, Tiers
@@ -28,7 +28,7 @@ def build_tiers(
     config: Config,
     optimizer: MegatronOptimizer,
     chunks: Sequence[DistributedDataParallel],
-    device: torch.device,
+    link: HostLink,
     device_room: float = math.inf,
 ) -> Tiers:
     """The tiers of an optimizer whose members keep no state; all memory that they need is taken here. A collective
@@ -38,7 +38,7 @@ def build_tiers(
     slices = owned_slices(optimizer, chunks)
     buckets = cut(slices, largest(slices, settings.bucket_parameters))
     layout = RecordLayout(dtype != torch.float32, DTYPES[settings.moment_dtype])
-    asked = wanted(config, [bucket.numel for bucket in buckets], [bucket.late for bucket in buckets])
+    asked = tier_request(config, [bucket.numel for bucket in buckets], [bucket.late for bucket in buckets])
     arrangement, disk, problem = None, None, None
     try:
         arrangement = _arrange(asked, device_room, config)
@@ -49,8 +49,7 @@ def build_tiers(
         problem = str(error)
     raise_together(problem)
     assert arrangement is not None
-    lanes = Lanes(device, timeout=config.parallel.timeout_seconds)
-    memory = allocate(arrangement, dtype, lanes, disk)
+    memory = allocate(arrangement, dtype, link, disk)
     shared = Hyperparameters(settings.beta1, settings.beta2, settings.epsilon, settings.early_update)
     tiers = Tiers(slices, buckets, layout, memory, shared)
     if arrangement.flexible:
@@ -64,12 +63,12 @@ def build_tiers(
     return tiers
 
 
-def _arrange(wanted: Wanted, device_room: float, config: Config) -> Arrangement:
+def _arrange(request: TierRequest, device_room: float, config: Config) -> Arrangement:
     """Where this rank's buckets lie, within the budgets, which count it from now on. Raises ConfigError."""
-    on_disk = DISK.limit - DISK.total if config.memory.disk_dir is not None else 0.0
-    found = arrange(wanted, Rooms(device_room, HOST.limit - HOST.total, on_disk))
+    on_disk = DISK.room if config.memory.disk_dir is not None else 0.0
+    found = arrange(request, Capacity(device_room, HOST.room, on_disk))
     if found is None:
-        found = least(wanted)
+        found = least(request)
     # In one sum, so that a refusal names what would do for all of it.
     HOST.take(found.host_bytes, "optimizer state off the device")
     HOST.give(found.host_bytes, "optimizer state off the device")

@@ -15,7 +15,7 @@ SCRATCH = 2**18  # elements of exp_avg that are fp32 at once where it is kept in
 
 
 @dataclass(frozen=True)
-class Rates:
+class UpdateScalars:
     """The numbers of one parameter group in one step."""
 
     lr: float
@@ -35,7 +35,11 @@ class State:
 
 
 def adamw(
-    state: State, grads: Sequence[torch.Tensor], step: torch.Tensor, rates: Sequence[Rates], scratch: torch.Tensor
+    state: State,
+    grads: Sequence[torch.Tensor],
+    step: torch.Tensor,
+    rates: Sequence[UpdateScalars],
+    scratch: torch.Tensor,
 ) -> None:
     """One step, the `step`-th (fp32 []); `rates` are the pieces'. `scratch` (fp32 [SCRATCH]) is used where exp_avg is
     in bf16."""
@@ -46,7 +50,7 @@ def adamw(
 
 
 def _one_group(
-    state: State, grads: Sequence[torch.Tensor], step: torch.Tensor, rates: Rates, scratch: torch.Tensor
+    state: State, grads: Sequence[torch.Tensor], step: torch.Tensor, rates: UpdateScalars, scratch: torch.Tensor
 ) -> None:
     if state.exp_avgs[0].dtype == torch.float32:
         _fused(state.masters, grads, state.exp_avgs, state.exp_avg_sqs, step, rates)
@@ -65,7 +69,7 @@ def _fused(
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
     step: torch.Tensor,
-    rates: Rates,
+    rates: UpdateScalars,
 ) -> None:
     torch._fused_adamw_(
         list(masters),

@@ -1,42 +1,61 @@
-"""How fast one rank's tiers are, each measured alone: what the engine of an update is chosen by."""
+"""How fast one rank's tiers are, while every rank does the same: what the engine of an update is chosen by.
+
+The ranks of a node share the host's memory and its disk, and often the link: what one has when it is alone, it has not
+in a step. So they start each piece of work together.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from memory.arrange import GRAD_BYTES
-from memory.lanes import Done, Lane
-from memory.planning import Rates
+from memory.completion import Completion
+from memory.copy_stream import CopyStream
+from optim.arrangement.arrange import GRAD_BYTES
+from optim.arrangement.planning import Bandwidths
 from optim.tiers.buckets import RecordLayout
-from optim.tiers.kernel import SCRATCH, State, adamw
-from optim.tiers.kernel import Rates as KernelRates
+from optim.tiers.kernel import SCRATCH, State, UpdateScalars, adamw
 from optim.tiers.memory import TierMemory
 
 REPEATS = 3
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What is timed, in its copy stream, once `begun` is over."""
+
+    stream: CopyStream
+    call: Callable[[], object]
+    begun: Completion
+    num_bytes: int
+
+
 @torch.no_grad()
-def measure(memory: TierMemory, layout: RecordLayout) -> Rates:
+def measure(memory: TierMemory, layout: RecordLayout) -> Bandwidths:
     """The least of all ranks, so that all choose alike. A collective call, while no update and no save is under way;
     what the slots and the buffer hold is lost."""
-    rates = [math.inf] * 6
-    if memory.device_slots and memory.stages:
-        rates = [*_of_link_and_updates(memory, layout), *_of_disk(memory)]
-    least = torch.tensor(rates, dtype=torch.float64, device=memory.lanes.device)
+    works = _link_and_updates(memory, layout) if memory.device_slots and memory.stages else [None] * 4
+    rates = [*(_rate(memory.link.device, work) for work in works), *_of_disk(memory)]
+    return Bandwidths(*_least(rates, memory.link.device))
+
+
+def _least(numbers: Sequence[float], device: torch.device) -> list[float]:
+    """The least of all ranks, once all have come here."""
+    least = torch.tensor(numbers, dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    up, down, host, device, read, write = least.tolist()
-    return Rates(up, down, host, device, read, write)
+    return least.tolist()
 
 
-def _of_link_and_updates(memory: TierMemory, layout: RecordLayout) -> list[float]:
-    lanes, slot, stage = memory.lanes, memory.device_slots[0], memory.stages[0]
+def _link_and_updates(memory: TierMemory, layout: RecordLayout) -> list[_Work]:
+    """A record to the device, one from it, its update on the host, and on the device."""
+    link, slot, stage = memory.link, memory.device_slots[0], memory.stages[0]
     for users in (*(slot.users for slot in memory.device_slots), *(stage.users for stage in memory.stages)):
         for done in users.all():
             done.wait()
@@ -53,7 +72,7 @@ def _of_link_and_updates(memory: TierMemory, layout: RecordLayout) -> list[float
         weights, step = torch.zeros(numel, dtype=stage.weights.dtype, device=record.device), torch.ones_like(own[0])
         scratch, rates = (
             torch.empty(SCRATCH, dtype=torch.float32, device=record.device),
-            KernelRates(0.0, 0.0, 0.9, 0.95, 1e-8),
+            UpdateScalars(0.0, 0.0, 0.9, 0.95, 1e-8),
         )
 
         def work() -> None:
@@ -65,39 +84,45 @@ def _of_link_and_updates(memory: TierMemory, layout: RecordLayout) -> list[float
     size = on_device.numel()
     traffic = 2 * size + numel * (GRAD_BYTES + stage.weights.element_size())
     on_host_update, on_device_update = update(on_host), update(on_device)
-    begun = Done.so_far(lanes.device)
+    begun = Completion.so_far(link.device)
     return [
-        _rate(lanes.up, lambda: on_device.copy_(on_host, non_blocking=True), begun, size),
-        _rate(lanes.down, lambda: on_host.copy_(on_device, non_blocking=True), begun, size),
-        _rate(lanes.host, on_host_update, begun, traffic),
-        _rate(lanes.update, on_device_update, begun, traffic),
+        _Work(link.up, lambda: on_device.copy_(on_host, non_blocking=True), begun, size),
+        _Work(link.down, lambda: on_host.copy_(on_device, non_blocking=True), begun, size),
+        _Work(link.host, on_host_update, begun, traffic),
+        _Work(link.update, on_device_update, begun, traffic),
     ]
 
 
 def _of_disk(memory: TierMemory) -> list[float]:
-    store, tiers = memory.store, memory.arrangement.tiers
-    if "disk" not in tiers:
-        return [math.inf, math.inf]
-    index = max((i for i, tier in enumerate(tiers) if tier == "disk"), key=store.sizes.__getitem__)
+    store, tiers, device = memory.store, memory.arrangement.tiers, memory.link.device
+    has_any = bool(memory.device_slots and memory.stages) and "disk" in tiers
+    index = max((i for i, tier in enumerate(tiers) if tier == "disk"), key=store.sizes.__getitem__, default=0)
     reads, writes = [], []
     for _ in range(REPEATS):
-        store.last_write(index).wait()
+        if has_any:
+            store.last_write(index).wait()
+        _least([0.0], device)  # all ranks begin together
+        if not has_any:
+            continue
         before = time.perf_counter()
-        loan = store.fetch(index)
-        loan.there.wait()
+        checkout = store.fetch(index)
+        checkout.there.wait()
         between = time.perf_counter()
-        store.put(loan, Done.already()).wait()
+        store.put(checkout, Completion.already()).wait()
         reads.append(between - before)
         writes.append(time.perf_counter() - between)
-    return [store.sizes[index] / statistics.median(seconds) for seconds in (reads, writes)]
+    return [store.sizes[index] / statistics.median(seconds) if has_any else math.inf for seconds in (reads, writes)]
 
 
-def _rate(lane: Lane, work: Callable[[], object], begun: Done, num_bytes: int) -> float:
-    """Bytes per second of one piece of work in its lane."""
-    lane.submit(work, (begun,)).wait()  # the first touches its memory
+def _rate(device: torch.device, work: _Work | None) -> float:
+    """Bytes per second of one piece of work, which all ranks begin together; none is infinitely fast."""
+    if work is not None:
+        work.stream.submit(work.call, (work.begun,)).wait()  # the first touches its memory
     seconds = []
     for _ in range(REPEATS):
-        before = time.perf_counter()
-        lane.submit(work, num_bytes=num_bytes).wait()
-        seconds.append(time.perf_counter() - before)
-    return num_bytes / statistics.median(seconds)
+        _least([0.0], device)
+        if work is not None:
+            before = time.perf_counter()
+            work.stream.submit(work.call, num_bytes=work.num_bytes).wait()
+            seconds.append(time.perf_counter() - before)
+    return math.inf if work is None else work.num_bytes / statistics.median(seconds)

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from memory.buckets import Bucket
-from memory.lanes import Done
-from memory.planning import ElementBytes, Rates, choose
+from memory.completion import Completion
 from memory.store import Store
+from optim.arrangement.buckets import Bucket
+from optim.arrangement.planning import Bandwidths, ElementBytes, choose
+from optim.tiers.bucket_jobs import BucketJobs, Early, Job
 from optim.tiers.buckets import RecordLayout
-from optim.tiers.hold import StateHold
-from optim.tiers.kernel import Rates as KernelRates
+from optim.tiers.kernel import UpdateScalars
 from optim.tiers.measure import measure
 from optim.tiers.memory import TierMemory
-from optim.tiers.ways import Early, Job, Ways
+from optim.tiers.state_snapshot import StateSnapshot
 from parallel.megatron.tiered import OwnedSlice
 
 CLIPPED_WINDOW = 100  # steps that early_update=auto looks back
@@ -56,10 +56,10 @@ class Tiers:
         hyperparameters: Hyperparameters,
     ):
         self.slices, self.buckets, self.layout, self.memory = slices, buckets, layout, memory
-        self.hyperparameters, self.device = hyperparameters, memory.lanes.device
-        self.jobs = Ways(slices, buckets, layout, memory)
+        self.hyperparameters, self.device = hyperparameters, memory.link.device
+        self.jobs = BucketJobs(slices, buckets, layout, memory)
         self.ways = list(memory.arrangement.ways)
-        self.rates: Rates | None = None  # of the tiers, as `choose` measured them
+        self.rates: Bandwidths | None = None  # of the tiers, as `choose` measured them
         self.steps = 0  # taken
         self.num_committed = self.num_dropped = 0  # early updates of buckets
         self._of: dict[torch.nn.Parameter, list[int]] = {}
@@ -68,15 +68,17 @@ class Tiers:
                 owners = self._of.setdefault(slices[piece.index].parameter, [])
                 if index not in owners:
                     owners.append(index)
-        self._back: dict[int, Done] = {}  # buckets whose weights are on their way, until somebody has waited for them
-        self._left: dict[int, Done] = {}  # buckets whose gradient of this step is on its way to the host
+        self._back: dict[
+            int, Completion
+        ] = {}  # buckets whose weights are on their way, until somebody has waited for them
+        self._left: dict[int, Completion] = {}  # buckets whose gradient of this step is on its way to the host
         self._early: dict[int, Early] = {}  # buckets whose update of this step is on its way to their shadow
         self._newest: list[int] = []  # whose gradient came last
         self._clipped: deque[bool] = deque(maxlen=CLIPPED_WINDOW)
-        self._hold: StateHold | None = None
+        self._hold: StateSnapshot | None = None
         self._may_leave = self._may_update = False
         self._inverse_scale: torch.Tensor | None = None
-        self._unscaled: dict[int, Done] = {}
+        self._unscaled: dict[int, Completion] = {}
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self.device)
 
     @property
@@ -105,12 +107,12 @@ class Tiers:
         parallel/megatron/tiered.py."""
         if not self._may_leave:
             return
-        final: tuple[Done, ...] = (Done.so_far(self.device), _Reduction(group.grad_reduce_handle))
+        final: tuple[Completion, ...] = (Completion.so_far(self.device), _Reduction(group.grad_reduce_handle))
         found = dict.fromkeys(index for parameter in group.params for index in self._of.get(parameter, ()))
         indices = [index for index in found if not self.buckets[index].late]
         if not any(self._leaves(index) or self._updates(index) for index in indices):
             return
-        self._call_off(keep=self._newest)
+        self._cancel_ahead(keep=self._newest)
         self._newest = indices
         for index in indices:
             if self._inverse_scale is not None:
@@ -124,7 +126,7 @@ class Tiers:
     def _updates(self, index: int) -> bool:
         return self._may_update and self.memory.weight_areas[index] is not None
 
-    def _start(self, index: int, final: Sequence[Done]) -> None:
+    def _start(self, index: int, final: Sequence[Completion]) -> None:
         """Do what can be done for a bucket before the step's norm is known."""
         job = Job(self.steps + 1, self._rates(index))
         if self._leaves(index):
@@ -146,9 +148,9 @@ class Tiers:
 
     def update(self, coefficient: float) -> None:
         """Have all weights changed by the gradients that are there, times `coefficient`. Nothing is waited for."""
-        self._call_off()
+        self._cancel_ahead()
         self.steps += 1
-        gradients, clipped = Done.so_far(self.device), coefficient < 1
+        gradients, clipped = Completion.so_far(self.device), coefficient < 1
         self._clipped.append(clipped)
         for index, way in enumerate(self.ways):
             early, left = self._early.pop(index, None), self._left.pop(index, None)
@@ -168,24 +170,24 @@ class Tiers:
 
     def drop(self) -> None:
         """The step is not taken: what was done for it ahead is forgotten, once nothing reads its gradients any more."""
-        self._call_off()
+        self._cancel_ahead()
         self.num_dropped += len(self._early)
         early = {index: update.done for index, update in self._early.items()}
         for started in (self._unscaled, self._left, early):
             self._back.update(started)
         self._unscaled, self._left, self._early = {}, {}, {}
 
-    def _call_off(self, keep: Sequence[int] = ()) -> None:
+    def _cancel_ahead(self, keep: Sequence[int] = ()) -> None:
         """Leave out what was to be done ahead and has not begun.
 
         The backward pass goes through the buckets the other way round than the next forward pass will. Where not all
         get done ahead, first come first served would leave the first ones, for which that pass would stand waiting.
         """
         for index in [index for index in self._early if index not in keep]:
-            if self._early[index].call_off():
+            if self._early[index].cancel():
                 del self._early[index]
         for index in [index for index in self._left if index not in keep and index not in self._early]:
-            if self._left[index].call_off():
+            if self._left[index].cancel():
                 del self._left[index]
 
     def gate(self, parameter: torch.nn.Parameter) -> None:
@@ -207,8 +209,8 @@ class Tiers:
         return self.jobs.problem()
 
     def choose(self, engine: str) -> bool:
-        """Measure the tiers and give each bucket its way (memory/planning.py); whether any was changed. A collective
-        call, between two steps, while no save is under way."""
+        """Measure the tiers and give each bucket its way (optim/arrangement/planning.py); whether any was changed. A
+        collective call, between two steps, while no save is under way."""
         assert self._hold is None or self._hold.is_over
         self.settle()
         arrangement = self.memory.arrangement
@@ -217,20 +219,20 @@ class Tiers:
         self.ways = choose(engine, arrangement.numels, arrangement.tiers, ElementBytes.of(arrangement), self.rates)
         return self.ways != before
 
-    def close(self) -> list[str]:
-        """End the lanes; the names of those that did not end in time."""
-        return self.memory.close()
+    def close(self) -> None:
+        """Give back the room of its memory, once the link is closed."""
+        self.memory.close()
 
     # -----------------------------------------------------------------------------------------------------------------
     # What saves and loads see
     # -----------------------------------------------------------------------------------------------------------------
 
-    def hold(self) -> StateHold:
+    def hold(self) -> StateSnapshot:
         """The state as it is now, to be read bucket by bucket; a bucket changes no more before it is released. Waits
         until all of an earlier one are."""
         if self._hold is not None:
             self._hold.wait()
-        self._hold = StateHold(self.memory, self.layout, [bucket.numel for bucket in self.buckets])
+        self._hold = StateSnapshot(self.memory, self.layout, [bucket.numel for bucket in self.buckets])
         return self._hold
 
     def empty(self, index: int) -> dict[str, torch.Tensor]:
@@ -244,10 +246,10 @@ class Tiers:
         if resident is not None:
             resident.copy_(record)
             return
-        loan = self.store.fetch(index)
-        loan.there.wait()
-        loan.target.copy_(record)
-        written = self.store.put(loan, Done.already())
+        checkout = self.store.fetch(index)
+        checkout.there.wait()
+        checkout.target.copy_(record)
+        written = self.store.put(checkout, Completion.already())
         written.wait()
         if written.error is not None:
             raise written.error
@@ -292,15 +294,15 @@ class Tiers:
             for piece, weights in zip(self.buckets[index].pieces, self.jobs.weights[index], strict=True):
                 kinds["master"][piece.offset : piece.offset + piece.end - piece.start].copy_(weights)
 
-    def _rates(self, index: int) -> list[KernelRates]:
+    def _rates(self, index: int) -> list[UpdateScalars]:
         shared, groups = self.hyperparameters, [self.slices[p.index].group for p in self.buckets[index].pieces]
         return [
-            KernelRates(group["lr"], group["weight_decay"], shared.beta1, shared.beta2, shared.epsilon)
+            UpdateScalars(group["lr"], group["weight_decay"], shared.beta1, shared.beta2, shared.epsilon)
             for group in groups
         ]
 
 
-class _Reduction(Done):
+class _Reduction(Completion):
     """A reduction of DDP's that is under way."""
 
     def __init__(self, handle: Any) -> None:

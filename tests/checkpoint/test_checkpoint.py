@@ -43,21 +43,21 @@ def save_while_training(config: Any, folder: Path) -> dict[str, Any]:
     """Begin to save after step 1 with a disk that hangs until step 3 is done, then save again. What the threads of
     further saves allocate is counted."""
     from checkpoint.saver import Saver
-    from checkpoint.shards import Snapshot
+    from checkpoint.shards import ShardWriter
     from training.progress import Progress, load, state
     from training.step import train_step
 
     model = build(config)
     train_step(model, batches_of(config, 1), 1)
     at_snapshot = weights_of(model)
-    saver, free, write = Saver(config, model.topology.device), threading.Event(), Snapshot.write
+    saver, free, write = Saver(config, model.host_link), threading.Event(), ShardWriter.write
     seen: dict[str, Any] = {}
 
     def slow_write(*args: Any) -> Any:
         free.wait(timeout=LONG)
         return write(*args)
 
-    Snapshot.write = slow_write  # type: ignore[method-assign, assignment]
+    ShardWriter.write = slow_write  # type: ignore[method-assign, assignment]
     try:
         saver.start(model.chunks, model.optimizer, state(model, Progress(1, 8), {}), folder / "step_0000001")
         steps = [train_step(model, batches_of(config, step), step).loss for step in (2, 3)]
@@ -68,7 +68,7 @@ def save_while_training(config: Any, folder: Path) -> dict[str, Any]:
         assert earlier is not None and earlier.step == 1 and free.is_set()
         last = saver.finish()
     finally:
-        Snapshot.write = write  # type: ignore[method-assign]
+        ShardWriter.write = write  # type: ignore[method-assign]
     assert last is not None and last.step == 3 and not saver.pending and saver.finish() is None
     at_end = weights_of(model)
     for name, expected in (("step_0000001", at_snapshot), ("step_0000003", at_end)):
@@ -184,7 +184,7 @@ def train_on_a_full_disk(config: Any, full: list[int]) -> str:
     from checkpoint import shards
     from checkpoint.saver import SaveError
 
-    limit, write = resource.getrlimit(resource.RLIMIT_FSIZE), shards.Snapshot.write
+    limit, write = resource.getrlimit(resource.RLIMIT_FSIZE), shards.ShardWriter.write
 
     def write_until_full(self: Any, path: Path, cancelled: Any) -> Any:
         if os.environ["RANK"] == "1":
@@ -192,13 +192,13 @@ def train_on_a_full_disk(config: Any, full: list[int]) -> str:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if is_full else limit[0], limit[1]))
         return write(self, path, cancelled)
 
-    shards.Snapshot.write = write_until_full  # type: ignore[method-assign]
+    shards.ShardWriter.write = write_until_full  # type: ignore[method-assign]
     try:
         train(config)
     except SaveError as error:
         return str(error)
     finally:
-        shards.Snapshot.write = write  # type: ignore[method-assign]
+        shards.ShardWriter.write = write  # type: ignore[method-assign]
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     return "nothing"
 
@@ -241,7 +241,7 @@ def train_where_room_is_short(config: Any) -> Lines:
     from configs.files import Log
     from simulator import run_plan
 
-    write, line, init = shards.Snapshot.write, Log.write, Saver.__init__
+    write, line, init = shards.ShardWriter.write, Log.write, Saver.__init__
     text, append = files.write_text, Log.append
     savers: list[Saver] = []
 
@@ -267,11 +267,11 @@ def train_where_room_is_short(config: Any) -> Lines:
     Log.append = lambda self, content: refuse(Path(self.path), content, lambda c: append(self, c))  # type: ignore
     files.write_text = lambda path, content, **more: refuse(path, content, lambda c: text(path, c, **more))  # type: ignore
     run_plan.write_text = files.write_text  # type: ignore[attr-defined]
-    shards.Snapshot.write, Log.write, Saver.__init__ = slow, no_room, remember  # type: ignore[method-assign, assignment]
+    shards.ShardWriter.write, Log.write, Saver.__init__ = slow, no_room, remember  # type: ignore[method-assign, assignment]
     try:
         return train(config)
     finally:
-        shards.Snapshot.write, Log.write, Saver.__init__ = write, line, init  # type: ignore[method-assign]
+        shards.ShardWriter.write, Log.write, Saver.__init__ = write, line, init  # type: ignore[method-assign]
         files.write_text, run_plan.write_text, Log.append = text, text, append  # type: ignore
 
 
@@ -323,7 +323,7 @@ def save(model: Any, folder: Path) -> None:
     from checkpoint.saver import Saver
     from training.progress import Progress, state
 
-    saver = Saver(model.config, model.topology.device)
+    saver = Saver(model.config, model.host_link)
     saver.start(model.chunks, model.optimizer, state(model, Progress(), {}), folder)
     saver.finish()
 

@@ -78,7 +78,7 @@ def begin_save(model: Any, folder: Path, steps: int = 2) -> Any:
     from training.progress import Progress, state
 
     model.settle()
-    saver = Saver(model.config, model.topology.device)
+    saver = Saver(model.config, model.host_link)
     saver.start(model.chunks, model.optimizer, state(model, Progress(steps, 8 * steps), {}), folder)
     return saver
 
@@ -124,7 +124,7 @@ def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from checkpoint.state import tensors_to_save
-    from optim.tiers.hold import StateHold
+    from optim.tiers.state_snapshot import StateSnapshot
     from optim.tiers.stored import StoredTensor
     from optim.tiers.tiers import Tiers
     from training.progress import load
@@ -140,7 +140,7 @@ def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
     stored = [box for box in boxes if isinstance(box, StoredTensor)]
 
     calls: list[tuple[str, int]] = []
-    read, release, fill, empty = StateHold.read, StateHold.release, Tiers.fill, Tiers.empty
+    read, release, fill, empty = StateSnapshot.read, StateSnapshot.release, Tiers.fill, Tiers.empty
 
     def said(name: str, function: Any) -> Any:
         def call(self: Any, index: int) -> Any:
@@ -150,7 +150,7 @@ def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
 
         return call
 
-    StateHold.read, StateHold.release = said("read", read), said("release", release)  # type: ignore[method-assign]
+    StateSnapshot.read, StateSnapshot.release = said("read", read), said("release", release)  # type: ignore[method-assign]
     Tiers.empty, Tiers.fill = said("empty", empty), said("fill", fill)  # type: ignore[method-assign]
     try:
         saver = save(on_host, folder / "host")
@@ -175,7 +175,7 @@ def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
         dist.barrier()
         seen["later"] = same(content(folder / "on"), content(folder / "other"))
     finally:
-        StateHold.read, StateHold.release = read, release  # type: ignore[method-assign]
+        StateSnapshot.read, StateSnapshot.release = read, release  # type: ignore[method-assign]
         Tiers.empty, Tiers.fill = empty, fill  # type: ignore[method-assign]
     for model in (on_device, on_host, fresh, other):
         model.close()

@@ -48,8 +48,8 @@ class Case:
     card: str | None = None  # see runs.CARDS
     one_sided: bool = False  # all tokens go to the first half of the experts
     ways_in_turn: bool = False  # buckets that may go either way go one way and the other in turn
-    # How many events each lane's thread waits for in a step at most, by its name.
-    lane_waits: Mapping[str, int] = field(default_factory=dict)
+    # How many events each thread of the host link waits for in a step at most, by its name.
+    thread_waits: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tolerances(self) -> tuple[float, float]:
@@ -194,48 +194,53 @@ CASES = {
     "state streamed from the host": Case(2, _expert_parallel("keep", *_tiered("host", "device_stream", "never")), FLAT),
     "state streamed early": Case(1, (DENSE, *_tiered("host", "device_stream", "always")), NONE, "fp32"),
     "state updated on the host": Case(
-        2, (DENSE, *_tiered("host", "host", "never")), NONE, "fp16", lane_waits=places.host_waits(7)
+        2, (DENSE, *_tiered("host", "host", "never")), NONE, "fp16", thread_waits=places.host_waits(7)
     ),
     "state updated on the host early": Case(
-        2, _expert_parallel("keep", *_tiered("host", "host", "always")), FLAT, lane_waits=places.host_waits(10)
+        2, _expert_parallel("keep", *_tiered("host", "host", "always")), FLAT, thread_waits=places.host_waits(10)
     ),
     "state split": Case(
-        1, (DENSE, *_tiered("host", "split", "never")), NONE, "fp16", ways_in_turn=True, lane_waits=places.host_waits(7)
+        1,
+        (DENSE, *_tiered("host", "split", "never")),
+        NONE,
+        "fp16",
+        ways_in_turn=True,
+        thread_waits=places.host_waits(7),
     ),
     "state split early": Case(
-        1, (DENSE, *_tiered("host", "split", "always")), NONE, ways_in_turn=True, lane_waits=places.host_waits(7)
+        1, (DENSE, *_tiered("host", "split", "always")), NONE, ways_in_turn=True, thread_waits=places.host_waits(7)
     ),
     "state by the fastest engine": Case(
-        1, (DENSE, *_tiered("host", "auto", "auto")), NONE, "fp32", lane_waits=places.host_waits(13)
+        1, (DENSE, *_tiered("host", "auto", "auto")), NONE, "fp32", thread_waits=places.host_waits(13)
     ),
     "state dropped where it is clipped": Case(
         1,
         (DENSE, *_tiered("host", "split", "always"), CLIPPED),
         NONE,
         ways_in_turn=True,
-        lane_waits=places.host_waits(7),
+        thread_waits=places.host_waits(7),
     ),
     "state streamed from the disk": Case(
-        1, (DENSE, *_tiered("disk", "device_stream", "never")), NONE, "fp32", lane_waits=places.disk_waits(13)
+        1, (DENSE, *_tiered("disk", "device_stream", "never")), NONE, "fp32", thread_waits=places.disk_waits(13)
     ),
     "state streamed from the disk early": Case(
-        1, (DENSE, *_tiered("disk", "device_stream", "always")), NONE, lane_waits=places.disk_waits(13)
+        1, (DENSE, *_tiered("disk", "device_stream", "always")), NONE, thread_waits=places.disk_waits(13)
     ),
     "state on the disk updated on the host": Case(
-        1, (DENSE, *_tiered("disk", "host", "never")), NONE, "fp32", lane_waits=places.host_waits(13)
+        1, (DENSE, *_tiered("disk", "host", "never")), NONE, "fp32", thread_waits=places.host_waits(13)
     ),
     "state on the disk updated on the host early": Case(
         1,
         (DENSE, *_tiered("disk", "host", "always"), "optimizer.moment_dtype=bf16"),
         NONE,
-        lane_waits=places.host_waits(13),
+        thread_waits=places.host_waits(13),
     ),
     "state and layer inputs on the host": Case(
         4,
         (*_expert_parallel("keep", "parallel.pipeline=2"), *_tiered("host", "split", "always"), *LAYERS_OFFLOADED),
         places.waits(places.FLAT_TWICE, NUM_LAYERS * 2 // 2),
         ways_in_turn=True,
-        lane_waits=places.host_waits(3),
+        thread_waits=places.host_waits(3),
     ),
     "state, late gradients": Case(
         2,
@@ -246,7 +251,7 @@ CASES = {
         ),
         places.waits(places.FLAT, NUM_LAYERS * 4),
         ways_in_turn=True,
-        lane_waits=places.host_waits(5),
+        thread_waits=places.host_waits(5),
     ),
     "state of interleaved stages": Case(
         2,
@@ -259,7 +264,7 @@ CASES = {
         ),
         NONE,
         ways_in_turn=True,
-        lane_waits=places.host_waits(6),
+        thread_waits=places.host_waits(6),
     ),
     "tensor, whole sequences": Case(2, ("model=gpt_tiny", "parallel.tensor=2"), places.waits({}, 0), "fp32"),
 }
@@ -315,30 +320,33 @@ def _worst(outcomes: Sequence[runs.Outcome], of_cpu: Sequence[runs.Outcome], nam
 
 def faults(outcomes: Sequence[runs.Outcome]) -> list[str]:
     """What no program should do, of all ranks; also an order of operations at which NCCL would hang."""
-    return sorted({what for outcome in outcomes for what in outcome.faults}) + logs.compare(
-        [outcome.log for outcome in outcomes]
+    pinned = {f"memory is pinned in a step, in {place}" for outcome in outcomes for place in outcome.pinned}
+    return (
+        sorted({what for outcome in outcomes for what in outcome.faults})
+        + sorted(pinned - {f"memory is pinned in a step, in {places.SMALL}"})
+        + logs.compare([outcome.log for outcome in outcomes])
     )
 
 
 def wrong_waits(name: str, outcomes: Sequence[runs.Outcome]) -> list[str]:
-    """Where rank 0's host waits in a step, and the table does not say so, or the other way round; and lanes that wait
+    """Where rank 0's host waits in a step, and the table does not say so, or the other way round; and threads that wait
     for more events than the case says."""
     found, table = outcomes[0].waits, Counter(CASES[name].waits)
     new = [f"{count} new: {kind} in {place}" for (kind, place), count in (found - table).items()]
     gone = [f"{count} gone: {kind} in {place}" for (kind, place), count in (table - found).items()]
-    return new + gone + _too_many_lane_waits(name, outcomes)
+    return new + gone + _too_many_thread_waits(name, outcomes)
 
 
-def _too_many_lane_waits(name: str, outcomes: Sequence[runs.Outcome]) -> list[str]:
-    # Of the whole run: a lane's work may reach into the next step.
+def _too_many_thread_waits(name: str, outcomes: Sequence[runs.Outcome]) -> list[str]:
+    # Of the whole run: their work may reach into the next step.
     wrong = []
     for rank, outcome in enumerate(outcomes):
-        by_lane: Counter[str] = Counter()
+        by_thread: Counter[str] = Counter()
         for (thread, kind, place), count in outcome.worker_waits.items():
-            if kind == "event.synchronize" and place != places.LANES_END:  # all other kinds are faults
-                by_lane[thread] += count
-        for thread, count in by_lane.items():
-            most = CASES[name].lane_waits.get(thread, 0) * runs.STEPS
+            if kind == "event.synchronize" and place != places.STREAMS_END:  # all other kinds are faults
+                by_thread[thread] += count
+        for thread, count in by_thread.items():
+            most = CASES[name].thread_waits.get(thread, 0) * runs.STEPS
             if count > most:
                 wrong.append(f"{count} events that {thread} waited for on rank {rank}, at most {most} are to be")
     return wrong

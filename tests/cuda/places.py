@@ -16,14 +16,16 @@ WEIGHTS = "megatron/core/distributed/param_and_grad_buffer.py:_ParamAndGradBucke
 LINEAR = "megatron/core/tensor_parallel/layers.py:LinearWithGradAccumulationAndAsyncCommunication"
 INTERLEAVED = "megatron/core/pipeline_parallel/schedules.py:forward_backward_pipelining_with_interleaving"
 OVER_RANKS = "moe/schedule/over_ranks.py:"
-RESTORE = "moe/schedule/restore.py:HostStore."
-LANE, TIERS = "memory/lanes.py:Lane._wait", "optim/tiers/tiers.py:Tiers."
+OFFLOAD = "memory/offload.py:Offload."
+STREAM, TIERS = "memory/copy_stream.py:CopyStream._wait", "optim/tiers/tiers.py:Tiers."
 HIERARCHY = "moe/alltoall/hierarchical.py:"
 Waits = dict[tuple[str, str], int]  # by kind (see device.py) and place
 
 
-# Where a lane's thread waits once, when it ends, for all that its stream was given.
-LANES_END = "memory/lanes.py:Lane._run"
+# Where a copy stream's thread waits, when it ends, for all that its streams were given.
+STREAMS_END = "memory/copy_stream.py:CopyStream._run"
+# Numbers that the host has worked out, in blocks that torch has pinned before and uses again.
+SMALL = "memory/transfer.py:to_device"
 PER_STEP: Waits = {("copy to host", "training/step.py:gradients"): 1}  # the step's sums
 # Of an MoE layer and micro-batch, forward and backward pass together.
 FLAT: Waits = {("tolist", "moe/alltoall/flat.py:FlatAllToAll.count"): 1}
@@ -44,14 +46,14 @@ def waits(per_layer: Waits, layers: int, also: Waits | None = None) -> Counter[t
 
 
 def host_waits(buckets: int) -> dict[str, int]:
-    """Of a step, for Case.lane_waits: so many buckets are updated on the host, and each waits for one copy a direction:
-    its gradient's, and that of the weights that were in its memory before."""
-    return {"host update lane": 2 * buckets}
+    """Of a step, for Case.thread_waits: so many buckets are updated on the host, and each waits for one copy a
+    direction: its gradient's, and that of the weights that were in its memory before."""
+    return {"host update stream": 2 * buckets}
 
 
 def disk_waits(buckets: int) -> dict[str, int]:
     """So many buckets come from the disk to the device, and go back there once a copy has brought them to the host."""
-    return {"disk write lane": buckets}
+    return {"disk write stream": buckets}
 
 
 def _mutant(what: str, place: str, case: str, thread: str | None = None) -> tuple[Mutant, str]:
@@ -67,14 +69,14 @@ MUTANTS = {
     "sums of a pass with another degree": _mutant("wait", f"{OVER_RANKS}_Pass.sum_combine", "communicate, two degrees"),
     "the message of assignments": _mutant("wait", f"{OVER_RANKS}_Pass.take_message", "keep, chunks"),
     "counts": _mutant("wait", "moe/alltoall/flat.py:FlatAllToAll.count", "keep"),
-    "what comes back from the host": _mutant("wait_event", f"{RESTORE}get", "offload, chunks"),
-    "preactivations from the host": _mutant("wait_event", f"{RESTORE}get", "communicate and offload"),
-    "the allocator's notice of a copy": _mutant("record_stream", f"{RESTORE}put", "offload, chunks"),
-    "rows that are copied out too early": _mutant("wait_stream", f"{RESTORE}put", "offload, chunks"),
+    "what comes back from the host": _mutant("wait_event", f"{OFFLOAD}get", "offload, chunks"),
+    "preactivations from the host": _mutant("wait_event", f"{OFFLOAD}get", "communicate and offload"),
+    "the allocator's notice of a copy": _mutant("record_stream", f"{OFFLOAD}__init__", "offload, chunks"),
+    "rows that are copied out too early": _mutant("wait_stream", f"{OFFLOAD}__init__", "offload, chunks"),
     "layer inputs that leave and come back": _mutant(
-        "wait_event", "memory/lanes.py:Done.order", "layer inputs on the host"
+        "wait_event", "memory/completion.py:Completion.order", "layer inputs on the host"
     ),
-    "memory that was somebody else's": _mutant("wait_stream", f"{RESTORE}fetch", "offload"),
+    "memory that was somebody else's": _mutant("wait_stream", f"{OFFLOAD}fetch", "offload"),
     "rows that pass through a relay": _mutant("wait", f"{HIERARCHY}_HierarchicalHandle.wait", "hierarchical"),
     "counts of all nodes": _mutant("wait", f"{HIERARCHY}HierarchicalAllToAll.count", "hierarchical"),
     "another stage's activations": _mutant("wait", P2P, "pipeline"),
@@ -85,14 +87,16 @@ MUTANTS = {
     "weights that are gathered": _mutant("wait", WEIGHTS, "data parallel"),
     "input gradients over tensor ranks": _mutant("wait", f"{LINEAR}.backward", "tensor, whole sequences"),
     "sequences over tensor ranks": _mutant("wait", f"{LINEAR}.backward", "tensor"),
-    "a record's slot that is free": _mutant("wait_event", LANE, "state streamed from the host", "to device lane"),
-    "a record that has come": _mutant("wait_event", LANE, "state streamed from the host", "device update lane"),
-    "a record that is updated": _mutant("wait_event", LANE, "state streamed early", "from device lane"),
+    "a record's slot that is free": _mutant("wait_event", STREAM, "state streamed from the host", "to device stream"),
+    "a record that has come": _mutant("wait_event", STREAM, "state streamed from the host", "device update stream"),
+    "a record that is updated": _mutant("wait_event", STREAM, "state streamed early", "from device stream"),
     "a record for the disk": _mutant(
-        "event.synchronize", LANE, "state streamed from the disk early", "disk write lane"
+        "event.synchronize", STREAM, "state streamed from the disk early", "disk write stream"
     ),
-    "a gradient that leaves": _mutant("wait_event", LANE, "state updated on the host", "from device lane"),
-    "a gradient on the host": _mutant("event.synchronize", LANE, "state updated on the host early", "host update lane"),
+    "a gradient that leaves": _mutant("wait_event", STREAM, "state updated on the host", "from device stream"),
+    "a gradient on the host": _mutant(
+        "event.synchronize", STREAM, "state updated on the host early", "host update stream"
+    ),
     "weights that are back": _mutant("wait_event", TIERS + "gate", "state updated on the host early"),
     "gradients without their scale": _mutant("wait_event", TIERS + "unscaled", "state split"),
     "the order of two chunks": _mutant("order", f"{OVER_RANKS}_Pass.dispatch", "keep, chunks"),

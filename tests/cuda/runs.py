@@ -36,6 +36,7 @@ class Outcome:
     to_host: int = 0
     peak_bytes: int = 0  # of the whole run
     empty_groups: int = 0
+    pinned: Counter[str] = field(default_factory=Counter)  # pieces of memory that passes and update pinned
     faults: Counter[str] = field(default_factory=Counter)
     log: Log = field(default_factory=dict)  # of the whole run
     mutant: Mutant | None = None
@@ -172,6 +173,7 @@ def _train(device: str, overrides: Sequence[str]) -> Outcome:
     (where,) = {str(parameter.device) for chunk in model.bare_chunks for parameter in chunk.parameters()}
     count = config.training.global_batch_size // (config.training.micro_batch_size * place.data.size)
     batches = made_up_batches(config, count, VOCAB_SIZE, seed=place.data.rank, pin=device == "cuda")
+    _forget_pinned_before_passes(model)
     outcome = Outcome(where, [], [], worker_waits=OBSERVED.worker_waits, faults=OBSERVED.faults, mutant=OBSERVED.mutant)
     for step in range(1, STEPS + 1):
         for counter in (OBSERVED.waits, OBSERVED.launches, OBSERVED.to_device, OBSERVED.to_host):
@@ -181,7 +183,18 @@ def _train(device: str, overrides: Sequence[str]) -> Outcome:
         outcome.grad_norms.append(result.grad_norm)
     outcome.waits, outcome.launches = Counter(OBSERVED.waits), Counter(OBSERVED.launches)
     outcome.to_device, outcome.to_host = OBSERVED.to_device.total(), OBSERVED.to_host.total()
-    outcome.empty_groups = OBSERVED.empty_groups
+    outcome.empty_groups, outcome.pinned = OBSERVED.empty_groups, Counter(OBSERVED.pinned)
     outcome.losses.append(evaluate(model, iter([batches]))[0])
     model.close()
     return outcome
+
+
+def _forget_pinned_before_passes(model: Any) -> None:
+    """Between two steps memory may be pinned."""
+    begin_passes = model.begin_passes
+
+    def begin(forward_only: bool) -> None:
+        begin_passes(forward_only)
+        OBSERVED.pinned.clear()
+
+    model.begin_passes = begin

@@ -172,26 +172,39 @@ def test_non_blocking_copies_of_memory_that_is_not_pinned_are_refused() -> None:
     ]
 
 
-def _kept_on_the_host() -> list[int]:
+def _kept_on_the_host(lost: bool) -> tuple[list[int], list[int], list[str], bool]:
+    """Three steps of three tensors, for which the first has room for two. `lost`: two do not come back in it."""
     from memory.budgets import HOST
-    from moe.schedule.restore import HostStore
+    from memory.host_link import HostLink
+    from memory.offload import Offload
     from tests.cuda.pretended.device import Device
 
     with Device():
         OBSERVED.start(None)
-        store, rows, kept = HostStore(), torch.ones(6, 4, device="cuda"), [HOST.held["experts"]]
-        store.put(0, rows)
-        store.put(1, rows[:2])
-        kept.append(HOST.held["experts"])
-        for index in (0, 1):
-            store.fetch(index, rows.device)
-            store.get(index)
-            kept.append(HOST.held["experts"])
-        return kept
+        link, held, stayed, equal = HostLink(torch.device("cuda", 0)), [HOST.held["experts"]], [], []
+        for step in range(3):
+            link.step.begin(1024)
+            pinned = OBSERVED.pinned.total()
+            rows = [torch.full((6, 4), step + index, device="cuda", dtype=torch.float32) for index in range(3)]
+            away = [Offload(tensor, link) for tensor in rows]
+            for index in range(3):
+                away[index].fetch()
+            if lost and step == 0:
+                del away[1:]
+            equal += [torch.equal(each.get().cpu(), torch.full((6, 4), step + i)) for i, each in enumerate(away)]
+            held.append(HOST.held["experts"])
+            stayed.append(link.step.stayed)
+            assert OBSERVED.pinned.total() == pinned
+        del away
+        link.close()
+        held.append(HOST.held["experts"])
+        return held, stayed, sorted(OBSERVED.faults), all(equal)
 
 
-def test_the_budget_counts_what_experts_keep_on_the_host() -> None:
-    assert distributed.run(_kept_on_the_host, 1, backend=distributed.PRETENDED) == [[0, 128, 32, 0]]
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_experts_offload_is_pinned_between_steps_and_what_finds_no_room_stays(lost: bool) -> None:
+    found = distributed.run(_kept_on_the_host, 1, lost, backend=distributed.PRETENDED)
+    assert found == [([0, 1024, 1536, 1536, 0], [96, 0, 0], [], True)]
 
 
 def _read_before_it_has_come() -> tuple[int, int]:

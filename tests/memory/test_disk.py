@@ -15,8 +15,8 @@ import torch
 
 from configs.schema import ConfigError
 from memory import disk as disk_module
-from memory.arrange import BLOCK
 from memory.disk import Disk, aligned, offsets
+from memory.host_memory import BLOCK
 
 BLOCKS = 16
 

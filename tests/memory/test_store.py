@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from memory.arrange import BLOCK, NUM_SLOTS
+from memory.completion import Completion
 from memory.disk import Disk, aligned, offsets
-from memory.lanes import Done, Lanes
+from memory.host_link import HostLink
+from memory.host_memory import BLOCK
 from memory.store import Store
+from optim.arrangement.arrange import NUM_SLOTS
 from tests.waits import LONG
 
 SIZES = [5000, 8192, 1, 8192, 12288]
@@ -31,10 +33,10 @@ def add(value: int | torch.Tensor) -> Callable[[torch.Tensor], Any]:
 
 
 class Rig:
-    """A store with its lanes and its file; `change` adds to a record's bytes, in the lane of the host."""
+    """A store with its link and its file; `change` adds to a record's bytes, in the host's stream."""
 
     def __init__(self, folder: Path) -> None:
-        self.lanes = Lanes(torch.device("cpu"), timeout=LONG)
+        self.link = HostLink(torch.device("cpu"), timeout=LONG)
         on_disk = [size if tier == "disk" else 0 for size, tier in zip(SIZES, TIERS, strict=True)]
         *starts, total = offsets(on_disk)
         self.disk = Disk(str(folder), total)
@@ -43,20 +45,20 @@ class Rig:
             for size, tier in zip(SIZES, TIERS, strict=True)
         ]
         slots = [aligned(max(on_disk), False) for _ in range(NUM_SLOTS)]
-        self.store = Store(self.lanes, SIZES, host, slots, self.disk, starts)
+        self.store = Store(self.link, SIZES, host, slots, self.disk, starts)
         self.buffer = aligned(max(SIZES), False)
         for index in range(len(SIZES)):
             self.change(index, fill(index)).wait(LONG)
 
-    def change(self, index: int, work: Callable[[torch.Tensor], Any]) -> Done:
-        loan = self.store.fetch(index)
-        changed = self.lanes.host.submit(lambda: work(loan.target), (loan.there, *loan.change_after))
-        return self.store.put(loan, changed)
+    def change(self, index: int, work: Callable[[torch.Tensor], Any]) -> Completion:
+        checkout = self.store.fetch(index)
+        changed = self.link.host.submit(lambda: work(checkout.target), (checkout.there, *checkout.change_after))
+        return self.store.put(checkout, changed)
 
     def record(self, index: int) -> torch.Tensor:
-        loan, found = self.store.fetch(index), []
-        done = self.lanes.host.submit(lambda: found.append(loan.source.clone()), (loan.there,))
-        self.store.release(loan, done)
+        checkout, found = self.store.fetch(index), []
+        done = self.link.host.submit(lambda: found.append(checkout.source.clone()), (checkout.there,))
+        self.store.release(checkout, done)
         done.wait(LONG)
         if done.error is not None:
             raise done.error
@@ -73,7 +75,7 @@ class Rig:
 def rig(tmp_path: Path) -> Iterator[Rig]:
     made = Rig(tmp_path)
     yield made
-    assert made.lanes.close() == []
+    assert made.link.close() == []
     made.disk.close()
 
 
@@ -96,7 +98,7 @@ def test_records_come_and_go_with_their_bytes(rig: Rig) -> None:
 def test_a_record_may_be_put_to_another_place(rig: Rig) -> None:
     """As a shadow that becomes the state: host to host, and disk to disk."""
     first = rig.store.fetch(1, to=3)
-    copied = rig.lanes.host.submit(lambda: first.target.add_(70), (first.there,))
+    copied = rig.link.host.submit(lambda: first.target.add_(70), (first.there,))
     rig.store.put(first, copied)
     assert rig.values() == [0, 1, 2, 71, 4]
 
@@ -158,7 +160,7 @@ def test_a_slot_is_not_read_into_before_its_last_user_is_done(rig: Rig) -> None:
         assert may_go_on.wait(LONG)
         found.append(int(slow.source[0]))
 
-    done = rig.lanes.host.submit(look, (slow.there,))
+    done = rig.link.host.submit(look, (slow.there,))
     rig.store.release(slow, done)
     second, third = rig.store.fetch(2), rig.store.fetch(3)
     second.there.wait(LONG)

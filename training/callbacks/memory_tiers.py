@@ -21,18 +21,23 @@ class MemoryTiers(Callback):
     """Adds `memory`, in bytes: `device` (in use after the step) and `device_peak`, `host` (resident), each the largest
     over ranks; `disk`, the run's folder. On a CPU the device is the host. `device_peak_by_rank` is there when a rank's
     peak has grown. `state_device`, `state_host` and `state_disk` are the optimizer state of the rank with most on each
-    tier. With `training.activation_offload`, `layer_inputs_device_peak` and `layer_inputs_host` count a step's.
+    tier. With `training.activation_offload`, `layer_inputs_device_peak` and `layer_inputs_host` count a step's. With
+    experts on a GPU, `stayed_on_device` counts what a step was to offload and the host had no room for.
     """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
+        self._names: list[str] = []  # of what each rank measures
         self._peaks: list[int] = []
         self._disk, self._next_walk = 0, 0.0
 
     def on_start(self, run: Run) -> None:
         topology = run.topology
         layer_inputs = run.engine.layer_inputs
-        columns = len(STATE) + (3 if layer_inputs is None else 5)
+        self._names = ["device", "device_peak", "host"]
+        self._names += [] if layer_inputs is None else ["layer_inputs_device_peak", "layer_inputs_host"]
+        self._names += ["stayed_on_device"] if run.engine.offload_bytes else []
+        columns = len(STATE) + len(self._names)
         sums = torch.zeros(topology.world_size, columns, dtype=torch.float64, device=topology.device)
         state = state_bytes(run.engine.optimizer, run.engine.bare_chunks)
         for column, tier in enumerate(STATE.values()):  # which stays where it is
@@ -43,6 +48,7 @@ class MemoryTiers(Callback):
             host = self._process.memory_info().rss
             device = torch.cuda.memory_allocated(topology.device) if topology.device.type == "cuda" else host
             counted = [] if layer_inputs is None else [layer_inputs.counts.device_peak, layer_inputs.host_bytes]
+            counted += [run.engine.host_link.step.stayed] if run.engine.offload_bytes else []
             for column, value in enumerate(
                 (device, peak_memory_bytes(topology.device), host, *counted), start=len(STATE)
             ):
@@ -54,19 +60,13 @@ class MemoryTiers(Callback):
     def after_step(self, run: Run, metrics: Metrics) -> None:
         assert run.result is not None
         by_column = run.result.sums["memory"].t().tolist()
-        device, peak, host, *layer_inputs = by_column[len(STATE) :]
-        tiers: dict[str, int | list[int]] = {
-            "device": int(max(device)),
-            "device_peak": int(max(peak)),
-            "host": int(max(host)),
-        }
-        tiers |= {name: int(max(values)) for name, values in zip(STATE, by_column, strict=False)}
-        for name, values in zip(("layer_inputs_device_peak", "layer_inputs_host"), layer_inputs, strict=False):
-            tiers[name] = int(max(values))
+        ranks = dict(zip((*STATE, *self._names), by_column, strict=True))
+        names = dict.fromkeys((*self._names[:3], *ranks))
+        tiers: dict[str, int | list[int]] = {name: int(max(ranks[name])) for name in names}
         if run.is_main and time.monotonic() >= self._next_walk:
             self._disk, self._next_walk = folder_bytes(run.run_dir), time.monotonic() + DISK_EVERY_SECONDS
         tiers["disk"] = self._disk
-        peaks = [int(value) for value in peak]
+        peaks = [int(value) for value in ranks["device_peak"]]
         if peaks != self._peaks:
             self._peaks = tiers["device_peak_by_rank"] = peaks
         metrics["memory"] = tiers

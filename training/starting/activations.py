@@ -1,4 +1,5 @@
-"""training.activation_offload: the layer inputs of a rank's model chunks, and the host memory for them."""
+"""Activations that leave the device between the passes: layer inputs (training.activation_offload) and what MoE layers
+offload (moe.memory_strategy), and the host's memory for them."""
 
 from __future__ import annotations
 
@@ -12,17 +13,23 @@ from configs import derived
 from configs.schema import Config, ConfigError
 from configs.show import show
 from memory.budgets import HOST
-from memory.lanes import Lane
+from memory.host_link import HostLink
 from memory.layer_inputs import LayerInputs
+from moe.planning.inputs import fullest_load, live_calls
+from moe.schedule.chunk_plan import STRATEGIES
+from moe.schedule.restore import host_bytes
 from parallel.megatron.checkpoints import around_checkpoints
 from parallel.pipeline import offloaded_layer_inputs
+from parallel.refusal import raise_together
 from parallel.topology import Topology
 
 KEY = "training.activation_offload"
 MIB = 2**20
 
 
-def offload_layer_inputs(config: Config, topology: Topology, chunks: Sequence[torch.nn.Module]) -> LayerInputs | None:
+def offload_layer_inputs(
+    config: Config, topology: Topology, chunks: Sequence[torch.nn.Module], link: HostLink
+) -> LayerInputs | None:
     """Have bare chunks keep their layers' inputs on the host, as far as the budget lasts. A collective call.
 
     Raises ConfigError on all ranks where one has not the memory.
@@ -31,29 +38,38 @@ def offload_layer_inputs(config: Config, topology: Topology, chunks: Sequence[to
         return None
     size, room = derived.layer_input_bytes(config), _host_room()
     number = offloaded_layer_inputs(config, topology.world_size, topology.pipeline.rank, _least(room, topology))
-    memory = _allocate(number, size, topology.device) if number * size <= room else None
-    if not _least(memory is not None, topology):
+    found = [link.take(size, "layer inputs") for _ in range(number)] if number * size <= room else [None]
+    memory = [buffer for buffer in found if buffer is not None]
+    if not _least(len(memory) == len(found), topology):
         raise ConfigError(
             f"{KEY} ({show(config.training.activation_offload)}): a rank's host has not {number * size / MIB:.1f} MiB "
             f"left for layer inputs. Try {KEY}=auto."
         )
-    assert memory is not None
-    up, down = (Lane(f"layer inputs {way} device", topology.device, on_device=True) for way in ("to", "from"))
-    store = LayerInputs(topology.device, memory, up, down)
+    store = LayerInputs(link, memory)
     for index, chunk in enumerate(chunks):
         around_checkpoints(chunk, partial(store.kept, index))
     return store
 
 
+def reserve_offloads(config: Config, topology: Topology, link: HostLink) -> dict[str, int]:
+    """Take the host's memory for what the configured memory strategy of the MoE layers offloads. A collective call.
+
+    Returns how many bytes a step of this rank needs for each strategy, of the mean load or the most that is allowed;
+    nothing on a CPU, which offloads by plain copies. Raises ConfigError on all ranks where one has not the memory.
+    """
+    if not derived.is_moe(config) or not link.pins:
+        return {}
+    load = fullest_load(config, topology.device.type)
+    calls = live_calls(config, topology.world_size, topology.pipeline.rank)
+    needs = {name: calls * host_bytes(strategy, load) for name, strategy in STRATEGIES.items()}
+    need = needs.get(config.moe.memory_strategy, 0)
+    raise_together(HOST.refusal(need, "what experts offload") if need > _host_room() else None)
+    link.step.begin(need)
+    return needs
+
+
 def _host_room() -> int:
-    return int(min(HOST.limit - HOST.total, 2**62))
-
-
-def _allocate(number: int, size: int, device: torch.device) -> list[torch.Tensor] | None:
-    try:
-        return [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(number)]
-    except RuntimeError:
-        return None  # whoever agrees on it says so
+    return int(min(HOST.room, 2**62))
 
 
 def _least(value: int, topology: Topology) -> int:

@@ -91,7 +91,7 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
         )
 
     loader, make_validation_loaders = data(position.consumed_samples)
-    saver = Saver(config, topology.device)
+    saver = Saver(config, engine.host_link)
     run = Run(
         config,
         topology,

@@ -47,6 +47,7 @@ class Observed:
     to_host: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)  # by place
+    pinned: Counter[str] = field(default_factory=Counter)  # pieces of page-locked memory that were made, by place
     empty_groups: int = 0  # of grouped products that leave them as they were
     mutant: Mutant | None = None
     early: bool = False
@@ -57,6 +58,7 @@ class Observed:
         self.early = early
         self.waits, self.faults, self.launches, self.mutant = Counter(), Counter(), Counter(), mutant
         self.worker_waits, self.to_device, self.to_host = Counter(), Counter(), Counter()
+        self.pinned = Counter()
         self.empty_groups = 0
 
     def fault(self, what: str, count: int = 1) -> None:

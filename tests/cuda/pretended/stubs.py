@@ -14,7 +14,7 @@ import torch.profiler
 from parallel import fused
 from tests.cuda.pretended import collectives, memory, streams
 from tests.cuda.pretended.device import Device, DeviceTensor, host_of, on_device, pin
-from tests.cuda.pretended.observed import OBSERVED
+from tests.cuda.pretended.observed import OBSERVED, place
 
 
 def with_pins(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -22,9 +22,14 @@ def with_pins(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         tensor = make(*args, **kwargs)
-        return pin(tensor) if pin_memory else tensor
+        return _pinned(tensor) if pin_memory else tensor
 
     return made
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    OBSERVED.pinned[place()] += 1
+    return pin(tensor)
 
 
 _to = torch.nn.Module.to
@@ -152,7 +157,7 @@ def install_cuda() -> None:
 def install() -> None:
     """Put all this in the place of `torch.cuda` and of what works on the device, for the rest of the process."""
     install_cuda()
-    torch.Tensor.pin_memory = lambda tensor, device=None: pin(tensor.clone())
+    torch.Tensor.pin_memory = lambda tensor, device=None: _pinned(tensor.clone())
     torch.Tensor.record_stream = DeviceTensor.record_stream = _record_stream
     torch.empty, torch.zeros = with_pins(torch.empty), with_pins(torch.zeros)
     torch.nn.Module.to = _move_module

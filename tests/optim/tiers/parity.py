@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from configs.schema import Config
-from memory import arrange, planning
+from optim.arrangement import arrange, planning
 from tests.training.helpers import make_config
 
 VOCAB_SIZE = 256  # a whole number of padded blocks
@@ -40,8 +40,8 @@ class Variant:
     engine: str = "device_stream"
     early: str = "never"  # optimizer.early_update
     bucket: int = SMALL
-    # eager: early updates are over before the backward pass goes on; slow: lanes are held to a rate, so that updates
-    # are still under way when the next forward pass begins.
+    # eager: early updates are over before the backward pass goes on; slow: copy streams are held to a rate, so that
+    # updates are still under way when the next forward pass begins.
     pace: str = "free"
 
     def __str__(self) -> str:
@@ -193,12 +193,12 @@ class _Alternate:
         return ["device" if tier == "device" else way for tier, way in zip(tiers, ways, strict=True)]
 
 
-def _in_thirds(wanted: arrange.Wanted, rooms: arrange.Rooms) -> arrange.Arrangement | None:
+def _in_thirds(request: arrange.TierRequest, rooms: arrange.Capacity) -> arrange.Arrangement | None:
     """`arrange`, but where it has a choice a third of the buckets on the device, on the host and on the disk each."""
-    if wanted.state_device != "auto":
-        return arrange.arrange(wanted, rooms)
-    count, early = len(wanted.numels), wanted.early_update != "never"
-    return arrange._filled(wanted, count // 3, count - (count + 1) // 3, early and wanted.overlaps, wanted.overlaps)
+    if request.state_device != "auto":
+        return arrange.arrange(request, rooms)
+    count, early = len(request.numels), request.early_update != "never"
+    return arrange._filled(request, count // 3, count - (count + 1) // 3, early and request.overlaps, request.overlaps)
 
 
 def held_state(tiers: Any, names: dict[int, str]) -> dict[str, torch.Tensor]:
@@ -239,9 +239,9 @@ def _state_on_device(optimizer: Any, named: Sequence[tuple[str, torch.nn.Paramet
 
 def _set_pace(tiers: Any, chunks: Sequence[Any], pace: str) -> None:
     if pace == "slow":
-        lanes = tiers.memory.lanes
-        for lane in (lanes.up, lanes.down, lanes.host, lanes.read, lanes.write):
-            lane.rate = SLOW
+        link = tiers.memory.link
+        for stream in (link.up, link.down, link.host, link.read, link.write):
+            stream.rate = SLOW
     if pace == "eager":
 
         def reduced(group: Any) -> None:
@@ -308,7 +308,7 @@ def problems(variant: Variant, clip: str, ranks: Sequence[Outcome]) -> list[str]
         found.append(f"{clip} were to be clipped, {clipped} of {taken} steps were")
     if not all(_is_placed(each.places, used) for each in ranks):
         found.append(f"buckets are on {[each.places for each in ranks]}")
-    always = variant.early == "always" and variant.pace != "slow"  # slow lanes may get nothing done early
+    always = variant.early == "always" and variant.pace != "slow"  # slow copy streams may get nothing done early
     if always and clipped < taken and committed == 0:
         found.append("no early update was kept")
     if always and clipped > 0 and dropped == 0:

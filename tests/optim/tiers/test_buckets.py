@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from memory.buckets import CUT, cut
+from optim.arrangement.buckets import CUT, cut
 from optim.tiers.buckets import RecordLayout
-from optim.tiers.kernel import SCRATCH, Rates, State, adamw
+from optim.tiers.kernel import SCRATCH, State, UpdateScalars, adamw
 
-RATES = Rates(lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8)
+RATES = UpdateScalars(lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.offload_parity import config_of
-from memory.arrange import padded
+from memory.host_memory import padded
 from tests import distributed
 from tests.optim.tiers.parity import LARGE, SMALL, Training, Variant, with_variant
 
@@ -26,7 +26,7 @@ def bytes_of_tiers(config: Any) -> dict[str, Any]:
         memory = training.tiers.memory
         slots = [tensor for slot in memory.device_slots for tensor in (slot.record, slot.weights) if tensor is not None]
         store = memory.store
-        kept = [place.memory for place in store._places] + [slot.memory for slot in store._slots]
+        kept = [place.memory for place in store._locations] + [slot.memory for slot in store._slots]
         kept += [*memory.grad_areas, *memory.weight_areas, memory.buffer]
         kept += [tensor for stage in memory.stages for tensor in (stage.grads, stage.weights)]
         found: dict[str, Any] = {

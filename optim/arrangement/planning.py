@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from memory.arrange import GRAD_BYTES, NUM_SLOTS, Arrangement, Way
+from optim.arrangement.arrange import GRAD_BYTES, NUM_SLOTS, Arrangement, Way
 
 Engine = Literal["device_stream", "host", "split"]
 ENGINES: tuple[Engine, ...] = ("device_stream", "host", "split")
@@ -21,7 +21,7 @@ SHARES = 64  # into how many parts `split` cuts the elements at most
 
 
 @dataclass(frozen=True)
-class Rates:
+class Bandwidths:
     """Bytes per second, each measured alone."""
 
     up: float  # the link to the device
@@ -87,7 +87,7 @@ class Work:
         return sum(stages) - max(stages)
 
 
-def work(way: Way, on_disk: bool, numel: int, element: ElementBytes, rates: Rates, early: bool = False) -> Work:
+def work(way: Way, on_disk: bool, numel: int, element: ElementBytes, rates: Bandwidths, early: bool = False) -> Work:
     """Of one bucket in one step."""
     record, weights, grads = numel * element.record, numel * element.weight, numel * GRAD_BYTES
     update = 2 * record + grads + weights
@@ -119,7 +119,12 @@ def work(way: Way, on_disk: bool, numel: int, element: ElementBytes, rates: Rate
 
 
 def _total(
-    ways: Sequence[Way], numels: Sequence[int], tiers: Sequence[str], element: ElementBytes, rates: Rates, early: bool
+    ways: Sequence[Way],
+    numels: Sequence[int],
+    tiers: Sequence[str],
+    element: ElementBytes,
+    rates: Bandwidths,
+    early: bool,
 ) -> tuple[Work, float]:
     """(of all buckets that go these ways, the longest filling of one in seconds)."""
     own = [
@@ -134,7 +139,7 @@ def predict(
     numels: Sequence[int],
     tiers: Sequence[str],
     element: ElementBytes,
-    rates: Rates,
+    rates: Bandwidths,
     passes: Passes = Passes(),
 ) -> float:
     """Seconds of a step whose buckets go these ways."""
@@ -156,7 +161,7 @@ def choose(
     numels: Sequence[int],
     tiers: Sequence[str],
     element: ElementBytes,
-    rates: Rates,
+    rates: Bandwidths,
     passes: Passes = Passes(),
 ) -> list[Way]:
     """The way of each bucket, which come in the order of first use; auto is the engine with the shortest step."""
@@ -177,7 +182,7 @@ def choose(
 
 
 def predictions(
-    numels: Sequence[int], tiers: Sequence[str], element: ElementBytes, rates: Rates, passes: Passes = Passes()
+    numels: Sequence[int], tiers: Sequence[str], element: ElementBytes, rates: Bandwidths, passes: Passes = Passes()
 ) -> Mapping[Engine, float]:
     """Seconds of a step with each engine."""
     return {

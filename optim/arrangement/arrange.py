@@ -13,18 +13,13 @@ from typing import Literal
 
 from configs import derived
 from configs.schema import Config
+from memory.host_memory import padded
 
 Tier = Literal["device", "host", "disk"]
 Way = Literal["device", "device_stream", "host"]  # where a bucket is updated; device: in place
 
 NUM_SLOTS = 2  # that records, or gradients and weights, pass through, at most
-BLOCK = 4096  # bytes that a disk is read and written in multiples of
 GRAD_BYTES = 4  # of a parameter's gradient, which is in fp32
-
-
-def padded(num_bytes: int) -> int:
-    """Rounded up to whole blocks."""
-    return -(-num_bytes // BLOCK) * BLOCK
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TierRequest:
     """Buckets in the order of first use, and what a config asks for them."""
 
     numels: Sequence[int]
@@ -142,11 +137,11 @@ class Wanted:
     early_update: str  # auto, always, never
 
 
-def wanted(config: Config, numels: Sequence[int], late: Sequence[bool]) -> Wanted:
+def tier_request(config: Config, numels: Sequence[int], late: Sequence[bool]) -> TierRequest:
     """What a config asks for these buckets."""
     settings, weight_bytes = config.optimizer, derived.element_size(config)
     moments = 4 + (4 if settings.moment_dtype == "fp32" else 2)
-    return Wanted(
+    return TierRequest(
         numels=numels,
         late=late,
         bytes_per_element=moments + (4 if weight_bytes < 4 else 0),
@@ -159,7 +154,7 @@ def wanted(config: Config, numels: Sequence[int], late: Sequence[bool]) -> Wante
 
 
 @dataclass(frozen=True)
-class Rooms:
+class Capacity:
     """Bytes that each tier has left."""
 
     device: float = math.inf
@@ -171,62 +166,62 @@ class Rooms:
         return found.device_bytes <= self.device and found.host_bytes <= self.host and found.disk_bytes <= self.disk
 
 
-def arrange(wanted: Wanted, rooms: Rooms) -> Arrangement | None:
+def arrange(request: TierRequest, rooms: Capacity) -> Arrangement | None:
     """Early updates, and gradients that leave early, where they may and there is room; None where the state does not
     fit without them. No record goes to a slower tier to make it.
 
     state_device=auto fills the device, then the host, then the disk, with whole buckets: those used last go first.
     """
-    early, leaves = wanted.overlaps and wanted.early_update != "never", wanted.overlaps
+    early, leaves = request.overlaps and request.early_update != "never", request.overlaps
     choices = [(early, leaves), (False, leaves), (False, False)]
-    if wanted.early_update == "always":
+    if request.early_update == "always":
         choices = choices[:1]
-    fitting = [found for choice in choices if (found := _arranged(wanted, rooms, *choice)) is not None]
+    fitting = [found for choice in choices if (found := _arranged(request, rooms, *choice)) is not None]
     return max(fitting, key=lambda found: [found.tiers.count(tier) for tier in ("device", "host")], default=None)
 
 
-def least(wanted: Wanted) -> Arrangement:
+def least(request: TierRequest) -> Arrangement:
     """What the config asks for in the least memory: what is refused without it. auto: all on the host."""
-    early = wanted.early_update == "always"
-    tier = "host" if wanted.state_device == "auto" else wanted.state_device
-    return _with_tiers(wanted, [tier] * len(wanted.numels), early, early)  # type: ignore[list-item]
+    early = request.early_update == "always"
+    tier = "host" if request.state_device == "auto" else request.state_device
+    return _with_tiers(request, [tier] * len(request.numels), early, early)  # type: ignore[list-item]
 
 
-def _arranged(wanted: Wanted, rooms: Rooms, early: bool, leaves: bool) -> Arrangement | None:
-    count, tier = len(wanted.numels), wanted.state_device
+def _arranged(request: TierRequest, rooms: Capacity, early: bool, leaves: bool) -> Arrangement | None:
+    count, tier = len(request.numels), request.state_device
     if tier != "auto":
-        found = _with_tiers(wanted, [tier] * count, early, leaves)  # type: ignore[list-item]
+        found = _with_tiers(request, [tier] * count, early, leaves)  # type: ignore[list-item]
         return found if rooms.hold(found) else None
     # What a tier holds beside its records depends on which these are: as many as leave room for it, the fast tier
     # first.
     on_device = count
-    while on_device and _filled(wanted, on_device, count, early, leaves).device_bytes > rooms.device:
+    while on_device and _filled(request, on_device, count, early, leaves).device_bytes > rooms.device:
         on_device -= 1
     for on_host in range(count, on_device - 1, -1):
-        found = _filled(wanted, on_device, on_host, early, leaves)
+        found = _filled(request, on_device, on_host, early, leaves)
         if rooms.hold(found):
             return found
     return None
 
 
-def _filled(wanted: Wanted, on_device: int, until_host: int, early: bool, leaves: bool) -> Arrangement:
-    count = len(wanted.numels)
+def _filled(request: TierRequest, on_device: int, until_host: int, early: bool, leaves: bool) -> Arrangement:
+    count = len(request.numels)
     tiers: list[Tier] = ["device"] * on_device
     tiers += ["host"] * (until_host - on_device)
     tiers += ["disk"] * (count - until_host)
-    return _with_tiers(wanted, tiers, early, leaves)
+    return _with_tiers(request, tiers, early, leaves)
 
 
-def _with_tiers(wanted: Wanted, tiers: Sequence[Tier], early: bool, leaves: bool) -> Arrangement:
-    way: Way = "host" if wanted.engine == "host" else "device_stream"
-    may = [tier != "device" and not late for tier, late in zip(tiers, wanted.late, strict=True)]
+def _with_tiers(request: TierRequest, tiers: Sequence[Tier], early: bool, leaves: bool) -> Arrangement:
+    way: Way = "host" if request.engine == "host" else "device_stream"
+    may = [tier != "device" and not late for tier, late in zip(tiers, request.late, strict=True)]
     return Arrangement(
-        wanted.numels,
-        wanted.bytes_per_element,
-        wanted.weight_bytes,
+        request.numels,
+        request.bytes_per_element,
+        request.weight_bytes,
         tiers,
         ["device" if tier == "device" else way for tier in tiers],
-        [leaves and each and wanted.engine != "device_stream" for each in may],
+        [leaves and each and request.engine != "device_stream" for each in may],
         [early and each for each in may],
-        wanted.engine in ("auto", "split"),
+        request.engine in ("auto", "split"),
     )

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from memory.lanes import Done
+from memory.completion import Completion
+from memory.copy_stream import SAVES
 from optim.tiers.buckets import RecordLayout
 from optim.tiers.memory import TierMemory
 
 
-class StateHold:
+class StateSnapshot:
     """What a save reads. Any one thread may read and release; a bucket that is not released does not change."""
 
     def __init__(self, memory: TierMemory, layout: RecordLayout, numels: Sequence[int]):
@@ -20,7 +21,7 @@ class StateHold:
         off = [index for index, tier in enumerate(memory.arrangement.tiers) if tier != "device"]
         self._stored = {index: place for place, index in enumerate(off)}
         self._hold = memory.store.hold(off, memory.buffer)
-        self._so_far = Done.so_far(memory.lanes.device)
+        self._so_far = Completion.so_far(memory.link.device)
         self._held = [
             self._hold.held[self._stored[index]] if index in self._stored else memory.hold_resident(index)
             for index in range(len(memory.arrangement.tiers))
@@ -35,8 +36,8 @@ class StateHold:
             record, resident = self._memory.buffer, self._memory.resident[index]
             assert resident is not None
             size = resident.numel()
-            done = self._memory.lanes.down.submit(
-                lambda: record[:size].copy_(resident, non_blocking=True), (self._so_far,)
+            done = self._memory.link.down.submit(
+                lambda: record[:size].copy_(resident, non_blocking=True), (self._so_far,), priority=SAVES
             )
             done.wait()
             if done.error is not None:

@@ -1,4 +1,5 @@
-"""Lanes on the pretended device: an optimizer's step beside the training, whose every wait is missed when it lacks."""
+"""A host link on the pretended device: an optimizer's step beside the training, whose every wait is missed when
+it lacks."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from memory.lanes import Done, Lanes
+from memory.completion import Completion
+from memory.copy_stream import PASSES, SAVES, UPDATES
+from memory.host_link import HostLink
 from tests import distributed
 from tests.cuda import places
 from tests.cuda.pretended.observed import OBSERVED, Mutant
-from tests.waits import LONG
+from tests.waits import LONG, until
 
 pytestmark = [pytest.mark.cuda_pretended]
 
@@ -33,7 +36,7 @@ def _train(
     engine: str, device: str, early: bool = False, mutant: Mutant | None = None, hasty: bool = False
 ) -> _Outcome:
     """AdamW in bf16 with its state on the host, updated there or in slots on the device. `hasty`: a slot takes the next
-    bucket's state as soon as the last one's update is given to its lane."""
+    bucket's state as soon as the last one's update is given to its stream."""
     if device == "cpu":
         return _Outcome(_loop(engine, torch.device("cpu"), hasty))
     from tests.cuda import runs
@@ -43,7 +46,7 @@ def _train(
     waits: Counter[str] = Counter()
     for (thread, kind, place), count in OBSERVED.worker_waits.items():
         assert kind == "event.synchronize"
-        waits[thread] += count if place != places.LANES_END else 0
+        waits[thread] += count if place != places.STREAMS_END else 0
     return _Outcome(numbers, sorted(OBSERVED.faults), waits, mutant.left_out if mutant else 0)
 
 
@@ -58,35 +61,35 @@ def _loop(engine: str, device: torch.device, hasty: bool) -> dict[str, torch.Ten
     host_grads = torch.zeros(BUCKETS, SIZE, pin_memory=on_gpu)
     host_weights = torch.zeros(BUCKETS, SIZE, dtype=torch.bfloat16, pin_memory=on_gpu)
     stored = stored.pin_memory() if on_gpu else stored
-    lanes = Lanes(device, timeout=LONG)
-    back, free = ([Done.already() for _ in range(count)] for count in (BUCKETS, SLOTS))
+    link = HostLink(device, timeout=LONG)
+    back, free = ([Completion.already() for _ in range(count)] for count in (BUCKETS, SLOTS))
 
-    def on_device(bucket: int, step: int, ready: Done) -> None:
+    def on_device(bucket: int, step: int, ready: Completion) -> None:
         slot = bucket % SLOTS
-        come = lanes.up.submit(_copy(slots[slot], stored[bucket]), [ready] if hasty else [ready, free[slot]])
-        back[bucket] = lanes.update.submit(
+        come = link.up.submit(_copy(slots[slot], stored[bucket]), [ready] if hasty else [ready, free[slot]])
+        back[bucket] = link.update.submit(
             _adamw(slots[slot], grads[bucket], counts[step], weights[bucket]), [come, ready]
         )
-        free[slot] = lanes.down.submit(_copy(stored[bucket], slots[slot]), [back[bucket]])
+        free[slot] = link.down.submit(_copy(stored[bucket], slots[slot]), [back[bucket]])
 
-    def on_host(bucket: int, step: int, ready: Done) -> None:
-        gone = lanes.down.submit(_copy(host_grads[bucket], grads[bucket]), [ready])
+    def on_host(bucket: int, step: int, ready: Completion) -> None:
+        gone = link.down.submit(_copy(host_grads[bucket], grads[bucket]), [ready])
         count = torch.tensor(step + 1.0)
-        done = lanes.host.submit(_adamw(stored[bucket], host_grads[bucket], count, host_weights[bucket]), [gone])
-        back[bucket] = lanes.up.submit(_copy(weights[bucket], host_weights[bucket]), [done])
+        done = link.host.submit(_adamw(stored[bucket], host_grads[bucket], count, host_weights[bucket]), [gone])
+        back[bucket] = link.up.submit(_copy(weights[bucket], host_weights[bucket]), [done])
 
     for step in range(STEPS):
         for bucket in range(BUCKETS):
             back[bucket].order()
             sums[step] += weights[bucket].float().sum()
         grads.copy_(given[step]).mul_(weights)
-        ready = Done.so_far(device)
+        ready = Completion.so_far(device)
         for bucket in range(BUCKETS):
             (on_device if engine == "device" else on_host)(bucket, step, ready)
     for done in (*back, *free):
         done.wait()
         assert done.error is None, done.error
-    assert lanes.close() == []
+    assert link.close() == []
     return {"weights": weights.float().cpu(), "state": stored.clone(), "sums": sums.cpu()}
 
 
@@ -122,16 +125,21 @@ def test_numbers_are_the_cpus_bit_for_bit(engine: str, early: bool) -> None:
     for name, expected in of_cpu.numbers.items():
         assert torch.equal(outcome.numbers[name], expected), name
     # A bucket's gradient is waited for by the host that needs it, once.
-    assert +outcome.worker_waits == ({"host update lane": BUCKETS * STEPS} if engine == "host" else {})
+    assert +outcome.worker_waits == ({"host update stream": BUCKETS * STEPS} if engine == "host" else {})
 
 
 MUTANTS = {
-    "weights that are not back": ("device", "wait_event", "Done.order", "MainThread"),
-    "weights that are not back from the host": ("host", "wait_event", "Done.order", "MainThread"),
-    "gradients that are not there": ("device", "wait_event", "Lane._wait", "device update lane"),
-    "a copy out before the update": ("device", "wait_event", "Lane._wait", "from device lane"),
-    "gradients that leave early": ("host", "wait_event", "Lane._wait", "from device lane"),
-    "gradients that have not come": ("host", "event.synchronize", "Lane._wait", "host update lane"),
+    "weights that are not back": ("device", "wait_event", "completion.py:Completion.order", "MainThread"),
+    "weights that are not back from the host": ("host", "wait_event", "completion.py:Completion.order", "MainThread"),
+    "gradients that are not there": ("device", "wait_event", "copy_stream.py:CopyStream._wait", "device update stream"),
+    "a copy out before the update": ("device", "wait_event", "copy_stream.py:CopyStream._wait", "from device stream"),
+    "gradients that leave early": ("host", "wait_event", "copy_stream.py:CopyStream._wait", "from device stream"),
+    "gradients that have not come": (
+        "host",
+        "event.synchronize",
+        "copy_stream.py:CopyStream._wait",
+        "host update stream",
+    ),
 }
 
 
@@ -139,7 +147,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_missing_wait_is_noticed(name: str, early: bool) -> None:
     engine, what, place, thread = MUTANTS[name]
-    outcome = _run(engine, "cuda", early, Mutant(what, f"memory/lanes.py:{place}", thread=thread))
+    outcome = _run(engine, "cuda", early, Mutant(what, f"memory/{place}", thread=thread))
     assert outcome.left_out
     assert any("did not wait for what" in fault for fault in outcome.faults), outcome.faults
 
@@ -155,12 +163,45 @@ def _close() -> tuple[list[str], list[float]]:
 
     with runs.pretended(None, False):
         device = torch.device("cuda", 0)
-        lanes, source, target = Lanes(device), torch.ones(3, device=device), torch.zeros(3, pin_memory=True)
-        lanes.down.submit(_copy(target, source), [Done.so_far(device)])
-        lanes.close()
+        link, source, target = HostLink(device), torch.ones(3, device=device), torch.zeros(3, pin_memory=True)
+        link.down.submit(_copy(target, source), [Completion.so_far(device)])
+        link.close()
         del source
         return sorted(OBSERVED.faults), target.tolist()
 
 
-def test_a_lane_ends_when_its_last_copy_is_over() -> None:
+def test_a_thread_ends_when_its_last_copy_is_over() -> None:
     assert distributed.run(_close, 1, backend=distributed.PRETENDED) == [([], [1.0, 1.0, 1.0])]
+
+
+def _two_priorities(first: int, second: int) -> list[str]:
+    """Two copies to the same memory, of which nobody says that one waits for the other."""
+    from tests.cuda import runs
+
+    with runs.pretended(None, False):
+        device = torch.device("cuda", 0)
+        link, target = HostLink(device), torch.zeros(3, device=device)
+        sources = [torch.full((3,), float(priority)).pin_memory() for priority in (first, second)]
+        begun = Completion.so_far(device)
+        for priority, source in zip((first, second), sources, strict=True):
+            done = link.up.submit(_copy(target, source), [begun], priority=priority)
+            until(lambda done=done: done.is_issued, "a copy to be issued")  # type: ignore[misc]
+        link.close()
+        return sorted(OBSERVED.faults)
+
+
+def test_a_copy_waits_for_those_of_a_higher_priority_and_for_no_others() -> None:
+    def run(first: int, second: int) -> list[str]:
+        return distributed.run(_two_priorities, 1, first, second, backend=distributed.PRETENDED)[0]
+
+    assert run(PASSES, UPDATES) == run(UPDATES, SAVES) == run(PASSES, PASSES) == []
+    assert any("did not wait for what a copy on a side stream" in fault for fault in run(UPDATES, PASSES))
+
+
+def test_offloads_beyond_the_budget_are_refused_at_the_start() -> None:
+    from tests.cuda import runs
+
+    overrides = ("model=gpt_moe_tiny", "parallel.expert=2", "moe.memory_strategy=offload", "memory.host_budget=0.01")
+    refusal = r"memory\.host_budget \(0\.01\) must leave \d+\.\d MiB for what experts offload, .* Try memory\.host_budg"
+    with pytest.raises(distributed.RankError, match=refusal):
+        distributed.run(runs.train, 2, "cuda", overrides, backend=distributed.PRETENDED)

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from memory.buckets import Bucket
-from memory.lanes import CalledOff, Done, Lanes, soonest_free
-from memory.store import Loan, Store
+from memory.completion import Cancelled, Completion, soonest_free
+from memory.host_link import HostLink
+from memory.store import Checkout, Store
+from optim.arrangement.buckets import Bucket
 from optim.tiers.buckets import RecordLayout
-from optim.tiers.kernel import SCRATCH, Rates, State, adamw
+from optim.tiers.kernel import SCRATCH, State, UpdateScalars, adamw
 from optim.tiers.memory import TierMemory
 from parallel.megatron.tiered import OwnedSlice
 
@@ -29,7 +30,7 @@ class Job:
     """What an update needs to know of its step, as it was when the job was made."""
 
     step: int  # from 1
-    rates: Sequence[Rates]  # of the bucket's pieces
+    rates: Sequence[UpdateScalars]  # of the bucket's pieces
     coefficient: float = 1.0  # that the gradients are clipped with; 1: they are not
 
 
@@ -37,29 +38,29 @@ class Job:
 class Early:
     """An update of which nobody knows yet whether the step takes it."""
 
-    done: Done
-    first: Done  # of its work; where that has not begun the update can be called off
+    done: Completion
+    first: Completion  # of its work; where that has not begun the update can be cancelled
 
-    def call_off(self) -> bool:
+    def cancel(self) -> bool:
         """Whether nothing of it will be done."""
-        return self.first.call_off()
+        return self.first.cancel()
 
 
-class Ways:
+class BucketJobs:
     """The jobs of one rank's buckets."""
 
     def __init__(
         self, slices: Sequence[OwnedSlice], buckets: Sequence[Bucket], layout: RecordLayout, memory: TierMemory
     ):
         self.buckets, self._layout, self._memory = buckets, layout, memory
-        self._lanes: Lanes = memory.lanes
+        self._link: HostLink = memory.link
         self._store: Store = memory.store
         self.weights = [_views(bucket, [owned.weights for owned in slices], slices) for bucket in buckets]
         self._grads = [_views(bucket, [owned.grads for owned in slices], slices) for bucket in buckets]
         self._states: dict[tuple[int, int], State] = {}
-        self._watched: list[Done] = []
-        device = self._lanes.device
-        # Filled by the lanes themselves, in the order of their work.
+        self._watched: list[Completion] = []
+        device = self._link.device
+        # Filled by the copy streams themselves, in the order of their work.
         self._device_step = torch.zeros((), dtype=torch.float32, device=device)
         self._host_step = torch.zeros((), dtype=torch.float32)
         scratch = SCRATCH if layout.moment_dtype != torch.float32 else 0
@@ -71,7 +72,7 @@ class Ways:
         failed = [
             done
             for done in self._watched
-            if done.is_issued and done.error is not None and not isinstance(done.error, CalledOff)
+            if done.is_issued and done.error is not None and not isinstance(done.error, Cancelled)
         ]
         self._watched = failed or [done for done in self._watched if not done.is_issued]
         return None if not failed else " ".join(str(failed[0].error).split()) or type(failed[0].error).__name__
@@ -80,18 +81,18 @@ class Ways:
     # Once the step's gradients are final, and their norm is known. Each returns when the bucket's weights are back.
     # -----------------------------------------------------------------------------------------------------------------
 
-    def in_place(self, index: int, job: Job, gradients: Done) -> Done:
+    def in_place(self, index: int, job: Job, gradients: Completion) -> Completion:
         """The record stays on the device."""
         resident = self._memory.resident[index]
         assert resident is not None
         work = self._device_update(index, job, self._state(index, resident), self.weights[index])
-        return self._watch(self._lanes.update.submit(work, (gradients, *self._memory.held(index))))
+        return self._watch(self._link.update.submit(work, (gradients, *self._memory.held(index))))
 
-    def stream(self, index: int, job: Job, before: Sequence[Done]) -> Done:
+    def stream(self, index: int, job: Job, before: Sequence[Completion]) -> Completion:
         """The record comes to the device and goes back."""
         return self._streamed(index, job, before, self.weights[index], early=False)[0]
 
-    def on_host(self, index: int, job: Job, before: Sequence[Done], left: Done | None) -> Done:
+    def on_host(self, index: int, job: Job, before: Sequence[Completion], left: Completion | None) -> Completion:
         """The gradient leaves, unless it has (`left`), and the weights come back. The first of `before` is what the
         step's gradients are final with."""
         numel = self.buckets[index].numel
@@ -102,7 +103,7 @@ class Ways:
         if left is None:
             left = self._gather(index, grads, self._grads[index], before, free if area is None else [])
             free = [] if area is None else free  # that copy has waited for it
-        # Without the gradients, where they have left: a lane of the host would wait for the device once more.
+        # Without the gradients, where they have left: the host's thread would wait for the device once more.
         after = (*before[1:], left)
         if not self._layout.has_master:
             after = (*after, self._gather(index, weights, self.weights[index], (*before, left), free))
@@ -116,35 +117,37 @@ class Ways:
     # While the backward pass goes on
     # -----------------------------------------------------------------------------------------------------------------
 
-    def unscale(self, index: int, final: Sequence[Done], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> Done:
+    def unscale(
+        self, index: int, final: Sequence[Completion], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+    ) -> Completion:
         """Take the fp16 loss scale out of the gradient, in place; `found_inf` counts what overflowed."""
         grads = self._grads[index]
         return self._watch(
-            self._lanes.update.submit(
+            self._link.update.submit(
                 lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale), final
             )
         )
 
-    def leave(self, index: int, final: Sequence[Done]) -> Done:
+    def leave(self, index: int, final: Sequence[Completion]) -> Completion:
         """The gradient, which is final, goes to its area on the host."""
         area = self._memory.grad_areas[index]
         assert area is not None
         return self._gather(index, area, self._grads[index], final)
 
-    def stream_early(self, index: int, job: Job, final: Sequence[Done]) -> Early:
+    def stream_early(self, index: int, job: Job, final: Sequence[Completion]) -> Early:
         """As `stream`, to the shadow."""
         return Early(*self._streamed(index, job, final, None, early=True))
 
-    def on_host_early(self, index: int, job: Job, left: Done) -> Early:
+    def on_host_early(self, index: int, job: Job, left: Completion) -> Early:
         """As `on_host` for a gradient that has left, to the shadow."""
         grads, weights = self._memory.grad_areas[index], self._memory.weight_areas[index]
         assert grads is not None and weights is not None
-        before: tuple[Done, ...] = (left,)
+        before: tuple[Completion, ...] = (left,)
         if not self._layout.has_master:
             before = (self._gather(index, weights, self.weights[index], before),)
         return Early(*self._host_update(index, job, before, grads, weights, [], early=True))
 
-    def commit(self, index: int, early: Done, gradients: Done) -> Done:
+    def commit(self, index: int, early: Completion, gradients: Completion) -> Completion:
         """The shadow is the state from now on, and its weights are the model's once the result is over."""
         weights = self._memory.weight_areas[index]
         assert weights is not None
@@ -156,13 +159,15 @@ class Ways:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _streamed(
-        self, index: int, job: Job, before: Sequence[Done], weights: list[torch.Tensor] | None, early: bool
-    ) -> tuple[Done, Done]:
+        self, index: int, job: Job, before: Sequence[Completion], weights: list[torch.Tensor] | None, early: bool
+    ) -> tuple[Completion, Completion]:
         slot = self._memory.device_slots[soonest_free([slot.users for slot in self._memory.device_slots])]
-        loan, record = self._borrow(index, early), slot.record[: self._store.sizes[index]]
-        source, target, size = loan.source, loan.target, record.numel()
-        up = self._lanes.up.submit(lambda: _copy(record, source), (loan.there,), num_bytes=size, free=slot.users.all())
-        lanes, new_weights = self._lanes, None
+        checkout, record = self._borrow(index, early), slot.record[: self._store.sizes[index]]
+        source, target, size = checkout.source, checkout.target, record.numel()
+        up = self._link.up.submit(
+            lambda: _copy(record, source), (checkout.there,), num_bytes=size, free=slot.users.all()
+        )
+        link, new_weights = self._link, None
         if early:
             assert slot.weights is not None
             new_weights = slot.weights[: self.buckets[index].numel]
@@ -170,7 +175,7 @@ class Ways:
         assert weights is not None
         state = self._state(index, record, None if self._layout.has_master else weights)
         work = self._device_update(index, job, state, weights, copy_first=early and not self._layout.has_master)
-        updated = self._watch(lanes.update.submit(work, (up, *before)))
+        updated = self._watch(link.update.submit(work, (up, *before)))
         area = self._memory.weight_areas[index] if early else None
 
         def back() -> None:
@@ -179,10 +184,10 @@ class Ways:
                 _copy(area, new_weights)
 
         num_bytes = size + (0 if area is None else area.nbytes)
-        gone = lanes.down.submit(back, (updated, *loan.change_after), num_bytes=num_bytes)
+        gone = link.down.submit(back, (updated, *checkout.change_after), num_bytes=num_bytes)
         slot.users.add(gone, self.buckets[index].numel)
-        there = self._watch(self._store.put(loan, gone))
-        return there if early else updated, up if loan.slot is None else loan.there
+        there = self._watch(self._store.put(checkout, gone))
+        return there if early else updated, up if checkout.slot is None else checkout.there
 
     def _device_update(
         self, index: int, job: Job, state: State, weights: Sequence[torch.Tensor], copy_first: bool = False
@@ -206,16 +211,16 @@ class Ways:
         self,
         index: int,
         job: Job,
-        before: Sequence[Done],
+        before: Sequence[Completion],
         grads: torch.Tensor,
         weights: torch.Tensor,
-        free: Sequence[Done],
+        free: Sequence[Completion],
         early: bool,
-    ) -> tuple[Done, Done]:
-        loan, has_master = self._borrow(index, early), self._layout.has_master
+    ) -> tuple[Completion, Completion]:
+        checkout, has_master = self._borrow(index, early), self._layout.has_master
         new, pieces = self._pieces(index, weights), self._pieces(index, grads)
-        state = self._state(index, loan.target, None if has_master else new)
-        source, target = loan.source, loan.target
+        state = self._state(index, checkout.target, None if has_master else new)
+        source, target = checkout.source, checkout.target
         step, scratch = self._host_step, self._host_scratch
 
         def work() -> None:
@@ -230,12 +235,12 @@ class Ways:
                     weight.copy_(master)
 
         num_bytes = 2 * target.numel() + grads.nbytes + weights.nbytes  # that the host reads and writes
-        after = (*before, loan.there, *loan.change_after)
-        updated = self._lanes.host.submit(work, after, num_bytes=num_bytes, free=free)
-        there = self._watch(self._store.put(loan, updated))
-        return there if early else updated, updated if loan.slot is None else loan.there
+        after = (*before, checkout.there, *checkout.change_after)
+        updated = self._link.host.submit(work, after, num_bytes=num_bytes, free=free)
+        there = self._watch(self._store.put(checkout, updated))
+        return there if early else updated, updated if checkout.slot is None else checkout.there
 
-    def _borrow(self, index: int, early: bool) -> Loan:
+    def _borrow(self, index: int, early: bool) -> Checkout:
         return self._store.fetch(index, len(self.buckets) + index if early else None)
 
     def _gather(
@@ -243,9 +248,9 @@ class Ways:
         index: int,
         flat: torch.Tensor,
         pieces: list[torch.Tensor],
-        before: Sequence[Done],
-        free: Sequence[Done] = (),
-    ) -> Done:
+        before: Sequence[Completion],
+        free: Sequence[Completion] = (),
+    ) -> Completion:
         """Pieces of the device go to a flat tensor of the host."""
         targets = self._pieces(index, flat)
 
@@ -253,9 +258,9 @@ class Ways:
             for target, source in zip(targets, pieces, strict=True):
                 _copy(target, source)
 
-        return self._watch(self._lanes.down.submit(work, before, num_bytes=flat.nbytes, free=free))
+        return self._watch(self._link.down.submit(work, before, num_bytes=flat.nbytes, free=free))
 
-    def _scatter(self, index: int, flat: torch.Tensor, before: Sequence[Done]) -> Done:
+    def _scatter(self, index: int, flat: torch.Tensor, before: Sequence[Completion]) -> Completion:
         """New weights of the host go to the model."""
         sources, targets = self._pieces(index, flat), self.weights[index]
 
@@ -263,7 +268,7 @@ class Ways:
             for target, source in zip(targets, sources, strict=True):
                 _copy(target, source)
 
-        return self._watch(self._lanes.up.submit(work, before, num_bytes=flat.nbytes))
+        return self._watch(self._link.up.submit(work, before, num_bytes=flat.nbytes))
 
     def _state(self, index: int, record: torch.Tensor, masters: list[torch.Tensor] | None = None) -> State:
         """The pieces of a bucket's record that lies there. What is its own master is the model's weights, or given."""
@@ -280,7 +285,7 @@ class Ways:
     def _pieces(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat[piece.offset : piece.offset + piece.end - piece.start] for piece in self.buckets[index].pieces]
 
-    def _watch(self, done: Done) -> Done:
+    def _watch(self, done: Completion) -> Completion:
         self._watched.append(done)
         return done
 

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from memory.planning import ENGINES, ElementBytes, Passes, Rates, choose, predict, predictions, work
+from optim.arrangement.planning import ENGINES, Bandwidths, ElementBytes, Passes, choose, predict, predictions, work
 
 BF16 = ElementBytes(record=12, weight=2, has_master=True)
 FP32 = ElementBytes(record=8, weight=4, has_master=False)
 # A link of 1 GB/s each way, a host that updates 10 GB/s, a device that takes no time.
-RATES = Rates(up=1e9, down=1e9, host=10e9, device=1e15)
+RATES = Bandwidths(up=1e9, down=1e9, host=10e9, device=1e15)
 MILLION = 10**6
 
 
@@ -85,7 +85,7 @@ def test_both_ways_are_busy_all_along_the_order() -> None:
         (dataclasses.replace(RATES, host=2.5e9), "split"),
     ],
 )
-def test_auto_is_the_engine_with_the_shortest_step(rates: Rates, best: str) -> None:
+def test_auto_is_the_engine_with_the_shortest_step(rates: Bandwidths, best: str) -> None:
     numels, tiers = [MILLION] * 30, ["host"] * 30
     seconds = predictions(numels, tiers, BF16, rates)
     assert min(ENGINES, key=seconds.__getitem__) == best
