@@ -74,6 +74,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LO
     PRETENDED they have the device of tests/cuda. Raises RankError, RankHang, RankDied, or ValueError for a function or
     a world size that cannot be run.
     """
+    forbid()
     if not 1 <= world_size <= MAX_RANKS:
         raise ValueError(f"world_size={world_size}: the pool has 1 to {MAX_RANKS} ranks")
     if "<" in fn.__qualname__ or fn.__module__ == "__main__":
@@ -89,8 +90,10 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LO
 
 
 def _run(call: tuple[str, str, bytes], world_size: int, timeout: float, backend: str) -> list[Any]:
+    global _num_calls
     pool = _pools.get(backend) or _Pool(backend)
     _pools[backend] = pool
+    _num_calls += 1
     try:
         return pool.run(call, world_size, timeout)
     except RankError as error:
@@ -100,6 +103,20 @@ def _run(call: tuple[str, str, bytes], world_size: int, timeout: float, backend:
     except BaseException:  # a hang, a dead rank, Ctrl-C, pytest's time limit: nothing in these processes can be trusted
         _drop(backend)
         raise
+
+
+def forbid() -> None:
+    """Nothing, unless tests/marks.py has put a refusal here: a fast test calls no ranks."""
+
+
+def backends() -> list[str]:
+    """The backends that have a living pool."""
+    return list(_pools)
+
+
+def calls() -> int:
+    """How often ranks were called since the session began."""
+    return _num_calls
 
 
 def pids(backend: str = "gloo") -> list[int]:
@@ -298,6 +315,7 @@ class _Pool:
 
 
 _pools: dict[str, _Pool] = {}
+_num_calls = 0
 
 
 def _drop(backend: str) -> None:

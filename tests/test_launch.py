@@ -22,11 +22,13 @@ import pytest
 from launch import system_torch
 from tests.waits import LONG, until
 
+pytestmark = pytest.mark.beside
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"])
 TOOLS = (
     "bash cat cut dirname env flock grep head mkdir mv nproc realpath rm sed sha256sum sleep sort touch tr cp "
-    "basename date ls tail"
+    "basename date ls tail mktemp"
 ).split()
 
 PYTHON = """#!/usr/bin/env bash
@@ -403,21 +405,50 @@ def test_pins_around_the_systems_torch_leave_its_own_dependencies_out() -> None:
 # --- test.sh ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failing", [None, "ruff", "mypy", "pytest"])
-def test_test_script_runs_everything_and_fails_if_anything_does(installed: Sandbox, failing: str | None) -> None:
+@pytest.fixture
+def tested(installed: Sandbox) -> Sandbox:
+    """A sandbox whose ruff, mypy and pytest write down how they are called; one fails where NAME-fails is there."""
     folder = installed.repo / ".venv" / "bin"
+    fails = 'exit "$([[ -e "$SANDBOX/$NAME-fails" ]] && echo 1 || echo 0)"'
     for tool in ("ruff", "mypy"):
-        (folder / tool).write_text(
-            f'#!/usr/bin/env bash\necho "{tool} $*" >>$SANDBOX/log\nexit {int(failing == tool)}\n'
-        )
+        fake = f'#!/usr/bin/env bash\nNAME={tool}\necho "{tool} $*" >>"$SANDBOX/log"\n{fails}\n'
+        (folder / tool).write_text(fake)
         (folder / tool).chmod(0o755)
-    marker = '"-m pytest"*) echo "${*:2}" >>"$SANDBOX/log"; exit ' + str(int(failing == "pytest")) + " ;;\n"
+    marker = f'"-m pytest"*) NAME=pytest; echo "${{*:2}}" >>"$SANDBOX/log"; {fails} ;;\n'
     (folder / "python").write_text(PYTHON.replace('case "$*" in\n', f'case "$*" in\n    {marker}'))
-    result = installed.run("test.sh", "-k", "some name")
+    return installed
+
+
+CHECKS = ["ruff check", "ruff format --check", "mypy "]
+
+
+@pytest.mark.parametrize("failing", [None, "ruff", "mypy", "pytest"])
+def test_test_script_runs_everything_and_fails_if_anything_does(tested: Sandbox, failing: str | None) -> None:
+    if failing is not None:
+        (tested.root / f"{failing}-fails").touch()
+    result = tested.run("test.sh", "-k", "some name")
     assert result.returncode == (0 if failing is None else 1)
-    assert installed.log() == [pip_line("dev"), "ruff check", "ruff format --check", "mypy ", "pytest -k some name"]
+    assert tested.log() == [pip_line("dev"), *CHECKS, "pytest -k some name"]
     if failing is not None:
         assert re.search(rf"FAILED.*\[{failing}", result.stdout.splitlines()[-1])
+
+
+def test_test_script_runs_fast_tests_alone(tested: Sandbox) -> None:
+    assert tested.run("test.sh", "--fast", "-x").returncode == 0
+    assert tested.log() == [pip_line("dev"), *CHECKS, "pytest -m fast -x"]
+
+
+def test_test_script_runs_both_halves_and_keeps_what_each_test_takes(tested: Sandbox) -> None:
+    assert tested.run("test.sh").returncode == 0
+    lines = tested.log()
+    assert lines[:4] == [pip_line("dev"), *CHECKS]
+    assert sorted(lines[4:]) == ["pytest -m beside", "pytest -m not beside"]
+    assert tested.run("test.sh", "--durations", "some folder").returncode == 0
+    kept = tested.root / "some folder"
+    assert sorted(tested.log()[3:]) == [
+        f"pytest -m beside --durations-file {kept}/beside.tsv",
+        f"pytest -m not beside --durations-file {kept}/others.tsv",
+    ]
 
 
 # --- quickstart.sh ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from configs.schema import KEYS, Config, ConfigError
 from configs.values import as_typed
 from tests.configs import advice, wrong_values
 
+pytestmark = pytest.mark.fast
+
 Take = Callable[..., Config]
 
 

@@ -14,6 +14,8 @@ from data.samples import BertSamples, Blend, GPTSamples, segment_documents
 from data.tokenizer import load_tokenizer
 from tests.data.test_tokenizer import word_piece
 
+pytestmark = pytest.mark.fast
+
 
 def numbered(prefix: Path, lengths: list[int], start: int = 0) -> TokenFile:
     """A GPT token file whose tokens count up from `start`, so that a token says where it came from."""

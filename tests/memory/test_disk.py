@@ -18,6 +18,8 @@ from memory import disk as disk_module
 from memory.arrange import BLOCK
 from memory.disk import Disk, aligned, offsets
 
+pytestmark = pytest.mark.fast
+
 BLOCKS = 16
 
 

@@ -18,6 +18,8 @@ from memory.lanes import Done, Lanes
 from memory.store import Store
 from tests.waits import LONG
 
+pytestmark = pytest.mark.fast
+
 SIZES = [5000, 8192, 1, 8192, 12288]
 TIERS = ["host", "disk", "disk", "disk", "host"]
 

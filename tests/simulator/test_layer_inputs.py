@@ -3,6 +3,8 @@ compared in tests/training/test_activation_offload.py."""
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.plan_accuracy import Case, compare
 from simulator.run_plan import make_plan
 from simulator.text import text
@@ -26,6 +28,7 @@ def _activations(offload: str) -> tuple[int, int]:
     return planned, measured
 
 
+@pytest.mark.beside
 def test_a_step_saves_what_the_plan_says() -> None:
     all_planned, all_measured = _activations("none")
     for offload in ("0.3", "auto"):
@@ -33,6 +36,7 @@ def test_a_step_saves_what_the_plan_says() -> None:
         assert all_planned - planned == all_measured - measured > 0
 
 
+@pytest.mark.fast
 def test_a_plan_tells_what_comes_to_the_host() -> None:
     config = make_config(["experiment=gpt_tiny", "training.recompute=full", "training.activation_offload=auto"])
     plan = make_plan(config, 1, 384, "cpu")

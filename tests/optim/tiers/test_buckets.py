@@ -11,6 +11,8 @@ from memory.buckets import CUT, cut
 from optim.tiers.buckets import RecordLayout
 from optim.tiers.kernel import SCRATCH, Rates, State, adamw
 
+pytestmark = pytest.mark.fast
+
 RATES = Rates(lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8)
 
 
