@@ -62,6 +62,12 @@ def test_samples_are_pure_functions_of_seed_and_index(tmp_path):
     assert forward != windows(GPTSamples([file], 8, seed=6), range(600))
 
 
+def test_every_epoch_has_an_order_of_its_own(tmp_path):
+    samples = GPTSamples([numbered(tmp_path / "a", [161])], 8, seed=0)
+    first, second = windows(samples, range(20)), windows(samples, range(20, 40))
+    assert first != second and sorted(first) == sorted(second)
+
+
 def test_labels_are_the_next_tokens(tmp_path):
     batch = GPTSamples([numbered(tmp_path / "a", [100])], 10, seed=0).batch(range(4))
     assert {name: (array.dtype.name, array.shape) for name, array in batch.items()} == {
