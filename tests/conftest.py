@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import distributed, durations, marks
+from tests import distributed, durations, lanes, marks
 from tests.waits import LONG
 
 
@@ -30,6 +30,7 @@ def _workers_end_with_the_session() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--durations-file", type=Path, help="write what each test takes and starts into this file")
+    parser.addoption("--lane", type=Path, help="run the files that no other pytest with this folder has claimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,14 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--durations-file")
     if path is not None:
         config.pluginmanager.register(durations.Recorder(path))
+    folder = config.getoption("--lane")
+    if folder is not None:
+        config.pluginmanager.register(lanes.Lane(folder))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the fast tests as beside too; skip what this machine cannot run. Each mark is probed only if a collected
-    test has it."""
-    for item in items:
-        if item.get_closest_marker("fast"):
-            item.add_marker("beside")
+    """Skip what this machine cannot run. Each mark is probed only if a collected test has it."""
     probes = {"gpu": _has_gpu, "slurm": _has_slurm, "netns": _has_network_namespaces, "cuda_pretended": _can_pretend}
     for mark, probe in probes.items():
         marked = [item for item in items if item.get_closest_marker(mark)]

@@ -1,8 +1,7 @@
-"""What the marks `fast` and `beside` promise, and how a broken promise is noticed.
+"""What the mark `fast` promises, and how a broken promise is noticed.
 
-A file says what its tests use: `pytestmark = pytest.mark.fast` (no rank, no training, seconds at most) or
-`pytest.mark.beside` (about one core busy, so that launch/test.sh runs them beside the others; every fast test is that
-too). A test without a mark may start as many ranks as it likes. A fast test that calls ranks, joins a process group or
+A file says by `pytestmark = pytest.mark.fast` that its tests start no rank and no training, and take seconds at most.
+A test without the mark may start as many ranks as it likes. A fast test that calls ranks, joins a process group or
 starts a program that trains fails, and says so.
 """
 

@@ -30,8 +30,6 @@ from tests.launch.test_gpu_check import OF_CHECK
 from tests.test_launch import NVIDIA_SMI, PYTHON, ROOT, Sandbox, agent_arguments, installed, parsed, sandbox
 from tests.waits import LONG
 
-pytestmark = pytest.mark.beside
-
 __all__ = ["installed", "sandbox"]  # fixtures
 
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))

@@ -22,13 +22,11 @@ import pytest
 from launch import system_torch
 from tests.waits import LONG, until
 
-pytestmark = pytest.mark.beside
-
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"])
 TOOLS = (
     "bash cat cut dirname env flock grep head mkdir mv nproc realpath rm sed sha256sum sleep sort touch tr cp "
-    "basename date ls tail mktemp"
+    "basename date ls tail"
 ).split()
 
 PYTHON = """#!/usr/bin/env bash
@@ -414,7 +412,7 @@ def tested(installed: Sandbox) -> Sandbox:
         fake = f'#!/usr/bin/env bash\nNAME={tool}\necho "{tool} $*" >>"$SANDBOX/log"\n{fails}\n'
         (folder / tool).write_text(fake)
         (folder / tool).chmod(0o755)
-    marker = f'"-m pytest"*) NAME=pytest; echo "${{*:2}}" >>"$SANDBOX/log"; {fails} ;;\n'
+    marker = f'"-m pytest"* | "-m tests.lanes"*) NAME=pytest; echo "${{*:2}}" >>"$SANDBOX/log"; {fails} ;;\n'
     (folder / "python").write_text(PYTHON.replace('case "$*" in\n', f'case "$*" in\n    {marker}'))
     return installed
 
@@ -433,22 +431,19 @@ def test_test_script_runs_everything_and_fails_if_anything_does(tested: Sandbox,
         assert re.search(rf"FAILED.*\[{failing}", result.stdout.splitlines()[-1])
 
 
-def test_test_script_runs_fast_tests_alone(tested: Sandbox) -> None:
-    assert tested.run("test.sh", "--fast", "-x").returncode == 0
-    assert tested.log() == [pip_line("dev"), *CHECKS, "pytest -m fast -x"]
-
-
-def test_test_script_runs_both_halves_and_keeps_what_each_test_takes(tested: Sandbox) -> None:
-    assert tested.run("test.sh").returncode == 0
-    lines = tested.log()
-    assert lines[:4] == [pip_line("dev"), *CHECKS]
-    assert sorted(lines[4:]) == ["pytest -m beside", "pytest -m not beside"]
-    assert tested.run("test.sh", "--durations", "some folder").returncode == 0
-    kept = tested.root / "some folder"
-    assert sorted(tested.log()[3:]) == [
-        f"pytest -m beside --durations-file {kept}/beside.tsv",
-        f"pytest -m not beside --durations-file {kept}/others.tsv",
-    ]
+@pytest.mark.parametrize(
+    ("arguments", "runs"),
+    [
+        ([], "tests.lanes"),
+        (["--fast", "-x"], "tests.lanes -m fast -x"),
+        (["--durations", "some folder"], "tests.lanes --durations some folder"),
+        (["tests/test_rooms.py", "-x"], "pytest tests/test_rooms.py -x"),
+    ],
+    ids=["all", "fast", "durations", "a file"],
+)
+def test_test_script_runs_all_and_the_fast_tests_in_lanes(tested: Sandbox, arguments: list[str], runs: str) -> None:
+    assert tested.run("test.sh", *arguments).returncode == 0
+    assert [line.rstrip() for line in tested.log()[-1:]] == [runs]
 
 
 # --- quickstart.sh ---------------------------------------------------------------------------------------------------

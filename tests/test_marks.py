@@ -35,8 +35,3 @@ def test_no_program_is_started_that_trains(words: list[str]) -> None:
 
 def test_others_may() -> None:
     distributed.forbid()
-
-
-def test_fast_tests_are_beside_the_others(request: pytest.FixtureRequest) -> None:
-    fast = [item for item in request.session.items if item.get_closest_marker("fast")]
-    assert all(item.get_closest_marker("beside") for item in fast)

@@ -23,7 +23,7 @@ from tests.cuda.pretended.observed import OBSERVED
 from tests.waits import LONG
 
 # the first test of a session starts up to eight processes
-pytestmark = [pytest.mark.cuda_pretended, pytest.mark.beside]
+pytestmark = [pytest.mark.cuda_pretended]
 
 LATE = [name for name in CASES if name not in cases.MATRIX_ONLY]
 EARLY = ["keep, chunks", "offload, chunks", "hierarchical", "pipeline", "layer inputs on the host"]

@@ -19,7 +19,7 @@ from tests.tolerances import PRETENDED_HALF_GRAD_NORM, PRETENDED_HALF_LOSS
 from tests.training.helpers import make_config, read_metrics
 from tests.waits import LONG
 
-pytestmark = [pytest.mark.cuda_pretended, pytest.mark.beside]
+pytestmark = [pytest.mark.cuda_pretended]
 
 RANKS, NUM_LAYERS, MICRO_BATCHES, STEPS = 2, 2, 2, 6
 QUIET = 3  # a step without evaluation, checkpoint or report

@@ -23,7 +23,7 @@ from data.tokenizer.formats import patterns
 from data.tokenizer.formats.byte_pairs import byte_level_alphabet
 from data.tokenizer.probes import PROBES
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.fast
 
 TEXTS = [
     *PROBES,

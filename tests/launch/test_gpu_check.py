@@ -18,8 +18,6 @@ from tests.test_launch import NVIDIA_SMI, PYTHON, ROOT, Sandbox, pip_line, sandb
 from tests.tolerances import MOE
 from tests.waits import LONG
 
-pytestmark = pytest.mark.beside
-
 __all__ = ["sandbox"]  # a fixture
 
 # As the stand-in for Python has it: torch sees no GPU; what the check itself is told.

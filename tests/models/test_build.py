@@ -25,8 +25,6 @@ from tests.models.test_layouts import BERT, BERT_MOE, GPT_MOE, SMALL, Overrides
 from tests.tolerances import BF16_LOSS, FP32_GRAD_NORM, FP32_LOSS
 from tests.waits import LONG
 
-pytestmark = pytest.mark.beside
-
 VOCAB_SIZE = 131
 DROPOUT: Overrides = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
 ALL_LOSSES: Overrides = {

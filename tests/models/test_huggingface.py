@@ -21,8 +21,6 @@ from tests.distributed import run
 from tests.models.helpers import Batch, random_batch, relative_error, run_model
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, ORACLE_GRADS, ORACLE_LOGITS
 
-pytestmark = pytest.mark.beside
-
 VOCAB_SIZE = 99  # odd
 LENGTH = 10
 

@@ -17,7 +17,7 @@ from configs.schema import ConfigError
 from inference import generate
 from models import convert, folder
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.fast
 
 SIZES = {
     "hidden_size": 16,

@@ -30,7 +30,7 @@ from tests.models.mutations import (
 )
 from tests.models.real_configs import PUBLISHED, make_starts, scaled
 
-pytestmark = pytest.mark.beside
+pytestmark = pytest.mark.fast
 
 # What a class of transformers says otherwise than its table, and why.
 OTHER_DEFAULTS = {

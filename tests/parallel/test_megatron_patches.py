@@ -16,8 +16,6 @@ import torch.distributed as dist
 from tests import distributed
 from tests.waits import LONG
 
-pytestmark = pytest.mark.beside
-
 on_one_rank = distributed.run
 
 

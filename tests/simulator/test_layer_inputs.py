@@ -28,7 +28,6 @@ def _activations(offload: str) -> tuple[int, int]:
     return planned, measured
 
 
-@pytest.mark.beside
 def test_a_step_saves_what_the_plan_says() -> None:
     all_planned, all_measured = _activations("none")
     for offload in ("0.3", "auto"):

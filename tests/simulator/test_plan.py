@@ -29,8 +29,6 @@ from tests import distributed
 from tests.training.helpers import make_config, train, train_on_ranks
 from tests.waits import LONG
 
-pytestmark = pytest.mark.beside
-
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY, FLOPS = 0.10, 0.01  # bounds of the plan's error
 

@@ -19,8 +19,6 @@ from tests import distributed
 from tests.configs import advice
 from tests.training.helpers import make_config
 
-pytestmark = pytest.mark.beside
-
 VOCAB_SIZE = 1000
 TIERED = ["training.device=cpu", "optimizer.state_device=host", "parallel.overlap_grad_reduce=true"]
 LATENT = [
