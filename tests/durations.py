@@ -1,4 +1,4 @@
-"""Seconds that each test takes, and what it starts: `pytest --durations-file PATH` writes a line per test.
+"""Seconds that each test takes, and what it starts: `pytest --durations-file=PATH` writes a line per test.
 
 The columns are wall-clock seconds, CPU seconds (user and system, of pytest, of the ranks and of every program that has
 ended), calls on ranks, programs started, and the test. CPU seconds say what a test costs on a machine that others use.
@@ -91,7 +91,7 @@ def read(path: Path) -> dict[str, Used]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.durations", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path, help="files that pytest --durations-file wrote")
+    parser.add_argument("files", nargs="+", type=Path, help="files that pytest --durations-file=PATH wrote")
     tests: dict[str, Used] = {}
     parts: dict[str, Used] = defaultdict(Used)
     modules: dict[str, Used] = defaultdict(Used)

@@ -98,10 +98,10 @@ def _run(folder: Path, num: int, durations: Path | None, for_pytest: Sequence[st
     outputs = [folder / f"{number}.txt" for number in range(num)]
     processes = []
     for number, output in enumerate(outputs):
-        command = [sys.executable, "-m", "pytest", "--lane", str(claims), *for_pytest]
+        command = [sys.executable, "-m", "pytest", f"--lane={claims}", *for_pytest]
         if durations is not None:
             durations.mkdir(parents=True, exist_ok=True)
-            command += ["--durations-file", str(durations / f"lane_{number + 1}.tsv")]
+            command.append(f"--durations-file={durations.absolute() / f'lane_{number + 1}.tsv'}")
         with output.open("wb") as stream:
             processes.append(subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT))
     try:
