@@ -396,7 +396,8 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
         timeout=TIMEOUT,
     )
     failed = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(.*?)(?: - .*)?$", done.stdout, re.M)
-    return done.returncode, failed[0] if failed else (done.stdout + done.stderr).strip().splitlines()[-1]
+    last = (done.stdout + done.stderr).strip().splitlines()[-1]
+    return done.returncode, failed[0] if failed else f"pytest ended with {done.returncode}: {last}"
 
 
 def apply(mutant: Mutant, tree: Path) -> None:
