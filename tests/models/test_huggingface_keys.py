@@ -30,8 +30,6 @@ from tests.models.mutations import (
 )
 from tests.models.real_configs import PUBLISHED, make_starts, scaled
 
-pytestmark = pytest.mark.fast
-
 # What a class of transformers says otherwise than its table, and why.
 OTHER_DEFAULTS = {
     # transformers 4 has no such key; without it a folder holds no further layers

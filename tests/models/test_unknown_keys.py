@@ -17,8 +17,6 @@ from models import convert
 from models.huggingface import transformers_reads, translate, unknown_keys
 from tests.models.mutations import BASES, make_bases
 
-pytestmark = pytest.mark.fast
-
 
 def test_the_table_is_what_transformers_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where transformers or the families have changed, the same command writes the table anew."""
