@@ -86,6 +86,9 @@ def main() -> int:
     counts = Counter[str]()
     for text in outputs:
         counts.update({word: int(count) for count, word in OUTCOMES.findall(text.rstrip().rpartition("\n")[2])})
+    for number, status in enumerate(statuses, 1):
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            print(f"lane {number} ended with status {status}: what it had claimed did not all run")
     total = ", ".join(f"{count:,} {word}" for word, count in counts.items())
     print(f"{arguments.lanes} lanes: {total} in {time.monotonic() - begin:.0f} s")
     return max(statuses, key=abs)
