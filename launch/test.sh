@@ -4,10 +4,13 @@ set -uo pipefail
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     cat <<'TEXT'
-Usage: bash launch/test.sh [PYTEST ARGUMENT]...
+Usage: bash launch/test.sh [--fast | --durations FOLDER] [PYTEST ARGUMENT]...
 
 Sets .venv up if need be, then runs ruff check, ruff format, mypy and pytest. All of them run, whatever fails before.
-Arguments go to pytest: a file, -k NAME, -x. Without any, the tests marked `beside` run beside the others.
+Arguments go to pytest: a file, -k NAME, -x. All tests, and the fast ones, run in several lanes at once.
+
+  --fast              the tests marked `fast` alone: they start no rank and no training
+  --durations FOLDER  keep what each test takes and starts, for python -m tests.durations
 TEXT
     exit 0
 fi
@@ -29,16 +32,12 @@ check() {
 check "ruff check" .venv/bin/ruff check
 check "ruff format" .venv/bin/ruff format --check
 check "mypy" .venv/bin/mypy
-if [[ $# -gt 0 ]]; then
-    check "pytest" .venv/bin/python -m pytest "$@"
+if [[ ${1:-} == --fast ]]; then
+    check "pytest" .venv/bin/python -m tests.lanes -m fast "${@:2}"
+elif [[ $# -eq 0 || $1 == --durations ]]; then
+    check "pytest" .venv/bin/python -m tests.lanes "$@"
 else
-    # Ranks wait for each other much of the time: those that keep one core busy find room beside them.
-    beside=$(mktemp)
-    trap 'kill %1 2>/dev/null; rm -f "$beside"' EXIT
-    .venv/bin/python -m pytest -m beside >"$beside" 2>&1 &
-    check "pytest, those marked beside excepted" .venv/bin/python -m pytest -m "not beside"
-    check "pytest, those marked beside" wait %1
-    cat "$beside"
+    check "pytest" .venv/bin/python -m pytest "$@"
 fi
 
 if [[ ${#failed[@]} -gt 0 ]]; then

@@ -45,6 +45,7 @@ DUMP_PAUSE = 1.0  # seconds in which they write them
 END = b"end"  # tells a rank that it may take everything down
 END_OF_RUN = "\x00end-of-run"  # ends a rank's output of one call
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+ROTARY = (("rotary_pos_embedding", "RotaryEmbedding"), ("yarn_rotary_pos_embedding", "YarnRotaryEmbedding"))
 
 
 class RankError(Exception):
@@ -74,6 +75,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LO
     PRETENDED they have the device of tests/cuda. Raises RankError, RankHang, RankDied, or ValueError for a function or
     a world size that cannot be run.
     """
+    forbid()
     if not 1 <= world_size <= MAX_RANKS:
         raise ValueError(f"world_size={world_size}: the pool has 1 to {MAX_RANKS} ranks")
     if "<" in fn.__qualname__ or fn.__module__ == "__main__":
@@ -89,8 +91,10 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LO
 
 
 def _run(call: tuple[str, str, bytes], world_size: int, timeout: float, backend: str) -> list[Any]:
+    global _num_calls
     pool = _pools.get(backend) or _Pool(backend)
     _pools[backend] = pool
+    _num_calls += 1
     try:
         return pool.run(call, world_size, timeout)
     except RankError as error:
@@ -100,6 +104,20 @@ def _run(call: tuple[str, str, bytes], world_size: int, timeout: float, backend:
     except BaseException:  # a hang, a dead rank, Ctrl-C, pytest's time limit: nothing in these processes can be trusted
         _drop(backend)
         raise
+
+
+def forbid() -> None:
+    """Nothing, unless tests/marks.py has put a refusal here: a fast test calls no ranks."""
+
+
+def backends() -> list[str]:
+    """The backends that have a living pool."""
+    return list(_pools)
+
+
+def calls() -> int:
+    """How often ranks were called since the session began."""
+    return _num_calls
 
 
 def pids(backend: str = "gloo") -> list[int]:
@@ -298,6 +316,7 @@ class _Pool:
 
 
 _pools: dict[str, _Pool] = {}
+_num_calls = 0
 
 
 def _drop(backend: str) -> None:
@@ -453,6 +472,11 @@ def _take_down(environment: dict[str, str], folder: str) -> None:
         # A tracker with one entry per layer, and a scale whose shape depends on who sets it first.
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
         moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    for name, kind in ROTARY:
+        module = sys.modules.get(f"megatron.core.models.common.embeddings.{name}")
+        if module is not None:
+            # The cache of angles keeps the last 32 modules with their groups, each with threads that poll.
+            getattr(module, kind).forward.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.set_grad_enabled(True)

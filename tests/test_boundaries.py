@@ -17,6 +17,8 @@ import pytest
 
 from tests.test_rooms import FREE, ROOT, own_modules, write_tree
 
+pytestmark = pytest.mark.fast
+
 TOPOLOGY, LAUNCH, MEGATRON = "parallel/topology.py", "configs/ranks.py", "parallel/megatron/"
 
 # Ways to Megatron-core's global process groups.

@@ -78,6 +78,7 @@ TABLE: list[tuple[str, str]] = [
     (r"python -m tests\.cuda\.launches$", "tests/cuda/test_pretended_gpu.py::test_launches"),
     (r"python -m tests\.cuda\.matrix", "tests/cuda/test_pretended_gpu.py::test_the_matrix_says_what_is_wrong"),
     (r"python -m tests\.cuda\.fake\b", "tests/cuda/test_fake.py::test_every_preset_takes_a_step_as_planned"),
+    (r"python -m tests\.durations ", "tests/test_durations.py::test_command_line"),
 ]
 
 # The test that runs such a command to its end. Benchmarks have their results instead.
@@ -113,6 +114,7 @@ RUNS: list[tuple[str, str]] = [
     (r"python -m tests\.cuda\.launches$", "tests/cuda/test_pretended_gpu.py::test_launches"),
     (r"python -m tests\.cuda\.matrix", "tests/cuda/test_pretended_gpu.py::test_the_matrix_says_what_is_wrong"),
     (r"python -m tests\.cuda\.fake\b", "tests/cuda/test_fake.py::test_every_preset_takes_a_step_as_planned"),
+    (r"python -m tests\.durations ", "tests/test_durations.py::test_command_line"),
 ]
 
 

@@ -10,6 +10,8 @@ import pytest
 from configs.schema import KEYS
 from tests.distributed import ROOT
 
+pytestmark = pytest.mark.fast
+
 DOCS = ROOT / "docs"
 DECISIONS = sorted(path for path in (DOCS / "decisions").glob("*.md") if path.name != "README.md")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]

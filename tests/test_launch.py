@@ -403,21 +403,47 @@ def test_pins_around_the_systems_torch_leave_its_own_dependencies_out() -> None:
 # --- test.sh ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failing", [None, "ruff", "mypy", "pytest"])
-def test_test_script_runs_everything_and_fails_if_anything_does(installed: Sandbox, failing: str | None) -> None:
+@pytest.fixture
+def tested(installed: Sandbox) -> Sandbox:
+    """A sandbox whose ruff, mypy and pytest write down how they are called; one fails where NAME-fails is there."""
     folder = installed.repo / ".venv" / "bin"
+    fails = 'exit "$([[ -e "$SANDBOX/$NAME-fails" ]] && echo 1 || echo 0)"'
     for tool in ("ruff", "mypy"):
-        (folder / tool).write_text(
-            f'#!/usr/bin/env bash\necho "{tool} $*" >>$SANDBOX/log\nexit {int(failing == tool)}\n'
-        )
+        fake = f'#!/usr/bin/env bash\nNAME={tool}\necho "{tool} $*" >>"$SANDBOX/log"\n{fails}\n'
+        (folder / tool).write_text(fake)
         (folder / tool).chmod(0o755)
-    marker = '"-m pytest"*) echo "${*:2}" >>"$SANDBOX/log"; exit ' + str(int(failing == "pytest")) + " ;;\n"
+    marker = f'"-m pytest"* | "-m tests.lanes"*) NAME=pytest; echo "${{*:2}}" >>"$SANDBOX/log"; {fails} ;;\n'
     (folder / "python").write_text(PYTHON.replace('case "$*" in\n', f'case "$*" in\n    {marker}'))
-    result = installed.run("test.sh", "-k", "some name")
+    return installed
+
+
+CHECKS = ["ruff check", "ruff format --check", "mypy "]
+
+
+@pytest.mark.parametrize("failing", [None, "ruff", "mypy", "pytest"])
+def test_test_script_runs_everything_and_fails_if_anything_does(tested: Sandbox, failing: str | None) -> None:
+    if failing is not None:
+        (tested.root / f"{failing}-fails").touch()
+    result = tested.run("test.sh", "-k", "some name")
     assert result.returncode == (0 if failing is None else 1)
-    assert installed.log() == [pip_line("dev"), "ruff check", "ruff format --check", "mypy ", "pytest -k some name"]
+    assert tested.log() == [pip_line("dev"), *CHECKS, "pytest -k some name"]
     if failing is not None:
         assert re.search(rf"FAILED.*\[{failing}", result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "runs"),
+    [
+        ([], "tests.lanes"),
+        (["--fast", "-x"], "tests.lanes -m fast -x"),
+        (["--durations", "some folder"], "tests.lanes --durations some folder"),
+        (["tests/test_rooms.py", "-x"], "pytest tests/test_rooms.py -x"),
+    ],
+    ids=["all", "fast", "durations", "a file"],
+)
+def test_test_script_runs_all_and_the_fast_tests_in_lanes(tested: Sandbox, arguments: list[str], runs: str) -> None:
+    assert tested.run("test.sh", *arguments).returncode == 0
+    assert [line.rstrip() for line in tested.log()[-1:]] == [runs]
 
 
 # --- quickstart.sh ---------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from benchmarks import summary
 from tests.distributed import ROOT
 from tests.test_commands import COMMAND
 
+pytestmark = pytest.mark.fast
+
 MOST_LINES = 160
 MOST_FIGURES = 25
 

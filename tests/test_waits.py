@@ -6,8 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 
+import pytest
+
 from tests.test_rooms import ROOT
 from tests.waits import LONG
+
+pytestmark = pytest.mark.fast
 
 # Where a time that runs out is what is tested: file and function.
 OF_TIMES = {

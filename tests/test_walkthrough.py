@@ -6,7 +6,11 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.distributed import ROOT
+
+pytestmark = pytest.mark.fast
 
 PAGE = ROOT / "docs" / "walkthrough.md"
 STOPS = 10

@@ -220,6 +220,7 @@ def _enter(monkeypatch: pytest.MonkeyPatch, argv: list[str], world_size: int) ->
     return ended.value.code, len(started)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_command_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = WRONG[name]

@@ -7,6 +7,8 @@ import pytest
 from benchmarks.gpu_layer import layer_flops, length, make_config, overlap
 from training.report.timeline import merged
 
+pytestmark = pytest.mark.fast
+
 
 def test_intervals_that_touch_become_one() -> None:
     assert merged([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0), (0.5, 1.5)]) == [(0.0, 4.0), (5.0, 6.0)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.memory_reuse import contenders
 from benchmarks.rounds import Rounds
+
+pytestmark = pytest.mark.fast
 
 
 def test_plans_that_may_be_fastest_within_some_budget_run_on() -> None:

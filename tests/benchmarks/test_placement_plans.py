@@ -15,6 +15,8 @@ from benchmarks.planners import PLANNERS, Entry
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import Costs, Limits, at_home
 
+pytestmark = pytest.mark.fast
+
 
 def halves(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
     """A planner: the experts of rank 0 are computed on rank 1 by half."""

@@ -17,6 +17,8 @@ from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import Costs, Limits, at_home, shares
 from moe.placement.trace import Header, Writer
 
+pytestmark = pytest.mark.fast
+
 
 def expert_of(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
     """A planner for 4 ranks and experts: the largest expert is computed on the next rank alone."""

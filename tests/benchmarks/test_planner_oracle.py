@@ -18,6 +18,8 @@ from moe.placement.planners.instances import may_hold
 from moe.placement.planners.solve import solve
 from moe.placement.quotas import Costs, Limits, held, outcome
 
+pytestmark = pytest.mark.fast
+
 
 def splits(total: int, ranks: int) -> Iterator[tuple[int, ...]]:
     """Every way to cut so many assignments into a part for each rank."""

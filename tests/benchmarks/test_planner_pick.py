@@ -11,6 +11,8 @@ import pytest
 from benchmarks.planner_pick import LAYERS, contenders, judge, regret, whole_step_regret
 from moe.schedule.chunk_plan import Plan
 
+pytestmark = pytest.mark.fast
+
 
 def test_plans_that_are_near_in_a_pass_or_in_a_step_run_on() -> None:
     seconds = {

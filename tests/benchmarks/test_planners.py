@@ -11,6 +11,8 @@ from benchmarks.planners import PLANNERS
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import Costs, Limits, at_home, check, outcome
 
+pytestmark = pytest.mark.fast
+
 NODE = Costs(copy_between=None)
 
 

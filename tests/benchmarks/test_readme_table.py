@@ -14,6 +14,8 @@ from configs.compose import compose
 from tests.distributed import ROOT
 from tests.test_commands import COMMAND, GUIDES
 
+pytestmark = pytest.mark.fast
+
 README = (ROOT / "README.md").read_text()
 ROWS = readme_table.rows_of(README)
 TAKES = r"--(ranks-per-node|max-restarts|num-nodes|node-rank|master-addr|nodes|time|array|gpus-per-node|config-dir) \S+"

@@ -11,6 +11,8 @@ import pytest
 from benchmarks import rounds
 from benchmarks.cluster import Cluster
 
+pytestmark = pytest.mark.fast
+
 
 class _OneRank:
     """Runs a variant here; the n-th call of one takes n times its seconds."""

@@ -10,6 +10,8 @@ import pytest
 from benchmarks import summary
 from benchmarks.summary import NotFound
 
+pytestmark = pytest.mark.fast
+
 TEXT = """\
 # A benchmark
 

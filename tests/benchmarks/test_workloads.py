@@ -11,6 +11,8 @@ import pytest
 from benchmarks.workloads import MEGATRON, POPULARITIES, Size, counts, is_workload, routing
 from moe.placement.map import Integers
 
+pytestmark = pytest.mark.fast
+
 SMALL = Size(ranks=4, experts=8, top_k=2, tokens=512, micro_batches=2)
 # Of 8 experts top 2: by (workload, step) the assignments of each expert, in 32nds of the tokens. Chosen from a hot pair
 # by three tokens of four, an expert has 3/4 + 1/4 * 1/4; of four, 3/4 * 1/2 + 1/16; the others 1/16.

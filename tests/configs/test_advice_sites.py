@@ -5,6 +5,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = "checkpoint configs data inference launch memory models moe optim parallel simulator training".split()
 

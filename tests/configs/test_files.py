@@ -13,6 +13,8 @@ import pytest
 from configs import files
 from configs.files import GoneError, Log, SideLog, WriteError
 
+pytestmark = pytest.mark.fast
+
 
 def refuse(number: int) -> Any:
     def call(*_: Any, **__: Any) -> Any:

@@ -16,6 +16,8 @@ from configs.show import show
 from configs.validate import validate
 from tests.configs import advice
 
+pytestmark = pytest.mark.fast
+
 OTHER: dict[str, Any] = {  # a legal value that is not the default, where the schema does not show one
     "moe.layers": 2,
     "moe.pipeline_degree": 2,

@@ -17,6 +17,8 @@ from configs.keys import OnResume, get, put
 from configs.schema import KEYS, Config, ConfigError
 from configs.validate import validate, validate_for_use
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

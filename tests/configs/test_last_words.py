@@ -10,6 +10,8 @@ import pytest
 
 from configs import last_words
 
+pytestmark = pytest.mark.fast
+
 
 def test_two_threads_that_speak_at_once_leave_one_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's launcher fails of a file that is not JSON, and then says that in place of the cause."""

@@ -9,6 +9,8 @@ from configs import derived
 from configs.compose import CONFIG_DIR, compose
 from configs.validate import validate
 
+pytestmark = pytest.mark.fast
+
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))
 MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
 OVERLAYS = sorted(

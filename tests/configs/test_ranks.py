@@ -10,6 +10,8 @@ from configs.compose import run
 from configs.ranks import Launch, label, launched, use_fewer
 from configs.schema import Config, ConfigError
 
+pytestmark = pytest.mark.fast
+
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GOOD = {
     "RANK": "1",

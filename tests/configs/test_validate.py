@@ -17,6 +17,8 @@ from moe.placement.policy import POLICIES
 from moe.schedule.chunk_plan import STRATEGIES
 from tests.configs import advice
 
+pytestmark = pytest.mark.fast
+
 YARN = "rope_type: yarn, factor: 4.0, original_max_position_embeddings: 8"
 # overrides, world size, the field that the message starts with, what else it must say
 BROKEN: list[tuple[list[str], int, str, str]] = [

@@ -16,6 +16,8 @@ from configs.weights import FORMAT
 from data.tokenizer import train_tokenizer
 from training.starting import preflight
 
+pytestmark = pytest.mark.fast
+
 MODELS = ["gpt_tiny", "gpt_moe_tiny", "bert_tiny", "deepseek_v3_like", "qwen3_30b_a3b"]
 VOCAB = 500
 

@@ -15,7 +15,7 @@ from simulator.run_plan import TOLERANCE
 from tests.distributed import ROOT
 from tests.waits import LONG
 
-pytestmark = pytest.mark.cuda_pretended
+pytestmark = [pytest.mark.cuda_pretended]
 
 
 @pytest.fixture(scope="module")

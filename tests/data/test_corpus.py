@@ -10,6 +10,8 @@ import zstandard
 from configs.schema import ConfigError
 from data.corpus import BadLine, Document, parse_corpus, plan_parts, read_span, split_sentences, unpack
 
+pytestmark = pytest.mark.fast
+
 
 def read(corpus, scratch: Path, text_key: str = "text", rule: str = "file") -> tuple[list[Document], list[BadLine]]:
     """Documents and bad lines of a corpus, in order, after unpacking."""

@@ -24,6 +24,8 @@ from data.prepare.part_index import read_index
 from data.worker import tokenize_part
 from tests.data.test_prepare import documents_of, tree
 
+pytestmark = pytest.mark.fast
+
 BERT_SAMPLE = """\
 The rain had ceased, and Mr. Beard rose early.
 he found a leak in the roof.

@@ -16,6 +16,8 @@ from data.prepare.command import main as prepare_command
 from data.tokenizer import load_tokenizer, train_tokenizer
 from tests.data.test_special_tokens import CONFIG, FAST, MAP, byte_folder
 
+pytestmark = pytest.mark.fast
+
 END, EOT, PAD, LETTER = 1, 0, 2, 40  # ids of byte_folder
 
 

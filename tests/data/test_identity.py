@@ -21,6 +21,8 @@ from data.prepare import prepare
 from data.tokenizer import tokenizer_digest
 from tests.data.test_tokenizer import byte_level
 
+pytestmark = pytest.mark.fast
+
 
 def flip(path: Path, *, keep_mtime: bool = False, in_place: bool = True) -> None:
     """Change the lowest bit of the last token; the size stays, and on wish the time of change."""

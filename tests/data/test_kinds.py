@@ -26,6 +26,8 @@ from data.prepare import prepare
 from data.prepare.command import main
 from tests.data.test_corpus import read
 
+pytestmark = pytest.mark.fast
+
 ROWS = [{"text": f"Document {i}.\nIts second line.", "url": "u"} for i in range(5)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 PACKED = {

@@ -12,6 +12,8 @@ from data.loader import Loader
 from data.prepare import prepare
 from tests.waits import LONG, until
 
+pytestmark = pytest.mark.fast
+
 
 class Counting:
     """Samples whose tokens are their index; `fail_at` raises, each batch waits for `ready`."""

@@ -21,6 +21,8 @@ from data.prepare import prepare
 from data.samples.shared import of_split
 from tests.data.conftest import make_text
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -14,6 +14,8 @@ from data.samples import BertSamples, Blend, GPTSamples, segment_documents
 from data.tokenizer import load_tokenizer
 from tests.data.test_tokenizer import word_piece
 
+pytestmark = pytest.mark.fast
+
 
 def numbered(prefix: Path, lengths: list[int], start: int = 0) -> TokenFile:
     """A GPT token file whose tokens count up from `start`, so that a token says where it came from."""
@@ -58,6 +60,12 @@ def test_samples_are_pure_functions_of_seed_and_index(tmp_path):
     backward = [windows(other, range(i, i + 1))[0] for i in reversed(range(600))][::-1]
     assert forward == backward
     assert forward != windows(GPTSamples([file], 8, seed=6), range(600))
+
+
+def test_every_epoch_has_an_order_of_its_own(tmp_path):
+    samples = GPTSamples([numbered(tmp_path / "a", [161])], 8, seed=0)
+    first, second = windows(samples, range(20)), windows(samples, range(20, 40))
+    assert first != second and sorted(first) == sorted(second)
 
 
 def test_labels_are_the_next_tokens(tmp_path):

@@ -22,6 +22,8 @@ from data.tokenizer.model_json import tokenizer_json
 from data.worker import tokenize_part
 from tests.data.test_tokenizer import word_piece
 
+pytestmark = pytest.mark.fast
+
 HARD = [
     "a </s> b",
     "<|endoftext|>x<|endoftext|></s>",

@@ -22,6 +22,8 @@ from data.split import LINE_REACH, number_hashes, split_documents, split_index
 from data.tokenizer import load_tokenizer
 from tests.data.conftest import make_text
 
+pytestmark = pytest.mark.fast
+
 RNG = np.random.default_rng(0)
 SIZES = {
     "one": [5000],

@@ -13,6 +13,8 @@ from data.tokenizer import CLS, EOD, MASK, PAD, SEP, load_tokenizer, train_token
 from data.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.waits import LONG
 
+pytestmark = pytest.mark.fast
+
 ALPHABETS = [
     "abc XYZ 019 \n\t\r",
     "  \n\n\n    ",

@@ -23,6 +23,8 @@ from data.tokenizer.formats import patterns
 from data.tokenizer.formats.byte_pairs import byte_level_alphabet
 from data.tokenizer.probes import PROBES
 
+pytestmark = pytest.mark.fast
+
 TEXTS = [
     *PROBES,
     "Don't WE'LL 1234567 \u0663\u0664 it'\u017f",

@@ -18,6 +18,8 @@ from data.tokenizer.huggingface import HuggingFaceTokenizer
 from data.tokenizer.model_json import tokenizer_json
 from data.tokenizer.pieces import NotConvertible
 
+pytestmark = pytest.mark.fast
+
 NASTY = [
     "",
     " ",

@@ -20,6 +20,8 @@ from data.prepare.command import main
 from data.tokenizer import load_tokenizer
 from tests.data.conftest import make_text
 
+pytestmark = pytest.mark.fast
+
 TEXTS = [make_text(1000 + i, 9) for i in range(13)]
 
 

@@ -17,6 +17,8 @@ from data.corpus import BadLine, Document, parse_corpus, plan_parts, read_span, 
 from data.prepare import prepare
 from data.prepare.command import main
 
+pytestmark = pytest.mark.fast
+
 TEXT = "A text of some words.\nAnd a second line.\n" * 20
 
 

@@ -15,6 +15,8 @@ from configs.schema import ConfigError
 from inference.texts import prompts_of, read_prompts, read_texts
 from tests.data.test_documents_in_text import documents
 
+pytestmark = pytest.mark.fast
+
 ODD = b"\xef\xbb\xbfone\r\ntwo\xe2\x80\xa8still two\x0c\rstill\n\nlast \xc2\x85 line"
 TEXT = "one\r\ntwo\u2028still two\f\rstill\n\nlast \x85 line"
 ROWS = [{"text": "a\r\nb\u2028", "body": "c"}, {"text": "d", "body": "e\n"}]

@@ -7,6 +7,8 @@ import pytest
 from configs.schema import ConfigError
 from launch import job, submit
 
+pytestmark = pytest.mark.fast
+
 TINY = ["experiment=gpt_moe_tiny", "training.global_batch_size=64", "training.micro_batch_size=1"]
 
 

@@ -13,6 +13,8 @@ from configs.schema import ConfigError, MemoryConfig
 from memory import budgets, host_memory
 from memory.budgets import DISK, HOST, MIB, Budget, open_budgets
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture
 def budget() -> Budget:

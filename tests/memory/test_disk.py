@@ -18,6 +18,8 @@ from memory import disk as disk_module
 from memory.disk import Disk, aligned, offsets
 from memory.host_memory import BLOCK
 
+pytestmark = pytest.mark.fast
+
 BLOCKS = 16
 
 

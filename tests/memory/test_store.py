@@ -20,6 +20,8 @@ from memory.store import Store
 from optim.arrangement.arrange import NUM_SLOTS
 from tests.waits import LONG
 
+pytestmark = pytest.mark.fast
+
 SIZES = [5000, 8192, 1, 8192, 12288]
 TIERS = ["host", "disk", "disk", "disk", "host"]
 

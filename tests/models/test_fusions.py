@@ -14,6 +14,8 @@ from configs.compose import compose
 from models.parallelize import accumulate_in_products
 from models.transformer_config import fusions, transformer_config
 
+pytestmark = pytest.mark.fast
+
 LOSS = {"cross_entropy_loss_fusion", "cross_entropy_fusion_impl"}
 KINDS = {  # by what is behind experiment=
     "llama3_8b": LOSS | {"apply_rope_fusion", "bias_activation_fusion"},

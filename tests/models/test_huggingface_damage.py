@@ -17,6 +17,8 @@ from configs.schema import ConfigError
 from inference import generate
 from models import convert, folder
 
+pytestmark = pytest.mark.fast
+
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 24,

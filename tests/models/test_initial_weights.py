@@ -15,6 +15,8 @@ from models.blueprint.operation import TENSOR, Split, Weight
 from models.initial_weights import BLOCK_ROWS, fill, initial_weight
 from models.weights import LogicalTensor
 
+pytestmark = pytest.mark.fast
+
 COLUMN, ROW, WHOLE, EXPERT, NORM = (
     "decoder.layers.1.self_attention.linear_qkv.weight",
     "decoder.layers.1.self_attention.linear_proj.weight",

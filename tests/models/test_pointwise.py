@@ -14,6 +14,8 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from models.pointwise.rotary import rotate, split_and_rotate, tables
 from models.pointwise.swiglu import swiglu
 
+pytestmark = pytest.mark.fast
+
 S, B, D = 6, 2, 8
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -19,6 +19,8 @@ from models.huggingface import tensors
 from models.huggingface.quantized import dequantize
 from tests.models.mutations import DEEPSEEK
 
+pytestmark = pytest.mark.fast
+
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 8], "activation_scheme": "dynamic"}
 QUERY = "model.layers.1.self_attn.q_b_proj.weight"
 Edit = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]

@@ -22,6 +22,8 @@ from models.pointwise.frequencies import inverse_frequencies
 from models.specs import Backend, _attention
 from models.transformer_config import transformer_config
 
+pytestmark = pytest.mark.fast
+
 HOST = torch.device("cpu")
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -16,6 +16,8 @@ from models.huggingface import special_tokens, translate
 from models.huggingface.special_tokens import BOS, EOS, KEYS, PAD
 from tests.models.real_configs import COMPUTED_AS
 
+pytestmark = pytest.mark.fast
+
 
 def test_defaults_are_those_of_transformers() -> None:
     from transformers import AutoConfig

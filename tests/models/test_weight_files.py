@@ -18,6 +18,8 @@ from models import convert, folder
 from models.weight_files.choice import PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME
 from tests.models.mutations import make_bases
 
+pytestmark = pytest.mark.fast
+
 BASE = "llama_tied"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 Tensors = dict[str, Any]

@@ -11,6 +11,8 @@ import torch
 from models.blueprint.operation import EXPERT, TENSOR, Split, Weight
 from models.weights import logical_tensors
 
+pytestmark = pytest.mark.fast
+
 
 class _Chunk(torch.nn.Module):
     """A model chunk of one weight."""

@@ -17,6 +17,8 @@ from models import convert, folder
 from models.huggingface.new_head import new_head
 from tests.models.mutations import BERT, GPT2, LLAMA, make_bases
 
+pytestmark = pytest.mark.fast
+
 BASES = ("bert", "bert_masked_lm", "gpt2", "llama", "mixtral")
 ABSENT = object()
 

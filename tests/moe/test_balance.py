@@ -44,8 +44,9 @@ def _compare(overrides: list[str]) -> dict[str, Any]:
 
     router, balance = _router_and_balance(*overrides)
     balance.follow(torch.tensor(CHOICES, dtype=torch.float64))
-    balance.begin()
     x = torch.randn(12, 3, 16, generator=torch.Generator().manual_seed(1))
+    router(x)  # of the step before
+    balance.begin()
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([0.5]))  # of one of two micro-batches
     for part in (x[:6], x[6:]):
         probs, _ = router(part)

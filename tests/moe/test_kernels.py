@@ -21,6 +21,8 @@ from moe.kernels import build, shared_object
 from moe.kernels.elementwise import MAX_COLUMNS
 from tests.tolerances import MOE
 
+pytestmark = pytest.mark.fast
+
 LACKING = "no C++ compiler here, or the processor (or what torch may use of it) lacks "
 ELEMENTWISE = pytest.mark.skipif(not kernels.has(torch.empty(0)), reason="no C++ compiler here")
 BLOCKS = pytest.mark.skipif(

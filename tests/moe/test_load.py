@@ -10,6 +10,8 @@ from moe.placement.map import PlacementMap
 from moe.planning.load import Shape
 from moe.schedule.pass_timer import MOST, PassTimer
 
+pytestmark = pytest.mark.fast
+
 TOKENS = 4000
 
 

@@ -21,6 +21,8 @@ from moe.planning.timing import backward_seconds, forward_seconds
 from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, Plan
 from parallel.costs.models import NOTHING, Curve, Line
 
+pytestmark = pytest.mark.fast
+
 MARGIN, NO_SLACK = 0.02, 0.05  # what the planner documents
 DEPTH = 2  # what the schedule documents
 Case = tuple[LayerCosts, LayerLoad]

@@ -20,6 +20,8 @@ from moe.schedule.chunk_plan import STRATEGIES, Plan
 from moe.schedule.program import Combine, Dispatch, Experts, Operation, SumCombine, UnknownOperation, WaitDispatch
 from tests.moe.oracle import Case, problem
 
+pytestmark = pytest.mark.fast
+
 
 @dataclass(frozen=True)
 class Prefetch(Operation):

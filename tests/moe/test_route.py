@@ -13,6 +13,8 @@ from moe import route
 from moe.placement.map import PlacementMap
 from moe.router import _Gate
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize("num_tokens,degree", [(0, 3), (1, 1), (1, 4), (7, 3), (100, 8), (64, 4)])
 def test_boundaries(num_tokens: int, degree: int) -> None:

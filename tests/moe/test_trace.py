@@ -14,6 +14,8 @@ from configs.schema import ConfigError
 from moe.placement.map import Integers
 from moe.placement.trace import Header, Writer, read, read_header
 
+pytestmark = pytest.mark.fast
+
 HEADER = Header("a run", num_experts=32, top_k=2, num_ranks=4)
 
 

@@ -15,6 +15,8 @@ from moe.schedule.chunk_plan import Plan, pass_plans
 from parallel.costs.models import Line
 from tests.moe.test_planner import load_of, random_case, simple
 
+pytestmark = pytest.mark.fast
+
 POLICY = TrialPolicy()
 
 

@@ -7,6 +7,8 @@ import pytest
 from configs.schema import OptimizerConfig
 from optim.schedule import learning_rate
 
+pytestmark = pytest.mark.fast
+
 TOTAL = 100
 
 

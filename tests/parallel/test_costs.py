@@ -1,4 +1,4 @@
-"""Cost models: fitting, measuring on one and two ranks, the cache. No timings are asserted, except of calls that only
+"""Cost models: fitting, measuring on one rank, the cache. No timings are asserted, except of calls that only
 sleep."""
 
 from __future__ import annotations
@@ -6,21 +6,20 @@ from __future__ import annotations
 import json
 import logging
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from parallel.costs import measure as measuring
 from parallel.costs.cache import cached, hardware_key, layout_key
 from parallel.costs.files import cache_path
 from parallel.costs.measure import measure, measure_copies, measure_curve, measure_line, measure_slowdown
 from parallel.costs.models import Curve, Line, fit_curve, fit_line
-from tests.distributed import run
+
+pytestmark = pytest.mark.fast
 
 CPU = torch.device("cpu")
 
@@ -275,56 +274,3 @@ def test_keys_tell_machines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layout_key(None) == {"group_size": 1}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert cache_path(".", hardware_key(CPU)) != cache_path(".", key)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Several ranks
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _measure_on_rank(folder: str) -> tuple[str, str, int]:
-    group = dist.group.WORLD
-    assert group is not None
-    rank, size = group.rank(), group.size()
-
-    def make_exchange(num_bytes: int) -> Callable[[], None]:
-        sent, received = (
-            torch.zeros(size, num_bytes, dtype=torch.uint8),
-            torch.zeros(size, num_bytes, dtype=torch.uint8),
-        )
-        return lambda: dist.all_to_all_single(received, sent, group=group)
-
-    def communicate() -> Callable[[], Any]:
-        work = dist.all_reduce(torch.zeros(2**16), group=group, async_op=True)
-        return work.wait
-
-    made: list[bool] = []
-
-    def make() -> dict[str, Any]:
-        made.append(True)
-        line = measure_line(make_exchange, [1024, 16384, 65536], CPU, group, 0.1)
-        # Ranks of different speed: the slowest counts.
-        slept = measure_curve(lambda n: lambda: time.sleep(0.001 * n * (1 + rank)), [1, 2], CPU, group, 0.05)
-        square = torch.ones(128, 128)
-        slowdown = measure_slowdown(lambda: torch.mm(square, square), communicate, CPU, group, 0.05)
-        copies = measure_copies([4096, 65536], CPU, group, 0.05)
-        assert slept(2) >= 0.002 * size and 1.0 <= min(slowdown)
-        return {
-            "line": [line.alpha, line.beta, line.r2],
-            "slept": slept.seconds,
-            "slowdown": slowdown,
-            "copies": repr(copies),
-        }
-
-    key = {"layout": layout_key(group)}
-    mine = f"{folder}/{rank}"  # only the first rank's files count
-    first = json.dumps(cached(mine, key, make, CPU, group))
-    second = json.dumps(cached(mine, key, make, CPU, group))
-    return first, second, len(made)
-
-
-def test_all_ranks_end_with_the_same_numbers(tmp_path: Path) -> None:
-    results = run(_measure_on_rank, 2, str(tmp_path))
-    assert len({text for first, second, _ in results for text in (first, second)}) == 1
-    assert [times for *_, times in results] == [1, 1]
-    assert len(list(tmp_path.glob("*/costs_*.json"))) == 1

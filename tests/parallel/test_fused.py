@@ -13,6 +13,8 @@ from models.pointwise import rotary, swiglu
 from moe.experts import compute
 from parallel.fused import fused
 
+pytestmark = pytest.mark.fast
+
 
 def _is_one_graph(function: Callable[..., Any], cases: Iterable[Sequence[Any]]) -> None:
     """The compiler makes one graph of the function for all cases, which computes the same bits."""

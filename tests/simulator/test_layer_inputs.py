@@ -3,6 +3,8 @@ compared in tests/training/test_activation_offload.py."""
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.plan_accuracy import Case, compare
 from simulator.run_plan import make_plan
 from simulator.text import text
@@ -33,6 +35,7 @@ def test_a_step_saves_what_the_plan_says() -> None:
         assert all_planned - planned == all_measured - measured > 0
 
 
+@pytest.mark.fast
 def test_a_plan_tells_what_comes_to_the_host() -> None:
     config = make_config(["experiment=gpt_tiny", "training.recompute=full", "training.activation_offload=auto"])
     plan = make_plan(config, 1, 384, "cpu")

@@ -9,6 +9,8 @@ import pytest
 
 from training.callbacks.logging.background import Background
 
+pytestmark = pytest.mark.fast
+
 
 def test_a_log_that_fails_is_said_once_and_given_up(capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[int] = []

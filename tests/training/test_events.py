@@ -8,6 +8,8 @@ import pytest
 
 from training.resilience import events
 
+pytestmark = pytest.mark.fast
+
 
 def test_events_come_back_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert events.read(tmp_path) == []

@@ -32,8 +32,13 @@ def _plans(run_dir: Path) -> list[dict]:  # type: ignore[type-arg]
     return [json.loads(line) for line in (run_dir / "plans.jsonl").read_text().splitlines()]
 
 
-def test_planned_runs_lose_the_same_and_record_every_decision(data: list[str], tmp_path: Path) -> None:
-    fixed = train_on_ranks([*TINY, *data, f"run_dir={tmp_path / 'fixed'}"], 2)
+@pytest.fixture(scope="module")
+def fixed(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    """The run with the plan of the config."""
+    return train_on_ranks([*TINY, *data, f"run_dir={tmp_path_factory.mktemp('fixed')}"], 2)
+
+
+def test_planned_runs_lose_the_same_and_record_every_decision(data: list[str], fixed: Lines, tmp_path: Path) -> None:
     auto = ["moe.pipeline_degree=auto", "moe.memory_strategy=auto", f"run_dir={tmp_path / 'auto'}"]
     planned = train_on_ranks([*TINY, *data, *auto], 2)
     for one, other in zip(fixed, planned, strict=True):
@@ -60,8 +65,7 @@ def _train_with_a_trial(config: Config) -> Lines:
         return train(config)
 
 
-def test_the_first_steps_try_plans_and_the_fastest_stays(data: list[str], tmp_path: Path) -> None:
-    fixed = train_on_ranks([*TINY, *data, f"run_dir={tmp_path / 'fixed'}"], 2)
+def test_the_first_steps_try_plans_and_the_fastest_stays(data: list[str], fixed: Lines, tmp_path: Path) -> None:
     auto = ["moe.pipeline_degree=auto", "moe.memory_strategy=auto", f"run_dir={tmp_path / 'tried'}"]
     tried = run(_train_with_a_trial, 2, make_config([*TINY, *data, *auto], 2))[0]
     for one, other in zip(fixed, tried, strict=True):

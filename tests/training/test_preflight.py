@@ -17,6 +17,8 @@ from tests.configs import advice
 from training.callbacks.logging.weights_and_biases import WeightsAndBiases
 from training.starting import preflight
 
+pytestmark = pytest.mark.fast
+
 
 def refused(overrides: list[str], run_dir: Path, ranks: int = 1) -> str:
     """The refusal of a command, whose advice, each by itself, is then accepted."""

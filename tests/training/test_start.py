@@ -23,6 +23,8 @@ from data.tokenizer import load_tokenizer, tokenizer_digest, train_tokenizer
 from tests.waits import until
 from training.resilience import events, status
 
+pytestmark = pytest.mark.fast
+
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "resume.md"
 ID, OTHER_ID = "7f3a91c2", "0badcafe"
 # folders beside run_dir that a command may name

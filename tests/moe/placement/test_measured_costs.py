@@ -15,6 +15,8 @@ from moe.placement.quotas import Costs
 from training.callbacks.moe import home_moves
 from training.callbacks.moe.home_moves import HomeMoves
 
+pytestmark = pytest.mark.fast
+
 CPU = ASSUMED["cpu"]
 US = 1e-6
 

@@ -18,6 +18,8 @@ from moe.placement.map import PlacementMap
 from moe.placement.plans import Copies, Header, PlanFile, Replayed, read_plans
 from moe.placement.quotas import Costs, Limits
 
+pytestmark = pytest.mark.fast
+
 HOMES = {0: (0, 0, 1, 1), 2: (0, 0, 1, 1)}
 MOVED = {0: (1, 0, 0, 1), 2: (0, 0, 1, 1)}
 LAST = 4

@@ -9,6 +9,8 @@ from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.solve import _loaded, reference, solve
 from moe.placement.quotas import Costs, Limits, at_home, check, held, outcome, shares
 
+pytestmark = pytest.mark.fast
+
 FREE = Costs()
 
 

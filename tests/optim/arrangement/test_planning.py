@@ -8,6 +8,8 @@ import pytest
 
 from optim.arrangement.planning import ENGINES, Bandwidths, ElementBytes, Passes, choose, predict, predictions, work
 
+pytestmark = pytest.mark.fast
+
 BF16 = ElementBytes(record=12, weight=2, has_master=True)
 FP32 = ElementBytes(record=8, weight=4, has_master=False)
 # A link of 1 GB/s each way, a host that updates 10 GB/s, a device that takes no time.

@@ -11,6 +11,8 @@ from optim.arrangement.buckets import CUT, cut
 from optim.tiers.buckets import RecordLayout
 from optim.tiers.kernel import SCRATCH, State, UpdateScalars, adamw
 
+pytestmark = pytest.mark.fast
+
 RATES = UpdateScalars(lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8)
 
 
