@@ -14,8 +14,9 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from checkpoint import manifest
-from checkpoint.shards import Reader, Snapshot
+from checkpoint.shards import Reader, ShardWriter
 from configs.schema import ConfigError
+from memory.host_link import HostLink
 
 pytestmark = pytest.mark.fast
 
@@ -30,7 +31,7 @@ def _written(folder: Path, ranks: int) -> Path:
     """A checkpoint of WHOLE, a part of whose rows each rank has written."""
     files = {}
     for rank, rows in enumerate(WHOLE.chunk(ranks)):
-        snapshot, name = Snapshot(pinned=False), f"rank_{rank:05d}.safetensors"
+        snapshot, name = ShardWriter(HostLink(torch.device("cpu"))), f"rank_{rank:05d}.safetensors"
         snapshot.take([_box(rank, ranks, rows.clone())])
         files[name] = snapshot.write(folder / name, threading.Event())
     for name in (manifest.STATE, manifest.CONFIG):

@@ -16,13 +16,14 @@ def _taken() -> list[float]:
     import torch
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from checkpoint.shards import Snapshot
+    from checkpoint.shards import ShardWriter
+    from memory.host_link import HostLink
     from tests.cuda.pretended.device import Device
     from tests.cuda.pretended.observed import OBSERVED
 
     with Device():
         OBSERVED.start(None)
-        snapshot, tensor = Snapshot(pinned=True), torch.arange(6.0, device="cuda")
+        snapshot, tensor = ShardWriter(HostLink(torch.device("cuda"))), torch.arange(6.0, device="cuda")
         snapshot.take([ShardedTensor.from_rank_offsets("some", tensor)])
         tensor += 1  # a step goes on
         ((_, _, copy),) = snapshot._copies
