@@ -221,8 +221,8 @@ MUTANTS = [
         "experts wait for all chunks",
         "schedule",
         "moe/schedule/program.py",
-        'program += [WaitDispatch(i, "rows"), Experts(i), Combine(i)]',
-        'program += [Combine(i), WaitDispatch(i, "rows"), Experts(i)]',
+        "program += [Experts(i), Combine(i)]",
+        "program += [Combine(i), Experts(i)]",
         ("moe/test_program.py::test_the_experts_run_while_later_chunks_travel",),
     ),
     Mutant(
@@ -328,8 +328,8 @@ MUTANTS = [
         "a snapshot is written before it is copied",
         "lost waits",
         "checkpoint/shards.py",
-        "            torch.cuda.current_stream().synchronize()\n",
-        "            pass\n",
+        "self._link.down.issue(copy_all, num_bytes=ends[-1], priority=SAVES).wait()",
+        "self._link.down.issue(copy_all, num_bytes=ends[-1], priority=SAVES)",
         ("cuda/test_snapshots.py",),
     ),
     Mutant(
@@ -344,8 +344,8 @@ MUTANTS = [
         "a gradient leaves before it is reduced",
         "lost waits",
         "optim/tiers/tiers.py",
-        "(Done.so_far(self.device), _Reduction(group.grad_reduce_handle))",
-        "(Done.already(),)",
+        "(Completion.so_far(self.device), _Reduction(group.grad_reduce_handle))",
+        "(Completion.already(),)",
         ("cuda/test_pretended_gpu.py::test_numbers_are_the_cpus[state updated on the host early]",),
     ),
     Mutant(
