@@ -23,6 +23,7 @@ from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import Costs, Limits
 from moe.schedule.chunk_plan import Plan
 
+TRIPS = 2  # of a copy: its weights, and its gradient
 SLOTS, EXPERTS_PER_RANK, TOP_K, HIDDEN, WIDTH = 2, 8, 2, 64, 128
 TOKENS, MICRO_BATCHES, CAPACITY = 4096, 4, 1.25
 SECONDS_PER_ASSIGNMENT = 25e-6  # of the virtual accelerator, both passes
@@ -39,11 +40,22 @@ class Case:
     seconds: float | None = SECONDS_PER_ASSIGNMENT  # None: computed in earnest
     tokens: int = TOKENS
     width: int = WIDTH
+    micro_batches: int = MICRO_BATCHES
+    # What a copy's weights and gradient take of a micro-batch's computation; it sets the width.
+    share: float | None = None
 
     @property
     def name(self) -> str:
         degree = f", degree {self.degree}" if self.degree > 1 else ""
-        return f"{self.ranks} ranks, {self.load}{degree}{'' if self.seconds else ', real'}"
+        copies = "" if self.share is None else f", copy {self.share:.0%}, {self.micro_batches} micro-batches"
+        return f"{self.ranks} ranks, {self.load}{degree}{'' if self.seconds else ', real'}{copies}"
+
+    def at_rate(self, bytes_per_second: float) -> Case:
+        """The case with experts as wide as its share asks for over links of this rate."""
+        if self.share is None or self.seconds is None:
+            return self
+        num_bytes = self.share * self.seconds * self.tokens * TOP_K * bytes_per_second
+        return replace(self, width=max(8, round(num_bytes / (TRIPS * 4 * 3 * HIDDEN) / 8) * 8))
 
 
 class _Timed:
@@ -91,7 +103,7 @@ class _Layer:
 
     def _size(self) -> Size:
         case = self.case
-        return Size(case.ranks, EXPERTS_PER_RANK * case.ranks, TOP_K, case.tokens, MICRO_BATCHES)
+        return Size(case.ranks, EXPERTS_PER_RANK * case.ranks, TOP_K, case.tokens, case.micro_batches)
 
     def _map(self, counts_E: Integers) -> torch.Tensor:
         """[tokens, experts]: so many tokens for each expert, in no order; each token has TOP_K different ones."""

@@ -50,6 +50,7 @@ COLUMNS = {
     "new MB": ("first_bytes", "{:,.0f}", 1e-6),
     "refreshed": ("refresh_bytes", "{:,.0f}", 1e-6),
     "second": ("second_bytes", "{:,.0f}", 1e-6),
+    "gradients": ("grad_bytes", "{:,.0f}", 1e-6),
     "in node": ("in_node_bytes", "{:,.0f}", 1e-6),
     "between": ("between_bytes", "{:,.0f}", 1e-6),
     "off rank": ("off_rank", "{:.1%}", 1.0),
@@ -88,6 +89,7 @@ def main() -> int:
         ("copy", 0, "cost of a copy in a node (0)"),
         ("copy-between", 0, "cost of a copy between nodes (0)"),
         ("expert-bytes", 3 * 4096 * 1536 * 2, "weights of an expert (Qwen3-235B's in bf16)"),
+        ("grad-bytes", 3 * 4096 * 1536 * 4, "its gradient (in fp32)"),
         ("row-bytes", 4096 * 2, "a row (of the same)"),
         ("experts", 32, "of a workload (32)"),
         ("top-k", 2, "of a workload (2)"),
@@ -169,7 +171,7 @@ def replayed(name: str, planners: Sequence[str], arguments: argparse.Namespace) 
             "micro_batches": micro_batches,
             "correlation": fmean(alike) if alike else None,
             "planners": {
-                planner: tally.figures(number, arguments.expert_bytes, arguments.row_bytes)
+                planner: tally.figures(number, arguments.expert_bytes, arguments.row_bytes, arguments.grad_bytes)
                 for planner, tally in tallies.items()
             },
         }

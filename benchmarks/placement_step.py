@@ -16,7 +16,8 @@ error.
 
 Ideal by a variant's time: 100% is perfect. plan ms: what planning takes of a step, on the rank where it takes most.
 `--real` computes in earnest on two ranks, also in blocks (`bitwise`, of 256 rows); `--chunks` compares how an expert's
-tokens are spread over its copies.
+tokens are spread over its copies; `--copies` has copies that cost 1%, 5% and 20% of a micro-batch, and 1, 4 and 16
+micro-batches a step.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from moe.placement.quotas import Costs
 
 VARIANTS = (IDEAL, STATIC, "solve", "flex", "quota", "least_loaded", "shadowing", "eplb", "moonep", DROPS)
 OF_CHUNKS = (IDEAL, STATIC, "solve", f"solve, {CONTIGUOUS}")
+OF_COPIES = (IDEAL, STATIC, "solve")
 IN_EARNEST = (IDEAL, STATIC, "solve", f"static, {BITWISE}", f"solve, {BITWISE}")
 CASES = (
     *(Case(4, load) for load in ("steady@2", "steady@3")),
@@ -45,6 +47,9 @@ CASES = (
     Case(4, "W0"),
 )
 CHUNKS = tuple(Case(4, "steady@3", degree=degree) for degree in (1, 2, 4))
+COPIES = tuple(
+    Case(2, "steady@1.5", share=share, micro_batches=number) for share in (0.01, 0.05, 0.2) for number in (1, 4, 16)
+)
 REAL = (Case(2, "steady@1.8", seconds=None, tokens=8192, width=1024),)
 
 
@@ -62,13 +67,15 @@ class Row:
 
 
 def costs_of(case: Case, bytes_per_second: float) -> Costs:
-    """In assignments: weights to a copy and gradients back, over a link of this rate."""
+    """In assignments: weights to a copy, and its gradient home, over a link of this rate."""
     seconds = case.seconds if case.seconds is not None else step_flops(1, HIDDEN, case.width) / 40e9
-    return Costs(piece=4, copy_in_node=round(2 * 4 * 3 * HIDDEN * case.width / bytes_per_second / seconds))
+    trip = round(4 * 3 * HIDDEN * case.width / bytes_per_second / seconds)
+    return Costs(piece=4, copy_in_node=trip, grad_in_node=trip)
 
 
 def measure(cluster: Cluster, case: Case, variants: Sequence[str], num_rounds: int, rate: float) -> list[Row]:
     """All variants of a case."""
+    case = case.at_rate(rate)
     facts = cluster.call(build, case, costs_of(case, rate))
     dropped = sum(each["dropped"] for each in facts) / len(facts)
     found = rounds.measure(cluster, run, {name: (name,) for name in variants}, num_rounds)
@@ -105,13 +112,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rate", default="1gbit", help="of each link")
     parser.add_argument("--chunks", action="store_true")
+    parser.add_argument("--copies", action="store_true")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    cases = CHUNKS if args.chunks else REAL if args.real else CASES
+    cases = CHUNKS if args.chunks else COPIES if args.copies else REAL if args.real else CASES
     cases = tuple(case for case in cases if args.cases is None or case.load in args.cases)
-    variants: Sequence[str] = OF_CHUNKS if args.chunks else IN_EARNEST if args.real else args.variants
+    variants: Sequence[str] = OF_CHUNKS if args.chunks else OF_COPIES if args.copies else args.variants
+    variants = IN_EARNEST if args.real else variants
     named, rows = list(dict.fromkeys((IDEAL, STATIC, *variants))), list[Row]()
     try:
         for ranks in sorted({case.ranks for case in cases}):

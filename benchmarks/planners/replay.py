@@ -3,7 +3,7 @@
 A planner with memory keeps a layer's copies for the step, as many as there are slots, the last used ones. At the next
 step their weights are stale: one that is used again is refreshed. The passes of a micro-batch follow each other, so the
 backward pass finds the copies of its forward. A planner without memory sends each copy for the forward and again for
-the backward pass of each micro-batch. Gradients of copies, which go home, are not counted.
+the backward pass of each micro-batch. A copy's gradient goes home once: with its end, or with the micro-batch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,16 @@ class Tally:
             here = getattr(self, name)
             setattr(self, name, max(here, value) if name == "worst" else here + value)
 
-    def figures(self, steps: int, expert_bytes: int, row_bytes: int) -> dict[str, float]:
-        """By call, bytes by step."""
+    def figures(self, steps: int, expert_bytes: int, row_bytes: int, grad_bytes: int = 0) -> dict[str, float]:
+        """By call, bytes by step; `grad_bytes` of a copy's gradient."""
         calls, off_rank = max(self.calls, 1), sum(self.rows.values())
         pushed = {why: sum(self.pushes[why, link] for link in LINKS) for why in PUSHES}
+        # For each copy that came a gradient goes back: the weights of a backward pass bring none of their own.
+        returned = {link: (self.pushes["first", link] + self.pushes["refresh", link]) * grad_bytes for link in LINKS}
         by_link = {
-            link: sum(self.pushes[why, link] for why in PUSHES) * expert_bytes + self.rows[link] * row_bytes * TRIPS
+            link: sum(self.pushes[why, link] for why in PUSHES) * expert_bytes
+            + returned[link]
+            + self.rows[link] * row_bytes * TRIPS
             for link in LINKS
         }
         return {
@@ -58,6 +62,7 @@ class Tally:
             "worst": self.worst,
             "copies": self.copies / calls,
             **{f"{why}_bytes": number * expert_bytes / steps for why, number in pushed.items()},
+            "grad_bytes": sum(returned.values()) / steps,
             **{f"{link}_bytes": number / steps for link, number in by_link.items()},
             "off_rank": off_rank / max(self.assignments, 1),
             "predicted_time": self.seconds / max(self.seconds_at_home, 1),
