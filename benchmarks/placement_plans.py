@@ -49,7 +49,7 @@ RATIOS = ("1.5", "2", "3")
 SLOTS, TOKENS, TOP_K = 2, 8192, 8
 RANKS = {"flex": 256, "eplb": 256}  # at most
 CALLS = 10  # of which the fastest counts
-GPU = ASSUMED["cuda"]
+GPU = ASSUMED["cuda"].of_call(trains=True)
 BALANCE, GPU_COSTS = "balance", "a GPU's costs"
 COLUMNS = {
     "max/mean": ("imbalance", "{:.3f}"),

@@ -96,6 +96,7 @@ class Callback:
     """
 
     name = ""  # of the state in checkpoints; for a callback that keeps one. It must not change.
+    follows: tuple[str, ...] = ()  # classes of callbacks whose calls come before this one's, as far as they are there
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint shall keep, as JSON has it, small and of no layout; empty for nothing. Rank 0's is written.

@@ -63,6 +63,16 @@ def test_copies_change_no_loss(data: list[str], case: Case) -> None:
     assert case.policy == SCATTERED or row.placed < row.at_home
 
 
+EARLY = ["optimizer.state_device=host", "optimizer.early_update=always", "training.global_batch_size=16"]
+
+
+@pytest.mark.parametrize("layout", ["EP2", "DP2xPP2xEP2"])
+def test_copies_change_no_loss_where_updates_begin_early(data: list[str], layout: str) -> None:
+    """What copies add is there before the buffer counts its gradient, and the update that follows it begins."""
+    row = compare(Case(layout, SCATTERED, PASSES[0]), [*data, *SKEWED, *EARLY])
+    assert row.passed and row.copies > 0, row
+
+
 def _full(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
     """Every slot has an expert of the next rank, which computes half of its assignments."""
     quotas_ER = at_home(counts_RE, placement)

@@ -1,6 +1,9 @@
-"""What happens beside the steps of a run: one concern a file. The list below is the order of the calls."""
+"""What happens beside the steps of a run: one concern a file. The list below is the order of the calls; what must come
+before what, each class says itself (`follows`)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from configs.derived import is_moe, limits_load, places_experts, plans_moe, replays_plans
 from configs.schema import Config
@@ -39,11 +42,11 @@ def default_callbacks(config: Config, guard: Guard | None = None, signals: StopS
     metrics_file = MetricsFile()
     checkpoints = Checkpoints(metrics_file.flush, metrics_file.sync)
     planning = ExpertPlanning() if plans_moe(config) else None
-    return [
+    callbacks: list[Callback] = [
         StepNumbers(),
         *([planning] if planning else []),
         *([GlobalAuxLoss()] if config.moe.global_aux_loss_coeff > 0 else []),
-        *([MoELayers(planning)] if is_moe(config) else []),  # these add to the metrics that the next ones write
+        *([MoELayers(planning)] if is_moe(config) else []),
         *([ExpertPlacement()] if places_experts(config) else []),
         *([HomeMoves() if places_experts(config) else HomesInOrder()] if is_moe(config) else []),
         *([ReplayedPlans(checkpoints.save_now)] if replays_plans(config) else []),
@@ -56,15 +59,25 @@ def default_callbacks(config: Config, guard: Guard | None = None, signals: StopS
         MemoryTiers(),
         OptimizerTiers(),
         metrics_file,
-        LossScale(),  # a step without an update is on record
+        LossScale(),
         ProgressLine(),
         TensorBoard(),
         WeightsAndBiases(),
         Stragglers(),
         *([LoadLimit(checkpoints.save_now)] if limits_load(config) else []),
-        checkpoints,  # a checkpoint's step is already on record
+        checkpoints,
         Samples(),
         EarlyStop(checkpoints.save_now, signals),
         *([guard] if guard else []),
         Profile(),  # last: a step's trace holds its callbacks
     ]
+    check_order(callbacks)
+    return callbacks
+
+
+def check_order(callbacks: Sequence[Callback]) -> None:
+    """Raises AssertionError where a callback comes before one that it says it follows."""
+    names = [type(each).__name__ for each in callbacks]
+    for place, callback in enumerate(callbacks):
+        late = [name for name in callback.follows if name in names[place + 1 :]]
+        assert not late, f"{names[place]} must be called after {', '.join(late)}"

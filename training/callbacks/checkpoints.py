@@ -21,6 +21,8 @@ class Checkpoints(Callback):
     checkpoint gets its name, in another thread; it sees to it that this record is on the disk.
     """
 
+    follows = ("MetricsFile", "HomeMoves", "LossScale", "LoadLimit")
+
     def __init__(
         self, on_record: Callable[[], None] = lambda: None, on_disk: Callable[[], None] = lambda: None
     ) -> None:

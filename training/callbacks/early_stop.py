@@ -25,6 +25,8 @@ class EarlyStop(Callback):
     save_now: writes a checkpoint of the run as it is. signals: None where the process is not the run's own.
     """
 
+    follows = ("Evaluation", "Checkpoints")
+
     def __init__(self, save_now: Callable[[Run], None], signals: StopSignals | None = None):
         self._save_now, self._signals = save_now, signals
 

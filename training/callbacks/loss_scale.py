@@ -15,6 +15,8 @@ ADVICE = "Try training.precision=bf16, a lower optimizer.lr, or another training
 class LossScale(Callback):
     """A few such steps in a row are the search for a scale that fits, and no fault."""
 
+    follows = ("MetricsFile",)
+
     def after_step(self, run: Run, metrics: Metrics) -> None:
         if metrics["updated"]:
             return

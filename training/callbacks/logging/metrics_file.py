@@ -17,6 +17,20 @@ class MetricsFile(Callback):
     gives way first.
     """
 
+    follows = (
+        "StepNumbers",
+        "GlobalAuxLoss",
+        "MoELayers",
+        "ExpertPlacement",
+        "HomeMoves",
+        "Environment",
+        "Evaluation",
+        "StepTimes",
+        "GradientParts",
+        "MemoryTiers",
+        "OptimizerTiers",
+    )
+
     def __init__(self) -> None:
         self._log: Log | None = None
         self._waiting: list[str] = []  # lines that found no room

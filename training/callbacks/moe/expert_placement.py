@@ -32,6 +32,8 @@ class ExpertPlacement(Callback):
     `at_home`, `placed` and `copies` of each layer stand in `moe_layers`.
     """
 
+    follows = ("MoELayers",)
+
     def __init__(self) -> None:
         self._numbers: dict[str, Any] = {}
 

@@ -35,6 +35,8 @@ class HomeMoves(Callback):
     expert ranks takes them up; with others homes are in order again.
     """
 
+    follows = ("ExpertPlacement",)
+
     name = "home_moves"
 
     def __init__(self) -> None:

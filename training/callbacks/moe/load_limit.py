@@ -22,6 +22,8 @@ class LoadLimit(Callback):
     save_now: writes a checkpoint of the run as it is.
     """
 
+    follows = ("ExpertPlacement", "MetricsFile")
+
     name = "load_limit"
 
     def __init__(self, save_now: Callable[[Run], None]) -> None:

@@ -35,6 +35,8 @@ class MoELayers(Callback):
     call of the layer, once they were measured.
     """
 
+    follows = ("ExpertPlanning",)
+
     def __init__(self, planning: ExpertPlanning | None):
         self._planning = planning
 

@@ -27,6 +27,8 @@ def plan_file(run: Run) -> str:
 class RecordedPlans(Callback):
     """Writes each training call's plan to `placement_STAGE_GROUP.plans`, a few bytes for each copy."""
 
+    follows = ("ReplayedPlans",)
+
     def __init__(self) -> None:
         self._file: PlanFile | None = None
 
