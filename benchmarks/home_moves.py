@@ -27,7 +27,7 @@ from benchmarks.workloads import Size, counts
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.homes import plan_homes, swapped
 from moe.placement.planners.solve import solve
-from moe.placement.quotas import Costs, Limits, at_home
+from moe.placement.quotas import CopyLimits, Costs, at_home
 
 LOADS = ("steady@1.5", "steady@2", "steady@3", "drifting", "jumping")
 SIZES = ((64, 256), (256, 256), (1024, 1024))
@@ -56,7 +56,7 @@ class Row:
 
 def imbalance(counts_RE: Integers, placement: PlacementMap) -> float:
     """Of a call that `solve` plans from scratch."""
-    loads_R = solve(counts_RE, placement, INSIDE, Limits(SLOTS, DOMAIN)).sum(0)
+    loads_R = solve(counts_RE, placement, INSIDE, CopyLimits(SLOTS, DOMAIN)).sum(0)
     return float(loads_R.max() / loads_R.mean())
 
 

@@ -19,7 +19,7 @@ from moe.placement.block_limit import within
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import may_hold
 from moe.placement.planners.solve import solve
-from moe.placement.quotas import Costs, Limits, check, held
+from moe.placement.quotas import CopyLimits, Costs, check, held
 from moe.placement.whole_blocks import assign, in_blocks, num_blocks
 
 VERDICTS = ("kept", "impossible", "missed", "undecided")
@@ -27,7 +27,7 @@ RANKS = (2, 3, 4, 6, 8, 12, 16, 32, 64)
 LIMITS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5)
 NODES = 200_000  # of the search over blocks
 SETS = 2_000_000  # of copies that are tried
-Exact = Callable[[Integers, PlacementMap, Costs, Limits], int | None]
+Exact = Callable[[Integers, PlacementMap, Costs, CopyLimits], int | None]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Call:
     counts_RDE: Integers
     placement: PlacementMap
     costs: Costs
-    limits: Limits
+    limits: CopyLimits
     block_rows: int | None
 
     @property
@@ -77,12 +77,12 @@ def case(seed: int, number: int) -> Call:
     placement = PlacementMap(experts, ranks, tuple(rng.permutation(experts).tolist()))
     fresh: list[tuple[int, int]] = []
     if rng.random() < 0.3:
-        may_ER = may_hold(placement, costs, Limits(slots, node))
+        may_ER = may_hold(placement, costs, CopyLimits(slots, node))
         for rank in range(ranks):
             allowed = rng.permutation(np.flatnonzero(may_ER[:, rank]))
             fresh += [(int(expert), rank) for expert in allowed[: int(rng.integers(0, slots + 1))]]
     pinned = frozenset(copy for copy in fresh if rng.random() < 0.3)
-    limits = Limits(slots, node, math.ceil(max_load * mean - 1e-6), pinned)
+    limits = CopyLimits(slots, node, math.ceil(max_load * mean - 1e-6), pinned)
     placement = PlacementMap(experts, ranks, placement.homes, tuple(sorted(fresh)))
     return Call(counts_RDE, placement, costs, limits, rows if in_blocks else None)
 
@@ -116,7 +116,7 @@ def judge(call: Call, exact: Exact) -> str:
     return "undecided" if found is None else "missed" if found else "impossible"
 
 
-def cannot_exist(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> bool:
+def cannot_exist(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> bool:
     """Whether a bound shows that no plan keeps the limit."""
     assert limits.most is not None
     totals_E, ranks, node = counts_RE.sum(0), placement.num_ranks, limits.ranks_per_node
@@ -138,7 +138,7 @@ def cannot_exist(counts_RE: Integers, placement: PlacementMap, costs: Costs, lim
 
 
 def blocks_fit(
-    sizes_B: Integers, experts_B: Integers, placement: PlacementMap, costs: Costs, limits: Limits
+    sizes_B: Integers, experts_B: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits
 ) -> bool | None:
     """Whether blocks have ranks that keep the limit, by trying all of them, the largest first; None: too many."""
     order = sorted(range(len(sizes_B)), key=lambda block: (-sizes_B[block], experts_B[block]))

@@ -20,7 +20,7 @@ from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.placement.live import LayerPlacement
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits
+from moe.placement.quotas import CopyLimits, Costs
 from moe.schedule.chunk_plan import Plan
 
 TRIPS = 2  # of a copy: its weights, and its gradient
@@ -64,7 +64,7 @@ class _Timed:
     def __init__(self, entry: Entry) -> None:
         self.entry, self.seconds = entry, 0.0
 
-    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
         start = time.perf_counter()
         quotas_ER = self.entry.plan(counts_RE, placement, costs, limits)
         self.seconds += time.perf_counter() - start
@@ -96,7 +96,7 @@ class _Layer:
         self.placements: dict[str, tuple[LayerPlacement, _Timed]] = {}
         for name, entry in PLANNERS.items():
             planner = _Timed(entry)
-            limits = Limits(EXPERTS_PER_RANK if entry.own_slots else SLOTS, ranks)
+            limits = CopyLimits(EXPERTS_PER_RANK if entry.own_slots else SLOTS, ranks)
             group = dist.group.WORLD
             assert group is not None
             self.placements[name] = LayerPlacement(group, self.num_experts, planner, costs, limits), planner

@@ -43,7 +43,7 @@ from configs.schema import ConfigError
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.solve import solve
 from moe.placement.policy import ASSUMED
-from moe.placement.quotas import Costs, Limits, check, held, outcome
+from moe.placement.quotas import CopyLimits, Costs, check, held, outcome
 
 RATIOS = ("1.5", "2", "3")
 SLOTS, TOKENS, TOP_K = 2, 8192, 8
@@ -98,14 +98,17 @@ def calls(setting: Setting, ratio: str, seed: int) -> Integers:
 
 def planned(entry: Entry, setting: Setting, counts_MRE: Integers) -> dict[str, float]:
     """What a planner makes of two calls."""
-    placement, limits = PlacementMap(setting.experts, setting.ranks), Limits(SLOTS, setting.domain)
+    placement, limits = PlacementMap(setting.experts, setting.ranks), CopyLimits(SLOTS, setting.domain)
     result: dict[str, float] = {}
     for when, counts_RE in zip(("", "again_"), counts_MRE, strict=True):
         start = time.perf_counter()
         quotas_ER = entry.plan(counts_RE, placement, setting.costs, limits)
         result[when + "planning"] = time.perf_counter() - start
         check(
-            quotas_ER, counts_RE, placement, Limits(placement.num_slots if entry.own_slots else SLOTS, setting.domain)
+            quotas_ER,
+            counts_RE,
+            placement,
+            CopyLimits(placement.num_slots if entry.own_slots else SLOTS, setting.domain),
         )
         found = outcome(quotas_ER, placement, setting.costs, limits)
         at_home = outcome(static(counts_RE, placement, setting.costs, limits), placement, setting.costs, limits)
@@ -124,7 +127,7 @@ def planning(seeds: int) -> list[dict[str, Any]]:
     the seeds."""
     results: list[dict[str, Any]] = []
     for words, costs in ((BALANCE, Costs()), (GPU_COSTS, GPU)):
-        setting, limits, unplaced = Setting(64, 256, 64, costs, words), Limits(SLOTS, 64), PlacementMap(256, 64)
+        setting, limits, unplaced = Setting(64, 256, 64, costs, words), CopyLimits(SLOTS, 64), PlacementMap(256, 64)
         for ratio in RATIOS:
             times: tuple[list[float], list[float]] = ([], [])
             for seed in range(seeds):
@@ -139,7 +142,7 @@ def planning(seeds: int) -> list[dict[str, Any]]:
     return results
 
 
-def least_time(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> float:
+def least_time(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> float:
     times = []
     for _ in range(CALLS):
         start = time.perf_counter()

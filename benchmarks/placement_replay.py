@@ -38,7 +38,7 @@ from configs import command
 from configs.schema import ConfigError
 from moe.placement import trace
 from moe.placement.map import Integers
-from moe.placement.quotas import Costs, Limits
+from moe.placement.quotas import CopyLimits, Costs
 
 COLLAPSED = 8  # times the mean, of a layer's busiest expert
 STEPS = 12  # of a workload
@@ -136,7 +136,7 @@ def replayed(name: str, planners: Sequence[str], arguments: argparse.Namespace) 
     if experts % ranks:
         raise ConfigError(f"--ranks ({ranks}) must divide the {experts} experts of {name}")
     costs = Costs(arguments.piece, arguments.copy, None if arguments.copies_in_node else arguments.copy_between)
-    limits = Limits(arguments.slots, arguments.node or ranks)
+    limits = CopyLimits(arguments.slots, arguments.node or ranks)
     layers: list[Layer] = []
     number = micro_batches = 0
     for counts_LMRE in steps:

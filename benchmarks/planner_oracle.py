@@ -43,7 +43,7 @@ from configs import command
 from configs.schema import ConfigError
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import may_hold
-from moe.placement.quotas import Costs, Limits, at_home, check, held, outcome
+from moe.placement.quotas import CopyLimits, Costs, at_home, check, held, outcome
 
 COMPARED = ("static", "least_loaded", "quota", "flex", "solve")
 SIZES = ((2, 4), (2, 6), (2, 8), (3, 6), (4, 4), (4, 8))  # ranks and experts
@@ -58,7 +58,7 @@ class Case:
     counts_RE: Integers
     placement: PlacementMap
     costs: Costs
-    limits: Limits
+    limits: CopyLimits
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def case(seed: int, number: int) -> Case:
     near = int(rng.integers(1, 9)) if has_costs else 0
     far = None if node < ranks and rng.random() < 0.5 else near * int(rng.integers(1, 5))
     costs = Costs(int(rng.integers(1, 7)) if has_pieces else 0, near, far)
-    placement, limits = PlacementMap(experts, ranks, tuple(rng.permutation(experts).tolist())), Limits(slots, node)
+    placement, limits = PlacementMap(experts, ranks, tuple(rng.permutation(experts).tolist())), CopyLimits(slots, node)
     fresh: list[tuple[int, int]] = []
     if has_fresh:
         may_ER = may_hold(placement, costs, limits)
@@ -92,7 +92,7 @@ def case(seed: int, number: int) -> Case:
     return Case(counts_RE, PlacementMap(experts, ranks, placement.homes, tuple(sorted(fresh))), costs, limits)
 
 
-def exact(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> int | None:
+def exact(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> int | None:
     """The least time of the busiest rank, in the unit of Costs; None where no plan keeps `limits.most`."""
     worked_E = np.flatnonzero(counts_RE.sum(0))
     totals_E, homes_E = counts_RE.sum(0)[worked_E], placement.home_ranks[worked_E]
@@ -142,7 +142,7 @@ def _subsets(ranks: int) -> tuple[Integers, Integers]:
 
 
 def _sets_of_copies(
-    experts: Integers, placement: PlacementMap, costs: Costs, limits: Limits
+    experts: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits
 ) -> Iterator[tuple[Integers, Integers]]:
     """Every set of copies of the experts, many at a time: by expert the ranks as a mask [N, E], by rank what the
     copies and their pieces cost [N, R]."""

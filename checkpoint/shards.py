@@ -167,7 +167,7 @@ def _read_back(path: Path, sums: dict[int, tuple[int, int]], buffer: memoryview)
     return FileSum(size, digest.hexdigest())
 
 
-class Reader:
+class ShardReader:
     """Fills boxes of global tensors from a checkpoint's files. Raises ConfigError where the checkpoint lacks
     something."""
 

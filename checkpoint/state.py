@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from checkpoint.shards import Reader
+from checkpoint.shards import ShardReader
 from checkpoint.state_file import draws_alike, read_state
 from configs.schema import ConfigError
 from models.parallelize import bare, frozen_weights
@@ -78,7 +78,7 @@ def load(
 def _load(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path, layout: dict[str, Any]
 ) -> tuple[dict[str, Any], bool]:
-    state, reader = read_state(folder), Reader(folder)
+    state, reader = read_state(folder), ShardReader(folder)
     optimizer_state.allocate(optimizer, chunks, state["optimizer_steps"])
     with frozen_weights(chunks):  # a gather of old weights that is still due must not come after the new ones
         tensors = _model_tensors(chunks, optimizer)
@@ -100,7 +100,7 @@ def _load(
 
 def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:
     """Fill bare model chunks, in any layout, with a checkpoint's weights alone. Raises ConfigError."""
-    reader = Reader(folder)
+    reader = ShardReader(folder)
     for tensor in _weight_tensors(sharded_weights(chunks), chunks):
         reader.fill(tensor)
 

@@ -29,7 +29,7 @@ LINE_REACH = 32  # tokens from the exact place to the line end, or else the word
 
 
 @dataclass(frozen=True)
-class Split:
+class DocumentSplit:
     """held_out [documents] bool: whole documents of validation. `cuts`: documents that are not, but for the last `tail`
     tokens of each; one, or several of equal text.
 
@@ -49,7 +49,7 @@ def split_documents(
     rule: str,
     is_stdlib: bool = False,
     texts: np.ndarray | None = None,
-) -> Split:
+) -> DocumentSplit:
     """Split documents by their hashes uint64 [d] and lengths in tokens [d]; `alike` also by those of their texts
     uint64 [d]."""
     assert rule in RULES, rule
@@ -61,7 +61,7 @@ def split_documents(
     by_hash |= copies & np.isin(hashes, hashes[by_hash & copies])
     total, held_out = int(lengths.sum()), int(lengths[by_hash].sum())
     if rule == "hash" or hash_suffices(len(hashes), total - held_out, held_out, fraction, is_stdlib):
-        return Split(by_hash, True)
+        return DocumentSplit(by_hash, True)
     target = round(fraction * total)
     order = np.argsort(hashes, kind="stable")
     # What stays together, in the order of the hashes: copies of a text, or one document.
@@ -84,8 +84,8 @@ def split_documents(
             mask[together] = True
             tail -= int(size)
         elif len(together) <= MOST_CUTS and piece >= LEAST_PIECE and len(set(lengths[together].tolist())) == 1:
-            return Split(mask, False, tuple(sorted(together.tolist())), piece)
-    return Split(mask, False)
+            return DocumentSplit(mask, False, tuple(sorted(together.tolist())), piece)
+    return DocumentSplit(mask, False)
 
 
 def are_copies(texts: np.ndarray) -> np.ndarray:

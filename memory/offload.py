@@ -10,7 +10,7 @@ from memory.pool import WORKSPACE
 from memory.step_memory import Space
 
 
-class Offload:
+class OffloadedTensor:
     """A tensor of the device that is copied to the host and comes back once. What finds no room there stays.
 
     On a CPU it is a plain copy. All calls are those of the thread that computes, and none waits for the device.

@@ -25,7 +25,7 @@ from moe.placement.copies import CallCopies
 from moe.placement.live import LayerPlacement
 from moe.placement.map import PlacementMap
 from moe.placement.policy import Policy
-from moe.placement.quotas import Limits
+from moe.placement.quotas import CopyLimits
 from moe.route import Choice, Places
 from moe.schedule import execute
 from moe.schedule.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan, pass_degrees
@@ -139,7 +139,7 @@ class MixtrainMoELayer(MoELayer):
         self._block_rows = None if placement is None else placement.block_rows
         if placement is not None and placement.planner is not None:
             assert self.exchange is not None and config.num_moe_experts is not None
-            limits = Limits(placement.extra_slots, ranks_per_node(self.ep_group) or self.ep_group.size())
+            limits = CopyLimits(placement.extra_slots, ranks_per_node(self.ep_group) or self.ep_group.size())
             self.placement = LayerPlacement(
                 self.ep_group,
                 config.num_moe_experts,

@@ -18,7 +18,7 @@ Tag = TypeVar("Tag")
 
 
 @dataclass(frozen=True)
-class Slice(Generic[Tag]):
+class StateSlice(Generic[Tag]):
     """A range of a parameter's elements, and what the caller knows it by."""
 
     parameter: torch.nn.Parameter
@@ -29,7 +29,9 @@ class Slice(Generic[Tag]):
 
 @torch.no_grad()
 def change_state(
-    optimizer: MegatronOptimizer, slices: Sequence[Slice[Tag]], change: Callable[[list[tuple[torch.Tensor, Tag]]], None]
+    optimizer: MegatronOptimizer,
+    slices: Sequence[StateSlice[Tag]],
+    change: Callable[[list[tuple[torch.Tensor, Tag]]], None],
 ) -> None:
     """Have `change` change what this rank's optimizer holds of these slices, in place: masters and moments, flat
     tensors on the device or the host. It is called as often, and with tensors as long and in the same order, on all
@@ -55,9 +57,9 @@ def change_state(
 
 
 def _change_tiers(
-    tiers: Tiers, slices: Sequence[Slice[Tag]], change: Callable[[list[tuple[torch.Tensor, Tag]]], None]
+    tiers: Tiers, slices: Sequence[StateSlice[Tag]], change: Callable[[list[tuple[torch.Tensor, Tag]]], None]
 ) -> None:
-    of_parameter: dict[int, list[Slice[Tag]]] = {}
+    of_parameter: dict[int, list[StateSlice[Tag]]] = {}
     for each in slices:
         of_parameter.setdefault(id(each.parameter), []).append(each)
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from configs import derived
 from configs.schema import Config
 from models import blueprint
-from models.blueprint.operation import INPUT, Operation, Weight, unknown
+from models.blueprint.operation import INPUT, ModelOperation, Weight, unknown
 from moe.planning import footprint
 from moe.planning.inputs import fullest_load, initial_plan
 from moe.schedule.chunk_plan import STRATEGIES, Plan
 from simulator.flops import has_fused_attention
-from simulator.memory_tape import Profile, Tape, Tensor, recomputed
+from simulator.memory_tape import MemoryProfile, Tape, TapeTensor, recomputed
 from simulator.sizes import FP32, INT64, Sizes
 
 ROPE_WORK = 2  # times a tensor's bytes: its gradient, and the crossed halves beside it
@@ -42,8 +42,8 @@ PLAIN = (
 # whose gradients count
 MATRICES = {"matrix": True, "output_matrix": True, "norm": False, "bias": False, "router_bias": False}
 
-Held = dict[str, Tensor]  # tensors by their names in the blueprint
-Rule = Callable[[Tape, Operation, Held], Sequence[Tensor]]
+Held = dict[str, TapeTensor]  # tensors by their names in the blueprint
+Rule = Callable[[Tape, ModelOperation, Held], Sequence[TapeTensor]]
 
 
 class Activations:
@@ -74,7 +74,7 @@ class Activations:
             "vocabulary_embedding": self._vocabulary_embedding,
         }
 
-    def profile(self, part: blueprint.Part, leaving: int = 0) -> Profile:
+    def profile(self, part: blueprint.Part, leaving: int = 0) -> MemoryProfile:
         """What a micro-batch takes in one part of the model, with the state that comes in and, at the end, its
         gradient. The inputs of its first `leaving` layers are on the host in between.
 
@@ -100,9 +100,9 @@ class Activations:
             kept -= tape.leaving.bytes
         tape.peak = 0
         tape.backward(state)
-        return Profile(forward, kept, tape.peak)
+        return MemoryProfile(forward, kept, tape.peak)
 
-    def _run(self, tape: Tape, operations: Sequence[Operation], held: Held) -> Tensor:
+    def _run(self, tape: Tape, operations: Sequence[ModelOperation], held: Held) -> TapeTensor:
         """Apply operations to the tensors that are there; the last one's output."""
         for operation in operations:
             if operation.kind not in self._rules:
@@ -115,7 +115,7 @@ class Activations:
     def _apply(
         self,
         tape: Tape,
-        operation: Operation,
+        operation: ModelOperation,
         held: Held,
         *,
         extra: int = 0,
@@ -123,7 +123,7 @@ class Activations:
         work: int | None = None,
         weight: int = 0,
         weight_waits: bool = False,
-    ) -> list[Tensor]:
+    ) -> list[TapeTensor]:
         """One operation on the tape; what it keeps, and where gradients go, the blueprint says."""
         name = operation.output.name
         output = tape.apply(
@@ -152,20 +152,20 @@ class Activations:
 
     # -- rules ---------------------------------------------------------------------------------------------------------
 
-    def _plain(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _plain(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         return self._apply(tape, operation, held, weight=self._weight_bytes(operation.weights))
 
-    def _activation(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _activation(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         output, (name,) = self.sizes.bytes(operation.output), operation.inputs
         gated = held[name].bytes > output  # going back, its gate's activation is made again
         return self._apply(tape, operation, held, work=held[name].bytes + output if gated else None)
 
-    def _split(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _split(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         (name,) = operation.inputs
         return tape.split(held[name], *(self.sizes.bytes(tensor) for tensor in operation.outputs))
 
-    def _recomputed(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
-        def body(inner: Tape, *tensors: Tensor) -> Tensor:
+    def _recomputed(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
+        def body(inner: Tape, *tensors: TapeTensor) -> TapeTensor:
             return self._run(inner, operation.body, dict(zip(operation.inputs, tensors, strict=True)))
 
         output = recomputed(tape, body, *(held[name] for name in operation.inputs))
@@ -174,18 +174,18 @@ class Activations:
             self._to_leave -= 1
         return [output]
 
-    def _vocabulary_embedding(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _vocabulary_embedding(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         weight = self._weight_bytes(operation.weights)
         # Tied to the output layer: the sum of both gradients is a third one.
         work = max(each.uses for each in operation.weights) * weight
         return self._apply(tape, operation, held, extra=self.sizes.tokens * INT64, weight=weight, work=work)
 
-    def _embedding(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _embedding(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         return self._apply(
             tape, operation, held, extra=self.sizes.tokens * INT64, weight=self._weight_bytes(operation.weights)
         )
 
-    def _column_linear(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _column_linear(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         sizes, matrix = self.sizes, operation.weights[0]
         output, weight = sizes.bytes(operation.output), self._weight_bytes(operation.weights)
         work = (
@@ -196,7 +196,7 @@ class Activations:
         during = output if len(operation.weights) > 1 else 0  # the bias is added to a copy
         return self._apply(tape, operation, held, during=during, work=work, weight=weight, weight_waits=matrix.uses > 1)
 
-    def _norm(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _norm(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         numbers = self.sizes.numbers(operation.output)
         rows, wide = numbers // operation.channels, numbers * FP32
         if self.on_gpu or self.config.model.normalization == "layernorm":
@@ -208,47 +208,47 @@ class Activations:
         (name,) = operation.inputs
         return [tape.apply(output, [held[name]], extra=2 * wide + rows * FP32, during=wide, work=4 * wide - output)]
 
-    def _dropout(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _dropout(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         size = self.sizes.bytes(operation.output)
         return self._apply(tape, operation, held, extra=size // self.sizes.element if self.on_gpu else size)
 
-    def _rotary(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _rotary(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         size = self.sizes.bytes(operation.output)
         if self.config.model.attention != "latent":
             return self._apply(tape, operation, held, during=size, work=ROPE_WORK * size)
         tables = 2 * self.sizes.length * operation.channels * self.sizes.element
         return self._apply(tape, operation, held, extra=tables, during=2 * size, work=int(ROPE_WORK_IN_PIECES * size))
 
-    def _pooler(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _pooler(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         gathered = sum(self.sizes.bytes(collective.whole) for collective in operation.collectives)
         return self._apply(tape, operation, held, during=gathered)
 
-    def _cross_entropy(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _cross_entropy(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         wide = held[operation.inputs[0]]
         extra = self.sizes.tokens * LABEL_BYTES
         return [tape.apply(self.sizes.bytes(operation.output), keeps=[wide], extra=extra, in_place=wide)]
 
-    def _attention(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _attention(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         if self.fused_attention:
             sums = self.sizes.tokens * self.config.model.num_attention_heads // self.config.parallel.tensor * FP32
             return self._apply(tape, operation, held, extra=sums)
         query, key, value = (held[name] for name in operation.inputs)
         return [self._unfused_attention(tape, query, key, value)]
 
-    def _unfused_attention(self, tape: Tape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _unfused_attention(self, tape: Tape, query: TapeTensor, key: TapeTensor, value: TapeTensor) -> TapeTensor:
         """The scores are made, one by one, in fp32."""
         config, element = self.config, self.sizes.element
         heads = config.model.num_attention_heads // config.parallel.tensor
         scores_size = self.sizes.samples * heads * self.sizes.length**2 * FP32
-        held: list[Tensor] = []
+        held: list[TapeTensor] = []
 
-        def wide(tensor: Tensor) -> Tensor:
+        def wide(tensor: TapeTensor) -> TapeTensor:
             if element < FP32:
                 held.append(tape.apply(tensor.bytes * FP32 // element, [tensor]))
                 return held[-1]
             return tensor
 
-        def replace(x: Tensor) -> Tensor:
+        def replace(x: TapeTensor) -> TapeTensor:
             """A changed copy, whose gradient is the other's."""
             output = tape.apply(x.bytes, passes=[x])
             tape.drop(x)
@@ -278,14 +278,14 @@ class Activations:
             context = narrow
         return replace(context)
 
-    def _router(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _router(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         moe = self.config.moe
         of_token = ROUTER_EXPERT_BYTES * (moe.num_experts or 0) + ROUTER_ASSIGNMENT_BYTES * moe.top_k
         gathered = sum(self.sizes.bytes(collective.whole) for collective in operation.collectives)
         extra, weight = self.sizes.own_tokens * of_token, self._weight_bytes(operation.weights)
         return self._apply(tape, operation, held, extra=extra, during=gathered, weight=weight)
 
-    def _experts(self, tape: Tape, operation: Operation, held: Held) -> list[Tensor]:
+    def _experts(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         """The routed experts, as moe/planning/footprint.py counts them."""
         load, plan, element = self.load, self.plan, self.sizes.element
         assert load is not None, "a model with experts"

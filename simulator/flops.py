@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from configs import derived
 from configs.schema import Config
 from models import blueprint
-from models.blueprint.operation import Operation, unknown, walk
+from models.blueprint.operation import ModelOperation, unknown, walk
 from moe.experts.sizes import BLOCK_ROWS, STEP_ROWS
 
 # Categories by the beginning of an operation's name, the first that fits.
@@ -109,7 +109,7 @@ def _categories(config: Config) -> list[str]:
     return names + (["head"] if config.model.family == "bert" else [])
 
 
-def _counted(config: Config, vocab_size: int) -> Iterator[tuple[str, Operation, int]]:
+def _counted(config: Config, vocab_size: int) -> Iterator[tuple[str, ModelOperation, int]]:
     """The category of every operation with products, the operation, and how often its forward pass runs."""
     for block in blueprint.blocks(config, vocab_size, blueprint.whole(config)):
         for operation, forwards in walk(block.operations):

@@ -26,10 +26,10 @@ class LayerInputPlan:
 
 
 @dataclass(eq=False)
-class _Input:
+class _PlannedInput:
     has_buffer: bool
     is_here: bool = True
-    next: _Input | None = None  # whose turn in the backward pass is next
+    next: _PlannedInput | None = None  # whose turn in the backward pass is next
 
 
 class _Step:
@@ -38,16 +38,16 @@ class _Step:
     def __init__(self, buffers: int):
         self.free = buffers
         self.device = self.peak = self.copies_out = self.copies_back = 0
-        self._leaving: _Input | None = None
+        self._leaving: _PlannedInput | None = None
         self._in_use = 0
 
-    def forward(self, layers: int, before: _Input | None) -> list[_Input]:
+    def forward(self, layers: int, before: _PlannedInput | None) -> list[_PlannedInput]:
         """A pass through the layers of a chunk; `before`: the first layer's of the micro-batch before."""
-        inputs: list[_Input] = []
+        inputs: list[_PlannedInput] = []
         for _ in range(layers):
             self._settle()
             self._add()
-            kept = _Input(self.free > 0, next=inputs[-1] if inputs else None)
+            kept = _PlannedInput(self.free > 0, next=inputs[-1] if inputs else None)
             inputs.append(kept)
             if kept.has_buffer:
                 self.free -= 1
@@ -57,7 +57,7 @@ class _Step:
             before.next = inputs[-1]
         return inputs
 
-    def backward(self, inputs: list[_Input]) -> None:
+    def backward(self, inputs: list[_PlannedInput]) -> None:
         for kept in reversed(inputs):
             self._settle(kept)
             self._fetch(kept)
@@ -66,7 +66,7 @@ class _Step:
             if kept.next is not None:
                 self._fetch(kept.next)
 
-    def _settle(self, current: _Input | None = None) -> None:
+    def _settle(self, current: _PlannedInput | None = None) -> None:
         self.device -= self._in_use
         self._in_use = 0
         leaving, self._leaving = self._leaving, None
@@ -74,7 +74,7 @@ class _Step:
             leaving.is_here = False
             self.device -= 1
 
-    def _fetch(self, kept: _Input) -> None:
+    def _fetch(self, kept: _PlannedInput) -> None:
         if not kept.is_here:
             kept.is_here = True
             self.copies_back += 1
@@ -93,8 +93,8 @@ def layer_inputs(config: Config, world_size: int, stage: int, room: float | None
     buffers = offloaded_layer_inputs(config, world_size, stage, room)
     size, layers = derived.layer_input_bytes(config), [len(chunk) for chunk in layers_of_stage(config, stage)]
     step, leaving = _Step(buffers), []
-    waiting: list[deque[list[_Input]]] = [deque() for _ in layers]
-    first: dict[int, _Input] = {}
+    waiting: list[deque[list[_PlannedInput]]] = [deque() for _ in layers]
+    first: dict[int, _PlannedInput] = {}
     for is_forward, chunk in _passes(config, world_size, stage):
         if is_forward:
             inputs = step.forward(layers[chunk], first.get(chunk))

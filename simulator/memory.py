@@ -30,7 +30,7 @@ from parallel.pipeline import passes
 from simulator.activations import Activations
 from simulator.buffers import Buffer, buffers
 from simulator.layer_inputs import LayerInputPlan, layer_inputs
-from simulator.memory_tape import Profile
+from simulator.memory_tape import MemoryProfile
 from simulator.parameters import Place, places
 from simulator.sizes import FP32, Sizes
 from simulator.tiers import TierPlan, least_host_bytes, left
@@ -172,10 +172,10 @@ def activations_of_stage(
 ) -> int:
     """The most that a stage's micro-batches hold at once on the device."""
     of_stage, leaving = parts(config)[stage], iter(inputs.leaving)
-    in_flight: list[deque[Profile]] = [deque() for _ in of_stage]
+    in_flight: list[deque[MemoryProfile]] = [deque() for _ in of_stage]
 
     @cache
-    def profiled(chunk: int, leaving: int) -> Profile:
+    def profiled(chunk: int, leaving: int) -> MemoryProfile:
         return activations.profile(of_stage[chunk], leaving)
 
     live = peak = 0

@@ -11,32 +11,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
-class Tensor:
+class TapeTensor:
     """Bytes that are in use until everybody who holds them has let go. A view (of `base`) is a part of another
     tensor's."""
 
     __slots__ = ("bytes", "holders", "base")
 
-    def __init__(self, num_bytes: int, base: Tensor | None = None) -> None:
+    def __init__(self, num_bytes: int, base: TapeTensor | None = None) -> None:
         self.bytes, self.holders, self.base = num_bytes, 1, base
 
 
 @dataclass
 class _Operation:
-    outputs: Sequence[Tensor]
-    inputs: Sequence[Tensor]  # get gradients of their own
-    passes: Sequence[Tensor]  # get that of the output, the same memory
-    kept: list[Tensor]
+    outputs: Sequence[TapeTensor]
+    inputs: Sequence[TapeTensor]  # get gradients of their own
+    passes: Sequence[TapeTensor]  # get that of the output, the same memory
+    kept: list[TapeTensor]
     work: int | None = None
     weight: int = 0
     weight_waits: bool = False
-    in_place: Tensor | None = None  # its gradient is written over what was kept
+    in_place: TapeTensor | None = None  # its gradient is written over what was kept
     is_layer: bool = False
     away: int = 0  # bytes of its input on the host
 
 
 @dataclass(frozen=True)
-class Profile:
+class MemoryProfile:
     """A forward pass and its backward pass: bytes above what was there before it."""
 
     forward: int  # most during the forward pass
@@ -53,20 +53,20 @@ class Tape:
     now: int = 0
     peak: int = 0
     _operations: list[_Operation] = field(default_factory=list)
-    leaving: Tensor | None = None
+    leaving: TapeTensor | None = None
 
-    def new(self, num_bytes: int) -> Tensor:
+    def new(self, num_bytes: int) -> TapeTensor:
         """A tensor that the caller holds."""
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
-        return Tensor(num_bytes)
+        return TapeTensor(num_bytes)
 
-    def hold(self, tensor: Tensor) -> Tensor:
+    def hold(self, tensor: TapeTensor) -> TapeTensor:
         """One more holder."""
         (tensor.base or tensor).holders += 1
         return tensor
 
-    def drop(self, *tensors: Tensor) -> None:
+    def drop(self, *tensors: TapeTensor) -> None:
         """One holder less."""
         for tensor in tensors:
             root = tensor.base or tensor
@@ -81,18 +81,18 @@ class Tape:
     def apply(
         self,
         output: int,
-        inputs: Sequence[Tensor] = (),
+        inputs: Sequence[TapeTensor] = (),
         *,
-        passes: Sequence[Tensor] = (),
-        keeps: Sequence[Tensor] = (),
+        passes: Sequence[TapeTensor] = (),
+        keeps: Sequence[TapeTensor] = (),
         extra: int = 0,
         during: int = 0,
         work: int | None = None,
         weight: int = 0,
         weight_waits: bool = False,
         keeps_output: bool = False,
-        in_place: Tensor | None = None,
-    ) -> Tensor:
+        in_place: TapeTensor | None = None,
+    ) -> TapeTensor:
         """One operation with `output` bytes, which the caller holds.
 
         `inputs` get gradients of their own in the backward pass, `passes` that of the output itself. `keeps` are held
@@ -111,7 +111,7 @@ class Tape:
         self._operations.append(_Operation([result], inputs, passes, kept, work, weight, weight_waits, in_place))
         return result
 
-    def end_layer(self, tensor: Tensor, leaves: bool) -> None:
+    def end_layer(self, tensor: TapeTensor, leaves: bool) -> None:
         """The last operation was a layer that keeps its input alone; `leaves`: on the host, from the next layer's end
         until the layer above goes back."""
         self._settle()
@@ -138,18 +138,18 @@ class Tape:
                 each.kept.append(self.new(each.away))
                 each.away = 0
 
-    def split(self, tensor: Tensor, *parts: int) -> list[Tensor]:
+    def split(self, tensor: TapeTensor, *parts: int) -> list[TapeTensor]:
         """Views of parts of a tensor; nobody needs to drop them. Going back, the parts' gradients are copied into
         one."""
         root = tensor.base or tensor
-        views = [Tensor(part, root) for part in parts]
+        views = [TapeTensor(part, root) for part in parts]
         self._operations.append(_Operation(views, [tensor], [], []))
         return views
 
-    def backward(self, output: Tensor) -> None:
+    def backward(self, output: TapeTensor) -> None:
         """Go all the way back from `output`, whose gradient has as many bytes."""
-        gradients: dict[Tensor, Tensor] = {output: self.new(output.bytes)}
-        waiting: list[Tensor] = []
+        gradients: dict[TapeTensor, TapeTensor] = {output: self.new(output.bytes)}
+        waiting: list[TapeTensor] = []
         while self._operations:
             operation = self._operations.pop()
             if operation.is_layer:
@@ -179,10 +179,10 @@ class Tape:
         self.drop(*gradients.values(), *waiting)
 
 
-Function = Callable[..., Tensor]
+Function = Callable[..., TapeTensor]
 
 
-def recomputed(tape: Tape, function: Function, *inputs: Tensor) -> Tensor:
+def recomputed(tape: Tape, function: Function, *inputs: TapeTensor) -> TapeTensor:
     """`function(tape, *inputs)` under activation checkpointing: its inputs are kept, and its forward pass runs again in
     the backward."""
     first = Tape(keeps=False)
@@ -193,7 +193,7 @@ def recomputed(tape: Tape, function: Function, *inputs: Tensor) -> Tensor:
     return tape.apply(output.bytes, inputs, keeps=inputs, during=max(0, first.peak - there - output.bytes), work=work)
 
 
-def profile(function: Function, *inputs: Tensor) -> Profile:
+def profile(function: Function, *inputs: TapeTensor) -> MemoryProfile:
     """What `function(tape, *inputs)` takes, beside its inputs and the gradient of its output."""
     tape = Tape()
     output = function(tape, *(tape.new(tensor.bytes) for tensor in inputs))
@@ -201,4 +201,4 @@ def profile(function: Function, *inputs: Tensor) -> Profile:
     forward, kept = tape.peak - there, tape.now - there
     tape.peak = 0
     tape.backward(output)
-    return Profile(forward, kept, max(kept, tape.peak - there - output.bytes))
+    return MemoryProfile(forward, kept, max(kept, tape.peak - there - output.bytes))

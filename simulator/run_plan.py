@@ -34,7 +34,7 @@ from simulator.flops import (
 )
 from simulator.memory import KINDS, RankMemory, budgets_of_node, needed_budgets, over_budget, rank_memory
 from simulator.parameters import Place, parameters, places
-from simulator.step_time import Prediction, predict_step
+from simulator.step_time import StepPrediction, predict_step
 from simulator.tiers import left
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class RunPlan:
     active_parameters: int
     memory: list[RankMemory]
     communication: list[dict[str, int]]  # by stage
-    prediction: Prediction | None
+    prediction: StepPrediction | None
     rooms: Capacity = Capacity()  # what a rank may use of each memory tier
 
     @property

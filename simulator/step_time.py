@@ -16,8 +16,7 @@ from typing import Any
 
 from configs import derived
 from configs.schema import Config, ConfigError
-from moe.planning.costs import LayerCosts, Limits
-from moe.planning.costs import Prediction as CallPrediction
+from moe.planning.costs import CallPrediction, LayerCosts, Limits
 from moe.planning.inputs import initial_plan, layer_shape, limits, moe_layers
 from moe.planning.planner import Planner
 from moe.planning.search import predict
@@ -36,7 +35,7 @@ ASSUMED = Bandwidths(up=16.3e9, down=16.3e9, host=25e9, device=2e12, read=3e9, w
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """Seconds of a step and what they are made of; `measured_on` is the machine of the costs."""
 
     step_seconds: float
@@ -80,7 +79,7 @@ def measured_costs(config: Config, device: str) -> tuple[LayerCosts, str] | None
 
 def predict_step(
     config: Config, padded_vocab_size: int, world_size: int, device: str, reduced: int
-) -> Prediction | None:
+) -> StepPrediction | None:
     """What a step should take; None without measured costs. `reduced` are the bytes that a rank sends to reduce
     gradients.
 
@@ -109,7 +108,7 @@ def predict_step(
     waiting = (stages - 1) / (micro_batches * chunks)
     reduction = reduced * layer.exchange.beta
     busy = calls + other
-    return Prediction(busy * (1 + waiting) + reduction, calls, other, reduction, waiting / (1 + waiting), hardware)
+    return StepPrediction(busy * (1 + waiting) + reduction, calls, other, reduction, waiting / (1 + waiting), hardware)
 
 
 def _call(config: Config, layer: LayerCosts, load: LayerLoad, chosen: Limits) -> CallPrediction:

@@ -1,4 +1,5 @@
 """The arrows between the rooms, read from the source: who may import whom, and that no two files import each other.
+Also what keeps the rooms readable: sizes, and that no two classes share a name.
 
 Imports inside functions count as much as those at the top.
 """
@@ -6,6 +7,7 @@ Imports inside functions count as much as those at the top.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,35 @@ def test_no_folder_is_too_full_to_show_its_trade(tmp_path: Path) -> None:
         for i in range(count):
             (tmp_path / name / f"{i}.py").touch()
     assert sorted(full_folders(tmp_path)) == ["data has 16 files", "moe/deep has 15 files"]
+
+
+def product_nodes(root: Path = ROOT) -> Iterator[tuple[str, ast.AST]]:
+    """Every node of the product's source, with the file that it stands in."""
+    for path in sorted(path for room in TABLE for path in (root / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            yield path.relative_to(root).as_posix(), node
+
+
+def shared_names(root: Path = ROOT) -> dict[str, list[str]]:
+    """Names that more than one class of the product has, with the classes' files."""
+    files: dict[str, list[str]] = {}
+    for file, node in product_nodes(root):
+        if isinstance(node, ast.ClassDef):
+            files.setdefault(node.name, []).append(file)
+    return {name: found for name, found in files.items() if len(found) > 1}
+
+
+def test_no_two_classes_share_a_name(tmp_path: Path) -> None:
+    assert not shared_names()
+    write_tree(
+        tmp_path,
+        {
+            "moe/a.py": "class A: ...\nclass _B: ...",
+            "data/deep/b.py": "def f():\n    class _B: ...",
+            "tests/c.py": "class A: ...",
+        },
+    )
+    assert shared_names(tmp_path) == {"_B": ["data/deep/b.py", "moe/a.py"]}
 
 
 def write_tree(root: Path, files: dict[str, str]) -> dict[str, Path]:

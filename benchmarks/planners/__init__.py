@@ -12,19 +12,19 @@ from moe.placement.planners.flex import flex
 from moe.placement.planners.least_loaded import least_loaded
 from moe.placement.planners.quota import quota
 from moe.placement.planners.solve import solve
-from moe.placement.quotas import Costs, Limits, Planner, at_home
+from moe.placement.quotas import CopyLimits, Costs, QuotaPlanner, at_home
 
 
 @dataclass(frozen=True)
 class Entry:
     """A planner, and what its system does with the copies."""
 
-    plan: Planner
+    plan: QuotaPlanner
     keeps: bool = False  # copies serve the whole step; else each is sent for a forward and again for its backward pass
     own_slots: bool = False  # it takes the slots that it needs, whatever the limit
 
 
-def static(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def static(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """Every expert is computed at its home."""
     return at_home(counts_RE, placement)
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import by_size, may_hold, split_evenly
-from moe.placement.quotas import Costs, Limits, held
+from moe.placement.quotas import CopyLimits, Costs, held
 
 
-def eplb(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def eplb(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """quotas_ER of one call."""
     totals_E, may_ER = counts_RE.sum(0), may_hold(placement, costs, limits)
     number_E = np.ones(placement.num_experts, dtype=np.int64)

@@ -11,10 +11,10 @@ import numpy as np
 
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import Instances
-from moe.placement.quotas import Costs, Limits
+from moe.placement.quotas import CopyLimits, Costs
 
 
-def moonep(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def moonep(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """quotas_ER of one call. Where the mean is no integer, the first ranks compute one more."""
     ranks = placement.num_ranks
     plan = Instances(counts_RE, placement, Costs(), limits, slots=placement.num_slots)

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.planners import Entry
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits, at_home, check, outcome
+from moe.placement.quotas import CopyLimits, Costs, at_home, check, outcome
 
 PUSHES = ("first", "refresh", "second")  # why weights travel: a new copy, a stale one, once more for the backward pass
 LINKS = ("in_node", "between")
@@ -75,7 +75,7 @@ class Replay:
 
     homes: tuple[int, ...] | None = None
 
-    def __init__(self, entry: Entry, costs: Costs, limits: Limits) -> None:
+    def __init__(self, entry: Entry, costs: Costs, limits: CopyLimits) -> None:
         self.tally = Tally()
         self._entry, self._costs, self._limits = entry, costs, limits
         self._held: list[tuple[int, int]] = []  # copies (expert, rank) in slots, the last used ones last
@@ -90,7 +90,7 @@ class Replay:
             quotas_ER = self._entry.plan(counts_RE, placement, self._costs, self._limits)
             self.tally.planning += time.perf_counter() - start
             slots = placement.num_slots if self._entry.own_slots else self._limits.slots
-            check(quotas_ER, counts_RE, placement, Limits(slots, self._limits.ranks_per_node))
+            check(quotas_ER, counts_RE, placement, CopyLimits(slots, self._limits.ranks_per_node))
             self._count(counts_RE, quotas_ER, placement)
             used = self._push(quotas_ER, placement, stale)
             if self._entry.keeps:

@@ -10,10 +10,10 @@ import numpy as np
 
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import by_size, may_hold
-from moe.placement.quotas import Costs, Limits, at_home
+from moe.placement.quotas import CopyLimits, Costs, at_home
 
 
-def shadowing(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def shadowing(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """quotas_ER of one call. A rank without tokens of a shadowed expert has no piece of it."""
     quotas_ER, may_ER = at_home(counts_RE, placement), may_hold(placement, costs, limits)
     one_node = limits.ranks_per_node >= placement.num_ranks

@@ -37,7 +37,7 @@ LEADING_BLANK_LINES = re.compile(rb"(?:[ \t\r\f\v]*\n)+")
 ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\A|\n)[ \t\r\f\v]*\n\Z")
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Bytes [begin, end) of a span's content; whether they begin and end a document."""
 
     begin: int
@@ -58,7 +58,7 @@ def next_border(content: Any, position: int, rule: str) -> int:
     return stop
 
 
-def pieces(content: bytes, before: bytes, start: int, at_end: bool, rule: str) -> Iterator[Piece]:
+def pieces(content: bytes, before: bytes, start: int, at_end: bool, rule: str) -> Iterator[TextPiece]:
     """The documents of a span, or pieces of them, in order.
 
     content: bytes from `start` of the file, which is a border; before: what lies before them, at least REACH_BYTES of
@@ -74,7 +74,7 @@ def pieces(content: bytes, before: bytes, start: int, at_end: bool, rule: str) -
         if start + begin == 0 and content.startswith(BYTE_ORDER_MARK):
             begin = len(BYTE_ORDER_MARK)
         if rule == "file":
-            yield Piece(begin, end, not resumes, not goes_on)
+            yield TextPiece(begin, end, not resumes, not goes_on)
         elif rule == "line":
             yield from _lines(content, begin, end, resumes, goes_on)
         else:
@@ -98,27 +98,29 @@ def _crossed(content: bytes, before: bytes, position: int, rule: str) -> bool:
     return ENDS_WITH_BLANK_LINE.search(context) is None
 
 
-def _lines(content: bytes, begin: int, end: int, resumes: bool, goes_on: bool) -> Iterator[Piece]:
+def _lines(content: bytes, begin: int, end: int, resumes: bool, goes_on: bool) -> Iterator[TextPiece]:
     while begin < end:
         found = content.find(b"\n", begin, end)
         stop = end if found < 0 else found
         cut = stop - (found >= 0 and content[begin:stop].endswith(b"\r"))
-        yield Piece(begin, cut, not resumes, found >= 0 or not goes_on)
+        yield TextPiece(begin, cut, not resumes, found >= 0 or not goes_on)
         resumes, begin = False, stop + 1
 
 
-def _blocks(content: bytes, begin: int, end: int, resumes: bool, goes_on: bool, at_line_start: bool) -> Iterator[Piece]:
+def _blocks(
+    content: bytes, begin: int, end: int, resumes: bool, goes_on: bool, at_line_start: bool
+) -> Iterator[TextPiece]:
     if at_line_start and (blank := LEADING_BLANK_LINES.match(content, begin, end)):
         if resumes:
-            yield Piece(begin, begin, False, True)
+            yield TextPiece(begin, begin, False, True)
             resumes = False
         begin = blank.end()
     while found := BLANK_LINES.search(content, begin, end):
         cut = found.start() - (content[begin : found.start()].endswith(b"\r"))
-        yield Piece(begin, cut, not resumes, True)
+        yield TextPiece(begin, cut, not resumes, True)
         resumes, begin = False, found.end()
     if begin < end or resumes:
-        yield Piece(begin, end if goes_on else _text_end(content, begin, end), not resumes, not goes_on)
+        yield TextPiece(begin, end if goes_on else _text_end(content, begin, end), not resumes, not goes_on)
 
 
 def _text_end(content: bytes, begin: int, end: int) -> int:

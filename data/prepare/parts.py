@@ -23,7 +23,7 @@ from data.prepare.advice import advice
 from data.prepare.bad_lines import SHOWN_BAD_LINES, no_documents
 from data.prepare.part_index import DocumentTokens, Index, PartTokens, load, read_index
 from data.prepare.workers import run_jobs
-from data.split import Split, are_copies, cut_document, cut_place, split_documents
+from data.split import DocumentSplit, are_copies, cut_document, cut_place, split_documents
 from data.tokenizer import Tokenizer
 
 COPIED_TOKENS = 1 << 22  # at once
@@ -98,7 +98,7 @@ def _is_whole(part: Path) -> bool:
 
 
 def _merge(
-    parts: list[Path], index: Index, folder: Path, tokenizer: Tokenizer, family: str, split: Split
+    parts: list[Path], index: Index, folder: Path, tokenizer: Tokenizer, family: str, split: DocumentSplit
 ) -> dict[str, Any]:
     """Put the documents into train and valid files. Returns the summary, with the sizes of what was written."""
     dtype = token_dtype(tokenizer.vocab_size)

@@ -65,7 +65,7 @@ class Attention:
         return self.project(output.reshape(len(hidden), -1))
 
 
-class LatentAttention:
+class DecoderLatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The cache holds whole keys and values."""
 
     def __init__(self, layer: int, weights: Weights, config: Config, group: Group) -> None:
@@ -112,7 +112,7 @@ class LatentAttention:
         return self.project(output.transpose(1, 2).reshape(len(hidden), -1))
 
 
-class Rotary:
+class DecoderRotary:
     """Cosines and sines of rotary positions (Su et al. 2021), kept for as many positions as were asked for.
 
     longrope has two sets of frequencies, and the whole of a text turns by the one or the other, by its length.

@@ -11,7 +11,7 @@ from inference.decoder.linear import Group, Weights, feed_forward
 from moe.router import limit_to_groups
 
 
-class Experts:
+class DecoderExperts:
     """The router's choice, the experts of this rank for the tokens that chose them, and the shared expert."""
 
     def __init__(self, weights: Weights, config: Config, group: Group, expert_group: Group) -> None:

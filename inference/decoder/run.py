@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from configs.schema import Config, ConfigError
-from inference.decoder.attention import Rotary
+from inference.decoder.attention import DecoderRotary
 from inference.decoder.layer import Layer
 from inference.decoder.linear import gather, if_split, norm
 from inference.decoder.step import Cache, Step
@@ -60,7 +60,7 @@ class Decoder:
             norm(weights, "decoder.final_layernorm", config) if "decoder.final_layernorm.weight" in weights else None
         )
         self._window = config.model.sliding_window
-        self._rotary = Rotary(config, self.device) if config.model.position_embedding == "rope" else None
+        self._rotary = DecoderRotary(config, self.device) if config.model.position_embedding == "rope" else None
         held = {int(name.split(".")[2]) for name in weights if name.startswith("decoder.layers.")}
         expert_group = if_split(topology.groups.tp_ep)  # the ranks that together hold all experts of a layer
         self._layers = {layer: Layer(layer, weights, config, self._tensor_group, expert_group) for layer in held}

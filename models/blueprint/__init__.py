@@ -15,13 +15,13 @@ from configs.schema import Config
 from models.blueprint.attention import attention
 from models.blueprint.ends import embedding, head, padded_vocab_size
 from models.blueprint.feed_forward import experts, feed_forward
-from models.blueprint.operation import INPUT, Block, Operation, Weight, axis_sizes, block, local_shape, walk
+from models.blueprint.operation import INPUT, Block, ModelOperation, Weight, axis_sizes, block, local_shape, walk
 from models.blueprint.pieces import hidden, norm, recomputed, residual_sum, transformer_name
 from parallel.pipeline import layers_of_stage
 
 __all__ = [
     "Block",
-    "Operation",
+    "ModelOperation",
     "Part",
     "Weight",
     "axis_sizes",
@@ -108,7 +108,7 @@ def layer(config: Config, is_moe: bool) -> Block:
     )
 
 
-def _pre_norm(config: Config, is_moe: bool) -> list[Operation]:
+def _pre_norm(config: Config, is_moe: bool) -> list[ModelOperation]:
     size = config.model.hidden_size
     attended = attention(config, "attention.input", "attended")
     fed = (experts if is_moe else feed_forward)(config, "mlp.input", "fed")
@@ -123,7 +123,7 @@ def _pre_norm(config: Config, is_moe: bool) -> list[Operation]:
     ]
 
 
-def _post_norm(config: Config, is_moe: bool) -> list[Operation]:
+def _post_norm(config: Config, is_moe: bool) -> list[ModelOperation]:
     size = config.model.hidden_size
     fed = (experts if is_moe else feed_forward)(config, "middle", "fed")
     return [

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 from configs import derived
 from configs.schema import Config
-from models.blueprint.operation import OWN_TOKENS, TENSOR, TOKENS, Collective, Operation, Tensor
+from models.blueprint.operation import OWN_TOKENS, TENSOR, TOKENS, Collective, ModelOperation, Tensor
 from models.blueprint.pieces import column_linear, copy, norm, own_rows, recomputed, row_linear
 
 MODULE = "self_attention"
 
 
-def attention(config: Config, x: str, output: str) -> list[Operation]:
+def attention(config: Config, x: str, output: str) -> list[ModelOperation]:
     """From the normed state `x` to `output`, which still lacks its bias."""
     return (_latent if config.model.attention == "latent" else _grouped)(config, x, output)
 
 
-def _grouped(config: Config, x: str, output: str) -> list[Operation]:
+def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
     model, head = config.model, derived.head_dim(config)
     heads, groups = model.num_attention_heads, derived.num_query_groups(config)
     bias = model.qkv_bias or model.linear_bias
@@ -28,11 +28,11 @@ def _grouped(config: Config, x: str, output: str) -> list[Operation]:
     )
     operations = [
         column_linear(config, f"{MODULE}.linear_qkv", x, "qkv", sizes, bias=bias),
-        Operation("split", f"{MODULE}.linear_qkv", ("qkv",), (query, key, value)),
+        ModelOperation("split", f"{MODULE}.linear_qkv", ("qkv",), (query, key, value)),
     ]
     held = {"qkv"}
 
-    def then(old: Tensor, new: list[Operation]) -> Tensor:
+    def then(old: Tensor, new: list[ModelOperation]) -> Tensor:
         """`new` operations take the place of a tensor, which is freed if it isn't a view."""
         frees = (old.name,) if old.name in held else ()
         operations.extend(new)
@@ -44,7 +44,9 @@ def _grouped(config: Config, x: str, output: str) -> list[Operation]:
     rotates = model.position_embedding == "rope" and not model.qk_norm
     if not rotates and 1 < groups // config.parallel.tensor < heads // config.parallel.tensor:
         # The heads of a group do not lie apart alike.
-        query = then(query, [Operation("reshape", MODULE, (query.name,), (_heads("query.together", query.width),))])
+        query = then(
+            query, [ModelOperation("reshape", MODULE, (query.name,), (_heads("query.together", query.width),))]
+        )
     if model.qk_norm:
         query, key = (
             then(query, _head_norm(config, "q_layernorm", query, heads)),
@@ -55,7 +57,7 @@ def _grouped(config: Config, x: str, output: str) -> list[Operation]:
         channels = int(head * model.rotary_fraction)
         turned = [_rotated(query, channels), _rotated(key, channels)]
         copied = replace(value, name="value.copied")
-        operations += [*turned, Operation("reshape", MODULE, (value.name,), (copied,), frees=tuple(sorted(held)))]
+        operations += [*turned, ModelOperation("reshape", MODULE, (value.name,), (copied,), frees=tuple(sorted(held)))]
         (query, key), value = (each.output for each in turned), copied
         held = {query.name, key.name, value.name}
     elif model.position_embedding == "rope":
@@ -73,12 +75,12 @@ def _grouped(config: Config, x: str, output: str) -> list[Operation]:
     )
 
 
-def _latent(config: Config, x: str, output: str) -> list[Operation]:
+def _latent(config: Config, x: str, output: str) -> list[ModelOperation]:
     """Queries, and keys and values, each through a narrow layer; one rotating key for all heads."""
     model, head = config.model, derived.head_dim(config)
     heads, rotating, value_dim = model.num_attention_heads, model.rotary_head_dim, model.value_head_dim
     rank, query_rank, rows = model.kv_lora_rank, model.q_lora_rank, own_rows(config)
-    operations, held = list[Operation](), list[str]()
+    operations, held = list[ModelOperation](), list[str]()
 
     def narrow(module: str, width: int, name: str) -> None:
         operations.extend(_narrow(config, f"{MODULE}.{module}", x, name, width))
@@ -89,7 +91,7 @@ def _latent(config: Config, x: str, output: str) -> list[Operation]:
         narrow("linear_q_down_proj", query_rank, "query.low")
     narrow("linear_kv_down_proj", rank + rotating, "low")
     low, turning = Tensor("key_value.low", rank, rows), Tensor("rotary_key", rotating, rows)
-    operations.append(Operation("split", f"{MODULE}.linear_kv_down_proj", ("low",), (low, turning)))
+    operations.append(ModelOperation("split", f"{MODULE}.linear_kv_down_proj", ("low",), (low, turning)))
     if config.parallel.sequence:
         whole = Tensor("rotary_key.whole", rotating)
         collectives = (
@@ -97,7 +99,7 @@ def _latent(config: Config, x: str, output: str) -> list[Operation]:
             Collective("reduce_scatter", TENSOR, whole, is_backward=True),
         )
         operations.append(
-            Operation("gather", f"{MODULE}.rotary_key", (turning.name,), (whole,), collectives=collectives)
+            ModelOperation("gather", f"{MODULE}.rotary_key", (turning.name,), (whole,), collectives=collectives)
         )
         turning = whole
         held.append(whole.name)
@@ -123,12 +125,12 @@ def _latent(config: Config, x: str, output: str) -> list[Operation]:
     query_turn, key_turn = _rotated(turned_query, rotating), _rotated(turning, rotating)
     done = ("queries", "keys_values", query_turn.output.name, key_turn.output.name)
     operations += [
-        Operation("split", f"{MODULE}.{up}", ("queries",), (plain_query, turned_query)),
-        Operation("split", f"{MODULE}.linear_kv_up_proj", ("keys_values",), (plain_key, value_part)),
+        ModelOperation("split", f"{MODULE}.{up}", ("queries",), (plain_query, turned_query)),
+        ModelOperation("split", f"{MODULE}.linear_kv_up_proj", ("keys_values",), (plain_key, value_part)),
         query_turn,
         key_turn,
-        Operation("concatenate", MODULE, outputs=(query,), passes=(plain_query.name, query_turn.output.name)),
-        Operation("concatenate", MODULE, (key_turn.output.name,), (key,), passes=(plain_key.name,)),
+        ModelOperation("concatenate", MODULE, outputs=(query,), passes=(plain_query.name, query_turn.output.name)),
+        ModelOperation("concatenate", MODULE, (key_turn.output.name,), (key,), passes=(plain_key.name,)),
         copy(MODULE, value_part.name, value, frees=done),
         _core(config, query, key, value, heads * value_dim, channels=head + rotating + value_dim),
     ]
@@ -136,7 +138,7 @@ def _latent(config: Config, x: str, output: str) -> list[Operation]:
     return operations + row_linear(config, f"{MODULE}.linear_proj", "context", output, heads * value_dim, frees=frees)
 
 
-def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[Operation]:
+def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[ModelOperation]:
     """A narrow layer whose split output every tensor rank needs whole; under sequence parallelism, for its own
     tokens."""
     if config.parallel.tensor == 1:
@@ -149,8 +151,8 @@ def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[
         own, whole = Tensor(output, width, OWN_TOKENS), Tensor(f"{output}.whole", width)
         return [
             column_linear(config, name, x, part, (config.model.hidden_size, width)),
-            Operation("gather", name, (part,), (whole,), frees=(part,), collectives=gathered),
-            Operation(
+            ModelOperation("gather", name, (part,), (whole,), frees=(part,), collectives=gathered),
+            ModelOperation(
                 "scatter",
                 name,
                 (whole.name,),
@@ -163,14 +165,14 @@ def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[
         gathered += (Collective("all_reduce", TENSOR, shared, is_backward=True),)
     return [
         column_linear(config, name, x, part, (config.model.hidden_size, width)),
-        Operation("gather", name, (part,), (whole,), frees=(part,), collectives=gathered),
+        ModelOperation("gather", name, (part,), (whole,), frees=(part,), collectives=gathered),
     ]
 
 
-def _core(config: Config, query: Tensor, key: Tensor, value: Tensor, width: int, channels: int) -> Operation:
+def _core(config: Config, query: Tensor, key: Tensor, value: Tensor, width: int, channels: int) -> ModelOperation:
     """Scores, softmax and weighted sum; counted with their full square."""
     names = query.name, key.name, value.name
-    core = Operation(
+    core = ModelOperation(
         "attention",
         f"{MODULE}.core_attention",
         names,
@@ -185,14 +187,14 @@ def _heads(name: str, width: int) -> Tensor:
     return Tensor(name, width, TOKENS, TENSOR)
 
 
-def _head_norm(config: Config, module: str, x: Tensor, heads: int) -> list[Operation]:
+def _head_norm(config: Config, module: str, x: Tensor, heads: int) -> list[ModelOperation]:
     name, head = f"{MODULE}.{module}", derived.head_dim(config)
     output = _heads(f"{x.name}.normed", x.width)
     if config.model.qk_norm_over == "head":
         return [norm(config, name, x.name, output, head)]
     together = _heads(f"{x.name}.flat", x.width)  # the heads lie apart, between those of the others
     return [
-        Operation("reshape", name, (x.name,), (together,)),
+        ModelOperation("reshape", name, (x.name,), (together,)),
         norm(
             config,
             name,
@@ -205,6 +207,6 @@ def _head_norm(config: Config, module: str, x: Tensor, heads: int) -> list[Opera
     ]
 
 
-def _rotated(x: Tensor, channels: int) -> Operation:
+def _rotated(x: Tensor, channels: int) -> ModelOperation:
     output = Tensor(f"{x.name}.rotated", x.width, x.rows, x.axis)
-    return Operation("rotary", f"{MODULE}.rotary", (x.name,), (output,), channels=channels)
+    return ModelOperation("rotary", f"{MODULE}.rotary", (x.name,), (output,), channels=channels)

@@ -13,7 +13,7 @@ from models.blueprint.operation import (
     TENSOR,
     TOKENS,
     Collective,
-    Operation,
+    ModelOperation,
     Split,
     Tensor,
     Weight,
@@ -30,7 +30,7 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def embedding(config: Config, vocab_size: int, is_last: bool) -> list[Operation]:
+def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOperation]:
     """Words, positions and token types; `is_last`: the same rank has the head."""
     model, size = config.model, config.model.hidden_size
     bert, sequence = model.family == "bert", config.parallel.sequence
@@ -39,7 +39,7 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[Operation]
     summed = (Collective("all_reduce", TENSOR, state),) if adds or not sequence else ()
     weight = (_vocabulary(config, "embedding.word_embeddings", vocab_size, is_first=True, is_last=is_last),)
     operations = [
-        Operation(
+        ModelOperation(
             "vocabulary_embedding", "embedding.word_embeddings", outputs=(state,), weights=weight, collectives=summed
         )
     ]
@@ -48,9 +48,9 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[Operation]
         nonlocal state
         other, both = Tensor(module, size), Tensor(f"{state.name}+{module}", size)
         table = (Weight(f"embedding.{module}.weight", (rows, size), "matrix"),)
-        operations.append(Operation("embedding", f"embedding.{module}", outputs=(other,), weights=table))
+        operations.append(ModelOperation("embedding", f"embedding.{module}", outputs=(other,), weights=table))
         operations.append(
-            Operation(
+            ModelOperation(
                 "add", "embedding", outputs=(both,), passes=(state.name, other.name), frees=(state.name, other.name)
             )
         )
@@ -76,11 +76,11 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[Operation]
     return operations + dropout(config, state.name, hidden(config, "dropped"), frees=(state.name,))
 
 
-def head(config: Config, vocab_size: int, is_first: bool) -> list[Operation]:
+def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation]:
     """The final norm, the logits and the loss; `is_first`: the same rank has the embedding."""
     model, size = config.model, config.model.hidden_size
     bert, sentences = model.family == "bert", model.family == "bert" and model.sentence_head != "none"
-    operations, last, done = list[Operation](), INPUT, [INPUT]
+    operations, last, done = list[ModelOperation](), INPUT, [INPUT]
     if model.norm_position == "pre":
         operations.append(
             norm(config, f"{transformer_name(config)}.final_layernorm", INPUT, hidden(config, "final"), size)
@@ -104,13 +104,13 @@ def head(config: Config, vocab_size: int, is_first: bool) -> list[Operation]:
     done.append(wide)
     if config.training.precision != "fp32":
         wide = "logits.wide"
-        operations.append(Operation("cast", "loss", ("logits",), (Tensor(wide, rows, TOKENS, TENSOR, FLOAT32),)))
+        operations.append(ModelOperation("cast", "loss", ("logits",), (Tensor(wide, rows, TOKENS, TENSOR, FLOAT32),)))
         done.append(wide)
     loss = Tensor("loss", 1, dtype=FLOAT32)
-    operations.append(Operation("cross_entropy", "loss", (wide,), (loss,), saved=(wide,), frees=tuple(done)))
+    operations.append(ModelOperation("cross_entropy", "loss", (wide,), (loss,), saved=(wide,), frees=tuple(done)))
     if sentences:
         total = Tensor("total_loss", 1, SCALAR, dtype=FLOAT32)
-        operations.append(Operation("sum", "loss", ("loss", "pooled"), (total,), frees=("loss",)))
+        operations.append(ModelOperation("sum", "loss", ("loss", "pooled"), (total,), frees=("loss",)))
     return operations
 
 
@@ -129,19 +129,19 @@ def _vocabulary(config: Config, module: str, vocab_size: int, *, is_first: bool,
     )
 
 
-def _language_model_head(config: Config, x: str) -> list[Operation]:
+def _language_model_head(config: Config, x: str) -> list[ModelOperation]:
     """BERT's transformation before the logits."""
     size = config.model.hidden_size
     weights = Weight("lm_head.dense.weight", (size, size), "matrix"), Weight("lm_head.dense.bias", (size,), "bias")
     dense, active = hidden(config, "dense"), hidden(config, "active")
     return [
-        Operation("linear", "lm_head.dense", (x,), (dense,), saved=(x,), weights=weights, flops=2.0 * size * size),
-        Operation("activation", "lm_head", ("dense",), (active,), saved=("dense",)),
+        ModelOperation("linear", "lm_head.dense", (x,), (dense,), saved=(x,), weights=weights, flops=2.0 * size * size),
+        ModelOperation("activation", "lm_head", ("dense",), (active,), saved=("dense",)),
         norm(config, "lm_head.layer_norm", "active", hidden(config, "transformed"), size, frees=("dense", "active")),
     ]
 
 
-def _pooler(config: Config, x: str) -> list[Operation]:
+def _pooler(config: Config, x: str) -> list[ModelOperation]:
     """The head on pairs of sentences, which reads the first token of each sample."""
     size = config.model.hidden_size
     weights = [
@@ -154,7 +154,7 @@ def _pooler(config: Config, x: str) -> list[Operation]:
     pooled = Tensor("pooled", size, SAMPLES)
     flops = 2.0 * size * (size + 2) / config.model.sequence_length
     return [
-        Operation(
+        ModelOperation(
             "pooler",
             "pooler",
             (x,),

@@ -14,7 +14,7 @@ from models.blueprint.operation import (
     TENSOR,
     TOKENS,
     Collective,
-    Operation,
+    ModelOperation,
     Split,
     Tensor,
     Weight,
@@ -22,13 +22,13 @@ from models.blueprint.operation import (
 from models.blueprint.pieces import column_linear, copy, hidden, own_rows, recomputed, row_linear, scatter
 
 
-def feed_forward(config: Config, x: str, output: str) -> list[Operation]:
+def feed_forward(config: Config, x: str, output: str) -> list[ModelOperation]:
     """A dense layer from the normed state `x`; its `output` still lacks its bias."""
     layers = _linears(config, "mlp", x, output, derived.ffn_hidden_size(config), config.model.linear_bias)
     return [recomputed("mlp", (x,), layers)] if config.training.recompute == "selective" else layers
 
 
-def _linears(config: Config, module: str, x: str, output: str, width: int, bias: bool) -> list[Operation]:
+def _linears(config: Config, module: str, x: str, output: str, width: int, bias: bool) -> list[ModelOperation]:
     gated = config.model.activation == "swiglu"
     columns = width * (2 if gated else 1)
     preactivation = Tensor(f"{module}.preactivation", columns, TOKENS, TENSOR)
@@ -46,10 +46,10 @@ def _linears(config: Config, module: str, x: str, output: str, width: int, bias:
             Tensor(f"{module}.{name}", width, TOKENS, TENSOR) for name in ("gate", "up", "silu", "up.copied")
         )
         operations += [
-            Operation("split", module, (last,), (gate, up)),
-            Operation("activation", module, (gate.name,), (factor,), saved=(gate.name,)),
+            ModelOperation("split", module, (last,), (gate, up)),
+            ModelOperation("activation", module, (gate.name,), (factor,), saved=(gate.name,)),
             copy(module, up.name, copied),
-            Operation(
+            ModelOperation(
                 "multiply",
                 module,
                 (factor.name, copied.name),
@@ -59,13 +59,13 @@ def _linears(config: Config, module: str, x: str, output: str, width: int, bias:
             ),
         ]
     else:
-        operations.append(Operation("activation", module, (last,), (active,), saved=(last,), frees=(last,)))
+        operations.append(ModelOperation("activation", module, (last,), (active,), saved=(last,), frees=(last,)))
     return operations + row_linear(
         config, f"{module}.linear_fc2", active.name, output, width, bias=bias, frees=(active.name,)
     )
 
 
-def experts(config: Config, x: str, output: str) -> list[Operation]:
+def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
     """A mixture of experts: every token's `top_k` routed experts, and the shared expert if there is one."""
     moe, size, split = config.moe, config.model.hidden_size, derived.expert_tensor_size(config)
     assert moe.num_experts is not None, "a dense model has no experts"
@@ -74,7 +74,7 @@ def experts(config: Config, x: str, output: str) -> list[Operation]:
     router += [Weight("mlp.router.expert_bias", (moe.num_experts,), "router_bias")] if moe.expert_bias else []
     probs = Tensor("probs", moe.num_experts, own_rows(config), dtype=FLOAT32)
     operations = [
-        Operation(
+        ModelOperation(
             "router",
             "mlp.router",
             (x,),
@@ -96,7 +96,7 @@ def experts(config: Config, x: str, output: str) -> list[Operation]:
             ),
             *(Collective("reduce_scatter", EXPERT_TENSOR, each, is_backward=True) for each in (peers, peer_probs)),
         )
-        operations.append(Operation("gather", "mlp.experts", (x,), (peers,), collectives=gathering))
+        operations.append(ModelOperation("gather", "mlp.experts", (x,), (peers,), collectives=gathering))
         routed = Tensor(f"{name}.partial", size, PEER_TOKENS)
         source = peers.name
     else:
@@ -104,7 +104,7 @@ def experts(config: Config, x: str, output: str) -> list[Operation]:
     width = derived.expert_ffn_hidden_size(config)
     weights = _expert_weights(config)
     operations.append(
-        Operation(
+        ModelOperation(
             "experts",
             "mlp.experts",
             (source, "probs"),
@@ -122,7 +122,7 @@ def experts(config: Config, x: str, output: str) -> list[Operation]:
         return operations
     shared = f"{output}.shared"
     operations += _linears(config, "mlp.shared_experts", x, shared, moe.shared_expert_ffn_hidden_size, bias=False)
-    both = Operation(
+    both = ModelOperation(
         "add", "mlp.shared_experts", outputs=(hidden(config, output),), passes=(name, shared), frees=(name, shared)
     )
     return [*operations, both]

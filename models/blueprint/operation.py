@@ -89,7 +89,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Operation:
+class ModelOperation:
     """One step of the forward pass and what follows from it for the backward pass. `inputs`, `passes`, `saved` and
     `frees` name tensors.
 
@@ -107,7 +107,7 @@ class Operation:
     flops: float = 0.0  # of the forward pass per token: a multiply-add is 2, and all tensor ranks together do it once
     channels: int = 0  # numbers that are normalized, or rotated, together
     collectives: tuple[Collective, ...] = ()
-    body: tuple[Operation, ...] = ()
+    body: tuple[ModelOperation, ...] = ()
 
     @property
     def output(self) -> Tensor:
@@ -122,7 +122,7 @@ class Block:
     weights' names."""
 
     prefix: str
-    operations: tuple[Operation, ...]
+    operations: tuple[ModelOperation, ...]
     weights: tuple[Weight, ...]  # in the order of Megatron-core's modules, which is that of the gradient buffers
 
 
@@ -149,7 +149,7 @@ def local_shape(weight: Weight, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def walk(operations: Sequence[Operation], forwards: int = 1) -> Iterator[tuple[Operation, int]]:
+def walk(operations: Sequence[ModelOperation], forwards: int = 1) -> Iterator[tuple[ModelOperation, int]]:
     """Every operation with how many times its forward pass runs in a step; `recomputed` ones give way to what they
     contain."""
     for operation in operations:
@@ -159,7 +159,7 @@ def walk(operations: Sequence[Operation], forwards: int = 1) -> Iterator[tuple[O
             yield operation, forwards
 
 
-def block(prefix: str, operations: Sequence[Operation], module_order: Sequence[str]) -> Block:
+def block(prefix: str, operations: Sequence[ModelOperation], module_order: Sequence[str]) -> Block:
     """A block with its weights sorted by the modules that they begin with."""
 
     def place(weight: Weight) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from configs.schema import Config
-from models.blueprint.operation import OWN_TOKENS, TENSOR, TOKENS, Collective, Operation, Split, Tensor, Weight
+from models.blueprint.operation import OWN_TOKENS, TENSOR, TOKENS, Collective, ModelOperation, Split, Tensor, Weight
 
 
 def transformer_name(config: Config) -> str:
@@ -35,7 +35,7 @@ def column_linear(
     gated: bool = False,
     weights: tuple[Weight, ...] | None = None,
     frees: tuple[str, ...] = (),
-) -> Operation:
+) -> ModelOperation:
     """A linear layer of `sizes` (inputs, outputs) whose outputs are split; under sequence parallelism it gathers its
     input first."""
     width, features = sizes
@@ -50,7 +50,7 @@ def column_linear(
     rows = (Split(0, TENSOR),)
     own = [Weight(f"{name}.weight", (features, width), "matrix", rows, gated)]
     own += [Weight(f"{name}.bias", (features,), "bias", rows, gated)] if bias else []
-    return Operation(
+    return ModelOperation(
         "column_linear",
         name,
         (x,),
@@ -65,13 +65,15 @@ def column_linear(
 
 def row_linear(
     config: Config, name: str, x: str, output: str, width: int, *, bias: bool = False, frees: Sequence[str] = ()
-) -> list[Operation]:
+) -> list[ModelOperation]:
     """A linear layer back to the hidden size whose `width` inputs are split: the ranks' products are summed."""
     size = config.model.hidden_size
     weights = [Weight(f"{name}.weight", (size, width), "output_matrix", (Split(1, TENSOR),))]
     weights += [Weight(f"{name}.bias", (size,), "bias")] if bias else []  # a residual sum adds it, or a copy
     whole = Tensor(output, size)
-    linear = Operation("row_linear", name, (x,), (whole,), saved=(x,), weights=tuple(weights), flops=2.0 * width * size)
+    linear = ModelOperation(
+        "row_linear", name, (x,), (whole,), saved=(x,), weights=tuple(weights), flops=2.0 * width * size
+    )
     if not config.parallel.sequence:
         return [replace(linear, frees=tuple(frees), collectives=(Collective("all_reduce", TENSOR, whole),))]
     partial = Tensor(f"{output}.whole", size)
@@ -81,10 +83,10 @@ def row_linear(
     ]
 
 
-def scatter(name: str, whole: Tensor, own: Tensor, frees: tuple[str, ...] = (), axis: str = TENSOR) -> Operation:
+def scatter(name: str, whole: Tensor, own: Tensor, frees: tuple[str, ...] = (), axis: str = TENSOR) -> ModelOperation:
     """Sum `whole` over the ranks; each keeps its own tokens."""
     collectives = (Collective("reduce_scatter", axis, whole), Collective("all_gather", axis, whole, is_backward=True))
-    return Operation("scatter", name, (whole.name,), (own,), frees=frees, collectives=collectives)
+    return ModelOperation("scatter", name, (whole.name,), (own,), frees=frees, collectives=collectives)
 
 
 def norm(
@@ -96,27 +98,27 @@ def norm(
     *,
     channels: int | None = None,
     frees: tuple[str, ...] = (),
-) -> Operation:
+) -> ModelOperation:
     """The model's norm, with `width` weights, over rows of `channels` numbers (`width` where it is not said)."""
     weights = [Weight(f"{name}.weight", (width,), "norm")]
     weights += [Weight(f"{name}.bias", (width,), "bias")] if config.model.normalization == "layernorm" else []
-    return Operation(
+    return ModelOperation(
         "norm", name, (x,), (output,), saved=(x,), frees=frees, weights=tuple(weights), channels=channels or width
     )
 
 
-def dropout(config: Config, x: str, output: Tensor, frees: tuple[str, ...]) -> list[Operation]:
+def dropout(config: Config, x: str, output: Tensor, frees: tuple[str, ...]) -> list[ModelOperation]:
     """Nothing where the model has none; the caller goes on with `output` where there is one."""
     if config.model.hidden_dropout == 0:
         return []
-    return [Operation("dropout", "dropout", (x,), (output,), frees=frees)]
+    return [ModelOperation("dropout", "dropout", (x,), (output,), frees=frees)]
 
 
 def residual_sum(
     config: Config, x: str, residual: str, output: str, *, biased: bool, frees: tuple[str, ...] = ()
-) -> list[Operation]:
+) -> list[ModelOperation]:
     """Bias, dropout and residual sum."""
-    operations, last = list[Operation](), x
+    operations, last = list[ModelOperation](), x
     if config.model.linear_bias and biased:
         operations.append(copy("bias_add", x, hidden(config, f"{x}.biased")))
         last = f"{x}.biased"
@@ -126,15 +128,15 @@ def residual_sum(
     own = (last,) if last != x else ()
     return [
         *operations,
-        Operation("add", output, outputs=(hidden(config, output),), passes=(last, residual), frees=(*own, *frees)),
+        ModelOperation("add", output, outputs=(hidden(config, output),), passes=(last, residual), frees=(*own, *frees)),
     ]
 
 
-def copy(name: str, x: str, output: Tensor, frees: tuple[str, ...] = ()) -> Operation:
+def copy(name: str, x: str, output: Tensor, frees: tuple[str, ...] = ()) -> ModelOperation:
     """A changed copy whose gradient is the output's."""
-    return Operation("copy", name, outputs=(output,), passes=(x,), frees=frees)
+    return ModelOperation("copy", name, outputs=(output,), passes=(x,), frees=frees)
 
 
-def recomputed(name: str, inputs: tuple[str, ...], body: Sequence[Operation]) -> Operation:
+def recomputed(name: str, inputs: tuple[str, ...], body: Sequence[ModelOperation]) -> ModelOperation:
     """Activation checkpointing around a body."""
-    return Operation("recomputed", name, inputs, body[-1].outputs, saved=inputs, body=tuple(body))
+    return ModelOperation("recomputed", name, inputs, body[-1].outputs, saved=inputs, body=tuple(body))

@@ -22,7 +22,7 @@ VARIANT = re.compile(
 
 
 @dataclass(frozen=True)
-class Choice:
+class WeightFileChoice:
     """The single file or the index to read, and a line for the user where something else is passed over."""
 
     name: str
@@ -39,7 +39,7 @@ class Choice:
         return ".bin" if self.name in (PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME) else ".safetensors"
 
 
-def choose(folder: Path, pickled: bool) -> Choice:
+def choose(folder: Path, pickled: bool) -> WeightFileChoice:
     """What to read of a folder; with `pickled` also torch.save's files, where there are no safetensors.
 
     Raises ConfigError where there is nothing, or where two files of one format could be the model.
@@ -56,8 +56,10 @@ def choose(folder: Path, pickled: bool) -> Choice:
     name = there[0][0]
     others = [other for names in there[1:] for other in names]
     if others:
-        return Choice(name, f"{folder} holds {name} and {' and '.join(others)}: {name} is read, as transformers does")
-    return Choice(name)
+        return WeightFileChoice(
+            name, f"{folder} holds {name} and {' and '.join(others)}: {name} is read, as transformers does"
+        )
+    return WeightFileChoice(name)
 
 
 def _instead(folder: Path) -> str:

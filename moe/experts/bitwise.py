@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from moe.experts import blocks
-from moe.experts.blocks import Block
+from moe.experts.blocks import ExpertBlock
 from moe.experts.weights import SlabGrads, SlabWork, WeightGrads, Weights
 
 Partial = list[torch.Tensor]  # one block's gradients of one expert's fc1, fc2 and, where there are any, biases
@@ -35,7 +35,7 @@ class BlockGrads(WeightGrads):
         for place, start, end in cut:
             one = slab.like(*(each[place : place + 1] for each in slab.tensors))
             alone, expert = SlabGrads(one, at_once=False), first + place
-            with blocks.of_blocks(one, inputs.source_NH, [Block(0, start, end)]) as of_block:
+            with blocks.of_blocks(one, inputs.source_NH, [ExpertBlock(0, start, end)]) as of_block:
                 of_block.weight_grads(work, alone)
             partial = [each[0] for each in alone.finish() if each is not None]
             if expert in self.apart:

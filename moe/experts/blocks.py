@@ -19,7 +19,7 @@ from moe.experts.sizes import BLOCK_ROWS, SPARE_ROWS, STEP_ROWS
 from moe.experts.weights import Slab, SlabGrads, SlabWork
 
 
-class Block(NamedTuple):
+class ExpertBlock(NamedTuple):
     """Consecutive assignments of one expert."""
 
     expert: int
@@ -27,22 +27,22 @@ class Block(NamedTuple):
     end: int
 
 
-def cut(counts: list[int]) -> Iterator[Block]:
+def cut(counts: list[int]) -> Iterator[ExpertBlock]:
     """Consecutive blocks of about equal size, at most BLOCK_ROWS assignments each, of so many of each expert."""
     start = 0
     for expert, count in enumerate(counts):
         num_blocks = -(-count // BLOCK_ROWS)
         for i in range(num_blocks):
-            yield Block(expert, start + count * i // num_blocks, start + count * (i + 1) // num_blocks)
+            yield ExpertBlock(expert, start + count * i // num_blocks, start + count * (i + 1) // num_blocks)
         start += count
 
 
-def cut_groups(counts: list[int], num_experts: int, block_rows: int) -> Iterator[Block]:
+def cut_groups(counts: list[int], num_experts: int, block_rows: int) -> Iterator[ExpertBlock]:
     """Consecutive blocks of `block_rows` assignments, but for each group's last: of so many of each group."""
     start = 0
     for group, count in enumerate(counts):
         for first in range(start, start + count, block_rows):
-            yield Block(group * num_experts // len(counts), first, min(first + block_rows, start + count))
+            yield ExpertBlock(group * num_experts // len(counts), first, min(first + block_rows, start + count))
         start += count
 
 
@@ -136,7 +136,7 @@ def of(weights: Slab, source: torch.Tensor, counts: list[int]) -> Blocks:
     return of_blocks(weights, source, list(cut_groups(counts, len(weights.fc1), weights.block_rows)))
 
 
-def of_blocks(weights: Slab, source: torch.Tensor, blocks: list[Block]) -> Blocks:
+def of_blocks(weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> Blocks:
     """These blocks, as `of`."""
     same = weights.fc1.dtype is source.dtype and weights.fc1.is_contiguous() and weights.fc2.is_contiguous()
     kind = CompiledBlocks if same and kernels.has_blocks(source, source.size(1), weights.fc2.size(2)) else TorchBlocks
@@ -146,7 +146,7 @@ def of_blocks(weights: Slab, source: torch.Tensor, blocks: list[Block]) -> Block
 class Blocks(ABC):
     """The three passes over the blocks, and what they have in common."""
 
-    def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[Block]) -> None:
+    def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         self.weights, self.source, self._blocks = weights, source, blocks
         self.longest = max((padded(block.end - block.start, source.dtype) for block in blocks), default=0)
         self._scratch: dict[str, torch.Tensor] = {}
@@ -183,7 +183,7 @@ class Blocks(ABC):
     def weight_grads(self, work: SlabWork, grads: SlabGrads) -> None:
         """Add to the weight gradients."""
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[ExpertBlock]:
         return iter(self._blocks)
 
     def rows_of_work(self, later: bool) -> int:
@@ -210,7 +210,7 @@ def _bias_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
 class TorchBlocks(Blocks):
     """By torch's operations: on any host and in any precision."""
 
-    def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[Block]) -> None:
+    def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         super().__init__(weights, source, blocks)
         self._fc1, self._fc2 = weights.fc1.unbind(0), weights.fc2.unbind(0)
 
@@ -297,7 +297,7 @@ class TorchBlocks(Blocks):
 class CompiledBlocks(Blocks):
     """By the compiled kernels, all blocks in one call."""
 
-    def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[Block]) -> None:
+    def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         super().__init__(weights, source, blocks)
         self._tiled = kernels.has_tiles(source, source.size(1), weights.fc2.size(2))
         self._tile = STEP_ROWS if self._tiled else 1
@@ -374,7 +374,7 @@ class CompiledBlocks(Blocks):
             self._add_biases(block, work, work.preactivation_grad[block.start :], grads)
 
     @staticmethod
-    def _add_biases(block: Block, work: SlabWork, preactivation_grad: torch.Tensor, grads: SlabGrads) -> None:
+    def _add_biases(block: ExpertBlock, work: SlabWork, preactivation_grad: torch.Tensor, grads: SlabGrads) -> None:
         expert, start, end = block
         output_grad = work.sums_grad_RH.index_select(0, work.sums_rows_n[start:end])
         grads.add_biases(
@@ -382,6 +382,6 @@ class CompiledBlocks(Blocks):
         )
 
 
-def _numbers(blocks: list[Block], grads: SlabGrads | None = None) -> list[int]:
+def _numbers(blocks: list[ExpertBlock], grads: SlabGrads | None = None) -> list[int]:
     """The blocks as the kernels take them; with `grads`, for contributions that are made now."""
     return [number for block in blocks for number in (*block, 0 if grads is None else int(grads.mark(block.expert)))]

@@ -16,8 +16,8 @@ import numpy as np
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import may_hold
 from moe.placement.planners.limit import Random
-from moe.placement.quotas import Costs, Limits, held
-from moe.placement.whole_blocks import Blocks
+from moe.placement.quotas import CopyLimits, Costs, held
+from moe.placement.whole_blocks import BlockLayout
 
 TRIES = 300
 FEW = 400  # blocks up to which there are as many; with more, each try takes longer, and there are fewer
@@ -25,7 +25,9 @@ NODES = 20_000  # of the tree in which few blocks are searched through
 MOST_PAIRS = 1_000_000  # of blocks that are looked at for an exchange
 
 
-def within(blocks: Blocks, placement: PlacementMap, costs: Costs, limits: Limits, reachable: bool) -> Blocks:
+def within(
+    blocks: BlockLayout, placement: PlacementMap, costs: Costs, limits: CopyLimits, reachable: bool
+) -> BlockLayout:
     """The blocks with ranks that keep `limits.most`, or are less over it. reachable: whether a plan that need not keep
     blocks whole keeps it; else copies are not searched for."""
     state = _State(blocks, placement, costs, limits)
@@ -52,7 +54,7 @@ def within(blocks: Blocks, placement: PlacementMap, costs: Costs, limits: Limits
 class _State:
     """Where blocks are."""
 
-    def __init__(self, blocks: Blocks, placement: PlacementMap, costs: Costs, limits: Limits) -> None:
+    def __init__(self, blocks: BlockLayout, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> None:
         assert limits.most is not None
         self.sizes, self.experts, self.limits, self.most = blocks.sizes, blocks.experts, limits, limits.most
         self.shape = placement.num_experts, placement.num_ranks

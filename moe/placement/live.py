@@ -20,8 +20,8 @@ from moe.experts.weights import Slab
 from moe.placement.block_limit import within
 from moe.placement.copies import CallCopies, CopySlots, ExpertBlocks, HeldCopy
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits, Planner, at_home, held, interleave, outcome, shares
-from moe.placement.whole_blocks import Blocks, assign, in_blocks, num_blocks
+from moe.placement.quotas import CopyLimits, Costs, QuotaPlanner, at_home, held, interleave, outcome, shares
+from moe.placement.whole_blocks import BlockLayout, assign, in_blocks, num_blocks
 from moe.planning.load import Ran
 from moe.route import Choice, Places
 from moe.schedule.pass_sizes import PassSizes
@@ -59,7 +59,7 @@ class CallPlan:
     quotas_ER: Integers
     times: tuple[int, int]  # of the busiest rank as the planner estimates, all at home and planned
     charged_R: Integers  # [2, R]: weights and gradients of copies that travel for it, by the rank of the copy
-    blocks: Blocks | None = None
+    blocks: BlockLayout | None = None
 
     def loads_R(self) -> Integers:
         """Assignments that each rank computes."""
@@ -74,9 +74,9 @@ class LayerPlacement:
         self,
         group: dist.ProcessGroup,
         num_experts: int,
-        planner: Planner,
+        planner: QuotaPlanner,
         costs: Costs,
-        limits: Limits,
+        limits: CopyLimits,
         block_rows: int | None = None,
         max_load: float | None = None,
     ) -> None:
@@ -272,7 +272,7 @@ class LayerPlacement:
     def _copy(self, expert: int, rank: int, slot: int) -> HeldCopy:
         return HeldCopy(int(self.map.home_ranks[expert]), int(self.map.home_slots[expert]), rank, slot)
 
-    def _expert_blocks(self, blocks: Blocks, used_by_rank: list[list[int]]) -> list[ExpertBlocks]:
+    def _expert_blocks(self, blocks: BlockLayout, used_by_rank: list[list[int]]) -> list[ExpertBlocks]:
         homes, held, result = self.map.home_ranks, self._held[self.rank], []
         for expert in sorted({expert for used in used_by_rank for expert in used}):
             if homes[expert] == self.rank:

@@ -22,7 +22,7 @@ import numpy as np
 from configs.files import SideLog, cut_steps
 from configs.schema import ConfigError
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits, Planner, at_home
+from moe.placement.quotas import CopyLimits, Costs, QuotaPlanner, at_home
 
 FORMAT = "mixtrain placement plans 2"
 Copies = list[tuple[int, int, int]]  # (expert, rank, assignments)
@@ -30,7 +30,7 @@ _ADVICE = "Replay a run of the same layout, data, seed and steps"
 
 
 @dataclass(frozen=True)
-class Header:
+class PlanHeader:
     """What plans are of."""
 
     run: str  # its id
@@ -44,7 +44,7 @@ class Header:
         """As it stands in the file; `last`: no line of its step follows."""
         return json.dumps({"format": FORMAT, **asdict(self), "last": last})
 
-    def is_like(self, other: Header) -> bool:
+    def is_like(self, other: PlanHeader) -> bool:
         """Whether it says the same of another step."""
         return asdict(self) | {"step": 0} == asdict(other) | {"step": 0}
 
@@ -56,7 +56,7 @@ class PlanFile:
         """after: the step that the run goes on from; lines of later ones are taken out: they come again. Raises
         ConfigError where the file is another run's."""
         self.missing: str | None = None  # a line on the steps that the file lacks
-        self._header: Header | None = None
+        self._header: PlanHeader | None = None
         refuse_other_runs(path, run)
 
         def begin() -> None:
@@ -64,7 +64,7 @@ class PlanFile:
 
         self._log = SideLog(path, begin)
 
-    def append(self, header: Header, calls: Mapping[int, Sequence[Copies]]) -> None:
+    def append(self, header: PlanHeader, calls: Mapping[int, Sequence[Copies]]) -> None:
         """The calls of a step, by layer."""
         own = [(layer, number, copies) for layer in calls for number, copies in enumerate(calls[layer])]
         is_known = self._header is not None and header.is_like(self._header)
@@ -94,11 +94,11 @@ def refuse_other_runs(path: Path, run: str) -> None:
 class Recorded:
     """A planner, and what it answered since `begin`."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: QuotaPlanner) -> None:
         self.calls: list[Copies] = []
         self._planner = planner
 
-    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
         quotas_ER = self._planner(counts_RE, placement, costs, limits)
         away_ER = quotas_ER.copy()
         away_ER[np.arange(placement.num_experts), placement.home_ranks] = 0
@@ -119,7 +119,7 @@ class Replayed:
         """The next calls are those of a step, or of none."""
         self._step, self._next = step, 0
 
-    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
         """Raises ConfigError where the file does not have the call, or its plan is not one of these counts."""
         if self._step is None:
             return at_home(counts_RE, placement)
@@ -150,14 +150,14 @@ class Plans:
 
     path: Path
     calls: dict[int, dict[int, list[Copies]]] = field(default_factory=dict)  # by layer and step
-    headers: list[Header] = field(default_factory=list)  # by step
+    headers: list[PlanHeader] = field(default_factory=list)  # by step
 
-    def header(self, step: int) -> Header | None:
+    def header(self, step: int) -> PlanHeader | None:
         """What was said of a step's calls; None where an earlier version wrote them."""
         behind = bisect_right(self.headers, step, key=lambda header: header.step)
         return self.headers[behind - 1] if behind else None
 
-    def problem(self, own: Header, last: int, calls: int) -> str | None:
+    def problem(self, own: PlanHeader, last: int, calls: int) -> str | None:
         """Why a run that goes on at the step of `own` cannot take its steps up to `last` as the file has them, each
         with so many calls of a layer; None where it can as far as that is known before the steps."""
         where = f"moe.placement.replay: {self.path}"
@@ -184,7 +184,7 @@ class Plans:
                         return f"{where}: step {step}, layer {layer}, call {number}: {why}. {_ADVICE}."
         return None
 
-    def other_homes(self, own: Header) -> str | None:
+    def other_homes(self, own: PlanHeader) -> str | None:
         """Why the step of `own` cannot be taken with these homes; None where it can."""
         said = self.header(own.step)
         for layer, homes in own.homes.items() if said is not None else ():
@@ -247,7 +247,7 @@ def _take(plans: Plans, line: dict[str, Any]) -> None:
     calls.append(copies)
 
 
-def _header(line: dict[str, Any], before: Sequence[Header]) -> Header:
+def _header(line: dict[str, Any], before: Sequence[PlanHeader]) -> PlanHeader:
     if line["format"] != FORMAT:
         raise _Wrong(f"its format ({line['format']}) is not the one that this version reads ({FORMAT})")
     names = ("step", "expert_ranks", "num_experts", "slots")
@@ -258,7 +258,7 @@ def _header(line: dict[str, Any], before: Sequence[Header]) -> Header:
     even = Counter(dict.fromkeys(range(ranks), experts // ranks))
     if not homes or any(Counter(of_layer) != even for of_layer in homes.values()):
         raise _Wrong(f"its homes are none of {experts} experts on {ranks} ranks")
-    found = Header(str(line["run"]), step, ranks, experts, slots, homes)
+    found = PlanHeader(str(line["run"]), step, ranks, experts, slots, homes)
     if before and found.run != before[0].run:
         raise _Wrong(f"it is of run {found.run}, and what is before it of run {before[0].run}")
     if before and found.step < before[-1].step:
@@ -266,7 +266,7 @@ def _header(line: dict[str, Any], before: Sequence[Header]) -> Header:
     return found
 
 
-def _out_of_range(copies: Copies, header: Header) -> str | None:
+def _out_of_range(copies: Copies, header: PlanHeader) -> str | None:
     for expert, rank, assignments in copies:
         for name, value, low, high in (
             ("expert", expert, 0, header.num_experts - 1),

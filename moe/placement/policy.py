@@ -14,9 +14,9 @@ from moe.placement.planners.flex import flex
 from moe.placement.planners.least_loaded import least_loaded
 from moe.placement.planners.quota import quota
 from moe.placement.planners.solve import solve
-from moe.placement.quotas import Costs, Planner
+from moe.placement.quotas import Costs, QuotaPlanner
 
-POLICIES: Mapping[str, Planner] = {
+POLICIES: Mapping[str, QuotaPlanner] = {
     "flex": flex,
     "quota": quota,
     "least_loaded": least_loaded,
@@ -37,7 +37,7 @@ ASSUMED = {
 class Policy:
     """Of all MoE layers."""
 
-    planner: Planner | None  # None: every expert is computed at its home
+    planner: QuotaPlanner | None  # None: every expert is computed at its home
     costs: Costs
     extra_slots: int  # copies that a rank may hold of a layer
     block_rows: int | None  # see `moe.experts.weights.Weights`

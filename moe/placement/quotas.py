@@ -50,7 +50,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Limits:
+class CopyLimits:
     """What a plan may use."""
 
     slots: int  # copies of the layer's experts that a rank may hold
@@ -60,10 +60,10 @@ class Limits:
     pinned: frozenset[tuple[int, int]] = frozenset()
 
 
-class Planner(Protocol):
+class QuotaPlanner(Protocol):
     """One policy."""
 
-    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
         """quotas_ER: of each expert as many as there are assignments, on its home and on `limits.slots` copies a rank
         at most."""
 
@@ -101,7 +101,7 @@ def held(placement: PlacementMap) -> np.ndarray:
 
 
 def check(
-    quotas_ER: Integers, counts_RE: Integers, placement: PlacementMap, limits: Limits, with_pinned: bool = False
+    quotas_ER: Integers, counts_RE: Integers, placement: PlacementMap, limits: CopyLimits, with_pinned: bool = False
 ) -> None:
     """Raises AssertionError where a planner's answer is none. `with_pinned`: it knows that pinned copies keep their
     slots; of another's answer the layer sends home what finds none."""
@@ -113,7 +113,7 @@ def check(
     assert (is_copy.sum(0) <= limits.slots).all(), is_copy.sum(0)
 
 
-def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Outcome:
+def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Outcome:
     """What a planner's answer comes to; the costs are those of a call."""
     used = quotas_ER > 0
     experts, ranks = np.nonzero(used & (np.arange(placement.num_ranks) != placement.home_ranks[:, None]))

@@ -34,7 +34,7 @@ _START_BYTES = 1 << 12  # of a payload, in which the step lies
 
 
 @dataclass(frozen=True)
-class Header:
+class TraceHeader:
     """What a trace is of."""
 
     name: str
@@ -73,14 +73,14 @@ class _Damage:
         return f"{path}: bytes {self.start} to {self.end - 1} are damaged: {lost}, {kept}"
 
 
-class Writer:
+class TraceWriter:
     """Appends to a trace, which it begins where there is none. Its disk's errors are said, and end nothing.
 
     `after` is the last step that the run has: what the file says of later ones is cut off, as is a frame at the end
     that is not whole. Raises ConfigError where the file is of other experts, or no trace.
     """
 
-    def __init__(self, path: Path, header: Header, after: int = 0) -> None:
+    def __init__(self, path: Path, header: TraceHeader, after: int = 0) -> None:
         self.missing: list[str] = []  # what the file lacks, a line each
         self._header = header
         self._log = SideLog(path, lambda: self._begin(path, after))
@@ -127,7 +127,7 @@ class Writer:
         self._log.close()
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> TraceHeader:
     """Raises ConfigError where the file is no trace."""
     with path.open("rb") as file:
         return _read_header(file, path)
@@ -163,11 +163,11 @@ def _is_cut_header(path: Path) -> bool:
     return b"\n" not in start and (start.startswith(_OUR_HEADER) or _OUR_HEADER.startswith(start))
 
 
-def _read_header(file: BinaryIO, path: Path) -> Header:
+def _read_header(file: BinaryIO, path: Path) -> TraceHeader:
     try:
         fields = json.loads(file.readline(_HEADER_BYTES))
         if fields.pop("format") == FORMAT:
-            header = Header(**fields)
+            header = TraceHeader(**fields)
             sizes = header.num_experts, header.top_k, header.num_ranks
             if all(type(size) is int and size > 0 for size in sizes) and header.top_k <= header.num_experts:
                 return header
@@ -218,7 +218,7 @@ def _frame_at(data: mmap.mmap, start: int, last: int) -> _Frame | None:
     return _Frame(start, begin + length, step, payload) if step > last else None
 
 
-def _counts(frame: _Frame, header: Header, path: Path) -> Integers:
+def _counts(frame: _Frame, header: TraceHeader, path: Path) -> Integers:
     """[L, M, R, E]. Raises ConfigError."""
     try:
         data = zlib.decompress(frame.payload)

@@ -32,7 +32,7 @@ def in_blocks(quotas_ER: Integers, blocks_E: Integers) -> Integers:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockLayout:
     """All blocks of a call, by source rank, expert and chunk, in the order of their tokens."""
 
     sources: Integers  # [B]
@@ -63,7 +63,7 @@ class Blocks:
         return [int(rank) for rank in self.ranks[in_order]]
 
 
-def assign(counts_RDE: Integers, quotas_ER: Integers, block_rows: int, ranks_per_node: int) -> Blocks:
+def assign(counts_RDE: Integers, quotas_ER: Integers, block_rows: int, ranks_per_node: int) -> BlockLayout:
     """Each block's rank, so that every rank gets its quota of blocks: own blocks stay as far as it lasts, then those of
     its node."""
     num_ranks, num_chunks, num_experts = counts_RDE.shape
@@ -80,4 +80,4 @@ def assign(counts_RDE: Integers, quotas_ER: Integers, block_rows: int, ranks_per
         ranks.append(of_source)
     sources, rest = np.divmod(cells, num_experts * num_chunks)
     experts, chunks = np.divmod(rest, num_chunks)
-    return Blocks(sources, experts, chunks, sizes, np.concatenate(ranks))
+    return BlockLayout(sources, experts, chunks, sizes, np.concatenate(ranks))

@@ -75,7 +75,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class CallPrediction:
     """Seconds of both passes and peak bytes of a plan."""
 
     forward: float
@@ -88,4 +88,4 @@ class Decision:
     """A plan and the prediction that led to it."""
 
     plan: Plan
-    prediction: Prediction
+    prediction: CallPrediction

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from moe.planning import footprint, timing
-from moe.planning.costs import DEGREES, Decision, LayerCosts, Limits, Prediction
+from moe.planning.costs import DEGREES, CallPrediction, Decision, LayerCosts, Limits
 from moe.planning.footprint import memory_bytes
 from moe.planning.timing import ChunkSeconds
 from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, PassPlan, Plan, pass_plans
@@ -28,10 +28,10 @@ CLOSE = 0.1  # plans that are predicted to take up to so much longer than the be
 ROUNDING = 1e-9  # two sums of the same times differ by less
 
 
-def predict(costs: LayerCosts, load: LayerLoad, plan: Plan, live_calls: int = 1, slot_bytes: int = 0) -> Prediction:
+def predict(costs: LayerCosts, load: LayerLoad, plan: Plan, live_calls: int = 1, slot_bytes: int = 0) -> CallPrediction:
     """What a plan should take: a call's times, and the memory of `live_calls` calls and of slots for copies."""
     forward, backward = timing.forward_seconds(costs, load, plan), timing.backward_seconds(costs, load, plan)
-    return Prediction(forward, backward, slot_bytes + memory_bytes(load, plan, live_calls))
+    return CallPrediction(forward, backward, slot_bytes + memory_bytes(load, plan, live_calls))
 
 
 def weight_lags(degree: int) -> list[int]:

@@ -21,7 +21,7 @@ LEAST = 1e-9  # seconds that a pass is predicted to take, at least
 DEVIATION = 1.48  # standard deviations in a median of deviations, of the normal distribution
 MEDIAN_ERROR = 1.25  # standard deviations, times the root of the number of samples
 
-Choice = tuple[str, Decision]  # of an all-to-all and a plan for it
+PlanChoice = tuple[str, Decision]  # of an all-to-all and a plan for it
 Passes = tuple[float, float]  # seconds of the forward and the backward pass
 
 
@@ -46,7 +46,7 @@ class Trial:
     which the last counts.
     """
 
-    def __init__(self, choices: Sequence[Choice], num_layers: int, policy: TrialPolicy | None = None) -> None:
+    def __init__(self, choices: Sequence[PlanChoice], num_layers: int, policy: TrialPolicy | None = None) -> None:
         self.policy = policy = policy or TrialPolicy()
         best = min(total(decision) for _, decision in choices)
         close = [choice for choice in choices if total(choice[1]) <= (1.0 + policy.within) * best]
@@ -60,7 +60,7 @@ class Trial:
         return len(self._seconds) >= self._num_rounds * len(self.choices)
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> PlanChoice:
         """What all layers run now."""
         return self.choices[len(self._seconds) % len(self.choices)]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from memory.host_link import HostLink
-from memory.offload import Offload
+from memory.offload import OffloadedTensor
 from memory.pool import WORKSPACE
 from moe.experts.blocks import SPARE_ROWS
 from moe.route import Chunk, Chunks
@@ -109,10 +109,10 @@ class OffloadRows(Rows):
 
     def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
         super().__init__(num_rows, like, link)
-        self._away: dict[int, Offload] = {}
+        self._away: dict[int, OffloadedTensor] = {}
 
     def offload(self, index: int, rows_NH: torch.Tensor) -> None:
-        self._away[index] = Offload(rows_NH, self._link)
+        self._away[index] = OffloadedTensor(rows_NH, self._link)
 
     def fetch(self, index: int) -> None:
         self._away[index].fetch()
@@ -239,7 +239,7 @@ class OffloadPreactivations(Preactivations):
         link: HostLink | None = None,
     ) -> None:
         super().__init__(chunks, backward_chunks, num_columns, like, link)
-        self._away, self._buffers = dict[int, Offload](), dict[int, torch.Tensor]()
+        self._away, self._buffers = dict[int, OffloadedTensor](), dict[int, torch.Tensor]()
 
     def out(self, index: int) -> torch.Tensor | None:
         if self._like.device.type != "cpu":
@@ -252,7 +252,7 @@ class OffloadPreactivations(Preactivations):
             self._buffers[index] = preactivation
 
     def offload(self, index: int) -> None:
-        self._away[index] = Offload(self._buffers[index], self._link)
+        self._away[index] = OffloadedTensor(self._buffers[index], self._link)
 
     def written(self, index: int) -> None:
         WORKSPACE.give(self._buffers.pop(index))

@@ -26,7 +26,7 @@ from parallel.megatron.tiered import OwnedSlice
 
 
 @dataclass(frozen=True)
-class Job:
+class UpdateJob:
     """What an update needs to know of its step, as it was when the job was made."""
 
     step: int  # from 1
@@ -81,18 +81,18 @@ class BucketJobs:
     # Once the step's gradients are final, and their norm is known. Each returns when the bucket's weights are back.
     # -----------------------------------------------------------------------------------------------------------------
 
-    def in_place(self, index: int, job: Job, gradients: Completion) -> Completion:
+    def in_place(self, index: int, job: UpdateJob, gradients: Completion) -> Completion:
         """The record stays on the device."""
         resident = self._memory.resident[index]
         assert resident is not None
         work = self._device_update(index, job, self._state(index, resident), self.weights[index])
         return self._watch(self._link.update.submit(work, (gradients, *self._memory.held(index))))
 
-    def stream(self, index: int, job: Job, before: Sequence[Completion]) -> Completion:
+    def stream(self, index: int, job: UpdateJob, before: Sequence[Completion]) -> Completion:
         """The record comes to the device and goes back."""
         return self._streamed(index, job, before, self.weights[index], early=False)[0]
 
-    def on_host(self, index: int, job: Job, before: Sequence[Completion], left: Completion | None) -> Completion:
+    def on_host(self, index: int, job: UpdateJob, before: Sequence[Completion], left: Completion | None) -> Completion:
         """The gradient leaves, unless it has (`left`), and the weights come back. The first of `before` is what the
         step's gradients are final with."""
         numel = self.buckets[index].numel
@@ -134,11 +134,11 @@ class BucketJobs:
         assert area is not None
         return self._gather(index, area, self._grads[index], final)
 
-    def stream_early(self, index: int, job: Job, final: Sequence[Completion]) -> Early:
+    def stream_early(self, index: int, job: UpdateJob, final: Sequence[Completion]) -> Early:
         """As `stream`, to the shadow."""
         return Early(*self._streamed(index, job, final, None, early=True))
 
-    def on_host_early(self, index: int, job: Job, left: Completion) -> Early:
+    def on_host_early(self, index: int, job: UpdateJob, left: Completion) -> Early:
         """As `on_host` for a gradient that has left, to the shadow."""
         grads, weights = self._memory.grad_areas[index], self._memory.weight_areas[index]
         assert grads is not None and weights is not None
@@ -159,7 +159,7 @@ class BucketJobs:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _streamed(
-        self, index: int, job: Job, before: Sequence[Completion], weights: list[torch.Tensor] | None, early: bool
+        self, index: int, job: UpdateJob, before: Sequence[Completion], weights: list[torch.Tensor] | None, early: bool
     ) -> tuple[Completion, Completion]:
         slot = self._memory.device_slots[soonest_free([slot.users for slot in self._memory.device_slots])]
         checkout, record = self._borrow(index, early), slot.record[: self._store.sizes[index]]
@@ -190,7 +190,7 @@ class BucketJobs:
         return there if early else updated, up if checkout.slot is None else checkout.there
 
     def _device_update(
-        self, index: int, job: Job, state: State, weights: Sequence[torch.Tensor], copy_first: bool = False
+        self, index: int, job: UpdateJob, state: State, weights: Sequence[torch.Tensor], copy_first: bool = False
     ) -> Callable[[], None]:
         grads, has_master, own = self._grads[index], self._layout.has_master, self.weights[index]
         step, scratch = self._device_step, self._device_scratch
@@ -210,7 +210,7 @@ class BucketJobs:
     def _host_update(
         self,
         index: int,
-        job: Job,
+        job: UpdateJob,
         before: Sequence[Completion],
         grads: torch.Tensor,
         weights: torch.Tensor,

@@ -21,7 +21,7 @@ from memory.completion import Completion
 from memory.store import Store
 from optim.arrangement.buckets import Bucket
 from optim.arrangement.planning import Bandwidths, ElementBytes, choose
-from optim.tiers.bucket_jobs import BucketJobs, Early, Job
+from optim.tiers.bucket_jobs import BucketJobs, Early, UpdateJob
 from optim.tiers.buckets import RecordLayout
 from optim.tiers.kernel import UpdateScalars
 from optim.tiers.measure import measure
@@ -128,7 +128,7 @@ class Tiers:
 
     def _start(self, index: int, final: Sequence[Completion]) -> None:
         """Do what can be done for a bucket before the step's norm is known."""
-        job = Job(self.steps + 1, self._rates(index))
+        job = UpdateJob(self.steps + 1, self._rates(index))
         if self._leaves(index):
             self._left[index] = self.jobs.leave(index, final)
         if self._updates(index):
@@ -159,7 +159,7 @@ class Tiers:
                 self.num_committed += 1
                 continue
             self.num_dropped += early is not None
-            job = Job(self.steps, self._rates(index), coefficient)
+            job = UpdateJob(self.steps, self._rates(index), coefficient)
             before = (gradients,) if early is None else (gradients, early.done)
             if way == "host":
                 self._back[index] = self.jobs.on_host(index, job, before, left)

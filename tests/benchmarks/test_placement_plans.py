@@ -13,12 +13,12 @@ from benchmarks import placement_plans
 from benchmarks.placement_plans import GPU, Setting, busiest_domain, calls, planned
 from benchmarks.planners import PLANNERS, Entry
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits, at_home
+from moe.placement.quotas import CopyLimits, Costs, at_home
 
 pytestmark = pytest.mark.fast
 
 
-def halves(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def halves(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """A planner: the experts of rank 0 are computed on rank 1 by half."""
     quotas_ER = at_home(counts_RE, placement)
     moved_E = quotas_ER[:, 0] // 2

@@ -14,13 +14,13 @@ from benchmarks import placement_replay
 from benchmarks.planners import PLANNERS, Entry
 from benchmarks.planners.replay import Replay, correlation, rows, spread
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits, at_home, shares
-from moe.placement.trace import Header, Writer
+from moe.placement.quotas import CopyLimits, Costs, at_home, shares
+from moe.placement.trace import TraceHeader, TraceWriter
 
 pytestmark = pytest.mark.fast
 
 
-def expert_of(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def expert_of(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """A planner for 4 ranks and experts: the largest expert is computed on the next rank alone."""
     quotas_ER = at_home(counts_RE, placement)
     expert = int(quotas_ER.sum(1).argmax())
@@ -49,7 +49,7 @@ def calls(*largest: int) -> Integers:
 def test_weights_travel_once_for_each_reason(
     keeps: bool, slots: int, steps: list[tuple[int, ...]], first: int, refresh: int, second: int
 ) -> None:
-    replay = Replay(Entry(expert_of, keeps), Costs(), Limits(slots, 2))
+    replay = Replay(Entry(expert_of, keeps), Costs(), CopyLimits(slots, 2))
     for largest in steps:
         replay.step(calls(*largest))
     found = replay.tally
@@ -60,7 +60,7 @@ def test_weights_travel_once_for_each_reason(
     assert found.copies == found.calls == sum(map(len, steps))
 
 
-def both(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def both(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """Of 3 ranks and experts: experts 0 and 1 are computed on rank 2, but for those without assignments."""
     quotas_ER = at_home(counts_RE, placement)
     quotas_ER[:2] = np.stack([quotas_ER[:2].sum(1) * 0, quotas_ER[:2].sum(1) * 0, quotas_ER[:2].sum(1)], 1)
@@ -71,7 +71,7 @@ def test_what_was_used_last_stays_where_slots_are_few() -> None:
     only = np.array([[9, 0, 1], [0, 9, 1], [0, 0, 1]])
     only_0, only_1 = only * [1, 0, 1], only * [0, 1, 1]
     for slots, expected in ((1, 3), (2, 2)):
-        replay = Replay(Entry(both, keeps=True), Costs(), Limits(slots, 3))
+        replay = Replay(Entry(both, keeps=True), Costs(), CopyLimits(slots, 3))
         replay.step(np.stack([only_0, only_1, only_0]))
         assert replay.tally.pushes == {("first", "in_node"): expected}
         replay.step(np.stack([only_0]))
@@ -79,7 +79,7 @@ def test_what_was_used_last_stays_where_slots_are_few() -> None:
 
 
 def test_figures_are_by_call_and_step() -> None:
-    replay = Replay(Entry(expert_of), Costs(), Limits(1, 2))
+    replay = Replay(Entry(expert_of), Costs(), CopyLimits(1, 2))
     replay.step(calls(0, 1))
     replay.step(calls(0, 1))
     figures = replay.tally.figures(2, expert_bytes=1000, row_bytes=1)
@@ -98,7 +98,7 @@ def test_rows_are_those_of_the_shares() -> None:
         for _ in range(5):
             counts_RE = rng.poisson(rng.lognormal(2, 1, 2 * ranks), (ranks, 2 * ranks))
             plan = PLANNERS["moonep"].plan
-            quotas_ER = plan(counts_RE, PlacementMap(2 * ranks, ranks), Costs(), Limits(0, node))
+            quotas_ER = plan(counts_RE, PlacementMap(2 * ranks, ranks), Costs(), CopyLimits(0, node))
             sent_RR = np.stack([shares(counts_RE, quotas_ER, node, rank).sum(0) for rank in range(len(counts_RE))])
             ranks_R = np.arange(ranks)
             between = int(sent_RR[ranks_R[:, None] // node != ranks_R // node].sum())
@@ -135,7 +135,7 @@ def replayed(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two layers, one of them collapsed, and two workloads."""
-    writer = Writer(tmp_path / "trace", Header("a run", 16, 1, 2))
+    writer = TraceWriter(tmp_path / "trace", TraceHeader("a run", 16, 1, 2))
     rng = np.random.default_rng(0)
     for step in range(1, 4):
         counts = rng.poisson(10, (2, 4, 2, 16))

@@ -16,7 +16,7 @@ from benchmarks.planner_oracle import COMPARED, case, exact
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import may_hold
 from moe.placement.planners.solve import solve
-from moe.placement.quotas import Costs, Limits, held, outcome
+from moe.placement.quotas import CopyLimits, Costs, held, outcome
 
 pytestmark = pytest.mark.fast
 
@@ -31,7 +31,7 @@ def splits(total: int, ranks: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others)
 
 
-def brute_force(totals: list[int], placement: PlacementMap, costs: Costs, limits: Limits) -> int | None:
+def brute_force(totals: list[int], placement: PlacementMap, costs: Costs, limits: CopyLimits) -> int | None:
     experts, ranks = placement.num_experts, placement.num_ranks
     may_ER = may_hold(placement, costs, limits) | held(placement)
     is_home = np.zeros_like(may_ER)
@@ -61,7 +61,7 @@ def test_exact_is_the_best_of_all_plans(ranks: int, experts: int, most: int, cas
         far = None if rng.random() < 0.3 else int(rng.integers(0, 3))
         costs = Costs(int(rng.integers(0, 3)), int(rng.integers(0, 2)), far)
         total = int(counts_RE.sum())
-        limits = Limits(slots, int(rng.choice([2, ranks])), (None, -(-total // ranks), total // 2)[number % 3])
+        limits = CopyLimits(slots, int(rng.choice([2, ranks])), (None, -(-total // ranks), total // 2)[number % 3])
         expected = brute_force(counts_RE.sum(0).tolist(), placement, costs, limits)
         assert exact(counts_RE, placement, costs, limits) == expected, number
 
@@ -90,10 +90,10 @@ def test_the_limit_is_kept_wherever_a_plan_keeps_it() -> None:
 
 def test_the_judge_of_blocks_tries_all_ranks() -> None:
     sizes, experts = np.array([3, 3, 2, 2, 2]), np.zeros(5, np.int64)
-    placement, node = PlacementMap(2, 2), Limits(1, 2, most=6)
+    placement, node = PlacementMap(2, 2), CopyLimits(1, 2, most=6)
     assert limit_cases.blocks_fit(sizes, experts, placement, Costs(), node)
-    assert not limit_cases.blocks_fit(sizes[:3], experts[:3], placement, Costs(), Limits(1, 2, most=4))
-    assert not limit_cases.blocks_fit(sizes, experts, placement, Costs(copy_between=None), Limits(1, 1, most=6))
+    assert not limit_cases.blocks_fit(sizes[:3], experts[:3], placement, Costs(), CopyLimits(1, 2, most=4))
+    assert not limit_cases.blocks_fit(sizes, experts, placement, Costs(copy_between=None), CopyLimits(1, 1, most=6))
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

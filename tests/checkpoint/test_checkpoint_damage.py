@@ -225,12 +225,12 @@ def test_the_payloads_would_run(tmp_path: Path) -> None:
 def use_everything(folder: str, out: str) -> dict[str, Any]:
     """On a rank: what each way to use a checkpoint says of one."""
     from checkpoint import __main__ as checkpoint
-    from checkpoint.shards import Reader
+    from checkpoint.shards import ShardReader
 
     said: dict[str, Any] = {}
     for command in (["ls", folder], ["verify", folder], ["show", folder], ["convert", folder, out]):
         said[command[0]] = checkpoint.main(command)
-    for name, function in (("Reader", Reader), ("read_state", checkpoint.read_state)):
+    for name, function in (("ShardReader", ShardReader), ("read_state", checkpoint.read_state)):
         try:
             function(Path(folder))
             said[name] = None
@@ -265,7 +265,7 @@ def test_a_planted_payload_never_runs(run_dir: Path, tmp_path: Path, name: str) 
                 (answers,) = distributed.run(use_everything, 1, str(folder), str(copy / "out"))
                 assert answers["ls"] == answers["verify"] == 1 and answers["show"] == answers["convert"] == 2
                 if name != "config.yaml":
-                    assert answers["Reader" if name != "state.json" else "read_state"] is not None
+                    assert answers["ShardReader" if name != "state.json" else "read_state"] is not None
             assert not mark.exists(), (name, payload.__name__, recomputed)
 
 

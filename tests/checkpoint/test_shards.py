@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from checkpoint import manifest
-from checkpoint.shards import Reader, ShardWriter
+from checkpoint.shards import ShardReader, ShardWriter
 from configs.schema import ConfigError
 from memory.host_link import HostLink
 
@@ -42,7 +42,7 @@ def _written(folder: Path, ranks: int) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_ranks_read_what_others_wrote(ranks: int, tmp_path: Path) -> None:
-    reader = Reader(_written(tmp_path, 3))
+    reader = ShardReader(_written(tmp_path, 3))
     for rank, rows in enumerate(WHOLE.chunk(ranks)):
         target = torch.full_like(rows, -1.0)
         reader.fill(_box(rank, ranks, target))
@@ -50,7 +50,7 @@ def test_any_ranks_read_what_others_wrote(ranks: int, tmp_path: Path) -> None:
 
 
 def test_elements_that_nobody_wrote_are_an_error(tmp_path: Path) -> None:
-    reader = Reader(_written(tmp_path, 3))
+    reader = ShardReader(_written(tmp_path, 3))
     del reader._boxes["weight"][1]
     reader.fill(_box(0, 3, torch.empty(2, 4)))
     with pytest.raises(ConfigError, match=r"holds 16 of 24 elements that this rank needs of weight"):
@@ -58,7 +58,7 @@ def test_elements_that_nobody_wrote_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_another_shape_or_name_is_an_error(tmp_path: Path) -> None:
-    reader = Reader(_written(tmp_path, 2))
+    reader = ShardReader(_written(tmp_path, 2))
     with pytest.raises(ConfigError, match=r"has weight in shape \[6, 4\], this model in \[6, 3\]"):
         reader.fill(_box(0, 1, torch.empty(6, 3)))
     with pytest.raises(ConfigError, match="has no tensor bias"):

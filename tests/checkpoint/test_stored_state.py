@@ -99,11 +99,11 @@ def content(folder: Path) -> dict[str, torch.Tensor]:
     """The global tensors of a checkpoint, in bits, but for random number states: models of one process share these."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from checkpoint.shards import Reader
+    from checkpoint.shards import ShardReader
     from parallel.dtypes import SAFETENSORS_NAMES
 
     assert manifest.verify(folder) is None
-    reader, names = Reader(folder), {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+    reader, names = ShardReader(folder), {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
     result = {}
     for key, boxes in reader._boxes.items():
         if key.startswith("random."):

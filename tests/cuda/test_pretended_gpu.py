@@ -176,7 +176,7 @@ def _kept_on_the_host(lost: bool) -> tuple[list[int], list[int], list[str], bool
     """Three steps of three tensors, for which the first has room for two. `lost`: two do not come back in it."""
     from memory.budgets import HOST
     from memory.host_link import HostLink
-    from memory.offload import Offload
+    from memory.offload import OffloadedTensor
     from tests.cuda.pretended.device import Device
 
     with Device():
@@ -186,7 +186,7 @@ def _kept_on_the_host(lost: bool) -> tuple[list[int], list[int], list[str], bool
             link.step.begin(1024)
             pinned = OBSERVED.pinned.total()
             rows = [torch.full((6, 4), step + index, device="cuda", dtype=torch.float32) for index in range(3)]
-            away = [Offload(tensor, link) for tensor in rows]
+            away = [OffloadedTensor(tensor, link) for tensor in rows]
             for index in range(3):
                 away[index].fetch()
             if lost and step == 0:

@@ -16,7 +16,7 @@ from benchmarks import blueprint_check
 from configs.compose import compose
 from configs.schema import Config
 from models import blueprint
-from models.blueprint.operation import INPUT, TENSOR, Operation, Split, Weight, block, local_shape
+from models.blueprint.operation import INPUT, TENSOR, ModelOperation, Split, Weight, block, local_shape
 from tests.waits import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +93,7 @@ def test_operations_name_tensors_that_are_there(preset: str, recompute: str, seq
         ]
     )
 
-    def check(operations: Sequence[Operation], there: set[str]) -> set[str]:
+    def check(operations: Sequence[ModelOperation], there: set[str]) -> set[str]:
         held = set(there)
         for operation in operations:
             outputs = {tensor.name for tensor in operation.outputs}
@@ -115,7 +115,7 @@ def test_what_is_not_known_is_named() -> None:
     with pytest.raises(ValueError, match=r"axis of mlp\.linear_fc3\.weight 'sideways'"):
         local_shape(weight, blueprint.axis_sizes(Config()))
     with pytest.raises(ValueError, match=r"does not know the weight 'mlp\.linear_fc3\.weight'"):
-        block("", [Operation("column_linear", "mlp.linear_fc3", weights=(weight,))], ["self_attention"])
+        block("", [ModelOperation("column_linear", "mlp.linear_fc3", weights=(weight,))], ["self_attention"])
 
 
 def test_neither_torch_nor_megatron_is_needed() -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from configs.schema import ConfigError
 from moe.placement.map import Integers
-from moe.placement.trace import Header, Writer, read, read_header
+from moe.placement.trace import TraceHeader, TraceWriter, read, read_header
 
 pytestmark = pytest.mark.fast
 
-HEADER = Header("a run", num_experts=32, top_k=2, num_ranks=4)
+HEADER = TraceHeader("a run", num_experts=32, top_k=2, num_ranks=4)
 
 
 def counts_of(step: int) -> Integers:
@@ -26,7 +26,7 @@ def counts_of(step: int) -> Integers:
 
 
 def write(path: Path, steps: range, after: int = 0) -> None:
-    writer = Writer(path, HEADER, after)
+    writer = TraceWriter(path, HEADER, after)
     for step in steps:
         writer.append(step, counts_of(step))
     writer.close()
@@ -83,12 +83,12 @@ def test_a_flipped_byte_costs_its_step_and_is_said(tmp_path: Path, place: int) -
         f"{path}: bytes {starts[2]} to {starts[3] - 1} are damaged: step 3 is lost, 2 steps in front of them are kept"
     )
     assert said == [text]
-    writer = Writer(path, HEADER, after=4)  # what is behind it stays
+    writer = TraceWriter(path, HEADER, after=4)  # what is behind it stays
     assert writer.missing == [text]
     writer.append(5, counts_of(5))
     writer.close()
     assert [step for step, _ in read(path, said.append)] == [1, 2, 4, 5]
-    assert Writer(path, HEADER, after=2).missing == [] and [step for step, _ in read(path)] == [1, 2]
+    assert TraceWriter(path, HEADER, after=2).missing == [] and [step for step, _ in read(path)] == [1, 2]
 
 
 def test_what_is_cut_at_the_end_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,14 +99,14 @@ def test_what_is_cut_at_the_end_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert [step for step, _ in read(path)] == [1, 2]
     text = f"{path}: bytes {starts[2]} to {starts[2] + 19} at the end are no whole step: what was behind step 2 is lost"
     assert capsys.readouterr().err == f"{text}, 2 steps are kept\n"
-    (line,) = Writer(path, HEADER, after=4).missing
+    (line,) = TraceWriter(path, HEADER, after=4).missing
     assert line.startswith(f"{path}: bytes {starts[2]} to {starts[2] + 19} are damaged: 2 steps, 3 to 4, are lost")
     path.write_bytes(data[: starts[1]])
-    (line,) = Writer(path, HEADER, after=2).missing
+    (line,) = TraceWriter(path, HEADER, after=2).missing
     assert line.startswith(f"{path}: step 2 is not in it") and line.endswith("it goes on with step 3")
     for end in (0, 1, starts[0] - 1):  # in its first line
         path.write_bytes(data[:end])
-        (line,) = Writer(path, HEADER, after=2).missing
+        (line,) = TraceWriter(path, HEADER, after=2).missing
         assert line.startswith(f"{path}: steps 1 to 2 are not in it") and read_header(path) == HEADER
 
 
@@ -124,7 +124,7 @@ def test_any_damage_is_a_line_and_no_traceback(tmp_path: Path) -> None:
             found = dict(read(path, said.append))
             whole = all((counts == counts_of(step)).all() for step, counts in found.items())
             assert whole and (list(found) == [1, 2, 3] or said or path.stat().st_size in frames_of(path))
-            writer = Writer(path, HEADER, after=3)
+            writer = TraceWriter(path, HEADER, after=3)
             assert bool(writer.missing) == (list(found) != [1, 2, 3])
         except ConfigError as error:
             assert str(path) in str(error) and "\n" not in str(error)
@@ -137,7 +137,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     path = tmp_path / "trace"
-    writer = Writer(path, HEADER)
+    writer = TraceWriter(path, HEADER)
     writer.append(1, counts_of(1))
     with monkeypatch.context() as context:
         context.setattr(os, "write", full)
@@ -162,7 +162,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
 
 def test_ranks_and_micro_batches_may_change(tmp_path: Path) -> None:
     write(tmp_path / "trace", range(1, 2))
-    writer = Writer(tmp_path / "trace", Header("a run", 32, 2, 2), after=1)
+    writer = TraceWriter(tmp_path / "trace", TraceHeader("a run", 32, 2, 2), after=1)
     writer.append(2, counts_of(2)[:, :4, :2])
     assert [counts.shape for _, counts in read(tmp_path / "trace")] == [(3, 8, 4, 32), (3, 4, 2, 32)]
     writer.close()
@@ -171,7 +171,7 @@ def test_ranks_and_micro_batches_may_change(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "trace", range(1, 2))
     with pytest.raises(ValueError, match="trace has num_experts=32, and the run 16. Move the file away"):
-        Writer(tmp_path / "trace", Header("a run", 16, 2, 4))
+        TraceWriter(tmp_path / "trace", TraceHeader("a run", 16, 2, 4))
     holds(tmp_path / "trace", range(1, 2))
     for text in ("text", "[]", "{}", '{"format": "other"}', '{"format": "mixtrain routing counts 1"}'):
         (tmp_path / "other").write_text(text)

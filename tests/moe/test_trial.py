@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from moe.planning.costs import Decision, Limits, Prediction
+from moe.planning.costs import CallPrediction, Decision, Limits
 from moe.planning.footprint import memory_bytes
 from moe.planning.planner import Planner
 from moe.planning.search import CLOSE, all_plans, best_plan, close_plans, predict, total
-from moe.planning.trial import Choice, Trial, TrialPolicy
+from moe.planning.trial import PlanChoice, Trial, TrialPolicy
 from moe.schedule.chunk_plan import Plan, pass_plans
 from parallel.costs.models import Line
 from tests.moe.test_planner import load_of, random_case, simple
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.fast
 POLICY = TrialPolicy()
 
 
-def _choice(degree: int, seconds: float, kind: str = "flat", backward_degree: int | None = None) -> Choice:
-    return kind, Decision(Plan(degree, backward_degree or degree), Prediction(seconds / 3, seconds * 2 / 3, 0))
+def _choice(degree: int, seconds: float, kind: str = "flat", backward_degree: int | None = None) -> PlanChoice:
+    return kind, Decision(Plan(degree, backward_degree or degree), CallPrediction(seconds / 3, seconds * 2 / 3, 0))
 
 
 def test_one_plan_needs_no_trial() -> None:
@@ -83,7 +83,7 @@ def test_the_fastest_passes_win_whatever_the_layers_and_the_noise() -> None:
 def _learned(noise: float, rng: random.Random, weight_lag: int, times: float) -> float:
     """What a trial makes of a backward pass that takes 5% less than `times` the predicted, beside one that takes 5%
     more than predicted."""
-    one, four = (Decision(plan, Prediction(1.0, 2.0, 0)) for plan in (Plan(), Plan(4, 4, weight_lag=weight_lag)))
+    one, four = (Decision(plan, CallPrediction(1.0, 2.0, 0)) for plan in (Plan(), Plan(4, 4, weight_lag=weight_lag)))
     trial = Trial([("flat", one), ("flat", four)], 1)
     while not trial.is_over:
         seconds = 1.05 if trial.choice[1] is one else 0.95 * times

@@ -15,16 +15,16 @@ import pytest
 from configs.compose import compose
 from configs.schema import Config
 from models import blueprint
-from models.blueprint.operation import Block, Collective, Operation, Split, Tensor, Weight
+from models.blueprint.operation import Block, Collective, ModelOperation, Split, Tensor, Weight
 from simulator import communication, flops, parameters
 from simulator.activations import Activations
 from tests.waits import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
-STRANGE = Operation("attend_far", "self_attention.far", ("state",), (Tensor("far", 8),))
+STRANGE = ModelOperation("attend_far", "self_attention.far", ("state",), (Tensor("far", 8),))
 SHEAR = Weight("mlp.shear.weight", (8, 8), "shear")
 SIDEWAYS = Weight("mlp.side.weight", (8, 8), "matrix", (Split(0, "sideways"),))
-LINEAR = Operation("linear", "mlp.new", ("state",), (Tensor("new", 8),))
+LINEAR = ModelOperation("linear", "mlp.new", ("state",), (Tensor("new", 8),))
 
 
 def _parameters(config: Config, part: blueprint.Part) -> Any:
@@ -43,7 +43,7 @@ def _memory(config: Config, part: blueprint.Part) -> Any:
     return Activations(config, 1000, "cpu").profile(part)
 
 
-CASES: list[tuple[Callable[[Config, blueprint.Part], Any], Operation, str]] = [
+CASES: list[tuple[Callable[[Config, blueprint.Part], Any], ModelOperation, str]] = [
     (_flops, STRANGE, "flops does not know the kind of operation of self_attention.far 'attend_far'"),
     (_flops, replace(LINEAR, name="elsewhere"), "flops does not know the operation 'elsewhere'"),
     (_memory, STRANGE, "memory does not know the kind of operation of self_attention.far 'attend_far'"),
@@ -68,7 +68,10 @@ CASES: list[tuple[Callable[[Config, blueprint.Part], Any], Operation, str]] = [
 
 @pytest.mark.parametrize(("fold", "operation", "message"), CASES, ids=[case[2] for case in CASES])
 def test_folds_name_what_they_do_not_know(
-    monkeypatch: pytest.MonkeyPatch, fold: Callable[[Config, blueprint.Part], Any], operation: Operation, message: str
+    monkeypatch: pytest.MonkeyPatch,
+    fold: Callable[[Config, blueprint.Part], Any],
+    operation: ModelOperation,
+    message: str,
 ) -> None:
     config = compose(["experiment=gpt_tiny", "training.device=cpu"])
     part = blueprint.whole(config)

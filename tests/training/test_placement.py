@@ -19,8 +19,8 @@ from configs.schema import Config
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.plans import read_plans
 from moe.placement.policy import ASSUMED
-from moe.placement.quotas import Costs, Limits, at_home
-from moe.placement.trace import Header, read, read_header
+from moe.placement.quotas import CopyLimits, Costs, at_home
+from moe.placement.trace import TraceHeader, read, read_header
 from simulator.run_plan import make_plan
 from tests import distributed
 from tests.distributed import RankError
@@ -73,7 +73,7 @@ def test_copies_change_no_loss_where_updates_begin_early(data: list[str], layout
     assert row.passed and row.copies > 0, row
 
 
-def _full(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def _full(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """Every slot has an expert of the next rank, which computes half of its assignments."""
     quotas_ER = at_home(counts_RE, placement)
     for rank in range(placement.num_ranks):
@@ -182,7 +182,7 @@ def test_a_run_records_what_its_routers_chose(data: list[str], tmp_path: Path) -
 def test_steps_that_are_taken_again_stand_once(tmp_path: Path) -> None:
     run: Any = SimpleNamespace(progress=SimpleNamespace(step=0))
     trace = RoutingTrace()
-    trace._path, trace._header = tmp_path / "routing.trace", Header("run", 2, 1, 1)
+    trace._path, trace._header = tmp_path / "routing.trace", TraceHeader("run", 2, 1, 1)
     trace._open(run)
     assert trace._writer is not None
     for step in (1, 2, 3):

@@ -150,7 +150,7 @@ def test_homes_open_on_the_layer_that_moved_first() -> None:
     moves = [{}, {"homes": [in_order, in_order, swapped]}, {"homes": [swapped, in_order, swapped]}]
     counts = {"counts": [[1, 1, 1, 1]] * 3}
     lines = [{"step": i, "tokens_per_expert": counts, "placement": move} for i, move in enumerate(moves)]
-    source = sources.Source(Path(), config={"parallel": {"expert": 2}}, metrics=lines)
+    source = sources.RunFiles(Path(), config={"parallel": {"expert": 2}}, metrics=lines)
     opened = [homes_of(dataclasses.replace(source, metrics=lines[:count])) for count in (3, 1)]
     assert [homes["first"] if homes else None for homes in opened] == [2, 0]
 

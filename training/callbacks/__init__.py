@@ -31,7 +31,7 @@ from training.callbacks.moe.placement_plans import RecordedPlans, ReplayedPlans
 from training.callbacks.moe.routing_trace import RoutingTrace
 from training.callbacks.optimizer_tiers import OptimizerTiers
 from training.callbacks.profile import Profile
-from training.callbacks.samples import Samples
+from training.callbacks.samples import PromptSamples
 from training.callbacks.stragglers import Stragglers
 from training.resilience.signals import StopSignals
 from training.run import Callback
@@ -66,7 +66,7 @@ def default_callbacks(config: Config, guard: Guard | None = None, signals: StopS
         Stragglers(),
         *([LoadLimit(checkpoints.save_now)] if limits_load(config) else []),
         checkpoints,
-        Samples(),
+        PromptSamples(),
         EarlyStop(checkpoints.save_now, signals),
         *([guard] if guard else []),
         Profile(),  # last: a step's trace holds its callbacks

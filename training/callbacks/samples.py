@@ -7,7 +7,7 @@ from inference.generation import Sampling, generate, room_for_answer
 from training.run import Callback, Run
 
 
-class Samples(Callback):
+class PromptSamples(Callback):
     """Prints a greedy and a sampled continuation of each prompt; only a GPT has one."""
 
     def on_end(self, run: Run) -> None:

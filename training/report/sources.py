@@ -25,7 +25,7 @@ class NotARun(ConfigError):
 
 
 @dataclass
-class Source:
+class RunFiles:
     """A run's files. `notes` says in a line each what was there and could not be read."""
 
     run_dir: Path
@@ -43,7 +43,7 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
 
-def read(run_dir: Path) -> Source:
+def read(run_dir: Path) -> RunFiles:
     """Everything but the traces. Raises NotARun."""
     if not run_dir.is_dir():
         raise NotARun(f"{run_dir} is not a folder. Give the run_dir of a run, such as runs/quickstart.")
@@ -52,7 +52,7 @@ def read(run_dir: Path) -> Source:
             f"{run_dir} holds no run: it has neither metrics.jsonl nor config.yaml. Give the run_dir of a run, such as "
             "runs/quickstart."
         )
-    source = Source(run_dir)
+    source = RunFiles(run_dir)
     source.config = _config(source)
     by_step = {line["step"]: line for line in _lines(source, "metrics.jsonl") if isinstance(line.get("step"), int)}
     source.metrics = [by_step[step] for step in sorted(by_step)]
@@ -65,7 +65,7 @@ def read(run_dir: Path) -> Source:
     return source
 
 
-def _config(source: Source) -> dict[str, Any]:
+def _config(source: RunFiles) -> dict[str, Any]:
     path = source.run_dir / "config.yaml"
     if not path.exists():
         source.notes.append("config.yaml is missing: what was trained is not known.")
@@ -81,7 +81,7 @@ def _config(source: Source) -> dict[str, Any]:
     return config
 
 
-def _lines(source: Source, name: str) -> list[Line]:
+def _lines(source: RunFiles, name: str) -> list[Line]:
     path = source.run_dir / name
     lines, broken = [], 0
     if path.exists():
@@ -100,7 +100,7 @@ def _lines(source: Source, name: str) -> list[Line]:
     return lines
 
 
-def _object(source: Source, name: str) -> Line:
+def _object(source: RunFiles, name: str) -> Line:
     path = source.run_dir / name
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -112,7 +112,7 @@ def _object(source: Source, name: str) -> Line:
     return content
 
 
-def _memory_plan(source: Source) -> list[Line]:
+def _memory_plan(source: RunFiles) -> list[Line]:
     path = source.run_dir / "plan.json"
     if not path.exists():
         return []

@@ -71,7 +71,7 @@ def or_null(kind: Kind) -> Kind:
 
 
 @dataclass(frozen=True)
-class Key:
+class FamilyKey:
     """One row of a family's table."""
 
     kind: Kind
@@ -80,22 +80,22 @@ class Key:
     also: tuple[str, ...] = ()  # other spellings of the key
 
 
-Keys = dict[str, Key]
+Keys = dict[str, FamilyKey]
 
 
-def carried(kind: Kind, default: Any = REQUIRED, also: tuple[str, ...] = ()) -> Key:
+def carried(kind: Kind, default: Any = REQUIRED, also: tuple[str, ...] = ()) -> FamilyKey:
     """A key that our config holds too, or that another key is checked against."""
-    return Key(kind, default, also=also)
+    return FamilyKey(kind, default, also=also)
 
 
-def irrelevant(kind: Kind = ANYTHING) -> Key:
+def irrelevant(kind: Kind = ANYTHING) -> FamilyKey:
     """A key that changes nothing that the model computes."""
-    return Key(kind)
+    return FamilyKey(kind)
 
 
-def only(*values: Any) -> Key:
+def only(*values: Any) -> FamilyKey:
     """A key that is refused unless it has one of these values; a folder without it means the first."""
-    return Key(ANYTHING, values[0], only=values)
+    return FamilyKey(ANYTHING, values[0], only=values)
 
 
 def read_keys(hf: HfConfig, model_type: str, table: Keys) -> HfConfig:
@@ -223,13 +223,13 @@ _NOTES = (
 TYPES = ("float32", "bfloat16", "float16")
 EVERY_FAMILY: Keys = {
     "model_type": carried(TEXT),
-    "architectures": Key(or_null(TEXTS)),
+    "architectures": FamilyKey(or_null(TEXTS)),
     "transformers_version": irrelevant(or_null(TEXT)),
-    "dtype": Key(ANYTHING, None, only=(None, *TYPES), also=("torch_dtype",)),
+    "dtype": FamilyKey(ANYTHING, None, only=(None, *TYPES), also=("torch_dtype",)),
     "vocab_size": carried(COUNT),
     "bos_token_id": irrelevant(or_null(TOKEN)),
     "eos_token_id": irrelevant(or_null(TOKENS)),
-    "pad_token_id": Key(or_null(TOKEN)),
+    "pad_token_id": FamilyKey(or_null(TOKEN)),
     "use_cache": irrelevant(FLAG),
     "return_dict": irrelevant(or_null(FLAG)),
     "output_hidden_states": irrelevant(or_null(FLAG)),

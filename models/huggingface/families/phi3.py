@@ -12,8 +12,8 @@ from models.huggingface.families.keys import (
     POSITIVE_REAL,
     PROBABILITY,
     TOKEN,
+    FamilyKey,
     HfConfig,
-    Key,
     Keys,
     Kind,
     carried,
@@ -61,7 +61,7 @@ KEYS: Keys = {
     "embd_pdrop": carried(PROBABILITY, 0.0),
     "sliding_window": carried(or_null(COUNT), None),
     "layer_types": only(None),  # transformers' code has the window in all layers, and loads none
-    "pad_token_id": Key(or_null(TOKEN), 32000),
+    "pad_token_id": FamilyKey(or_null(TOKEN), 32000),
 }
 
 

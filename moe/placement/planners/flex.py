@@ -20,12 +20,12 @@ import numpy as np
 
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import may_hold, split_evenly
-from moe.placement.quotas import Costs, Limits, held, outcome
+from moe.placement.quotas import CopyLimits, Costs, held, outcome
 
 TRIGGER = 12  # tenths of the mean that the busiest rank must have
 
 
-def flex(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def flex(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """quotas_ER of one call."""
     totals_E, may_ER = counts_RE.sum(0), may_hold(placement, costs, limits)
     best = split_evenly(totals_E, where_ER := held(placement))
@@ -44,7 +44,7 @@ def flex(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Lim
 
 
 def _changes(
-    where_ER: np.ndarray, quotas_ER: Integers, placement: PlacementMap, limits: Limits, may_ER: np.ndarray
+    where_ER: np.ndarray, quotas_ER: Integers, placement: PlacementMap, limits: CopyLimits, may_ER: np.ndarray
 ) -> Iterator[np.ndarray]:
     """Where the experts would be, after each of the changes in question."""
     homes_E, loads_R = placement.home_ranks, quotas_ER.sum(0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits, at_home
+from moe.placement.quotas import CopyLimits, Costs, at_home
 
 # A copy takes a 64th of a rank's mean at least: the 1,024 tokens of UltraEP and of LLEP at 8,192 tokens a rank, top 8.
 SMALLEST_PIECE = 64
@@ -17,7 +17,7 @@ class Instances:
     """Quotas that begin at home and move to copies, within the slots of each rank."""
 
     def __init__(
-        self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits, slots: int | None = None
+        self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits, slots: int | None = None
     ) -> None:
         self.quotas_ER = at_home(counts_RE, placement)
         self.homes_E = placement.home_ranks
@@ -39,7 +39,7 @@ class Instances:
         self.quotas_ER[expert, rank] += number
 
 
-def may_hold(placement: PlacementMap, costs: Costs, limits: Limits) -> np.ndarray:
+def may_hold(placement: PlacementMap, costs: Costs, limits: CopyLimits) -> np.ndarray:
     """bool [E, R]: where copies are allowed, which is never at home."""
     ranks, homes = np.arange(placement.num_ranks), placement.home_ranks[:, None]
     allowed = homes != ranks

@@ -11,13 +11,13 @@ import numpy as np
 
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import SMALLEST_PIECE, Instances, by_size
-from moe.placement.quotas import Costs, Limits, at_home
+from moe.placement.quotas import CopyLimits, Costs, at_home
 
 TRIGGER = 13  # tenths of the mean that the busiest rank must have
 FULL = 11  # tenths of the mean that a rank takes
 
 
-def least_loaded(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def least_loaded(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """quotas_ER of one call."""
     plan = Instances(counts_RE, placement, costs, limits)
     totals_E, loads_R = plan.quotas_ER.sum(1), plan.quotas_ER.sum(0)

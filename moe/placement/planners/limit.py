@@ -25,7 +25,7 @@ THERE, IN_NODE, ANYWHERE = range(3)  # where copies come from
 
 
 @dataclass
-class Problem:
+class LimitProblem:
     """What is asked; the costs as in `moe.placement.quotas`, `far` is copy_between."""
 
     experts: int
@@ -79,7 +79,7 @@ class Random:
         return (self.state >> 33) % end
 
 
-def move(p: Problem, s: Spread, expert: int, source: int, target: int, count: int) -> None:
+def move(p: LimitProblem, s: Spread, expert: int, source: int, target: int, count: int) -> None:
     """That many of an expert's assignments to another rank."""
     if count == 0:
         return
@@ -95,7 +95,7 @@ def move(p: Problem, s: Spread, expert: int, source: int, target: int, count: in
         s.experts[source].remove(expert)
 
 
-def augment(p: Problem, s: Spread, most: int, reach: int, large: bool) -> bool:
+def augment(p: LimitProblem, s: Spread, most: int, reach: int, large: bool) -> bool:
     """Move along the path that takes the most, found as Dijkstra's shortest one is; whether there is any. large: of
     such paths the one over experts with more assignments, whose copies may take more later."""
     width = [max(load - most, 0) for load in s.loads]
@@ -140,7 +140,7 @@ def augment(p: Problem, s: Spread, most: int, reach: int, large: bool) -> bool:
     return True
 
 
-def fill(p: Problem, s: Spread, most: int, near_first: bool, large: bool) -> None:
+def fill(p: LimitProblem, s: Spread, most: int, near_first: bool, large: bool) -> None:
     """Move what is over the limit to where room is, as far as there are paths."""
     while (
         augment(p, s, most, THERE, large)
@@ -150,7 +150,7 @@ def fill(p: Problem, s: Spread, most: int, near_first: bool, large: bool) -> Non
         pass
 
 
-def score(p: Problem, s: Spread, most: int) -> tuple[int, int, int]:
+def score(p: LimitProblem, s: Spread, most: int) -> tuple[int, int, int]:
     """(assignments over the limit on all ranks, time of the busiest rank, new copies)."""
     work, copies = [0] * p.ranks, 0
     for rank, experts in enumerate(s.experts):
@@ -166,7 +166,7 @@ def score(p: Problem, s: Spread, most: int) -> tuple[int, int, int]:
     return sum(max(load - most, 0) for load in s.loads), max(work), copies
 
 
-def remove(p: Problem, s: Spread, random: Random) -> list[tuple[int, int, int]]:
+def remove(p: LimitProblem, s: Spread, random: Random) -> list[tuple[int, int, int]]:
     """Send one to three copies home, small ones rather; (rank, expert, kind) of those that are barred for now."""
     copies = [(rank, expert) for rank in range(p.ranks) for expert in s.experts[rank] if p.homes[expert] != rank]
     barred: list[tuple[int, int, int]] = []
@@ -184,7 +184,7 @@ def remove(p: Problem, s: Spread, random: Random) -> list[tuple[int, int, int]]:
     return barred
 
 
-def search(p: Problem, start: Spread, most: int, tries: int, polish: int) -> Spread:
+def search(p: LimitProblem, start: Spread, most: int, tries: int, polish: int) -> Spread:
     """The best plan found from a start."""
     random, best = Random(), start.copy()
     fill(p, best, most, near_first=True, large=False)
@@ -208,7 +208,7 @@ def search(p: Problem, start: Spread, most: int, tries: int, polish: int) -> Spr
     return best
 
 
-def may_exist(p: Problem, loads: Sequence[int], most: int) -> bool:
+def may_exist(p: LimitProblem, loads: Sequence[int], most: int) -> bool:
     """False where certainly no plan keeps the limit: even with the largest experts in every slot, each as often as
     there are ranks, the room of a node, or of all ranks, takes less than what is over."""
     joined = p.far >= 0 or any(
@@ -232,7 +232,7 @@ def may_exist(p: Problem, loads: Sequence[int], most: int) -> bool:
     return True
 
 
-def keep(p: Problem, start: Spread, most: int, tries: int, fewer: int, polish: int) -> Spread:
+def keep(p: LimitProblem, start: Spread, most: int, tries: int, fewer: int, polish: int) -> Spread:
     """A plan that keeps the limit, or is least over it."""
     loads = p.home_loads()
     if may_exist(p, loads, most):

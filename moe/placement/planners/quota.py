@@ -12,12 +12,12 @@ import numpy as np
 
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import SMALLEST_PIECE, Instances, by_size
-from moe.placement.quotas import Costs, Limits, at_home
+from moe.placement.quotas import CopyLimits, Costs, at_home
 
 ABOVE = 100  # the first threshold is a hundredth above the mean
 
 
-def quota(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def quota(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """quotas_ER of one call."""
     best = at_home(counts_RE, placement)
     loads_R = best.sum(0)

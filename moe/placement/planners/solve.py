@@ -25,7 +25,7 @@ import numpy as np
 from moe.kernels.build import FLAGS, cache_folder, compile_library
 from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners import limit
-from moe.placement.quotas import Costs, Limits
+from moe.placement.quotas import CopyLimits, Costs
 
 STEPS = (2, 5, 9, 15, 25, 50, 100, 200, 400, 800)  # thousandths of the mean work above it
 ROUNDS = 6  # tries at a threshold, from the busiest rank and from the idlest
@@ -34,7 +34,7 @@ ENOUGH = 10  # thousandths above the mean that are left alone
 _LOGGER = logging.getLogger(__name__)
 
 
-def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """quotas_ER of one call."""
     if (library := _loaded()) is None:
         return reference(counts_RE, placement, costs, limits)
@@ -90,7 +90,7 @@ def _quotas(placement: PlacementMap, left_E: Integers, copies: Integers) -> Inte
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
     """As `solve`, in Python."""
     problem = _Problem.of(counts_RE, placement, costs, limits)
     home = best = problem.at_home()
@@ -152,11 +152,11 @@ class _Problem:
     homes: list[int]
     fresh: list[list[int]]  # by expert the ranks with a copy
     costs: Costs
-    limits: Limits
+    limits: CopyLimits
     ranks: int
 
     @classmethod
-    def of(cls, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> _Problem:
+    def of(cls, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> _Problem:
         fresh: list[list[int]] = [[] for _ in range(placement.num_experts)]
         for expert, rank in sorted(placement.copies):
             fresh[expert].append(rank)
@@ -336,7 +336,7 @@ class _Problem:
             spread.experts[home] += [expert] * (total > 0)
         costs = self.costs.piece, self.costs.copy_in_node, self.far
         asked = len(experts), self.ranks, self.limits.slots, node, *costs, self.totals, self.homes, kinds
-        problem, attempt = limit.Problem(*asked), self.at_home()
+        problem, attempt = limit.LimitProblem(*asked), self.at_home()
         for copy in before.copies:
             limit.move(problem, spread, copy.expert, self.homes[copy.expert], copy.rank, copy.count)
         spread = limit.keep(problem, spread, self.limits.most, *_tries())

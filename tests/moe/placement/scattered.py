@@ -15,7 +15,7 @@ from configs.schema import Config
 from moe.experts.module import StackedLinear
 from moe.layer import layers_of
 from moe.placement.map import Integers, PlacementMap
-from moe.placement.quotas import Costs, Limits, check
+from moe.placement.quotas import CopyLimits, Costs, check
 from tests.training.helpers import Lines, train
 from training.run import Callback, Run
 
@@ -26,7 +26,7 @@ class Scattered:
     def __init__(self) -> None:
         self._calls = 0
 
-    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Limits) -> Integers:
+    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
         """Raises AssertionError where the answer is none."""
         self._calls += 1
         generator = np.random.default_rng(self._calls)

@@ -17,7 +17,7 @@ from moe.placement.live import TALLY, LayerPlacement
 from moe.placement.map import PlacementMap
 from moe.placement.planners.solve import reference, solve
 from moe.placement.policy import ASSUMED
-from moe.placement.quotas import Costs, Limits, at_home, outcome
+from moe.placement.quotas import CopyLimits, Costs, at_home, outcome
 from moe.schedule.chunk_plan import Plan
 from parallel.megatron.grad_buffers import add_with_next
 from tests.distributed import run
@@ -37,7 +37,7 @@ def _step(kinds: list[str], dtype: torch.dtype, block_rows: int | None = None) -
     rank, ranks = group.rank(), group.size()
     case = Case(routing="skewed", dtype=dtype)
     num_home, plan = case.num_experts // ranks, Plan(2, 2, "recompute", 1)
-    placement = LayerPlacement(group, case.num_experts, Scattered(), Costs(), Limits(SLOTS, ranks), block_rows)
+    placement = LayerPlacement(group, case.num_experts, Scattered(), Costs(), CopyLimits(SLOTS, ranks), block_rows)
     most, plain = 0, copies.Messages
 
     class Counted(Messages):
@@ -133,7 +133,7 @@ def test_no_expert_s_weights_are_copied_in_a_call() -> None:
 def test_a_held_copy_costs_nothing_more_and_blocks_cost_each_time() -> None:
     """Planners charge what is sent: with a copy held a small gain is a gain, as its gradient will travel anyway; where
     blocks' gradients travel in each call it is none."""
-    counts_RE, limits = np.full((2, 8), 512), Limits(slots=2, ranks_per_node=2)
+    counts_RE, limits = np.full((2, 8), 512), CopyLimits(slots=2, ranks_per_node=2)
     counts_RE[:, 0] += 150
     held = PlacementMap(8, 2, copies=((0, 1),))
     costs = ASSUMED["cuda"]

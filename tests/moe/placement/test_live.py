@@ -13,7 +13,7 @@ from moe.alltoall.flat import FlatAllToAll
 from moe.alltoall.hierarchical import HierarchicalAllToAll
 from moe.placement.live import OVER, LayerPlacement
 from moe.placement.planners.solve import solve
-from moe.placement.quotas import Costs, Limits
+from moe.placement.quotas import CopyLimits, Costs
 from moe.placement.whole_blocks import assign, in_blocks, num_blocks
 from moe.schedule.chunk_plan import Plan
 from tests.distributed import run
@@ -29,7 +29,7 @@ def _scattered_calls(routing: str, bias: bool, ranks_per_node: int = 0) -> float
     assert group is not None
     rank, ranks, worst = group.rank(), group.size(), 0.0
     case = Case(routing=routing, bias=bias, activation="gelu" if bias else "swiglu", shared=True)
-    placement = LayerPlacement(group, case.num_experts, Scattered(), Costs(), Limits(SLOTS, ranks))
+    placement = LayerPlacement(group, case.num_experts, Scattered(), Costs(), CopyLimits(SLOTS, ranks))
     exchange = HierarchicalAllToAll(group, ranks_per_node) if ranks_per_node else FlatAllToAll(group)
     expected = expected_on(case, rank, ranks)
     for number, plan in enumerate(plans([(1, 1), (2, 3)])[:: 4 if ranks_per_node else 1]):
@@ -47,7 +47,7 @@ def _bitwise_calls(routing: str, bias: bool, dtype: torch.dtype, degree: int) ->
     assert group is not None
     rank, ranks, rows = group.rank(), group.size(), 5
     case = Case(routing=routing, bias=bias, activation="gelu" if bias else "swiglu", shared=True, dtype=dtype)
-    placement = LayerPlacement(group, case.num_experts, Scattered(), Costs(), Limits(SLOTS, ranks), rows)
+    placement = LayerPlacement(group, case.num_experts, Scattered(), Costs(), CopyLimits(SLOTS, ranks), rows)
     plan, exchange = Plan(degree, degree, "recompute", degree - 1), FlatAllToAll(group)
     given, expected = problem(case, rank), expected_on(case, rank, ranks)
     at_home = ours(case, given, plan, exchange, rank, ranks, block_rows=rows)
@@ -109,7 +109,7 @@ def test_blocks_keep_the_limit_in_assignments() -> None:
     for number in range(20):
         popularity = generator.dirichlet(np.full(16, 2.0))
         counts_RDE = np.stack([generator.multinomial(3000, popularity)[None] for _ in range(4)]).astype(np.int64)
-        placement = LayerPlacement(group, 16, solve, Costs(8, 32, 256), Limits(2, 4), 256, max_load=1.3)
+        placement = LayerPlacement(group, 16, solve, Costs(8, 32, 256), CopyLimits(2, 4), 256, max_load=1.3)
         plan = placement._plan(counts_RDE)
         assert plan.blocks is not None
         loads_R = plan.blocks.loads_R(4)
@@ -118,7 +118,7 @@ def test_blocks_keep_the_limit_in_assignments() -> None:
         over += bool(padded_R.max() > 1.3 * padded_R.mean())
         placement._count(plan)
         assert placement.tally[OVER] == 0 and placement.worst == 0
-        tight = LayerPlacement(group, 16, solve, Costs(8, 32, 256), Limits(0, 4), 256, max_load=1.0)
+        tight = LayerPlacement(group, 16, solve, Costs(8, 32, 256), CopyLimits(0, 4), 256, max_load=1.0)
         tight._count(tight._plan(counts_RDE))
         assert tight.tally[OVER] == 1 and tight.worst == tight.tally[2] > 1
 
@@ -127,7 +127,7 @@ def test_copies_that_backward_passes_need_are_planned_for() -> None:
     """A plan that counted on their slots would be sent home, over the limit."""
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     counts_RDE = np.array([[[60, 10, 5, 5, 5, 5]], [[60, 10, 5, 5, 5, 5]]])
-    placement = LayerPlacement(group, 6, solve, Costs(), Limits(1, 2), max_load=1.0)
+    placement = LayerPlacement(group, 6, solve, Costs(), CopyLimits(1, 2), max_load=1.0)
     placement._held[1], placement._pinned[0, 1] = [0], 1
     assert placement._plan(counts_RDE).quotas_ER.sum(0).tolist() == [90, 90]
     placement._held[1] = [1]

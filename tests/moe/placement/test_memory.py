@@ -13,7 +13,7 @@ from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.placement.live import LayerPlacement
 from moe.placement.planners.solve import solve
-from moe.placement.quotas import Costs, Limits
+from moe.placement.quotas import CopyLimits, Costs
 from moe.schedule.chunk_plan import Plan
 from tests.distributed import run
 
@@ -32,7 +32,7 @@ def _held(skew: float) -> dict[str, Any]:
     shapes = (HOME, 2 * WIDTH, HIDDEN), (HOME, HIDDEN, WIDTH)
     fc1, fc2 = (torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes)
     weights, result = Slab(fc1, fc2, None, None, "swiglu"), dict[str, Any]()
-    limits = Limits(SLOTS, RANKS)
+    limits = CopyLimits(SLOTS, RANKS)
     placement = LayerPlacement(group, RANKS * HOME, solve, Costs(), limits, max_load=CAP)
     for name, placed in (("static", None), ("placed", placement)):
         probs = torch.rand(TOKENS, RANKS * HOME, generator=generator).requires_grad_()

@@ -16,7 +16,7 @@ from moe.placement.live import LayerPlacement
 from moe.placement.map import PlacementMap
 from moe.placement.moves import slot_moves, trade
 from moe.placement.planners.homes import plan_homes, swapped
-from moe.placement.quotas import Costs, Limits
+from moe.placement.quotas import CopyLimits, Costs
 from tests.distributed import run
 from tests.moe.placement.scattered import Scattered
 
@@ -35,7 +35,7 @@ def _operate() -> tuple[int, int, int]:
     group = torch.distributed.group.WORLD
     assert group is not None
     rank, ranks = group.rank(), group.size()
-    placement = LayerPlacement(group, EXPERTS, Scattered(), Costs(), Limits(SLOTS, ranks))
+    placement = LayerPlacement(group, EXPERTS, Scattered(), Costs(), CopyLimits(SLOTS, ranks))
     alike, own = np.random.default_rng(5), torch.Generator().manual_seed(rank)
     owned = [torch.stack(parts) for parts in zip(*(_values(e, 0) for e in placement.map.experts_of(rank)), strict=True)]
     version = calls = copies = moved = 0

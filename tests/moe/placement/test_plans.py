@@ -15,8 +15,8 @@ import pytest
 
 from configs.schema import ConfigError
 from moe.placement.map import PlacementMap
-from moe.placement.plans import Copies, Header, PlanFile, Replayed, read_plans
-from moe.placement.quotas import Costs, Limits
+from moe.placement.plans import Copies, PlanFile, PlanHeader, Replayed, read_plans
+from moe.placement.quotas import CopyLimits, Costs
 
 pytestmark = pytest.mark.fast
 
@@ -25,9 +25,9 @@ MOVED = {0: (1, 0, 0, 1), 2: (0, 0, 1, 1)}
 LAST = 4
 
 
-def header(step: int, **other: Any) -> Header:
+def header(step: int, **other: Any) -> PlanHeader:
     fields = {"run": "a1", "expert_ranks": 2, "num_experts": 4, "slots": 2, "homes": HOMES if step < 3 else MOVED}
-    return Header(**{"step": step, **fields, **other})
+    return PlanHeader(**{"step": step, **fields, **other})
 
 
 def calls_of(step: int) -> dict[int, list[Copies]]:
@@ -212,8 +212,8 @@ def test_a_call_of_other_counts_is_refused(tmp_path: Path) -> None:
         replayed.begin(7)
         if said is None:
             for _ in range(2):  # passes may come once more, where a step is not finite
-                quotas_ER = replayed(counts_RE, placement, Costs(), Limits(2, 2))
+                quotas_ER = replayed(counts_RE, placement, Costs(), CopyLimits(2, 2))
                 assert quotas_ER.tolist() == [[6, 4], [10, 0], [0, 10], [0, 10]]
         else:
             with pytest.raises(ConfigError, match=f"a.plans: step 7, layer 2, {said}"):
-                replayed(counts_RE, placement, Costs(), Limits(2, 2))
+                replayed(counts_RE, placement, Costs(), CopyLimits(2, 2))

@@ -20,7 +20,7 @@ from moe.planning import inputs
 from moe.planning.costs import Decision
 from moe.planning.measure import measure_layer
 from moe.planning.planner import Planner
-from moe.planning.trial import Choice, Trial
+from moe.planning.trial import PlanChoice, Trial
 from moe.schedule.chunk_plan import LayerLoad, Plan
 from parallel.costs import measure
 from training.callbacks.moe.expert_placement import NAME as PLACEMENT
@@ -123,7 +123,7 @@ class ExpertPlanning(Callback):
         """Whether there is nothing left to try."""
         return not self._layers or self._trial.is_over
 
-    def _ask(self, question: Callable[[Planner], list[Decision]]) -> list[Choice]:
+    def _ask(self, question: Callable[[Planner], list[Decision]]) -> list[PlanChoice]:
         """The answers of all planners. Raises ConfigError if nothing fits the memory budget."""
         try:
             return [(kind, decision) for kind, planner in self._planners.items() for decision in question(planner)]
@@ -140,7 +140,7 @@ class ExpertPlanning(Callback):
             for kind, planner in self._planners.items():
                 planner.learn(self._trial.factors(kind))
 
-    def _choose(self, load: LayerLoad) -> Choice:
+    def _choose(self, load: LayerLoad) -> PlanChoice:
         if not self._trial.is_over:
             return self._trial.choice
         choices = self._ask(lambda planner: [planner.decide(load)])

@@ -19,7 +19,7 @@ from moe.placement.moves import SlotMove, slot_moves, trade
 from moe.placement.planners.homes import plan_homes, swapped
 from moe.placement.policy import ASSUMED, pays
 from moe.placement.quotas import Costs
-from optim.slices import Slice, change_state
+from optim.slices import StateSlice, change_state
 from training.engine import Engine
 from training.run import Callback, Metrics, Run
 
@@ -200,14 +200,14 @@ def move_homes(engine: Engine, before: Maps, after: Maps) -> None:
     layers = layers_of(engine.bare_chunks)
     changed = [number for number in sorted(layers) if before[number] != after[number]]
     weights: list[tuple[torch.Tensor, SlotMove]] = []
-    slices: list[Slice[SlotMove]] = []
+    slices: list[StateSlice[SlotMove]] = []
     for number in changed:
         layer = layers[number]
         for move in slot_moves(before[number], after[number], layer.ep_group.rank()):
             for parameter in layer.experts.parameters():
                 numel = parameter[0].numel()
                 weights.append((parameter.detach()[move.slot], move))
-                slices.append(Slice(parameter, move.slot * numel, (move.slot + 1) * numel, move))
+                slices.append(StateSlice(parameter, move.slot * numel, (move.slot + 1) * numel, move))
     exchange = partial(trade, engine.topology.expert.group, engine.topology.device)
     with engine.frozen_weights():
         exchange(weights)

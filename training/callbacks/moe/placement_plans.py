@@ -11,7 +11,7 @@ from configs.derived import may_save, num_micro_batches
 from configs.schema import ConfigError
 from moe.layer import layers_of
 from moe.placement.live import LayerPlacement
-from moe.placement.plans import Header, PlanFile, Plans, Recorded, Replayed, read_plans
+from moe.placement.plans import PlanFile, PlanHeader, Plans, Recorded, Replayed, read_plans
 from parallel.refusal import raise_together
 from training.resilience import events
 from training.resilience.health import RefusedRun
@@ -130,12 +130,12 @@ class ReplayedPlans(Callback):
             planner.begin(None)
 
 
-def _header(run: Run) -> Header:
+def _header(run: Run) -> PlanHeader:
     """What the next step's plans are of."""
     config, placements = run.config, _placements(run)
     homes = {number: tuple(placement.map.home_ranks.tolist()) for number, placement in placements.items()}
     experts, slots = config.moe.num_experts or 0, config.moe.placement.extra_slots
-    return Header(str(run.facts["run"]), run.progress.step + 1, config.parallel.expert, experts, slots, homes)
+    return PlanHeader(str(run.facts["run"]), run.progress.step + 1, config.parallel.expert, experts, slots, homes)
 
 
 def _placements(run: Run) -> dict[int, LayerPlacement]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from configs.schema import ConfigError
 from moe.layer import MixtrainMoELayer, layers_of
-from moe.placement.trace import Header, Writer
+from moe.placement.trace import TraceHeader, TraceWriter
 from parallel.refusal import raise_together
 from training.resilience import events
 from training.run import Callback, Metrics, Run
@@ -25,7 +25,7 @@ class RoutingTrace(Callback):
     def __init__(self) -> None:
         self._layers: list[MixtrainMoELayer] = []
         self._counts: dict[int, list[torch.Tensor]] = {}  # by layer: of each micro-batch [E]
-        self._writer: Writer | None = None
+        self._writer: TraceWriter | None = None
 
     def on_start(self, run: Run) -> None:
         """Raises ConfigError on every rank where the run's trace is of other experts, or none."""
@@ -38,7 +38,7 @@ class RoutingTrace(Callback):
             stage, moe = run.topology.pipeline.rank, run.config.moe
             self._path = run.run_dir / ("routing.trace" if stage == 0 else f"routing_stage{stage}.trace")
             assert moe.num_experts is not None
-            self._header = Header(run.config.name, moe.num_experts, moe.top_k, run.config.parallel.expert)
+            self._header = TraceHeader(run.config.name, moe.num_experts, moe.top_k, run.config.parallel.expert)
             try:
                 self._open(run)
             except ConfigError as error:
@@ -46,7 +46,7 @@ class RoutingTrace(Callback):
         raise_together(problem)
 
     def _open(self, run: Run) -> None:
-        self._writer = Writer(self._path, self._header, after=run.progress.step)
+        self._writer = TraceWriter(self._path, self._header, after=run.progress.step)
         for line in self._writer.missing:
             events.say(self._path.parent, events.INCOMPLETE, line)
 

@@ -9,10 +9,10 @@ from training.report.page.curves import CURVES, chart_of, plain, thin
 from training.report.page.facts import events_of, facts_of, run_of
 from training.report.page.layers import experts_of, homes_of, layers_of, plans_of, ranks_of
 from training.report.page.memory import memory_of
-from training.report.sources import Source
+from training.report.sources import RunFiles
 
 
-def collect(source: Source) -> dict[str, Any]:
+def collect(source: RunFiles) -> dict[str, Any]:
     """All numbers of the page, by section; a section that has none says why under `missing`."""
     notes = list(source.notes)
     kept = thin(source.metrics)

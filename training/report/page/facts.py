@@ -8,14 +8,14 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
-from training.report.sources import Line, Source, finite
+from training.report.sources import Line, RunFiles, finite
 
 MIB, GIB = 2**20, 2**30
 MAX_EVENTS = 400  # rows of the table
 STARTS = ("run_started", "run_goes_on")  # kinds of events with which a process begins
 
 
-def facts_of(source: Source) -> list[list[str]]:
+def facts_of(source: RunFiles) -> list[list[str]]:
     config, metrics = source.config, source.metrics
     model, moe, layout, training = (config.get(key) or {} for key in ("model", "moe", "parallel", "training"))
     facts: list[tuple[str, str]] = []
@@ -72,7 +72,7 @@ def _ranks_on(devices: dict[str, int]) -> str:
     return ", ".join(f"{count} {'rank' if count == 1 else 'ranks'} on {name}" for name, count in devices.items())
 
 
-def _hosts(source: Source) -> list[Line]:
+def _hosts(source: RunFiles) -> list[Line]:
     hosts = source.environment.get("hosts")
     return (
         [h for h in hosts if isinstance(h, dict) and isinstance(h.get("devices"), dict)]
@@ -81,7 +81,7 @@ def _hosts(source: Source) -> list[Line]:
     )
 
 
-def run_of(source: Source) -> dict[str, Any]:
+def run_of(source: RunFiles) -> dict[str, Any]:
     """Versions and hardware, a row each, and the text of config.yaml."""
     rows: list[list[str]] = []
     if source.record.get("id"):
@@ -95,7 +95,7 @@ def run_of(source: Source) -> dict[str, Any]:
     return {"rows": rows, "config": source.config_text}
 
 
-def wall_time(source: Source) -> tuple[float, int]:
+def wall_time(source: RunFiles) -> tuple[float, int]:
     """Seconds from each start of the run to its last sign of life, added up, and how many starts there were; 0 where
     none is on record."""
     signs = sorted(
@@ -117,7 +117,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
 
 
-def events_of(source: Source) -> list[dict[str, Any]]:
+def events_of(source: RunFiles) -> list[dict[str, Any]]:
     result = []
     for event in source.events[-MAX_EVENTS:]:
         when = finite(event.get("time"))

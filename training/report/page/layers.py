@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.report.sources import Line, Source, finite
+from training.report.sources import Line, RunFiles, finite
 
 MAX_WINDOWS = 100  # columns of a picture of all layers
 MAX_CELLS = 130_000  # numbers of the picture of each expert of each layer
@@ -78,7 +78,7 @@ def _of_layers(line: Line, key: str) -> list[Any]:
     return table.get(key) or []
 
 
-def ranks_of(source: Source) -> dict[str, Any] | None:
+def ranks_of(source: RunFiles) -> dict[str, Any] | None:
     """Pictures of the load of each rank of an expert group over the steps: the mean of each stretch of steps,
     [stretch][rank]."""
     lines = [line for line in source.metrics if (line.get("placement") or {}).get("ranks_placed")]
@@ -95,7 +95,7 @@ def ranks_of(source: Source) -> dict[str, Any] | None:
     return {"windows": [[window[0]["step"], window[-1]["step"]] for window in windows], "pictures": pictures}
 
 
-def homes_of(source: Source) -> dict[str, Any] | None:
+def homes_of(source: RunFiles) -> dict[str, Any] | None:
     """The rank that each expert is at home on, [stretch][layer][expert], as each stretch of steps ends; `first` is the
     place of the layer that moved first, 0 where none did."""
     lines = [line for line in _with_experts(source.metrics) if isinstance(line.get("placement"), dict)]
@@ -148,7 +148,7 @@ def experts_of(metrics: list[Line]) -> dict[str, Any] | None:
 
 
 def plans_of(
-    source: Source, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
+    source: RunFiles, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
     """How each layer runs now, and what was predicted and measured over the steps, added up over layers."""
     rows: list[list[Any]] = []

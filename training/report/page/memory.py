@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from training.report.page.curves import chart_of
-from training.report.sources import Source, finite
+from training.report.sources import RunFiles, finite
 
 STATE = [
     ("memory/state_device", "optimizer state, device"),
@@ -17,7 +17,7 @@ STATE = [
 
 
 def memory_of(
-    source: Source, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
+    source: RunFiles, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
     keys = [
         ("memory/device_peak", "device, peak"),

@@ -9,12 +9,12 @@ from pathlib import Path
 from configs.files import write_text
 from training.report.page.collect import collect
 from training.report.page.markup import body_of
-from training.report.sources import Source, read
+from training.report.sources import RunFiles, read
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
 
-def render(source: Source) -> str:
+def render(source: RunFiles) -> str:
     """The page's text."""
     data = collect(source)
     text = (ASSETS / "page.html").read_text(encoding="utf-8")
