@@ -107,7 +107,7 @@ def train(training: Training, first: int, last: int) -> Numbers:
         found.append((result.loss, result.grad_norm, result.updated))
     engine.settle()
     if training.folder is not None:
-        saver = Saver(training.config, engine.topology.device)
+        saver = Saver(training.config, engine.host_link)
         text = state(engine, Progress(last, 0), {})
         saver.start(engine.chunks, engine.optimizer, text, checkpoint_of(training, last))
         saver.finish()
