@@ -126,7 +126,7 @@ class Activations:
         return [output]
 
     def _weight_bytes(self, weights: Sequence[Weight]) -> int:
-        """Of the gradients of the matrices among them, on one rank."""
+        """Bytes of the gradients of the matrices among them, on one rank."""
         numbers = 0
         for weight in weights:
             if weight.kind not in MATRICES:

@@ -1,5 +1,5 @@
 """The arrows between the rooms, read from the source: who may import whom, and that no two files import each other.
-Also what keeps the rooms readable: sizes, numbers of arguments, and that no two classes share a name.
+Also what keeps the rooms readable: sizes, numbers of arguments, names of classes and beginnings of docstrings.
 
 Imports inside functions count as much as those at the top.
 """
@@ -43,6 +43,9 @@ MANY_ARGUMENTS = {
     "moe/kernels/ops.py:_backward_blocks": "torch's custom operation, whose schema is the C function's signature",
     "models/attention.py:ScaledDotProductAttention.__init__": "Megatron-core builds core attention with its arguments",
 }
+
+# Words that begin no docstring: what follows is a fragment of a sentence that the function's name would begin.
+FRAGMENTS = ("Of", "As", "Those", "These")
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -252,6 +255,27 @@ def test_no_function_has_too_many_arguments(tmp_path: Path) -> None:
         },
     )
     assert many_arguments(tmp_path) == {"moe/a.py:many": 10, "data/b.py:A.many": 10}
+
+
+def fragments(root: Path = ROOT) -> list[str]:
+    """Classes and functions of the product whose docstring begins with one of FRAGMENTS."""
+    return [
+        f"{file}:{node.lineno} {node.name}"
+        for file, node in definitions(root)
+        if (ast.get_docstring(node) or "").startswith(tuple(f"{word} " for word in FRAGMENTS))
+    ]
+
+
+def test_docstrings_are_sentences(tmp_path: Path) -> None:
+    assert not fragments()
+    write_tree(
+        tmp_path,
+        {
+            "moe/a.py": 'class A:\n    """Of one layer."""\n    def f():\n        """Off the device."""',
+            "data/b.py": 'async def g():\n    """\n    Those of a chunk."""\ndef h(): ...',
+        },
+    )
+    assert fragments(tmp_path) == ["data/b.py:1 g", "moe/a.py:1 A"]
 
 
 def write_tree(root: Path, files: dict[str, str]) -> dict[str, Path]:
