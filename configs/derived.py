@@ -109,7 +109,7 @@ def block_rows(config: Config) -> int | None:
 
 
 def copy_bytes(config: Config) -> int:
-    """Of the weights of all copies of experts that a rank may hold of a layer."""
+    """Bytes of the weights of all copies of experts that a rank may hold of a layer."""
     return config.moe.placement.extra_slots * expert_numbers(config) * element_size(config)
 
 

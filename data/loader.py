@@ -13,6 +13,8 @@ import torch
 
 from configs.schema import ConfigError
 
+TIMEOUT_SECONDS = 600.0  # for a step's micro-batches, before the storage is taken to be gone
+
 
 class Samples(Protocol):
     """GPTSamples or BertSamples."""
@@ -43,7 +45,6 @@ class Loader:
         consumed_samples: int = 0,
         prefetch: int = 4,
         num_steps: int | None = None,
-        timeout_seconds: float = 600.0,
         pin: bool = False,
     ):
         if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % (micro_batch_size * world_size):
@@ -58,7 +59,6 @@ class Loader:
         self._global, self._micro = global_batch_size, micro_batch_size
         self._rank, self._world = rank, world_size
         self._steps_left = num_steps
-        self._timeout = timeout_seconds
         self._pin = pin
         self._closed = threading.Event()
         self._queue: queue.Queue[list[dict[str, torch.Tensor]] | BaseException] = queue.Queue(maxsize=max(1, prefetch))
@@ -80,10 +80,10 @@ class Loader:
             step = self._make(self.consumed_samples)
         else:
             try:
-                found = self._queue.get(timeout=self._timeout)
+                found = self._queue.get(timeout=TIMEOUT_SECONDS)
             except queue.Empty:
                 raise TimeoutError(
-                    f"no batch within {self._timeout} s; is the storage that holds data.cache_dir reachable?"
+                    f"no batch within {TIMEOUT_SECONDS} s; is the storage that holds data.cache_dir reachable?"
                 ) from None
             if isinstance(found, BaseException):
                 self.close()

@@ -224,7 +224,7 @@ def _inode(path: str) -> tuple[int, int]:
 
 
 def _with_text(entries: Iterable[_Entry]) -> list[_Entry]:
-    """Those that hold more than white space, which is no document."""
+    """The entries that hold more than white space, which is no document."""
     return [
         entry
         for entry in entries
@@ -233,7 +233,7 @@ def _with_text(entries: Iterable[_Entry]) -> list[_Entry]:
 
 
 def _digest(entry: _Entry, cache: Path, timeout: float) -> str:
-    """Of a file's bytes."""
+    """The digest of a file's bytes."""
     if entry.size <= SMALL_BYTES:
         return xxhash.xxh3_128_hexdigest(Path(entry.path).read_bytes())
     return file_digest(entry.path, cache, timeout)

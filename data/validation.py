@@ -27,7 +27,7 @@ class EachOnce:
             samples.blend = _InOrder(sizes)
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """As of the samples."""
+        """The samples' batch, in which those past the corpus's end count for nothing."""
         arrays = self._samples.batch([i % self.num_samples for i in indices])
         arrays["loss_mask"][[i >= self.num_samples for i in indices]] = 0.0
         return arrays

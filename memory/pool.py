@@ -39,7 +39,7 @@ class Workspace:
                 self._free.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
     def lend(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """As `take`, for somebody else: the memory comes back by itself when nobody refers to it."""
+        """Memory like `take`'s, for somebody else: it comes back by itself when nobody refers to it."""
         if like.device.type != "cpu" or not self.pooled:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         num_bytes = math.prod(shape) * like.element_size()

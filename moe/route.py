@@ -209,7 +209,7 @@ def make_chunks(
 
 
 def chunk_bases(num_assignments: Sequence[int], num_slots: int) -> tuple[list[int], list[int]]:
-    """Of each chunk: its number * `num_slots`, and where its assignments begin in a list of all chunks'."""
+    """For each chunk its number * `num_slots`, and where its assignments begin in a list of all chunks'."""
     firsts = accumulate(num_assignments[:-1], initial=0)
     return [i * num_slots for i in range(len(num_assignments))], list(firsts)
 

@@ -18,7 +18,7 @@ from moe.planning import footprint
 from moe.planning.inputs import fullest_load, initial_plan
 from moe.schedule.chunk_plan import STRATEGIES, Plan
 from simulator.flops import has_fused_attention
-from simulator.memory_tape import MemoryProfile, Tape, TapeTensor, recomputed
+from simulator.memory_tape import MemoryProfile, OperationBytes, Tape, TapeTensor, recomputed
 from simulator.sizes import FP32, INT64, Sizes
 
 ROPE_WORK = 2  # times a tensor's bytes: its gradient, and the crossed halves beside it
@@ -112,18 +112,7 @@ class Activations:
             tape.drop(*(held[name] for name in operation.frees))
         return held[operations[-1].outputs[-1].name]
 
-    def _apply(
-        self,
-        tape: Tape,
-        operation: ModelOperation,
-        held: Held,
-        *,
-        extra: int = 0,
-        during: int = 0,
-        work: int | None = None,
-        weight: int = 0,
-        weight_waits: bool = False,
-    ) -> list[TapeTensor]:
+    def _apply(self, tape: Tape, operation: ModelOperation, held: Held, takes: OperationBytes) -> list[TapeTensor]:
         """One operation on the tape; what it keeps, and where gradients go, the blueprint says."""
         name = operation.output.name
         output = tape.apply(
@@ -132,16 +121,12 @@ class Activations:
             passes=[held[each] for each in operation.passes],
             keeps=[held[each] for each in operation.saved if each != name],
             keeps_output=name in operation.saved,
-            extra=extra,
-            during=during,
-            work=work,
-            weight=weight,
-            weight_waits=weight_waits,
+            takes=takes,
         )
         return [output]
 
     def _weight_bytes(self, weights: Sequence[Weight]) -> int:
-        """Of the gradients of the matrices among them, on one rank."""
+        """Bytes of the gradients of the matrices among them, on one rank."""
         numbers = 0
         for weight in weights:
             if weight.kind not in MATRICES:
@@ -153,12 +138,12 @@ class Activations:
     # -- rules ---------------------------------------------------------------------------------------------------------
 
     def _plain(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        return self._apply(tape, operation, held, weight=self._weight_bytes(operation.weights))
+        return self._apply(tape, operation, held, OperationBytes(weight=self._weight_bytes(operation.weights)))
 
     def _activation(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         output, (name,) = self.sizes.bytes(operation.output), operation.inputs
         gated = held[name].bytes > output  # going back, its gate's activation is made again
-        return self._apply(tape, operation, held, work=held[name].bytes + output if gated else None)
+        return self._apply(tape, operation, held, OperationBytes(work=held[name].bytes + output if gated else None))
 
     def _split(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         (name,) = operation.inputs
@@ -178,12 +163,12 @@ class Activations:
         weight = self._weight_bytes(operation.weights)
         # Tied to the output layer: the sum of both gradients is a third one.
         work = max(each.uses for each in operation.weights) * weight
-        return self._apply(tape, operation, held, extra=self.sizes.tokens * INT64, weight=weight, work=work)
+        takes = OperationBytes(kept=self.sizes.tokens * INT64, weight=weight, work=work)
+        return self._apply(tape, operation, held, takes)
 
     def _embedding(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        return self._apply(
-            tape, operation, held, extra=self.sizes.tokens * INT64, weight=self._weight_bytes(operation.weights)
-        )
+        takes = OperationBytes(kept=self.sizes.tokens * INT64, weight=self._weight_bytes(operation.weights))
+        return self._apply(tape, operation, held, takes)
 
     def _column_linear(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         sizes, matrix = self.sizes, operation.weights[0]
@@ -194,44 +179,48 @@ class Activations:
             else None
         )
         during = output if len(operation.weights) > 1 else 0  # the bias is added to a copy
-        return self._apply(tape, operation, held, during=during, work=work, weight=weight, weight_waits=matrix.uses > 1)
+        takes = OperationBytes(during=during, work=work, weight=weight, weight_waits=matrix.uses > 1)
+        return self._apply(tape, operation, held, takes)
 
     def _norm(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         numbers = self.sizes.numbers(operation.output)
         rows, wide = numbers // operation.channels, numbers * FP32
         if self.on_gpu or self.config.model.normalization == "layernorm":
-            return self._apply(tape, operation, held, extra=2 * rows * FP32)
+            return self._apply(tape, operation, held, OperationBytes(kept=2 * rows * FP32))
         # torch's RMSNorm on a CPU is put together: the input in fp32 and the normalized one are kept.
         output = self.sizes.bytes(operation.output)
         if self.sizes.element == FP32:
-            return self._apply(tape, operation, held, extra=wide + rows * FP32, work=3 * wide)
+            return self._apply(tape, operation, held, OperationBytes(kept=wide + rows * FP32, work=3 * wide))
         (name,) = operation.inputs
-        return [tape.apply(output, [held[name]], extra=2 * wide + rows * FP32, during=wide, work=4 * wide - output)]
+        takes = OperationBytes(kept=2 * wide + rows * FP32, during=wide, work=4 * wide - output)
+        return [tape.apply(output, [held[name]], takes=takes)]
 
     def _dropout(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         size = self.sizes.bytes(operation.output)
-        return self._apply(tape, operation, held, extra=size // self.sizes.element if self.on_gpu else size)
+        kept = size // self.sizes.element if self.on_gpu else size
+        return self._apply(tape, operation, held, OperationBytes(kept=kept))
 
     def _rotary(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         size = self.sizes.bytes(operation.output)
         if self.config.model.attention != "latent":
-            return self._apply(tape, operation, held, during=size, work=ROPE_WORK * size)
+            return self._apply(tape, operation, held, OperationBytes(during=size, work=ROPE_WORK * size))
         tables = 2 * self.sizes.length * operation.channels * self.sizes.element
-        return self._apply(tape, operation, held, extra=tables, during=2 * size, work=int(ROPE_WORK_IN_PIECES * size))
+        takes = OperationBytes(kept=tables, during=2 * size, work=int(ROPE_WORK_IN_PIECES * size))
+        return self._apply(tape, operation, held, takes)
 
     def _pooler(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         gathered = sum(self.sizes.bytes(collective.whole) for collective in operation.collectives)
-        return self._apply(tape, operation, held, during=gathered)
+        return self._apply(tape, operation, held, OperationBytes(during=gathered))
 
     def _cross_entropy(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         wide = held[operation.inputs[0]]
-        extra = self.sizes.tokens * LABEL_BYTES
-        return [tape.apply(self.sizes.bytes(operation.output), keeps=[wide], extra=extra, in_place=wide)]
+        takes = OperationBytes(kept=self.sizes.tokens * LABEL_BYTES)
+        return [tape.apply(self.sizes.bytes(operation.output), keeps=[wide], in_place=wide, takes=takes)]
 
     def _attention(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         if self.fused_attention:
             sums = self.sizes.tokens * self.config.model.num_attention_heads // self.config.parallel.tensor * FP32
-            return self._apply(tape, operation, held, extra=sums)
+            return self._apply(tape, operation, held, OperationBytes(kept=sums))
         query, key, value = (held[name] for name in operation.inputs)
         return [self._unfused_attention(tape, query, key, value)]
 
@@ -268,9 +257,9 @@ class Activations:
         left = tape.hold(probs)
         if config.model.attention_dropout > 0:
             tape.drop(left)
-            left = tape.apply(scores_size, [probs], extra=scores_size)
+            left = tape.apply(scores_size, [probs], takes=OperationBytes(kept=scores_size))
         copy = scores_size // 2 if element < FP32 else 0
-        context = tape.apply(value.bytes, [left, value], keeps=[left, value], during=copy)
+        context = tape.apply(value.bytes, [left, value], keeps=[left, value], takes=OperationBytes(during=copy))
         tape.drop(probs, left, *held)
         if element < FP32:
             narrow = tape.apply(context.bytes * element // FP32, [context])
@@ -283,7 +272,7 @@ class Activations:
         of_token = ROUTER_EXPERT_BYTES * (moe.num_experts or 0) + ROUTER_ASSIGNMENT_BYTES * moe.top_k
         gathered = sum(self.sizes.bytes(collective.whole) for collective in operation.collectives)
         extra, weight = self.sizes.own_tokens * of_token, self._weight_bytes(operation.weights)
-        return self._apply(tape, operation, held, extra=extra, during=gathered, weight=weight)
+        return self._apply(tape, operation, held, OperationBytes(kept=extra, during=gathered, weight=weight))
 
     def _experts(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         """The routed experts, as moe/planning/footprint.py counts them."""
@@ -303,4 +292,5 @@ class Activations:
             expert = derived.expert_numbers(self.config) * element
             homes = (self.config.moe.num_experts or 0) // self.config.parallel.expert
             work += expert + (homes * expert * FP32 // element if element < FP32 else 0)
-        return self._apply(tape, operation, held, extra=extra, during=during, work=work + weight, weight=weight)
+        takes = OperationBytes(kept=extra, during=during, work=work + weight, weight=weight)
+        return self._apply(tape, operation, held, takes)

@@ -15,8 +15,8 @@ from parallel.pipeline import layers_of_stage, offloaded_layer_inputs, passes
 
 @dataclass(frozen=True)
 class LayerInputPlan:
-    """Of one rank: bytes on the host, the most on the device, and copies in a step; `leaving` says of each forward pass
-    of a step how many of its layers' inputs leave."""
+    """What one rank's layer inputs take: bytes on the host, the most on the device, and copies in a step. `leaving`
+    says of each forward pass of a step how many of its layers' inputs leave."""
 
     host: int
     device_peak: int
@@ -86,7 +86,7 @@ class _Step:
 
 
 def layer_inputs(config: Config, world_size: int, stage: int, room: float | None = None) -> LayerInputPlan:
-    """Of a rank of this stage. `room`: bytes of the host; by default the budget, or enough for all."""
+    """The plan of a rank of this stage. `room`: bytes of the host; by default the budget, or enough for all."""
     budget = config.memory.host_budget
     if room is None:
         room = math.inf if budget is None else budget * 2**20

@@ -208,7 +208,7 @@ class NeededBudgets:
 
 
 def budgets_of_node(config: Config, world_size: int) -> tuple[Budget, Budget]:
-    """Of the host and of the disk, as a run opens them on its own node."""
+    """Budgets of the host and of the disk, as a run opens them on its own node."""
     host, disk = Budget("memory.host_budget"), Budget("memory.disk_budget")
     if world_size == launched().world_size:
         open_budgets(_there(config), host, disk)

@@ -21,15 +21,25 @@ class TapeTensor:
         self.bytes, self.holders, self.base = num_bytes, 1, base
 
 
+@dataclass(frozen=True)
+class OperationBytes:
+    """Bytes that an operation takes beside the tensors that it names."""
+
+    kept: int = 0  # of its own, for the backward pass
+    during: int = 0  # what the forward pass takes on top and gives back
+    # The most that the backward pass takes on top of what is there when it starts, where that is more than the results.
+    work: int | None = None
+    weight: int = 0  # its weights' gradients
+    weight_waits: bool = False  # until the end: another operation has the same weights
+
+
 @dataclass
 class _Operation:
     outputs: Sequence[TapeTensor]
     inputs: Sequence[TapeTensor]  # get gradients of their own
     passes: Sequence[TapeTensor]  # get that of the output, the same memory
     kept: list[TapeTensor]
-    work: int | None = None
-    weight: int = 0
-    weight_waits: bool = False
+    takes: OperationBytes = OperationBytes()
     in_place: TapeTensor | None = None  # its gradient is written over what was kept
     is_layer: bool = False
     away: int = 0  # bytes of its input on the host
@@ -85,30 +95,23 @@ class Tape:
         *,
         passes: Sequence[TapeTensor] = (),
         keeps: Sequence[TapeTensor] = (),
-        extra: int = 0,
-        during: int = 0,
-        work: int | None = None,
-        weight: int = 0,
-        weight_waits: bool = False,
         keeps_output: bool = False,
         in_place: TapeTensor | None = None,
+        takes: OperationBytes = OperationBytes(),
     ) -> TapeTensor:
         """One operation with `output` bytes, which the caller holds.
 
         `inputs` get gradients of their own in the backward pass, `passes` that of the output itself. `keeps` are held
-        for it, and `extra` bytes of its own beside them; `during` is what the forward pass takes on top and gives back.
-        `work` is the most that the backward pass takes on top of what is there when it starts, where that is more than
-        the results. `weight` are the bytes of its weights' gradients; they wait for the end where another operation has
-        the same weights. The gradient of `in_place` is written over that tensor.
+        for it. The gradient of `in_place` is written over that tensor.
         """
         kept = [self.hold(tensor) for tensor in keeps] if self.keeps else []
-        if extra and self.keeps:
-            kept.append(self.new(extra))
+        if takes.kept and self.keeps:
+            kept.append(self.new(takes.kept))
         result = self.new(output)
         if keeps_output and self.keeps:
             kept.append(self.hold(result))
-        self.use(during)
-        self._operations.append(_Operation([result], inputs, passes, kept, work, weight, weight_waits, in_place))
+        self.use(takes.during)
+        self._operations.append(_Operation([result], inputs, passes, kept, takes, in_place))
         return result
 
     def end_layer(self, tensor: TapeTensor, leaves: bool) -> None:
@@ -158,12 +161,12 @@ class Tape:
             below = [(tensor, self.hold(above[0])) for tensor in operation.passes]
             if operation.in_place is not None:
                 below.append((operation.in_place, self.hold(operation.in_place)))
-            if operation.work is not None:
-                self.use(operation.work)
+            if operation.takes.work is not None:
+                self.use(operation.takes.work)
                 self.drop(*above, *operation.kept)
             below += [(tensor, self.new(tensor.bytes)) for tensor in operation.inputs]
-            weight = self.new(operation.weight)
-            if operation.work is None:
+            weight = self.new(operation.takes.weight)
+            if operation.takes.work is None:
                 self.drop(*above, *operation.kept)
             for tensor, part in below:
                 other = gradients.get(tensor)
@@ -172,7 +175,7 @@ class Tape:
                     self.drop(other, part)
                 else:
                     gradients[tensor] = part
-            if operation.weight_waits:
+            if operation.takes.weight_waits:
                 waiting.append(weight)
             else:
                 self.drop(weight)
@@ -190,7 +193,8 @@ def recomputed(tape: Tape, function: Function, *inputs: TapeTensor) -> TapeTenso
     there = sum(tensor.bytes for tensor in inputs)
     second = profile(function, *inputs)
     work = max(second.forward, second.backward)
-    return tape.apply(output.bytes, inputs, keeps=inputs, during=max(0, first.peak - there - output.bytes), work=work)
+    takes = OperationBytes(during=max(0, first.peak - there - output.bytes), work=work)
+    return tape.apply(output.bytes, inputs, keeps=inputs, takes=takes)
 
 
 def profile(function: Function, *inputs: TapeTensor) -> MemoryProfile:

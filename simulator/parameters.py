@@ -87,7 +87,7 @@ def parameters(config: Config, part: blueprint.Part, vocab_size: int) -> list[Pa
 
 
 def _is_late(config: Config, name: str, weight: blueprint.Weight) -> bool:
-    """As parallel/megatron/tiered.py's is_late, of which a model is not there to be asked."""
+    """Whether parallel/megatron/tiered.py would say is_late: here is no model to be asked."""
     parallel = config.parallel
     # Sequence parallelism: each tensor rank has the gradient of its own tokens of what all of them hold.
     alike = parallel.sequence and not weight.splits and not name.endswith(WHOLE_GRADIENTS)

@@ -73,7 +73,7 @@ class RunPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Of one rank in a step."""
+        """How many micro-batches one rank has in a step."""
         return derived.num_micro_batches(self.config, self.world_size)
 
     def as_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from simulator.parameters import Parameter, Place, parameters
 
 @dataclass(frozen=True)
 class PlannedSlice:
-    """As parallel/megatron/tiered.py's."""
+    """What a rank will hold of a parameter: parallel/megatron/tiered.py's OwnedSlice without the tensors."""
 
     start: int
     end: int

@@ -1,5 +1,5 @@
 """The arrows between the rooms, read from the source: who may import whom, and that no two files import each other.
-Also what keeps the rooms readable: sizes, and that no two classes share a name.
+Also what keeps the rooms readable: sizes, numbers of arguments, names of classes and beginnings of docstrings.
 
 Imports inside functions count as much as those at the top.
 """
@@ -7,7 +7,7 @@ Imports inside functions count as much as those at the top.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,18 @@ TABLE: dict[str, set[str]] = {
 FREE = {"benchmarks", "tests"}  # may import everything, and no other room may import them
 MOST_FILES = 14  # of a folder, without those in folders of its own
 MOST_LINES = 400  # of a file: what can be read in ten minutes
+MOST_ARGUMENTS = 9  # of a function, without self
+# Functions with more, and why.
+MANY_ARGUMENTS = {
+    "moe/kernels/ops.py:_forward_blocks": "torch's custom operation, whose schema is the C function's signature",
+    "moe/kernels/ops.py:_backward_blocks": "torch's custom operation, whose schema is the C function's signature",
+    "models/attention.py:ScaledDotProductAttention.__init__": "Megatron-core builds core attention with its arguments",
+}
+
+# Words that begin no docstring: what follows is a fragment of a sentence that the function's name would begin.
+FRAGMENTS = ("Of", "As", "Those", "These")
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def may_import(room: str) -> set[str]:
@@ -181,17 +193,22 @@ def test_no_folder_is_too_full_to_show_its_trade(tmp_path: Path) -> None:
     assert sorted(full_folders(tmp_path)) == ["data has 16 files", "moe/deep has 15 files"]
 
 
-def product_nodes(root: Path = ROOT) -> Iterator[tuple[str, ast.AST]]:
-    """Every node of the product's source, with the file that it stands in."""
-    for path in sorted(path for room in TABLE for path in (root / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-            yield path.relative_to(root).as_posix(), node
+@functools.cache
+def definitions(root: Path = ROOT) -> list[tuple[str, Definition]]:
+    """Every class and function of the product, with the file that it stands in."""
+    paths = sorted(path for room in TABLE for path in (root / room).rglob("*.py"))
+    return [
+        (path.relative_to(root).as_posix(), node)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+        if isinstance(node, Definition)
+    ]
 
 
 def shared_names(root: Path = ROOT) -> dict[str, list[str]]:
     """Names that more than one class of the product has, with the classes' files."""
     files: dict[str, list[str]] = {}
-    for file, node in product_nodes(root):
+    for file, node in definitions(root):
         if isinstance(node, ast.ClassDef):
             files.setdefault(node.name, []).append(file)
     return {name: found for name, found in files.items() if len(found) > 1}
@@ -208,6 +225,57 @@ def test_no_two_classes_share_a_name(tmp_path: Path) -> None:
         },
     )
     assert shared_names(tmp_path) == {"_B": ["data/deep/b.py", "moe/a.py"]}
+
+
+def many_arguments(root: Path = ROOT) -> dict[str, int]:
+    """Functions of the product with more than MOST_ARGUMENTS arguments: how many each has."""
+    found: dict[str, int] = {}
+    owners = {
+        inner: f"{node.name}." for _, node in definitions(root) if isinstance(node, ast.ClassDef) for inner in node.body
+    }
+    for file, node in definitions(root):
+        if isinstance(node, ast.ClassDef):
+            continue
+        given = node.args
+        names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        count = len(names) + (given.vararg is not None) - (names[:1] in (["self"], ["cls"]))
+        if count > MOST_ARGUMENTS:
+            found[f"{file}:{owners.get(node, '')}{node.name}"] = count
+    return found
+
+
+def test_no_function_has_too_many_arguments(tmp_path: Path) -> None:
+    assert many_arguments().keys() == MANY_ARGUMENTS.keys()
+    eight = "a, b, c, d, e, f, g, h"
+    write_tree(
+        tmp_path,
+        {
+            "moe/a.py": f"def few({eight}, *, i): ...\ndef many({eight}, *i, j): ...",
+            "data/b.py": f"class A:\n def few(self, {eight}, i): ...\n async def many(self, {eight}, i, j=0): ...",
+        },
+    )
+    assert many_arguments(tmp_path) == {"moe/a.py:many": 10, "data/b.py:A.many": 10}
+
+
+def fragments(root: Path = ROOT) -> list[str]:
+    """Classes and functions of the product whose docstring begins with one of FRAGMENTS."""
+    return [
+        f"{file}:{node.lineno} {node.name}"
+        for file, node in definitions(root)
+        if (ast.get_docstring(node) or "").startswith(tuple(f"{word} " for word in FRAGMENTS))
+    ]
+
+
+def test_docstrings_are_sentences(tmp_path: Path) -> None:
+    assert not fragments()
+    write_tree(
+        tmp_path,
+        {
+            "moe/a.py": 'class A:\n    """Of one layer."""\n    def f():\n        """Off the device."""',
+            "data/b.py": 'async def g():\n    """\n    Those of a chunk."""\ndef h(): ...',
+        },
+    )
+    assert fragments(tmp_path) == ["data/b.py:1 g", "moe/a.py:1 A"]
 
 
 def write_tree(root: Path, files: dict[str, str]) -> dict[str, Path]:

@@ -208,7 +208,7 @@ def _clear_gradients(engine: Engine) -> None:
 
 
 def _chunks(engine: Engine) -> Any:
-    """As Megatron's schedule takes them."""
+    """The model chunks as Megatron's schedule takes them."""
     return engine.chunks if len(engine.chunks) > 1 else engine.chunks[0]
 
 

@@ -56,11 +56,11 @@ class Lines:
         self._before: int | None = None
 
     def number(self, content: bytes, offset: int) -> int:
-        """Of the line with byte `offset` of the span's content, from 1."""
+        """The number, from 1, of the line with byte `offset` of the span's content."""
         return self.at(content.count(b"\n", 0, offset))
 
     def at(self, index: int) -> int:
-        """Of the span's line `index`, counted from 0."""
+        """The number in the file of the span's line `index`, counted from 0."""
         if self._before is None:
             self._before = _lines_before(self._span)
         return self._before + index + 1

@@ -32,7 +32,7 @@ def uncompressed(name: str) -> str:
 
 
 def format_of(name: str, earlier: bool = False) -> str | None:
-    """As what a file of this name is read; None: not at all."""
+    """The format that a file of this name is read as; None: it is not read."""
     if earlier:
         base = next((name.removesuffix(suffix) for suffix in (".gz", ".zst") if name.endswith(suffix)), name)
         kind = EARLIER_FORMATS.get(Path(base).suffix)

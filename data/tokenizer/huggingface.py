@@ -126,7 +126,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return list(self._model.encode(text, add_special_tokens=True).ids)
 
     def encode_masked(self, text: str) -> list[int]:
-        """As `encode`, with the mask token where the text says its name or [MASK]."""
+        """Encode like `encode`, with the mask token where the text says its name or [MASK]."""
         text = text.replace(MASK, self.piece(self.mask))
         return list(self._with_mask.encode(text, add_special_tokens=False).ids)
 

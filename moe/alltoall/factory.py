@@ -26,7 +26,7 @@ def shared(group: dist.ProcessGroup, kind: str) -> AllToAll:
 
 
 def kinds(group: dist.ProcessGroup) -> list[str]:
-    """Those that make sense for a group. Collective."""
+    """Names of the all-to-alls that make sense for a group. Collective."""
     return ["flat"] if _mates(group) is None else ["flat", "hierarchical"]
 
 

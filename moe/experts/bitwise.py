@@ -16,8 +16,8 @@ Partial = list[torch.Tensor]  # one block's gradients of one expert's fc1, fc2 a
 
 
 class BlockGrads(WeightGrads):
-    """Of one layer's experts: those at home here are summed in fp32 or wider; those of which other ranks compute blocks
-    too are kept block by block, until all are here."""
+    """Gradients of one layer's experts. Those at home here are summed in fp32 or wider; those of which other ranks
+    compute blocks too are kept block by block, until all are here."""
 
     def __init__(self, weights: Weights, apart: Collection[int] = ()) -> None:
         """apart: experts that are kept block by block."""

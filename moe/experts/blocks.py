@@ -66,7 +66,7 @@ def hidden_factor(activation: str) -> int:
 
 
 def approximate(activation: str) -> str:
-    """Of torch's GELU."""
+    """The argument of torch's GELU that makes it this activation."""
     return "tanh" if activation == "gelu_tanh" else "none"
 
 
@@ -137,7 +137,7 @@ def of(weights: Slab, source: torch.Tensor, counts: list[int]) -> Blocks:
 
 
 def of_blocks(weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> Blocks:
-    """These blocks, as `of`."""
+    """The blocks that are listed, as a context like `of`'s."""
     same = weights.fc1.dtype is source.dtype and weights.fc1.is_contiguous() and weights.fc2.is_contiguous()
     kind = CompiledBlocks if same and kernels.has_blocks(source, source.size(1), weights.fc2.size(2)) else TorchBlocks
     return kind(weights, source, blocks)
@@ -215,7 +215,7 @@ class TorchBlocks(Blocks):
         self._fc1, self._fc2 = weights.fc1.unbind(0), weights.fc2.unbind(0)
 
     def _gather(self, name: str, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """These rows of `source`, then zeros."""
+        """The named rows of `source`, then zeros."""
         scratch, length = self._room(name, source.size(1)), padded(len(rows), source.dtype)
         torch.index_select(source, 0, rows, out=scratch[: len(rows)])
         if length > len(rows):

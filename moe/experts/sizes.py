@@ -19,7 +19,7 @@ SPARE_ROWS = 64  # behind the rows of a buffer that blocks are written to: a blo
 
 
 def forward_scratch(load: LayerLoad, rows: int, own_preactivation: bool) -> int:
-    """Of the forward pass; `own_preactivation`: nobody else has room for what goes into the activation."""
+    """Scratch of the forward pass; `own_preactivation`: nobody else has room for what goes into the activation."""
     if load.tiled:
         from moe import kernels
 
@@ -30,7 +30,7 @@ def forward_scratch(load: LayerLoad, rows: int, own_preactivation: bool) -> int:
 
 
 def input_scratch(load: LayerLoad, rows: int, recompute: bool) -> int:
-    """Of the input gradients."""
+    """Scratch of the input gradients."""
     if load.tiled:
         return _tiled_backward(load, rows, recompute, False)
     if load.block == WHOLE:
@@ -39,7 +39,7 @@ def input_scratch(load: LayerLoad, rows: int, recompute: bool) -> int:
 
 
 def weight_scratch(load: LayerLoad, rows: int) -> int:
-    """Of the weight gradients."""
+    """Scratch of the weight gradients."""
     if load.tiled:
         from moe import kernels
 
@@ -48,7 +48,7 @@ def weight_scratch(load: LayerLoad, rows: int) -> int:
 
 
 def both_scratch(load: LayerLoad, rows: int, recompute: bool) -> int:
-    """Of both gradients, computed one after the other for each block."""
+    """Scratch of both gradients, computed one after the other for each block."""
     if load.tiled:
         return _tiled_backward(load, rows, recompute, True)
     if load.block == WHOLE:

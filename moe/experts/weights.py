@@ -41,12 +41,12 @@ class Slab:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those that there are, each by expert, without their graph."""
+        """The matrices and biases that there are, each by expert, without their graph."""
         return [each.detach() for each in self.given]
 
     @property
     def given(self) -> list[torch.Tensor]:
-        """Those that there are, as they are."""
+        """The matrices and biases that there are, as they are."""
         return [each for each in self.parameters if each is not None]
 
     @property
@@ -126,7 +126,7 @@ class Assignments:
         return [end - start for start, end in pairwise([0, *self.host_ends])]
 
     def of_groups(self, groups: slice, start: int, end: int) -> Assignments:
-        """Those of consecutive experts (or groups), which stand in [start, end)."""
+        """The assignments of consecutive experts (or groups), which stand in [start, end)."""
         if end - start == len(self.rows) and groups.stop - groups.start == len(self.ends):
             return self
         ends, host = self.ends[groups], None
@@ -287,7 +287,7 @@ class WeightGrads:
         self._others: dict[int, SlabGrads] = {}
 
     def of(self, index: int) -> SlabGrads:
-        """Those of a slab, to be added to."""
+        """The gradients of a slab, to be added to."""
         if index == 0:
             return self._home
         if index not in self._others:
@@ -299,6 +299,6 @@ class WeightGrads:
         return self._home.finish()
 
     def take_others(self) -> dict[int, SlabGrads]:
-        """Those of the other slabs, by index; their memory is free when nobody refers to them."""
+        """Hand out the other slabs' gradients, by index; their memory is free when nobody refers to them."""
         others, self._others = self._others, {}
         return others

@@ -41,7 +41,7 @@ class PlanHeader:
     homes: Mapping[int, tuple[int, ...]]  # by MoE layer of the pipeline stage: the rank of each expert
 
     def line(self, last: bool) -> str:
-        """As it stands in the file; `last`: no line of its step follows."""
+        """The header's line in the file; `last`: no line of its step follows."""
         return json.dumps({"format": FORMAT, **asdict(self), "last": last})
 
     def is_like(self, other: PlanHeader) -> bool:

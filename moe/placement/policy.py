@@ -35,7 +35,7 @@ ASSUMED = {
 
 @dataclass(frozen=True)
 class Policy:
-    """Of all MoE layers."""
+    """How all MoE layers place their experts."""
 
     planner: QuotaPlanner | None  # None: every expert is computed at its home
     costs: Costs

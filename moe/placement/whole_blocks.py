@@ -15,7 +15,7 @@ from moe.placement.quotas import interleave, shares
 
 
 def num_blocks(counts: Integers, block_rows: int) -> Integers:
-    """Of so many assignments."""
+    """How many blocks so many assignments make."""
     return -(-counts // block_rows)
 
 

@@ -41,7 +41,7 @@ def weight_lags(degree: int) -> list[int]:
 
 
 def allowed_degrees(degrees: Sequence[int], tokens: int) -> list[int]:
-    """Those with at least a token per chunk, else the least."""
+    """The degrees with at least a token per chunk, else the least."""
     return [degree for degree in sorted(set(degrees)) if degree <= tokens] or [min(degrees)]
 
 
@@ -113,7 +113,7 @@ def close_plans(
 
 
 def _different(plans: Sequence[Plan]) -> list[Plan]:
-    """Those in which both passes run in another way than in each before, then those in which one does."""
+    """The plans in which both passes run in another way than in each before, then those in which one does."""
     chosen: list[Plan] = []
     known: list[PassPlan] = []
     for at_least in (2, 1):

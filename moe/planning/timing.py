@@ -198,8 +198,8 @@ class ChunkSeconds:
         self._bounds: dict[tuple[bool, bool], float] = {}  # of the forward pass, by what is copied
 
     def forward(self, strategy: Strategy, other: ChunkSeconds | None = None) -> Seconds:
-        """Of the forward pass; `other` is the backward pass, whose chunks are prepared too where they are not the
-        same."""
+        """Seconds of the forward pass; `other` is the backward pass, whose chunks are prepared too where they are not
+        the same."""
         seconds = self._forward.copy()
         if other is not None and other.degree != self.degree:
             seconds["prepare"] += other.degree * other.prepare
@@ -208,7 +208,7 @@ class ChunkSeconds:
         return seconds
 
     def backward(self, strategy: Strategy, same: bool) -> Seconds:
-        """Of the backward pass; `same`: the forward pass had as many chunks."""
+        """Seconds of the backward pass; `same`: the forward pass had as many chunks."""
         seconds = self._backward.copy()
         # With what it takes to have the preactivations in this pass's chunks.
         if strategy.preactivations == "recompute":

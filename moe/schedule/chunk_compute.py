@@ -107,7 +107,7 @@ class ChunkedResult:
         return self._result[first : first + count]
 
     def put(self, rows: torch.Tensor) -> None:
-        """These have been written."""
+        """Take rows that have been written: to `room`, or anywhere where they are all."""
         if self._result is None:
             self._result = rows
 

@@ -110,5 +110,5 @@ class LayerLoad:
         return self.slot_numbers > 0
 
     def as_dict(self) -> dict[str, int]:
-        """As plans.jsonl has it, whose readers know `assignments` as `pairs`."""
+        """The load for plans.jsonl, whose readers know `assignments` as `pairs`."""
         return {name.replace("assignments", "pairs"): value for name, value in asdict(self).items()}

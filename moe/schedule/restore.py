@@ -164,7 +164,8 @@ class Preactivations:
         """Backward chunk `index` comes next but one."""
 
     def get(self, index: int, chunk: Chunk) -> torch.Tensor | None:
-        """Those of backward chunk `index` [at least n, G], sorted like its assignments; None: compute them again."""
+        """The preactivations of backward chunk `index` [at least n, G], sorted like its assignments. None:
+        compute them again."""
         return None
 
     def done(self, preactivation: torch.Tensor | None) -> None:

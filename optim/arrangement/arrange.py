@@ -65,7 +65,7 @@ class Arrangement:
 
     @property
     def disk_slots(self) -> Slots:
-        """Of the host, for records of the disk; sizes in bytes, of whole blocks."""
+        """The host's slots for records of the disk; sizes in bytes, of whole blocks."""
         tiers = zip(self.sizes, self.tiers, strict=True)
         return Slots.of([padded(size) for size, tier in tiers if tier == "disk"])
 
@@ -107,7 +107,7 @@ class Arrangement:
 
     @property
     def disk_bytes(self) -> int:
-        """Of the file: records, then shadows."""
+        """Bytes of the file: records, then shadows."""
         on_disk = [tier == "disk" for tier in self.tiers]
         return sum(
             padded(size) * (1 + early)
@@ -117,7 +117,7 @@ class Arrangement:
 
     @property
     def early_share(self) -> float:
-        """Of the parameters, those whose gradient can leave, or be used, during the backward pass."""
+        """The share of the parameters whose gradient can leave, or be used, during the backward pass."""
         total = sum(self.numels)
         some = zip(self.numels, self.leaving, self.early, strict=True)
         return sum(n for n, leaves, early in some if leaves or early) / total if total else 0.0

@@ -43,7 +43,7 @@ class ElementBytes:
 
     @classmethod
     def of(cls, arrangement: Arrangement) -> ElementBytes:
-        """Of the elements of its buckets: weights in half precision have a master."""
+        """Bytes of an element of its buckets: weights in half precision have a master."""
         return cls(arrangement.bytes_per_element, arrangement.weight_bytes, arrangement.weight_bytes < 4)
 
 
@@ -88,7 +88,7 @@ class Work:
 
 
 def work(way: Way, on_disk: bool, numel: int, element: ElementBytes, rates: Bandwidths, early: bool = False) -> Work:
-    """Of one bucket in one step."""
+    """Seconds of one bucket in one step, by what is at work."""
     record, weights, grads = numel * element.record, numel * element.weight, numel * GRAD_BYTES
     update = 2 * record + grads + weights
     if way == "device":

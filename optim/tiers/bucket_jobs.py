@@ -135,11 +135,11 @@ class BucketJobs:
         return self._gather(index, area, self._grads[index], final)
 
     def stream_early(self, index: int, job: UpdateJob, final: Sequence[Completion]) -> Early:
-        """As `stream`, to the shadow."""
+        """Update like `stream`, but to the shadow."""
         return Early(*self._streamed(index, job, final, None, early=True))
 
     def on_host_early(self, index: int, job: UpdateJob, left: Completion) -> Early:
-        """As `on_host` for a gradient that has left, to the shadow."""
+        """Update like `on_host`, but of a gradient that has left, and to the shadow."""
         grads, weights = self._memory.grad_areas[index], self._memory.weight_areas[index]
         assert grads is not None and weights is not None
         before: tuple[Completion, ...] = (left,)

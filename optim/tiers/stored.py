@@ -41,7 +41,7 @@ class StoredTensor(ShardedTensor):
 
 
 def by_bucket(tensors: Sequence[ShardedTensor]) -> dict[int, list[StoredTensor]]:
-    """Those of the tensors that lie in buckets, by bucket, in the order of the buckets."""
+    """The tensors that lie in buckets, by bucket, in the order of the buckets."""
     result: dict[int, list[StoredTensor]] = {}
     for tensor in tensors:
         if isinstance(tensor, StoredTensor):

@@ -83,7 +83,7 @@ class Tiers:
 
     @property
     def store(self) -> Store:
-        """Of the records off the device."""
+        """The store of the records off the device."""
         return self.memory.store
 
     # -----------------------------------------------------------------------------------------------------------------

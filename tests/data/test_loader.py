@@ -101,7 +101,7 @@ def test_errors_reach_the_caller_after_the_good_steps(prefetch):
         loader.next_step()
 
 
-def test_waiting_ends_and_is_measured():
+def test_waiting_ends_and_is_measured(monkeypatch):
     ready = threading.Event()
     loader = Loader(Counting(ready=ready), global_batch_size=2, micro_batch_size=2)
     threading.Timer(0.1, ready.set).start()
@@ -109,7 +109,8 @@ def test_waiting_ends_and_is_measured():
     assert loader.wait_seconds > 0
     loader.close()
     ready = threading.Event()
-    slow = Loader(Counting(ready=ready), global_batch_size=2, micro_batch_size=2, timeout_seconds=0.1)
+    monkeypatch.setattr("data.loader.TIMEOUT_SECONDS", 0.1)
+    slow = Loader(Counting(ready=ready), global_batch_size=2, micro_batch_size=2)
     with pytest.raises(TimeoutError, match="no batch within 0.1 s"):
         slow.next_step()
     ready.set()

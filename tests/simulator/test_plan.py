@@ -22,7 +22,7 @@ from configs.validate import planned_world_size
 from memory import host_memory
 from parallel.pipeline import passes
 from simulator.memory import KINDS
-from simulator.memory_tape import Tape, profile, recomputed
+from simulator.memory_tape import OperationBytes, Tape, profile, recomputed
 from simulator.parameters import places
 from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit, refuse_what_the_host_cannot_hold
 from tests import distributed
@@ -252,10 +252,10 @@ def test_step_time_is_predicted_from_measured_costs(data: list[str], tmp_path: P
 def test_tape_holds_what_autograd_holds() -> None:
     tape = Tape()
     x = tape.new(100)
-    hidden = tape.apply(400, [x], keeps=[x], weight=1000)
+    hidden = tape.apply(400, [x], keeps=[x], takes=OperationBytes(weight=1000))
     active = tape.apply(400, [hidden], keeps=[hidden])
     tape.drop(hidden)
-    output = tape.apply(100, [active], keeps=[active], weight=1000)
+    output = tape.apply(100, [active], keeps=[active], takes=OperationBytes(weight=1000))
     tape.drop(active)
     assert (tape.now, tape.peak) == (1000, 1000)
     tape.peak = 0

@@ -41,7 +41,7 @@ def of_this_rank(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Mixtrain and what it stands on."""
+    """Versions of Mixtrain and of what it stands on."""
     import torch
 
     found = {

@@ -243,7 +243,7 @@ class SkippedSamples:
         self._write(write)
 
     def take_back(self, ranges: Sequence[tuple[int, int]], *, write: bool) -> None:
-        """These samples [first, end) may be used after all; one rank writes it down."""
+        """Allow samples [first, end) after all; one rank writes it down."""
         self._skips = [skip for skip in self._skips if (skip.first, skip.end) not in ranges]
         self._write(write)
 

@@ -73,7 +73,7 @@ def _host_room() -> int:
 
 
 def _least(value: int, topology: Topology) -> int:
-    """Of all ranks."""
+    """The least of all ranks' values."""
     least = torch.tensor([value], device=topology.device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return int(least.item())

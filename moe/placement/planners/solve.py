@@ -91,7 +91,7 @@ def _quotas(placement: PlacementMap, left_E: Integers, copies: Integers) -> Inte
 
 
 def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
-    """As `solve`, in Python."""
+    """The quotas of `solve`, computed in Python."""
     problem = _Problem.of(counts_RE, placement, costs, limits)
     home = best = problem.at_home()
     base, least = problem.mean(home.work), problem.score(home)
@@ -200,7 +200,7 @@ class _Problem:
         return _Copy(expert, rank, 0, is_new, int((expert, rank) not in self.limits.pinned))
 
     def mean(self, work: list[int]) -> int:
-        """Of a rank's work; of the busiest node's ranks where nothing is copied between nodes."""
+        """The mean of the ranks' work; of the busiest node's ranks where nothing is copied between nodes."""
         size = self.ranks if self.far >= 0 else self.limits.ranks_per_node
         groups = [work[first : first + size] for first in range(0, self.ranks, size)]
         return max(-(-sum(group) // len(group)) for group in groups)
