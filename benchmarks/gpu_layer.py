@@ -44,8 +44,8 @@ from configs.ranks import launched
 from configs.schema import Config, ConfigError
 from configs.validate import validate
 from models.transformer_config import transformer_config
+from moe.chunk_plan import Plan
 from moe.layer import MixtrainMoELayer
-from moe.schedule.chunk_plan import Plan
 from moe.spec import moe_spec
 from parallel import card
 from training.report.metrics import peak_flops

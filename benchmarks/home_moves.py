@@ -24,10 +24,10 @@ import numpy as np
 
 from benchmarks.tables import table
 from benchmarks.workloads import Size, counts
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.homes import plan_homes, swapped
 from moe.placement.planners.solve import solve
 from moe.placement.quotas import CopyLimits, Costs, at_home
+from moe.placement_map import Integers, PlacementMap
 
 LOADS = ("steady@1.5", "steady@2", "steady@3", "drifting", "jumping")
 SIZES = ((64, 256), (256, 256), (1024, 1024))

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from benchmarks import link
 from benchmarks.accelerator import VirtualAccelerator, VirtualExperts
 from moe.alltoall.flat import FlatAllToAll, Handle, SplitSizes
+from moe.chunk_plan import LayerLoad, Plan
 from moe.experts.compute import ExpertCompute
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.planning.costs import LayerCosts
 from moe.planning.load import Shape
 from moe.planning.measure import BUDGET, measure_costs
-from moe.schedule.chunk_plan import LayerLoad, Plan
 
 MEGATRON, EXCHANGES, IN_TURN = "megatron", "exchanges", "in turn"
 

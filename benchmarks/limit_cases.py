@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe.placement.block_limit import within
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import may_hold
 from moe.placement.planners.solve import solve
 from moe.placement.quotas import CopyLimits, Costs, check, held
 from moe.placement.whole_blocks import assign, in_blocks, num_blocks
+from moe.placement_map import Integers, PlacementMap
 
 VERDICTS = ("kept", "impossible", "missed", "undecided")
 RANKS = (2, 3, 4, 6, 8, 12, 16, 32, 64)

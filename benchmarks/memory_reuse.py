@@ -33,10 +33,10 @@ from benchmarks.layer_step import Case
 from benchmarks.pipeline_degree import HIDDEN, TOKENS, make_case, tried
 from benchmarks.tables import table
 from memory.pool import WORKSPACE
+from moe.chunk_plan import LayerLoad, Plan
 from moe.planning.costs import LayerCosts, Limits
 from moe.planning.planner import Planner
 from moe.planning.search import best_plan, predict
-from moe.schedule.chunk_plan import LayerLoad, Plan
 
 BASELINE = Plan()
 # On a host there is no other memory to offload to.

@@ -127,7 +127,7 @@ def _mixtrain(experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x:
     from megatron.core.transformer.spec_utils import build_module
 
     from benchmarks.megatron_layer import LINEAR
-    from moe.schedule.chunk_plan import Plan
+    from moe.chunk_plan import Plan
     from moe.spec import moe_spec
     from parallel.topology import megatron_groups
 

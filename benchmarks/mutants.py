@@ -245,7 +245,7 @@ MUTANTS = [
     Mutant(
         "experts that moved are looked for where they were",
         "placement",
-        "moe/placement/map.py",
+        "moe/placement_map.py",
         "return self._places // self.num_slots",
         "return np.arange(self.num_experts) // self.num_slots",
         ("moe/placement/test_operations.py",),

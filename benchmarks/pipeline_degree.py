@@ -31,10 +31,10 @@ from benchmarks.accelerator import step_flops
 from benchmarks.cluster import UNCAPPED, Cluster, ClusterError, parse_rate
 from benchmarks.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case
 from benchmarks.tables import headline, line
+from moe.chunk_plan import LayerLoad, Plan
 from moe.planning.costs import Limits
 from moe.planning.planner import Planner
 from moe.planning.trial import Trial, TrialPolicy
-from moe.schedule.chunk_plan import LayerLoad, Plan
 
 DEGREES = (1, 2, 4, 8)
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -293,7 +293,7 @@ def main() -> int:
         "--weight-lag",
         type=int,
         default=1,
-        help="chunks by which weight gradients are late, see moe.schedule.chunk_plan.Plan",
+        help="chunks by which weight gradients are late, see moe.chunk_plan.Plan",
     )
     parser.add_argument("--cpu-share", type=float, help="part of one core that each rank computes with")
     parser.add_argument("--no-megatron", dest="megatron", action="store_false", help="leave Megatron-core's layer out")

@@ -15,13 +15,13 @@ from benchmarks.accelerator import VirtualAccelerator, step_flops
 from benchmarks.planners import PLANNERS, Entry
 from benchmarks.workloads import Size, counts
 from moe.alltoall.flat import FlatAllToAll
+from moe.chunk_plan import Plan
 from moe.experts.compute import ExpertCompute
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.placement.live import LayerPlacement
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import CopyLimits, Costs
-from moe.schedule.chunk_plan import Plan
+from moe.placement_map import Integers, PlacementMap
 
 TRIPS = 2  # of a copy: its weights, and its gradient
 SLOTS, EXPERTS_PER_RANK, TOP_K, HIDDEN, WIDTH = 2, 8, 2, 64, 128

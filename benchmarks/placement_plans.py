@@ -40,10 +40,10 @@ from benchmarks.tables import table
 from benchmarks.workloads import Size, counts
 from configs import command
 from configs.schema import ConfigError
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.solve import solve
 from moe.placement.policy import ASSUMED
 from moe.placement.quotas import CopyLimits, Costs, check, held, outcome
+from moe.placement_map import Integers, PlacementMap
 
 RATIOS = ("1.5", "2", "3")
 SLOTS, TOKENS, TOP_K = 2, 8192, 8

@@ -37,8 +37,8 @@ from benchmarks.workloads import Size, counts, is_workload
 from configs import command
 from configs.schema import ConfigError
 from moe.placement import trace
-from moe.placement.map import Integers
 from moe.placement.quotas import CopyLimits, Costs
+from moe.placement_map import Integers
 
 COLLAPSED = 8  # times the mean, of a layer's busiest expert
 STEPS = 12  # of a workload

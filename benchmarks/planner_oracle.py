@@ -41,9 +41,9 @@ from benchmarks.planners import PLANNERS
 from benchmarks.tables import table
 from configs import command
 from configs.schema import ConfigError
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import may_hold
 from moe.placement.quotas import CopyLimits, Costs, at_home, check, held, outcome
+from moe.placement_map import Integers, PlacementMap
 
 COMPARED = ("static", "least_loaded", "quota", "flex", "solve")
 SIZES = ((2, 4), (2, 6), (2, 8), (3, 6), (4, 4), (4, 8))  # ranks and experts

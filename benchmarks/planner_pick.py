@@ -35,11 +35,11 @@ from benchmarks.cluster import UNCAPPED, Cluster, ClusterError
 from benchmarks.layer_step import Case
 from benchmarks.pipeline_degree import tried
 from benchmarks.tables import table
+from moe.chunk_plan import Plan
 from moe.planning.costs import Limits
 from moe.planning.measure import BUDGET
 from moe.planning.planner import Planner
 from moe.planning.search import best_plan, predict, weight_lags
-from moe.schedule.chunk_plan import Plan
 
 DEGREES = (1, 2, 4, 8)
 PASSES = ("forward", "backward")

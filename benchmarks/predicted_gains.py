@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.closed_form import closed_form_degree, closed_form_seconds
+from moe.chunk_plan import LayerLoad, Plan
 from moe.planning.costs import DEGREES, LayerCosts, Limits
 from moe.planning.search import best_plan, predict, weight_lags
-from moe.schedule.chunk_plan import LayerLoad, Plan
 from parallel.costs.models import NOTHING, Curve, Line
 
 GEMM = Line(1.5e-4, 3.73e-14)  # over 4 times the multiply-adds of one matrix product, as the authors count

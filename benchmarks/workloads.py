@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import ConfigError
-from moe.placement.map import Integers
+from moe.placement_map import Integers
 
 Floats = NDArray[np.float64]
 MEGATRON = tuple(f"W{number}" for number in range(8))

@@ -274,7 +274,7 @@ class MoEConfig:
     )
     memory_strategy: str = key(
         "keep",
-        "how the backward pass gets a layer's inputs back (moe/schedule/chunk_plan.py), or auto: by measured costs",
+        "how the backward pass gets a layer's inputs back (moe/chunk_plan.py), or auto: by measured costs",
         "free",
         choices=(
             *("keep", "recompute", "communicate", "communicate_recompute"),

@@ -18,17 +18,17 @@ from moe import route
 from moe.alltoall import factory
 from moe.alltoall.flat import AllToAll
 from moe.alltoall.hierarchical import ranks_per_node
+from moe.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan, pass_degrees
 from moe.experts.compute import ExpertCompute
 from moe.experts.module import StackedExperts
 from moe.experts.weights import Slab, Weights
 from moe.placement.copies import CallCopies
 from moe.placement.live import LayerPlacement
-from moe.placement.map import PlacementMap
 from moe.placement.policy import Policy
 from moe.placement.quotas import CopyLimits
+from moe.placement_map import PlacementMap
 from moe.route import Choice, Places
 from moe.schedule import execute
-from moe.schedule.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan, pass_degrees
 from moe.schedule.on_one_rank import LocalCall
 from moe.schedule.over_ranks import SharedExpert, SpreadCall
 from moe.schedule.pass_sizes import exchange_sizes

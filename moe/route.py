@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from memory.pool import WORKSPACE
 from memory.transfer import to_device
 from moe import kernels
-from moe.placement.map import PlacementMap
+from moe.placement_map import PlacementMap
 
 MAX_BYTE, MAX_SHORT = 255, 32767
 

@@ -10,11 +10,11 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from moe.chunk_plan import Plan
 from moe.experts.module import StackedExperts
 from moe.layer import MixtrainMoELayer
 from moe.placement.policy import Policy
 from moe.router import Router
-from moe.schedule.chunk_plan import Plan
 
 
 def moe_spec(

@@ -14,9 +14,9 @@ from configs import derived
 from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import INPUT, ModelOperation, Weight, unknown
+from moe.chunk_plan import STRATEGIES, Plan
 from moe.planning import footprint
 from moe.planning.inputs import fullest_load, initial_plan
-from moe.schedule.chunk_plan import STRATEGIES, Plan
 from simulator.flops import has_fused_attention
 from simulator.memory_tape import MemoryProfile, OperationBytes, Tape, TapeTensor, recomputed
 from simulator.sizes import FP32, INT64, Sizes

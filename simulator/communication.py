@@ -14,11 +14,11 @@ from configs import derived
 from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import EXPERT, EXPERT_TENSOR, TENSOR, unknown, walk
+from moe.chunk_plan import STRATEGIES, LayerLoad
 from moe.planning import traffic
 from moe.planning.inputs import even_load, initial_plan, layer_shape, moe_layers
 from moe.planning.load import Ran
 from moe.schedule import program
-from moe.schedule.chunk_plan import STRATEGIES, LayerLoad
 from simulator.buffers import buffers
 from simulator.sizes import FP32, Sizes
 

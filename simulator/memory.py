@@ -23,8 +23,8 @@ from configs.ranks import launched
 from configs.schema import Config, MemoryConfig
 from memory.budgets import MIB, Budget, open_budgets
 from models.blueprint import parts
+from moe.chunk_plan import Plan
 from moe.planning.inputs import slot_bytes
-from moe.schedule.chunk_plan import Plan
 from optim.arrangement.arrange import Arrangement, Capacity
 from parallel.pipeline import passes
 from simulator.activations import Activations

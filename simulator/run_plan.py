@@ -22,7 +22,7 @@ from configs.schema import Config, ConfigError
 from memory import host_memory
 from models.blueprint import padded_vocab_size, parts
 from models.huggingface import translate
-from moe.placement.map import PlacementMap
+from moe.placement_map import PlacementMap
 from optim.arrangement.arrange import Capacity
 from parallel.pipeline import layers_of_stage
 from simulator import communication

@@ -16,11 +16,11 @@ from typing import Any
 
 from configs import derived
 from configs.schema import Config, ConfigError
+from moe.chunk_plan import LayerLoad
 from moe.planning.costs import CallPrediction, LayerCosts, Limits
 from moe.planning.inputs import initial_plan, layer_shape, limits, moe_layers
 from moe.planning.planner import Planner
 from moe.planning.search import predict
-from moe.schedule.chunk_plan import LayerLoad
 from optim.arrangement.arrange import Arrangement
 from optim.arrangement.planning import Bandwidths, ElementBytes, Engine, Passes, predictions
 from parallel.costs.files import read_cache

@@ -11,7 +11,7 @@ from configs.ranks import launched
 from configs.rules import idle
 from configs.schema import Config
 from models.blueprint import padded_vocab_size, parts
-from moe.placement.map import PlacementMap
+from moe.placement_map import PlacementMap
 from optim.arrangement.arrange import Arrangement
 from parallel.pipeline import layers_of_stage
 from simulator.communication import KINDS as SENT_KINDS

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import by_size, may_hold, split_evenly
 from moe.placement.quotas import CopyLimits, Costs, held
+from moe.placement_map import Integers, PlacementMap
 
 
 def eplb(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import Instances
 from moe.placement.quotas import CopyLimits, Costs
+from moe.placement_map import Integers, PlacementMap
 
 
 def moonep(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.planners import Entry
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import CopyLimits, Costs, at_home, check, outcome
+from moe.placement_map import Integers, PlacementMap
 
 PUSHES = ("first", "refresh", "second")  # why weights travel: a new copy, a stale one, once more for the backward pass
 LINKS = ("in_node", "between")

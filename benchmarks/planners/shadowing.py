@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import by_size, may_hold
 from moe.placement.quotas import CopyLimits, Costs, at_home
+from moe.placement_map import Integers, PlacementMap
 
 
 def shadowing(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe.experts.blocks import hidden_factor
 from moe.experts.weights import Slab
-from moe.placement.map import PlacementMap
+from moe.placement_map import PlacementMap
 
 
 class StackedLinear(torch.nn.Module):

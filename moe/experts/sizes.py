@@ -3,7 +3,7 @@ the kernels'."""
 
 from __future__ import annotations
 
-from moe.schedule.chunk_plan import WHOLE, LayerLoad
+from moe.chunk_plan import WHOLE, LayerLoad
 
 # Rows that go through an expert at once on the host, so that the activations between the two products stay near the
 # core. Measured with one thread of a Xeon with AMX, bf16, hidden 512, forward and backward: 32 experts of width 256,

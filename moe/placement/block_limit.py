@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import may_hold
 from moe.placement.planners.limit import Random
 from moe.placement.quotas import CopyLimits, Costs, held
 from moe.placement.whole_blocks import BlockLayout
+from moe.placement_map import Integers, PlacementMap
 
 TRIES = 300
 FEW = 400  # blocks up to which there are as many; with more, each try takes longer, and there are fewer

@@ -19,9 +19,9 @@ from moe import route
 from moe.experts.weights import Slab
 from moe.placement.block_limit import within
 from moe.placement.copies import CallCopies, CopySlots, ExpertBlocks, HeldCopy
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import CopyLimits, Costs, QuotaPlanner, at_home, held, interleave, outcome, shares
 from moe.placement.whole_blocks import BlockLayout, assign, in_blocks, num_blocks
+from moe.placement_map import Integers, PlacementMap
 from moe.planning.load import Ran
 from moe.route import Choice, Places
 from moe.schedule.pass_sizes import PassSizes

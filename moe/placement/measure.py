@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from moe.alltoall.messages import Messages
+from moe.chunk_plan import Plan
 from moe.experts.weights import Slab
 from moe.placement.quotas import Costs
-from moe.schedule.chunk_plan import Plan
 
 SMALL, LARGE = 64, 512  # assignments of a piece
 ROUNDS = 9  # in each of which everything is measured once, so that a busy moment of the machine spoils all alike

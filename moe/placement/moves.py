@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moe.placement.map import PlacementMap
+from moe.placement_map import PlacementMap
 
 
 @dataclass(frozen=True)

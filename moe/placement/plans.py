@@ -21,8 +21,8 @@ import numpy as np
 
 from configs.files import SideLog, cut_steps
 from configs.schema import ConfigError
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import CopyLimits, Costs, QuotaPlanner, at_home
+from moe.placement_map import Integers, PlacementMap
 
 FORMAT = "mixtrain placement plans 2"
 Copies = list[tuple[int, int, int]]  # (expert, rank, assignments)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moe.placement.map import Integers, PlacementMap
+from moe.placement_map import Integers, PlacementMap
 
 GOLDEN = (5**0.5 - 1) / 2
 

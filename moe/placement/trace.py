@@ -22,7 +22,7 @@ import numpy as np
 
 from configs.files import SideLog, missing
 from configs.schema import ConfigError
-from moe.placement.map import Integers
+from moe.placement_map import Integers
 
 FORMAT = "mixtrain routing counts 1"
 _FRAME = struct.Struct("<II")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe.placement.map import Integers
 from moe.placement.quotas import interleave, shares
+from moe.placement_map import Integers
 
 
 def num_blocks(counts: Integers, block_rows: int) -> Integers:

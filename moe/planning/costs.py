@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from moe.schedule.chunk_plan import STRATEGIES, Plan
+from moe.chunk_plan import STRATEGIES, Plan
 from parallel.costs.models import NOTHING, Curve, Line
 
 # A field under another name in plans.jsonl and in kept measurements, where people have it.

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from moe.chunk_plan import MAX_IN_FLIGHT, STRATEGIES, WHOLE, LayerLoad, Plan, Strategy
 from moe.experts import sizes as expert_sizes
 from moe.experts.sizes import SPARE_ROWS
 from moe.schedule import program
-from moe.schedule.chunk_plan import MAX_IN_FLIGHT, STRATEGIES, WHOLE, LayerLoad, Plan, Strategy
 from moe.schedule.program import Operation
 
 INDEX_BYTES = 190  # of an assignment: who goes where, in all the forms that both passes need

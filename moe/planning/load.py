@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe.chunk_plan import WHOLE, LayerLoad
 from moe.experts.sizes import BLOCK_ROWS
-from moe.placement.map import PlacementMap
-from moe.schedule.chunk_plan import WHOLE, LayerLoad
+from moe.placement_map import PlacementMap
 
 FP32 = 4  # bytes
 

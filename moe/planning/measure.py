@@ -26,7 +26,7 @@ from moe.experts.compute import ExpertCompute, is_grouped, needs_host_ends
 from moe.experts.sizes import SPARE_ROWS
 from moe.experts.weights import Slab, WeightGrads, Weights, WeightWork
 from moe.layer import MixtrainMoELayer
-from moe.placement.map import PlacementMap
+from moe.placement_map import PlacementMap
 from moe.planning.costs import LayerCosts
 from moe.planning.load import Shape
 from moe.planning.residuals import Residuals

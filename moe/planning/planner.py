@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moe.chunk_plan import LayerLoad, PassPlan, Plan
 from moe.planning.costs import Decision, LayerCosts, Limits
 from moe.planning.search import CLOSE, best_plan, close_plans, memory_bytes, total
-from moe.schedule.chunk_plan import LayerLoad, PassPlan, Plan
 
 # Loads are rounded up to 1/32 of a power of two, at most 3%, so that drifting counts find old decisions.
 STEPS_PER_DOUBLING = 32

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from moe.alltoall.flat import AllToAll
+from moe.chunk_plan import Plan
 from moe.experts.compute import ExpertCompute
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.planning.costs import LayerCosts, Limits
 from moe.planning.load import Shape
 from moe.planning.search import best_plan, predict
-from moe.schedule.chunk_plan import Plan
 from parallel.costs import measure
 from parallel.costs.models import Curve
 

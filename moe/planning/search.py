@@ -10,11 +10,11 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from moe.chunk_plan import STRATEGIES, LayerLoad, PassPlan, Plan, pass_plans
 from moe.planning import footprint, timing
 from moe.planning.costs import DEGREES, CallPrediction, Decision, LayerCosts, Limits
 from moe.planning.footprint import memory_bytes
 from moe.planning.timing import ChunkSeconds
-from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, PassPlan, Plan, pass_plans
 
 # A pass in several chunks must be predicted to be faster than in one by more than this share: models and machines are
 # not more exact, and nothing shall be pipelined for noise.

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from moe.chunk_plan import STRATEGIES, LayerLoad, Plan, Strategy
 from moe.planning.costs import LayerCosts
 from moe.schedule import program
-from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, Plan, Strategy
 from moe.schedule.program import Operation
 
 # What travels of each assignment beside its row: packed id and probability; the probability's gradient.

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from moe.chunk_plan import LayerLoad
 from moe.planning.timing import ASSIGNMENT_BYTES, ASSIGNMENT_GRADIENT_BYTES
 from moe.schedule import program
-from moe.schedule.chunk_plan import LayerLoad
 from moe.schedule.program import Operation, Program
 
 ROWS, COPIES = "expert_all_to_all", "expert_copies"  # kinds

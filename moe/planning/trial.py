@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe.chunk_plan import PassPlan, pass_plans
 from moe.planning.costs import Decision
 from moe.planning.search import CLOSE, total, unseen
-from moe.schedule.chunk_plan import PassPlan, pass_plans
 
 LEAST = 1e-9  # seconds that a pass is predicted to take, at least
 DEVIATION = 1.48  # standard deviations in a median of deviations, of the normal distribution

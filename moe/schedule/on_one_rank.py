@@ -14,12 +14,12 @@ import torch
 
 from memory.transfer import lists_to_device
 from moe import route
+from moe.chunk_plan import Plan, Strategy, pass_degrees
 from moe.experts.compute import ExpertCompute, needs_host_ends
 from moe.experts.weights import WeightGrads, Weights
 from moe.route import Choice, Chunk, Chunks
 from moe.schedule import program, restore
 from moe.schedule.chunk_compute import ChunkCompute, ChunkedResult
-from moe.schedule.chunk_plan import Plan, Strategy, pass_degrees
 from parallel.trace import named
 
 INTERPRETER = "schedule/on_one_rank.py"

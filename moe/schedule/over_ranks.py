@@ -19,13 +19,13 @@ from memory.pool import WORKSPACE
 from memory.transfer import to_device
 from moe import route
 from moe.alltoall.flat import AllToAll, Handle, SplitSizes, start
+from moe.chunk_plan import MAX_IN_FLIGHT, Plan, Strategy
 from moe.experts.compute import ExpertCompute, needs_host_ends
 from moe.experts.weights import WeightGrads, Weights, WeightWork
 from moe.placement.copies import CallCopies
 from moe.route import Choice, Chunks, DispatchOrder
 from moe.schedule import program, restore
 from moe.schedule.chunk_compute import ChunkCompute, ChunkedResult
-from moe.schedule.chunk_plan import MAX_IN_FLIGHT, Plan, Strategy
 from moe.schedule.pass_sizes import PassSizes, SendOrder
 from parallel import card
 from parallel.trace import named, span

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from moe.schedule.chunk_plan import AHEAD, DEPTH, Strategy
+from moe.chunk_plan import AHEAD, DEPTH, Strategy
 
 Line = TypeVar("Line")
 Lines = Mapping[type["Operation"], Callable[[Any, Any], None]]

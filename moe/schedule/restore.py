@@ -17,9 +17,9 @@ import torch
 from memory.host_link import HostLink
 from memory.offload import OffloadedTensor
 from memory.pool import WORKSPACE
+from moe.chunk_plan import LayerLoad, Strategy
 from moe.experts.blocks import SPARE_ROWS
 from moe.route import Chunk, Chunks
-from moe.schedule.chunk_plan import LayerLoad, Strategy
 
 
 def host_bytes(strategy: Strategy, load: LayerLoad) -> int:

@@ -11,9 +11,9 @@ from benchmarks.cluster import Cluster
 from benchmarks.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case, routing_map
 from benchmarks.pipeline_degree import ideal_seconds, ideal_speedups, make_case
 from benchmarks.rounds import Load, Rounds, is_disturbed
+from moe.chunk_plan import Plan
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
-from moe.schedule.chunk_plan import Plan
 from tests.tolerances import MOE
 
 

@@ -12,8 +12,8 @@ import pytest
 from benchmarks import placement_plans
 from benchmarks.placement_plans import GPU, Setting, busiest_domain, calls, planned
 from benchmarks.planners import PLANNERS, Entry
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import CopyLimits, Costs, at_home
+from moe.placement_map import Integers, PlacementMap
 
 pytestmark = pytest.mark.fast
 

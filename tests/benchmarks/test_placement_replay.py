@@ -13,9 +13,9 @@ import pytest
 from benchmarks import placement_replay
 from benchmarks.planners import PLANNERS, Entry
 from benchmarks.planners.replay import Replay, correlation, rows, spread
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import CopyLimits, Costs, at_home, shares
 from moe.placement.trace import TraceHeader, TraceWriter
+from moe.placement_map import Integers, PlacementMap
 
 pytestmark = pytest.mark.fast
 

@@ -13,10 +13,10 @@ import pytest
 
 from benchmarks import limit_cases, planner_oracle
 from benchmarks.planner_oracle import COMPARED, case, exact
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import may_hold
 from moe.placement.planners.solve import solve
 from moe.placement.quotas import CopyLimits, Costs, held, outcome
+from moe.placement_map import Integers, PlacementMap
 
 pytestmark = pytest.mark.fast
 

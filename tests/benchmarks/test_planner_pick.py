@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_pick import LAYERS, contenders, judge, regret, whole_step_regret
-from moe.schedule.chunk_plan import Plan
+from moe.chunk_plan import Plan
 
 pytestmark = pytest.mark.fast
 

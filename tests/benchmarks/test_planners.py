@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.planners import PLANNERS
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import CopyLimits, Costs, at_home, check, outcome
+from moe.placement_map import Integers, PlacementMap
 
 pytestmark = pytest.mark.fast
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import MEGATRON, POPULARITIES, Size, counts, is_workload, routing
-from moe.placement.map import Integers
+from moe.placement_map import Integers
 
 pytestmark = pytest.mark.fast
 

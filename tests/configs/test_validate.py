@@ -13,8 +13,8 @@ from configs.keys import get
 from configs.schema import KEYS, Config, ConfigError
 from configs.show import nearest, show
 from configs.validate import validate
+from moe.chunk_plan import STRATEGIES
 from moe.placement.policy import POLICIES
-from moe.schedule.chunk_plan import STRATEGIES
 from tests.configs import advice
 
 pytestmark = pytest.mark.fast

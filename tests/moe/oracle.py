@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional as F
 
 from moe.alltoall.flat import AllToAll
+from moe.chunk_plan import STRATEGIES, Plan
 from moe.experts.blocks import hidden_factor
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.placement.live import LayerPlacement
-from moe.schedule.chunk_plan import STRATEGIES, Plan
 from moe.schedule.over_ranks import SharedExpert
 from tests.tolerances import MOE
 

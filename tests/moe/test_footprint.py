@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.memory_reuse import tracked_peak
 from moe.alltoall.flat import FlatAllToAll
+from moe.chunk_plan import STRATEGIES, LayerLoad, Plan
 from moe.experts import blocks
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.planning.footprint import INDEX_BYTES, memory_bytes
-from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, Plan
 from tests.distributed import run
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 128, 192, 8, 2

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from moe.alltoall import hierarchical
 from moe.alltoall.flat import AllToAll, ExchangeCounts, FlatAllToAll, Handle, start
 from moe.alltoall.hierarchical import HierarchicalAllToAll, ranks_per_node
-from moe.schedule.chunk_plan import STRATEGIES, Plan
+from moe.chunk_plan import STRATEGIES, Plan
 from tests.distributed import RankError, run
 from tests.moe.oracle import Case, check_on_ranks, with_dtype
 from tests.waits import LONG

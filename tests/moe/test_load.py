@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe import route
-from moe.placement.map import PlacementMap
+from moe.placement_map import PlacementMap
 from moe.planning.load import Shape
 from moe.schedule.pass_timer import MOST, PassTimer
 

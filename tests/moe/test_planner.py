@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from benchmarks.closed_form import closed_form_degree, closed_form_seconds
+from moe.chunk_plan import STRATEGIES, LayerLoad, Plan
 from moe.planning import footprint
 from moe.planning.costs import DEGREES, LayerCosts, Limits
 from moe.planning.footprint import memory_bytes
 from moe.planning.planner import Planner, rounded_up
 from moe.planning.search import allowed_degrees, best_plan, predict, weight_lags
 from moe.planning.timing import backward_seconds, forward_seconds
-from moe.schedule.chunk_plan import STRATEGIES, LayerLoad, Plan
 from parallel.costs.models import NOTHING, Curve, Line
 
 pytestmark = pytest.mark.fast

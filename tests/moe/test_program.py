@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from benchmarks.memory_reuse import tracked_peak
+from moe.chunk_plan import STRATEGIES, Plan
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
-from moe.placement.map import PlacementMap
+from moe.placement_map import PlacementMap
 from moe.planning import footprint, timing, traffic
 from moe.planning.load import Shape
 from moe.schedule import on_one_rank, over_ranks, program
-from moe.schedule.chunk_plan import STRATEGIES, Plan
 from moe.schedule.program import Combine, Dispatch, Experts, Operation, SumCombine, UnknownOperation, WaitDispatch
 from tests.moe.oracle import Case, problem
 

@@ -10,7 +10,7 @@ import torch
 
 from memory.pool import Workspace
 from moe import route
-from moe.placement.map import PlacementMap
+from moe.placement_map import PlacementMap
 from moe.router import _Gate
 
 pytestmark = pytest.mark.fast

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moe.alltoall.flat import FlatAllToAll
+from moe.chunk_plan import STRATEGIES, Plan
 from moe.experts import blocks, compute
 from moe.schedule import chunk_compute
-from moe.schedule.chunk_plan import STRATEGIES, Plan
 from tests.distributed import run
 from tests.moe.oracle import (
     DEGREES,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from configs.schema import ConfigError
-from moe.placement.map import Integers
 from moe.placement.trace import TraceHeader, TraceWriter, read, read_header
+from moe.placement_map import Integers
 
 pytestmark = pytest.mark.fast
 

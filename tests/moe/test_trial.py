@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from moe.chunk_plan import Plan, pass_plans
 from moe.planning.costs import CallPrediction, Decision, Limits
 from moe.planning.footprint import memory_bytes
 from moe.planning.planner import Planner
 from moe.planning.search import CLOSE, all_plans, best_plan, close_plans, predict, total
 from moe.planning.trial import PlanChoice, Trial, TrialPolicy
-from moe.schedule.chunk_plan import Plan, pass_plans
 from parallel.costs.models import Line
 from tests.moe.test_planner import load_of, random_case, simple
 

@@ -16,11 +16,11 @@ from benchmarks.placement_parity import PASSES, SCATTERED, Case, compare
 from checkpoint.manifest import good_checkpoint_at
 from checkpoint.state import read_state
 from configs.schema import Config
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.plans import read_plans
 from moe.placement.policy import ASSUMED
 from moe.placement.quotas import CopyLimits, Costs, at_home
 from moe.placement.trace import TraceHeader, read, read_header
+from moe.placement_map import Integers, PlacementMap
 from simulator.run_plan import make_plan
 from tests import distributed
 from tests.distributed import RankError

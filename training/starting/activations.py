@@ -15,8 +15,8 @@ from configs.show import show
 from memory.budgets import HOST
 from memory.host_link import HostLink
 from memory.layer_inputs import LayerInputs
+from moe.chunk_plan import STRATEGIES
 from moe.planning.inputs import fullest_load, live_calls
-from moe.schedule.chunk_plan import STRATEGIES
 from moe.schedule.restore import host_bytes
 from parallel.megatron.checkpoints import around_checkpoints
 from parallel.pipeline import offloaded_layer_inputs

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import may_hold, split_evenly
 from moe.placement.quotas import CopyLimits, Costs, held, outcome
+from moe.placement_map import Integers, PlacementMap
 
 TRIGGER = 12  # tenths of the mean that the busiest rank must have
 

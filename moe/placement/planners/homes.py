@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe.placement.map import Integers, PlacementMap
+from moe.placement_map import Integers, PlacementMap
 
 # A move takes at least this much of the mean off the busiest node, or rank, and more than the noise of counts. A rank's
 # imbalance costs copies alone, so that more of it is left.

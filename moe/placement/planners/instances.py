@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import CopyLimits, Costs, at_home
+from moe.placement_map import Integers, PlacementMap
 
 # A copy takes a 64th of a rank's mean at least: the 1,024 tokens of UltraEP and of LLEP at 8,192 tokens a rank, top 8.
 SMALLEST_PIECE = 64

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import SMALLEST_PIECE, Instances, by_size
 from moe.placement.quotas import CopyLimits, Costs, at_home
+from moe.placement_map import Integers, PlacementMap
 
 TRIGGER = 13  # tenths of the mean that the busiest rank must have
 FULL = 11  # tenths of the mean that a rank takes

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.instances import SMALLEST_PIECE, Instances, by_size
 from moe.placement.quotas import CopyLimits, Costs, at_home
+from moe.placement_map import Integers, PlacementMap
 
 ABOVE = 100  # the first threshold is a hundredth above the mean
 

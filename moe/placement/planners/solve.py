@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from moe.kernels.build import FLAGS, cache_folder, compile_library
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners import limit
 from moe.placement.quotas import CopyLimits, Costs
+from moe.placement_map import Integers, PlacementMap
 
 STEPS = (2, 5, 9, 15, 25, 50, 100, 200, 400, 800)  # thousandths of the mean work above it
 ROUNDS = 6  # tries at a threshold, from the busiest rank and from the idlest

@@ -8,8 +8,8 @@ import torch
 
 from configs import derived
 from configs.schema import Config
+from moe.chunk_plan import pass_degrees
 from moe.planning.inputs import even_load, initial_plan
-from moe.schedule.chunk_plan import pass_degrees
 
 Reads = dict[str, Callable[[torch.Tensor], torch.Tensor]]
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from configs.schema import Config
 from moe.experts.module import StackedLinear
 from moe.layer import layers_of
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.quotas import CopyLimits, Costs, check
+from moe.placement_map import Integers, PlacementMap
 from tests.training.helpers import Lines, train
 from training.run import Callback, Run
 

@@ -10,15 +10,15 @@ import torch
 
 from moe.alltoall.flat import FlatAllToAll
 from moe.alltoall.messages import Messages
+from moe.chunk_plan import Plan
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.placement import copies
 from moe.placement.live import TALLY, LayerPlacement
-from moe.placement.map import PlacementMap
 from moe.placement.planners.solve import reference, solve
 from moe.placement.policy import ASSUMED
 from moe.placement.quotas import CopyLimits, Costs, at_home, outcome
-from moe.schedule.chunk_plan import Plan
+from moe.placement_map import PlacementMap
 from parallel.megatron.grad_buffers import add_with_next
 from tests.distributed import run
 from tests.moe.oracle import Case, largest_error, problem

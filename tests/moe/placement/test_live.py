@@ -11,11 +11,11 @@ import torch
 
 from moe.alltoall.flat import FlatAllToAll
 from moe.alltoall.hierarchical import HierarchicalAllToAll
+from moe.chunk_plan import Plan
 from moe.placement.live import OVER, LayerPlacement
 from moe.placement.planners.solve import solve
 from moe.placement.quotas import CopyLimits, Costs
 from moe.placement.whole_blocks import assign, in_blocks, num_blocks
-from moe.schedule.chunk_plan import Plan
 from tests.distributed import run
 from tests.moe.oracle import Case, expected_on, largest_error, ours, plans, problem
 from tests.moe.placement.scattered import Scattered

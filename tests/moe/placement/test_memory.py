@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from moe.alltoall.flat import FlatAllToAll
+from moe.chunk_plan import Plan
 from moe.experts.blocks import SPARE_ROWS
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.placement.live import LayerPlacement
 from moe.placement.planners.solve import solve
 from moe.placement.quotas import CopyLimits, Costs
-from moe.schedule.chunk_plan import Plan
 from tests.distributed import run
 
 RANKS, HOME, SLOTS, TOKENS, HIDDEN, WIDTH, CAP = 4, 4, 2, 1500, 16, 24, 1.05

@@ -13,10 +13,10 @@ import torch
 from moe import route
 from moe.experts.weights import Slab
 from moe.placement.live import LayerPlacement
-from moe.placement.map import PlacementMap
 from moe.placement.moves import slot_moves, trade
 from moe.placement.planners.homes import plan_homes, swapped
 from moe.placement.quotas import CopyLimits, Costs
+from moe.placement_map import PlacementMap
 from tests.distributed import run
 from tests.moe.placement.scattered import Scattered
 

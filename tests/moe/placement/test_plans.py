@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from configs.schema import ConfigError
-from moe.placement.map import PlacementMap
 from moe.placement.plans import Copies, PlanFile, PlanHeader, Replayed, read_plans
 from moe.placement.quotas import CopyLimits, Costs
+from moe.placement_map import PlacementMap
 
 pytestmark = pytest.mark.fast
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.planners.solve import _loaded, reference, solve
 from moe.placement.quotas import CopyLimits, Costs, at_home, check, held, outcome, shares
+from moe.placement_map import Integers, PlacementMap
 
 pytestmark = pytest.mark.fast
 

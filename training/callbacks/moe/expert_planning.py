@@ -13,15 +13,15 @@ from typing import Any
 from configs.files import SideLog
 from configs.schema import ConfigError
 from moe.alltoall import factory
+from moe.chunk_plan import LayerLoad, Plan
 from moe.layer import MixtrainMoELayer, layers_of
 from moe.placement.live import ran
-from moe.placement.map import PlacementMap
+from moe.placement_map import PlacementMap
 from moe.planning import inputs
 from moe.planning.costs import Decision
 from moe.planning.measure import measure_layer
 from moe.planning.planner import Planner
 from moe.planning.trial import PlanChoice, Trial
-from moe.schedule.chunk_plan import LayerLoad, Plan
 from parallel.costs import measure
 from training.callbacks.moe.expert_placement import NAME as PLACEMENT
 from training.run import Callback, Metrics, Run

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from configs import derived
 from moe.layer import layers_of
-from moe.placement.map import Integers, PlacementMap
 from moe.placement.measure import implausible, measure
 from moe.placement.moves import SlotMove, slot_moves, trade
 from moe.placement.planners.homes import plan_homes, swapped
 from moe.placement.policy import ASSUMED, pays
 from moe.placement.quotas import Costs
+from moe.placement_map import Integers, PlacementMap
 from optim.slices import StateSlice, change_state
 from training.engine import Engine
 from training.run import Callback, Metrics, Run

@@ -9,8 +9,8 @@ import torch
 
 from configs import derived
 from moe.alltoall.hierarchical import HierarchicalAllToAll
+from moe.chunk_plan import STRATEGIES
 from moe.layer import layers_of
-from moe.schedule.chunk_plan import STRATEGIES
 from training.callbacks.moe.expert_planning import ExpertPlanning
 from training.run import Callback, Metrics, Run
 
