@@ -519,7 +519,8 @@ class Cluster:
                 if kind == "result":
                     results[rank.rank] = value
                     continue
-                if error is None:
+                if error is None or (kind == "ended" and isinstance(error, RankError)):
+                    # Others may have missed a rank that ended before its end was seen.
                     error = RankError(rank.rank, value) if kind == "error" else ClusterError(_obituary(rank, what))
                     deadline = min(deadline, time.monotonic() + GRACE)
         if error is not None:
