@@ -181,15 +181,3 @@ def documents(starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray) -> tu
     # A document's sequences lie one after the other, so it reaches from its first to the start of what follows.
     first, stop = ends[bounds[:-1]], ends[bounds[1:]]
     return first, stop - first
-
-
-def write_tokens(
-    prefix: Path, dtype: type[np.generic], documents: Sequence[Sequence[Sequence[int] | np.ndarray]]
-) -> None:
-    """Write small token files in one go: documents, each a list of token arrays (its sequences)."""
-    sequences = [sequence for document in documents for sequence in document]
-    with open(f"{prefix}.bin", "wb") as file:
-        for sequence in sequences:
-            file.write(np.asarray(sequence, dtype=dtype).tobytes())
-    bounds = np.cumsum([0] + [len(document) for document in documents])
-    write_index(Path(f"{prefix}.idx"), dtype, np.array([len(sequence) for sequence in sequences]), bounds)

@@ -23,13 +23,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
+from models.blueprint.ends import NUM_TOKEN_TYPES
 from models.gpt import POSITION_EMBEDDINGS
 from models.norm import mark_sequence_parallel, norm_class
 from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids
 from parallel.topology import Topology
-
-NUM_TOKEN_TYPES = 2  # first and second sentence
 
 Output: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 

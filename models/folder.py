@@ -33,9 +33,10 @@ from models.weight_files.choice import INDEX_NAME, SINGLE_NAME, choose
 from models.weight_files.pickled_file import Held, PickledFile
 from models.weight_files.safetensors_file import SafetensorsFile
 from models.weights import gather_logical, load_logical
+from parallel.dtypes import DTYPES, SAFETENSORS_NAMES
 
 PART_BYTES = 2 * 1024**3
-WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
+WEIGHT_DTYPES = {SAFETENSORS_NAMES[dtype]: dtype for dtype in DTYPES.values()}
 
 
 class Reader:

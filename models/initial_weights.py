@@ -19,7 +19,7 @@ from configs.schema import Config
 from models.blueprint.operation import Weight, unknown
 from models.weights import LogicalTensor, logical_tensors
 
-BLOCK_ROWS = 256  # a block of a large model is about a million numbers: 10 ms to draw
+DRAWN_ROWS = 256  # a block of a large model is about a million numbers: 10 ms to draw
 
 
 def initialize_weights(chunks: Sequence[torch.nn.Module], config: Config) -> None:
@@ -83,11 +83,11 @@ def blocks(
     The tensor is overwritten by the next block.
     """
     generator = torch.Generator()
-    memory = torch.empty(math.prod(shape) // shape[dim] * min(BLOCK_ROWS, shape[dim]))
-    for number in range(start // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
-        first = number * BLOCK_ROWS
+    memory = torch.empty(math.prod(shape) // shape[dim] * min(DRAWN_ROWS, shape[dim]))
+    for number in range(start // DRAWN_ROWS, -(-end // DRAWN_ROWS)):
+        first = number * DRAWN_ROWS
         sizes = list(shape)
-        sizes[dim] = min(BLOCK_ROWS, shape[dim] - first)
+        sizes[dim] = min(DRAWN_ROWS, shape[dim] - first)
         block = memory[: math.prod(sizes)].view(sizes)
         digest = hashlib.blake2b(f"{seed} {name} {number}".encode(), digest_size=8).digest()
         yield first, block.normal_(0.0, std, generator=generator.manual_seed(int.from_bytes(digest, "little") >> 1))

@@ -24,7 +24,7 @@ from memory.pool import WORKSPACE
 from moe import capacity, kernels
 from parallel.megatron.router import TopKRouter
 
-BLOCK_ROWS = 256  # 0.5 MiB of fp32 at hidden 512: stays in the second-level cache
+LOGIT_ROWS = 256  # 0.5 MiB of fp32 at hidden 512: stays in the second-level cache
 
 
 class Router(TopKRouter):
@@ -123,8 +123,8 @@ def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if kernels.has_tiles(x, x.size(1), kernels.ALIGNMENT):
         return kernels.gate(x, weight)
     gate, logits = weight.float().t(), x.new_empty(len(x), len(weight), dtype=torch.float32)
-    scratch = WORKSPACE.take((min(len(x), BLOCK_ROWS), x.size(1)), x, torch.float32)
-    for rows, out in zip(x.split(BLOCK_ROWS), logits.split(BLOCK_ROWS), strict=True):
+    scratch = WORKSPACE.take((min(len(x), LOGIT_ROWS), x.size(1)), x, torch.float32)
+    for rows, out in zip(x.split(LOGIT_ROWS), logits.split(LOGIT_ROWS), strict=True):
         torch.mm(scratch[: len(rows)].copy_(rows), gate, out=out)
     WORKSPACE.give(scratch)
     return logits

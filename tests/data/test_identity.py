@@ -16,10 +16,10 @@ from configs.schema import ConfigError
 from data import digest as digest_module
 from data.digest import file_digest
 from data.identity import differences
-from data.indexed import write_tokens
 from data.prepare import prepare
 from data.tokenizer import tokenizer_digest
 from tests.data.test_tokenizer import byte_level
+from tests.data.token_files import write_tokens
 
 pytestmark = pytest.mark.fast
 

@@ -21,10 +21,10 @@ import zstandard
 
 from configs.schema import ConfigError
 from data.corpus import parse_corpus
-from data.indexed import write_tokens
 from data.prepare import prepare
 from data.prepare.command import main
 from tests.data.test_corpus import read
+from tests.data.token_files import write_tokens
 
 pytestmark = pytest.mark.fast
 

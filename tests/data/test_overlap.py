@@ -16,10 +16,11 @@ import pytest
 from configs.schema import ConfigError, DataConfig
 from data import overlap
 from data.corpus import parse_corpus
-from data.indexed import IndexedTokens, documents, write_tokens
+from data.indexed import IndexedTokens, documents
 from data.prepare import prepare
 from data.samples.shared import of_split
 from tests.data.conftest import make_text
+from tests.data.token_files import write_tokens
 
 pytestmark = pytest.mark.fast
 

@@ -14,12 +14,13 @@ import pytest
 
 from configs.schema import ConfigError, DataConfig
 from data import indexed as indexed_module
-from data.indexed import IndexedTokens, token_dtype, write_tokens
+from data.indexed import IndexedTokens, token_dtype
 from data.prepare import parts as parts_module
 from data.prepare import prepare
 from data.prepare.command import main, parse_arguments
 from data.tokenizer import load_tokenizer
 from tests.data.test_tokenizer import byte_level
+from tests.data.token_files import write_tokens
 from tests.waits import LONG, until, until_gone
 
 REPOSITORY = Path(__file__).resolve().parents[2]

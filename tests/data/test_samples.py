@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from configs.schema import ConfigError
-from data.indexed import write_tokens
 from data.loader import Loader
 from data.prepare import TokenFile, prepare
 from data.samples import BertSamples, Blend, GPTSamples, segment_documents
 from data.tokenizer import load_tokenizer
 from tests.data.test_tokenizer import word_piece
+from tests.data.token_files import write_tokens
 
 pytestmark = pytest.mark.fast
 

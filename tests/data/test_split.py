@@ -14,13 +14,14 @@ from configs.compose import compose
 from configs.schema import ConfigError
 from data.build import build_data
 from data.corpus import document_hash
-from data.indexed import IndexedTokens, documents, write_tokens
+from data.indexed import IndexedTokens, documents
 from data.prepare import prepare
 from data.samples import GPTSamples
 from data.samples.shared import of_split
 from data.split import LINE_REACH, number_hashes, split_documents, split_index
 from data.tokenizer import load_tokenizer
 from tests.data.conftest import make_text
+from tests.data.token_files import write_tokens
 
 pytestmark = pytest.mark.fast
 

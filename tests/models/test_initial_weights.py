@@ -12,7 +12,7 @@ import torch
 
 from configs.schema import Config
 from models.blueprint.operation import TENSOR, Split, Weight
-from models.initial_weights import BLOCK_ROWS, fill, initial_weight
+from models.initial_weights import DRAWN_ROWS, fill, initial_weight
 from models.weights import LogicalTensor
 
 pytestmark = pytest.mark.fast
@@ -115,13 +115,13 @@ def test_a_weight_drawn_alone_is_the_same() -> None:
 
 
 def test_blocks_names_and_seeds_differ() -> None:
-    shape = (3 * BLOCK_ROWS, 16)
+    shape = (3 * DRAWN_ROWS, 16)
     draws = [_drawn(name, shape, 0, False, 0, 1, None, seed=seed).local for name in (COLUMN, EXPERT) for seed in (1, 2)]
-    parts = [block for draw in draws for block in draw.split(BLOCK_ROWS)]
+    parts = [block for draw in draws for block in draw.split(DRAWN_ROWS)]
     for one, other in itertools.combinations(parts, 2):
         assert not torch.equal(one, other)
     # Rows that a model with more of them has too: a block depends on nothing outside of it.
-    longer = _drawn(COLUMN, (4 * BLOCK_ROWS, 16), 0, False, 0, 1, None).local
+    longer = _drawn(COLUMN, (4 * DRAWN_ROWS, 16), 0, False, 0, 1, None).local
     assert torch.equal(longer[: shape[0]], draws[0])
 
 
@@ -134,8 +134,8 @@ def test_distribution_is_gpt2s(dim: int) -> None:
         expected /= math.sqrt(2 * config.model.num_layers)
     assert weight.std().item() == pytest.approx(expected, rel=0.01)
     assert abs(weight.mean().item()) < 5 * expected / size
-    kept = torch.corrcoef(torch.stack([block.flatten() for block in weight.split(BLOCK_ROWS, dim)[:2]]))[0, 1]
-    assert abs(kept.item()) < 5 / math.sqrt(size * BLOCK_ROWS)
+    kept = torch.corrcoef(torch.stack([block.flatten() for block in weight.split(DRAWN_ROWS, dim)[:2]]))[0, 1]
+    assert abs(kept.item()) < 5 / math.sqrt(size * DRAWN_ROWS)
 
 
 def test_norms_begin_at_one_and_biases_at_zero() -> None:
