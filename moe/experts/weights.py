@@ -73,19 +73,6 @@ class Weights:
 
     slabs: tuple[Slab, ...]
 
-    @classmethod
-    def at_home(
-        cls,
-        fc1: torch.Tensor,
-        fc2: torch.Tensor,
-        fc1_bias: torch.Tensor | None,
-        fc2_bias: torch.Tensor | None,
-        activation: str,
-        block_rows: int | None = None,
-    ) -> Weights:
-        """Experts at home alone; shapes as in `Slab`."""
-        return cls((Slab(fc1, fc2, fc1_bias, fc2_bias, activation, block_rows),))
-
     @property
     def home(self) -> Slab:
         return self.slabs[0]
@@ -246,11 +233,6 @@ class SlabGrads:
         if self.fc1_bias is not None and self.fc2_bias is not None:
             self.fc1_bias[expert] += preactivation_grad.sum(dim=0)
             self.fc2_bias[expert] += torch.mv(output_grad.t(), probs.to(output_grad.dtype))
-
-    @property
-    def written(self) -> list[int]:
-        """Experts that have contributions, by place."""
-        return [expert for expert, written in enumerate(self._written) if written]
 
     def mark(self, expert: int) -> bool:
         """Note a contribution to an expert's gradients that is made now; whether it is to be added to what is there."""
