@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 # for.
 DEPTH = 2
 AHEAD = DEPTH + 1  # chunks whose receive buffers are ready beyond the one that is computed
+FP32 = 4  # bytes of a number
 WHOLE = 2**62  # more assignments than there are: all at once
 MAX_IN_FLIGHT = 2 * DEPTH + 2  # exchanges of a pass that may still be sending: bounds the memory of send buffers
 

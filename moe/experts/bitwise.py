@@ -10,7 +10,7 @@ import torch
 
 from moe.experts import blocks
 from moe.experts.blocks import ExpertBlock
-from moe.experts.weights import SlabGrads, SlabWork, WeightGrads, Weights
+from moe.experts.weights import SlabGrads, SlabWork, WeightGrads, Weights, wide
 
 Partial = list[torch.Tensor]  # one block's gradients of one expert's fc1, fc2 and, where there are any, biases
 
@@ -22,7 +22,7 @@ class BlockGrads(WeightGrads):
     def __init__(self, weights: Weights, apart: Collection[int] = ()) -> None:
         """apart: experts that are kept block by block."""
         self._weights, self._tensors = weights, weights.home.tensors
-        self._sums = [torch.zeros_like(each, dtype=_wide(each)) for each in self._tensors]
+        self._sums = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in self._tensors]
         self.apart: dict[int, list[Partial]] = {expert: [] for expert in apart}
 
     def add_blocks(self, work: SlabWork) -> None:
@@ -56,7 +56,3 @@ class BlockGrads(WeightGrads):
         fc1, fc2, *biases = (total.to(each.dtype) for total, each in zip(self._sums, self._tensors, strict=True))
         fc1_bias, fc2_bias = biases or (None, None)
         return fc1, fc2, fc1_bias, fc2_bias
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

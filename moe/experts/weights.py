@@ -15,6 +15,11 @@ import torch
 from memory.pool import WORKSPACE
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What gradients of weights of this kind are added up in: fp32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 @dataclass(frozen=True)
 class Slab:
     """Stacked weights of some experts that lie together, and the activation between them (swiglu, gelu or gelu_tanh).
@@ -57,8 +62,8 @@ class Slab:
     @property
     def grad_bytes(self) -> int:
         """Bytes of its gradient where it travels: added up in fp32 or wider, or block by block as weights are."""
-        wide = torch.promote_types(self.fc1.dtype, torch.float32).itemsize
-        return self.expert_bytes if self.block_rows is not None else self.expert_bytes // self.fc1.itemsize * wide
+        size = wide(self.fc1.dtype).itemsize
+        return self.expert_bytes if self.block_rows is not None else self.expert_bytes // self.fc1.itemsize * size
 
     def like(self, fc1: torch.Tensor, fc2: torch.Tensor, *biases: torch.Tensor) -> Slab:
         """The same with other `tensors`."""

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from moe.alltoall.messages import Messages
 from moe.experts.bitwise import BlockGrads
-from moe.experts.weights import Slab, WeightGrads, Weights
+from moe.experts.weights import Slab, WeightGrads, Weights, wide
 from parallel.megatron.grad_buffers import add_with_next
 from parallel.trace import named
 
-Parts = defaultdict[int, list[torch.Tensor]]  # what goes to each rank, or comes from it
+ByRank = defaultdict[int, list[torch.Tensor]]  # what goes to each rank, or comes from it
 
 
 class HeldCopy(NamedTuple):
@@ -67,7 +67,7 @@ class CopySlots:
     def grads(self) -> torch.Tensor:
         """[slots, record], fp32 or wider."""
         if self._grads is None:
-            self._grads = torch.empty_like(self.weights, dtype=_wide(self.weights.dtype))
+            self._grads = torch.empty_like(self.weights, dtype=wide(self.weights.dtype))
         return self._grads
 
     @property
@@ -82,7 +82,7 @@ class CopySlots:
 
     def empty_grads(self) -> torch.Tensor:
         """Room for one copy's."""
-        return self.weights.new_empty(sum(self._sizes), dtype=_wide(self.weights.dtype))
+        return self.weights.new_empty(sum(self._sizes), dtype=wide(self.weights.dtype))
 
     def add(self, grads: WeightGrads, used: Sequence[int]) -> None:
         """Add a call's gradients of the copies in these slots to those of earlier calls."""
@@ -148,8 +148,8 @@ class CallCopies:
     @named("copies")
     def fetch(self, home: Slab) -> None:
         """Start what travels before the experts compute."""
-        sends: Parts = defaultdict(list)
-        receives: Parts = defaultdict(list)
+        sends: ByRank = defaultdict(list)
+        receives: ByRank = defaultdict(list)
         for copy in self._fetched:
             if copy.home == self._slots.rank:
                 sends[copy.rank] += [each[copy.home_slot] for each in home.tensors]
@@ -168,12 +168,7 @@ class CallCopies:
             self._slots.add(grads, self._used)
             self._start(defaultdict(list), defaultdict(list), complete)
 
-    def _start(
-        self,
-        sends: Parts,
-        receives: Parts,
-        copies: Sequence[HeldCopy],
-    ) -> None:
+    def _start(self, sends: ByRank, receives: ByRank, copies: Sequence[HeldCopy]) -> None:
         slots = self._slots
         for copy in copies:
             if copy.rank == slots.rank:
@@ -201,7 +196,7 @@ class CallCopies:
         for expert, home, ranks in self._blocks:
             own = grads.apart.pop(expert)
             sends: dict[int, list[torch.Tensor]] = {}
-            receives: Parts = defaultdict(list)
+            receives: ByRank = defaultdict(list)
             in_order = []
             if home != rank:
                 sends[home] = [part for partial in own for part in partial]
@@ -215,7 +210,3 @@ class CallCopies:
             self.on_sent(messages.sent_bytes)
             for partial in in_order:
                 grads.add_partial(expert, partial)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

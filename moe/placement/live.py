@@ -180,14 +180,14 @@ class LayerPlacement:
         counts_RE = counts_RDE.sum(1)
         pinned = frozenset(copy for copy, calls in self._pinned.items() if calls > 0)
         limits = replace(self.limits, most=self.most(int(counts_RE.sum())), pinned=pinned)
-        costs = self.costs.of_call(self._num_backwards > 0, self.block_rows)
+        trains = self._num_backwards > 0
+        costs = self.costs.of_call(trains, self.block_rows)
         quotas_ER = self.planner(counts_RE, placement, costs, limits)
         self._leave_pinned(quotas_ER)
         before, after = (outcome(each, placement, costs, limits) for each in (at_home(counts_RE, placement), quotas_ER))
         times = before.seconds, after.seconds
-        new_R = after.new_R
         if self.block_rows is None:
-            return CallPlan(counts_RDE, quotas_ER, times, np.stack([new_R, new_R * (self._num_backwards > 0)]))
+            return CallPlan(counts_RDE, quotas_ER, times, np.stack([after.new_R, after.new_R * trains]))
         blocks_E = num_blocks(counts_RDE, self.block_rows).sum((0, 1))
         blocks = assign(counts_RDE, in_blocks(quotas_ER, blocks_E), self.block_rows, self.limits.ranks_per_node)
         if limits.most is not None:
@@ -196,7 +196,7 @@ class LayerPlacement:
         quotas_ER = blocks.quotas_ER(*quotas_ER.shape)
         is_copy = np.arange(quotas_ER.shape[1]) != placement.home_ranks[:, None]
         new_R = ((quotas_ER > 0) & ~held(placement)).sum(0)
-        grads_R = np.where(is_copy, quotas_ER, 0).sum(0) * (self._num_backwards > 0)
+        grads_R = np.where(is_copy, quotas_ER, 0).sum(0) * trains
         return CallPlan(counts_RDE, quotas_ER, times, np.stack([new_R, grads_R]), blocks)
 
     def most(self, assignments: int) -> int | None:

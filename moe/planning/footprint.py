@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from moe.chunk_plan import MAX_IN_FLIGHT, STRATEGIES, WHOLE, LayerLoad, Plan, Strategy
+from moe.chunk_plan import FP32, MAX_IN_FLIGHT, STRATEGIES, WHOLE, LayerLoad, Plan, Strategy
 from moe.experts import sizes as expert_sizes
 from moe.experts.sizes import SPARE_ROWS
 from moe.schedule import program
@@ -19,8 +19,6 @@ from moe.schedule.program import Operation
 
 INDEX_BYTES = 190  # of an assignment: who goes where, in all the forms that both passes need
 LOCAL_INDEX_BYTES = 56  # of one that does not travel
-
-FP32 = 4  # bytes
 
 # USE: take and give back at once. FLY: an exchange has begun, after which the oldest may be over
 TAKE, GIVE, USE, FLY = range(4)

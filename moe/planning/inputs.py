@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from configs import derived
 from configs.schema import Config
-from moe.chunk_plan import STRATEGIES, LayerLoad, Plan
+from moe.chunk_plan import FP32, STRATEGIES, LayerLoad, Plan
 from moe.placement_map import PlacementMap
 from moe.planning.costs import DEGREES, Limits
-from moe.planning.load import FP32, Shape
+from moe.planning.load import Shape
 from moe.planning.trial import TrialPolicy
 from parallel.pipeline import layers_of_stage, most_in_flight
 

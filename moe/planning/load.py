@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe.chunk_plan import WHOLE, LayerLoad
+from moe.chunk_plan import FP32, WHOLE, LayerLoad
 from moe.experts.sizes import BLOCK_ROWS
 from moe.placement_map import PlacementMap
-
-FP32 = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -57,17 +55,14 @@ class Shape:
         rows = max(sum(sent), self.num_ranks * max(sent))
         away = math.ceil(rows) * (self.num_ranks - 1) / self.num_ranks
         of_expert = scale * max(counts, default=0.0)
-        return self._load(Ran(max(assignments), of_expert, rows, away, 0.0, 0.0))
-
-    def placed(self, ran: Ran) -> LayerLoad:
-        """The load of calls like those that ran with a placement."""
-        return self._load(ran)
+        return self.placed(Ran(max(assignments), of_expert, rows, away, 0.0, 0.0))
 
     def even(self) -> LayerLoad:
         """The load where every expert gets as many tokens; homes are alike then."""
         return self.at_home([1.0] * self.num_experts, PlacementMap(self.num_experts, self.num_ranks))
 
-    def _load(self, ran: Ran) -> LayerLoad:
+    def placed(self, ran: Ran) -> LayerLoad:
+        """The load of calls like those that ran with a placement."""
         wide = max(self.element_size, FP32)
         return LayerLoad(
             tokens=self.tokens,

@@ -144,6 +144,10 @@ class Preactivations:
         self._numbers = [len(chunk.ids) for chunk in chunks]
         self._ids_Q, self._same = chunks.ids_Q, chunks is backward_chunks
         self._num_columns, self._like, self._link = num_columns, like, link
+        self._begin(chunks)
+
+    def _begin(self, chunks: Chunks) -> None:
+        """Have what the kind keeps of the forward pass's chunks."""
 
     is_kept = False  # somebody asks for them again
 
@@ -184,21 +188,13 @@ class KeepPreactivations(Preactivations):
 
     is_kept = True
 
-    def __init__(
-        self,
-        chunks: Chunks,
-        backward_chunks: Chunks,
-        num_columns: int,
-        like: torch.Tensor,
-        link: HostLink | None = None,
-    ) -> None:
-        super().__init__(chunks, backward_chunks, num_columns, like, link)
+    def _begin(self, chunks: Chunks) -> None:
         self._place_Q: torch.Tensor | None = None  # where each assignment's stand in the buffer
         self._buffer: torch.Tensor | None = None
         self._kept: list[torch.Tensor] = []
-        if like.device.type == "cpu":
+        if self._like.device.type == "cpu":
             total = chunks[-1].part.stop
-            self._buffer = WORKSPACE.take((total + SPARE_ROWS, num_columns), like)
+            self._buffer = WORKSPACE.take((total + SPARE_ROWS, self._num_columns), self._like)
             # What is written to a chunk's spare rows, the next chunk overwrites.
             self._kept = [self._buffer[chunk.part.start : chunk.part.stop + SPARE_ROWS] for chunk in chunks]
 
@@ -231,15 +227,7 @@ class OffloadPreactivations(Preactivations):
 
     is_kept = True
 
-    def __init__(
-        self,
-        chunks: Chunks,
-        backward_chunks: Chunks,
-        num_columns: int,
-        like: torch.Tensor,
-        link: HostLink | None = None,
-    ) -> None:
-        super().__init__(chunks, backward_chunks, num_columns, like, link)
+    def _begin(self, chunks: Chunks) -> None:
         self._away, self._buffers = dict[int, OffloadedTensor](), dict[int, torch.Tensor]()
 
     def out(self, index: int) -> torch.Tensor | None:

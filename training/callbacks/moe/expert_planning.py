@@ -16,7 +16,6 @@ from moe.alltoall import factory
 from moe.chunk_plan import LayerLoad, Plan
 from moe.layer import MixtrainMoELayer, layers_of
 from moe.placement.live import ran
-from moe.placement_map import PlacementMap
 from moe.planning import inputs
 from moe.planning.costs import Decision
 from moe.planning.measure import measure_layer
@@ -109,14 +108,13 @@ class ExpertPlanning(Callback):
 
     def _load(self, result: StepResult, number: int) -> LayerLoad:
         """The load of a layer's calls in the last step, with the placement that was in force."""
-        placement = self._layers[number].placement
-        if placement is not None and PLACEMENT in result.sums:
+        layer = self._layers[number]
+        if layer.placement is not None and PLACEMENT in result.sums:
             like = ran(result.sums[PLACEMENT][number].tolist(), self._shape.num_ranks)
             if like is not None:
                 return self._shape.placed(like)
         assert result.tokens_per_expert is not None
-        homes = PlacementMap(self._shape.num_experts, self._shape.num_ranks) if placement is None else placement.map
-        return self._shape.at_home(result.tokens_per_expert[number].tolist(), homes)
+        return self._shape.at_home(result.tokens_per_expert[number].tolist(), layer.experts.map)
 
     @property
     def is_settled(self) -> bool:
