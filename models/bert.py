@@ -98,7 +98,7 @@ class Bert(LanguageModule):
                 position_embedding_type=position_type,
             )
         self.rotary_pos_emb = None
-        if position_type == "rope":
+        if config.model.position_embedding == "rope":
             self.rotary_pos_emb = Rotary(config, self.pg_collection.cp)
         self.encoder = TransformerBlock(
             config=megatron,

@@ -18,22 +18,36 @@ from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
 
-POSITION_EMBEDDINGS = {"rope": "rope", "learned": "learned_absolute"}
+POSITION_EMBEDDINGS = {"rope": "none", "learned": "learned_absolute"}  # rotary positions are ours
 
 
 class Gpt(GPTModel):
-    """The part of a GPT that one (virtual) pipeline stage holds."""
+    """The part of a GPT that one (virtual) pipeline stage holds: Megatron-core's modules, and passes of our own."""
 
     def __init__(self, model: Config, context: Axis, **settings: Any) -> None:
         super().__init__(**settings)
         self.context = context
-        if hasattr(self, "rotary_pos_emb"):  # latent attention has its own in each layer
-            self.rotary_pos_emb = Rotary(model, self.pg_collection.cp)
+        self.rotary = Rotary(model, self.pg_collection.cp) if model.model.position_embedding == "rope" else None
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Run this stage: see `forward` of this file for shapes."""
-        positions = position_ids(tokens, self.context)
-        return super().forward(input_ids=tokens, position_ids=positions, attention_mask=None, labels=labels)
+        hidden = None  # a later stage: the decoder holds what the previous one sent
+        if self.pre_process:
+            hidden = self.embedding(input_ids=tokens, position_ids=position_ids(tokens, self.context))
+        # Latent attention has its own in each layer.
+        turns = self.rotary is not None and not self.config.multi_latent_attention
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self.rotary(tokens.size(1), packed_seq=False) if turns else None,
+        )
+        if not self.post_process:
+            return hidden
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden, weight=weight)
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        return self.compute_language_model_loss(labels, logits)
 
 
 def build_chunk(

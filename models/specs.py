@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import (
 from configs import derived
 from configs.rotary import attention_factor
 from configs.schema import Config, ConfigError, ModelConfig
-from models.attention import LatentAttention, RotarySelfAttention, ScaledDotProductAttention
+from models.attention.layers import LatentAttention, RotarySelfAttention, ScaledDotProductAttention
 from models.feed_forward import FeedForward
 from models.norm import AllHeadsRMSNorm, LatentNorm, norm_class
 from moe.placement.policy import policy_of
