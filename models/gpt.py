@@ -14,7 +14,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
-from models.pointwise.frequencies import Rotary
+from models.attention.layers import takes_rows
+from models.attention.rows import SLICES, BatchSlices, Rows, of_documents
+from models.pointwise.frequencies import Rotary, switches_at
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
 
@@ -27,19 +29,28 @@ class Gpt(GPTModel):
     def __init__(self, model: Config, context: Axis, **settings: Any) -> None:
         super().__init__(**settings)
         self.context = context
-        self.rotary = Rotary(model, self.pg_collection.cp) if model.model.position_embedding == "rope" else None
+        self.rotary = Rotary(model) if model.model.position_embedding == "rope" else None
+        self.passes_rows = takes_rows(self)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        apart: BatchSlices | None = None,
+    ) -> torch.Tensor:
         """Run this stage: see `forward` of this file for shapes."""
+        rows = Rows(tokens, self.rotary, apart, positions)
         hidden = None  # a later stage: the decoder holds what the previous one sent
         if self.pre_process:
-            hidden = self.embedding(input_ids=tokens, position_ids=position_ids(tokens, self.context))
-        # Latent attention has its own in each layer.
-        turns = self.rotary is not None and not self.config.multi_latent_attention
+            numbers = position_ids(tokens, self.context) if positions is None else positions
+            hidden = self.embedding(input_ids=tokens, position_ids=numbers)
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self.rotary(tokens.size(1), packed_seq=False) if turns else None,
+            # latent attention takes them from the rows
+            rotary_pos_emb=None if self.config.multi_latent_attention else rows.angles,
+            packed_seq_params=rows if self.passes_rows else None,
         )
         if not self.post_process:
             return hidden
@@ -77,13 +88,23 @@ def build_chunk(
     )
 
 
-def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Run this rank's stage on `batch["tokens"]` and `batch["labels"]`, int64 `[b, s]`.
+def on_host(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch of the host with what is made of it there: where documents stay apart (`positions`, int64 `[b, s]`,
+    of each token in its piece), its slices of attention."""
+    if "positions" not in batch:
+        return batch
+    return {**batch, SLICES: of_documents(batch["positions"], switches_at(config))}
+
+
+def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Run this rank's stage on `batch["tokens"]` and `batch["labels"]`, int64 `[b, s]`, and what `on_host` made.
 
     Last stage: the loss of each token, fp32 `[b, s]`; without labels, this tensor rank's logits `[b, s, v]`.
     Other stages: hidden `[s, b, h]`.
     """
-    return model(tokens=batch["tokens"], labels=batch.get("labels"))
+    return model(
+        tokens=batch["tokens"], labels=batch.get("labels"), positions=batch.get("positions"), apart=batch.get(SLICES)
+    )
 
 
 def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
