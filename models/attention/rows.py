@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from memory.transfer import to_device
 from models.attention import slices
-from models.attention.sliced import SlicePlan, to_device
+from models.attention.sliced import SlicePlan
 from models.attention.slices import Slices
 from models.pointwise.frequencies import Rotary
 from models.pointwise.rotary import tables
