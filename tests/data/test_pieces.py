@@ -86,9 +86,8 @@ def test_pairs_of_a_batch(tmp_path: Path) -> None:
 def test_one_document_is_as_joined(window: int | None, first: int) -> None:
     config = config_of(1024, window, first)
     positions = np.broadcast_to(np.arange(1024), (8, 1024))
-    assert share_of(config, attended_pairs(config, positions)) == pytest.approx(
-        derived.attended_share(config), rel=2e-3
-    )
+    share = share_of(config, attended_pairs(config, positions))
+    assert share == pytest.approx(derived.attended_share(config), rel=2e-3)
 
 
 def test_what_is_said_of_a_corpus(config, capsys) -> None:
@@ -123,7 +122,7 @@ def test_a_plan_uses_the_lengths_once_they_are_there(config, tmp_path: Path) -> 
     prepared = prepare(whole.data, "gpt", False)
     assert find_prepared(whole.data, "gpt") is not None
     share = planned_share(whole)
-    assert share == pytest.approx(corpus_share(whole, prepared.train)) and 0.1 < share < 0.9
+    assert share is not None and share == pytest.approx(corpus_share(whole, prepared.train)) and 0.1 < share < 0.9
     after = make_plan(whole, 1, 400, "cpu", attended_share=share)
     assert f"separate documents {share:.1%} of the pairs of one-document samples attend" in text(after)
     joined = json.loads(json.dumps(before.as_dict()))
