@@ -14,26 +14,51 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
-from models.pointwise.frequencies import Rotary
+from models.attention.layers import takes_rows
+from models.attention.rows import SLICES, BatchSlices, Rows, of_documents
+from models.pointwise.frequencies import Rotary, switches_at
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
 
-POSITION_EMBEDDINGS = {"rope": "rope", "learned": "learned_absolute"}
+POSITION_EMBEDDINGS = {"rope": "none", "learned": "learned_absolute"}  # rotary positions are ours
 
 
 class Gpt(GPTModel):
-    """The part of a GPT that one (virtual) pipeline stage holds."""
+    """The part of a GPT that one (virtual) pipeline stage holds: Megatron-core's modules, and passes of our own."""
 
     def __init__(self, model: Config, context: Axis, **settings: Any) -> None:
         super().__init__(**settings)
         self.context = context
-        if hasattr(self, "rotary_pos_emb"):  # latent attention has its own in each layer
-            self.rotary_pos_emb = Rotary(model, self.pg_collection.cp)
+        self.rotary = Rotary(model) if model.model.position_embedding == "rope" else None
+        self.passes_rows = takes_rows(self)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        apart: BatchSlices | None = None,
+    ) -> torch.Tensor:
         """Run this stage: see `forward` of this file for shapes."""
-        positions = position_ids(tokens, self.context)
-        return super().forward(input_ids=tokens, position_ids=positions, attention_mask=None, labels=labels)
+        rows = Rows(tokens, self.rotary, apart, positions)
+        hidden = None  # a later stage: the decoder holds what the previous one sent
+        if self.pre_process:
+            numbers = position_ids(tokens, self.context) if positions is None else positions
+            hidden = self.embedding(input_ids=tokens, position_ids=numbers)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            # latent attention takes them from the rows
+            rotary_pos_emb=None if self.config.multi_latent_attention else rows.angles,
+            packed_seq_params=rows if self.passes_rows else None,
+        )
+        if not self.post_process:
+            return hidden
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden, weight=weight)
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        return self.compute_language_model_loss(labels, logits)
 
 
 def build_chunk(
@@ -63,13 +88,23 @@ def build_chunk(
     )
 
 
-def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Run this rank's stage on `batch["tokens"]` and `batch["labels"]`, int64 `[b, s]`.
+def on_host(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch of the host with what is made of it there: where documents stay apart (`positions`, int64 `[b, s]`,
+    of each token in its piece), its slices of attention."""
+    if "positions" not in batch:
+        return batch
+    return {**batch, SLICES: of_documents(batch["positions"], switches_at(config))}
+
+
+def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Run this rank's stage on `batch["tokens"]` and `batch["labels"]`, int64 `[b, s]`, and what `on_host` made.
 
     Last stage: the loss of each token, fp32 `[b, s]`; without labels, this tensor rank's logits `[b, s, v]`.
     Other stages: hidden `[s, b, h]`.
     """
-    return model(tokens=batch["tokens"], labels=batch.get("labels"))
+    return model(
+        tokens=batch["tokens"], labels=batch.get("labels"), positions=batch.get("positions"), apart=batch.get(SLICES)
+    )
 
 
 def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

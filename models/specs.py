@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import (
 from configs import derived
 from configs.rotary import attention_factor
 from configs.schema import Config, ConfigError, ModelConfig
-from models.attention import LatentAttention, RotarySelfAttention, ScaledDotProductAttention
+from models.attention.layers import LatentAttention, RotarySelfAttention, ScaledDotProductAttention
 from models.feed_forward import FeedForward
 from models.norm import AllHeadsRMSNorm, LatentNorm, norm_class
 from moe.placement.policy import policy_of
@@ -166,7 +166,7 @@ def _layer(
     latent = isinstance(megatron, MLATransformerConfig)
     fused_input_norm = None if latent else fused_norm  # two layers of latent attention read the norm
     attention = (
-        _latent_attention(backend, config)
+        _latent_attention(backend)
         if latent
         else _attention(backend, megatron, tensor, config.model, causal, fused_norm)
     )
@@ -233,10 +233,10 @@ def _attention(
     )
 
 
-def _latent_attention(backend: Backend, config: Config) -> ModuleSpec:
+def _latent_attention(backend: Backend) -> ModuleSpec:
     return ModuleSpec(
         module=LatentAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "model": config},
+        params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=backend.column_linear,
             linear_q_down_proj=backend.column_linear,

@@ -15,7 +15,7 @@ from inference.decoder.attention import DecoderRotary
 from inference.decoder.layer import Layer
 from inference.decoder.linear import gather, if_split, norm
 from inference.decoder.step import Cache, Step
-from models.attention import window_mask
+from models.attention.layers import window_mask
 from models.weights import logical_tensors
 from parallel.topology import Topology
 

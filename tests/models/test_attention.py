@@ -9,7 +9,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from configs.schema import ConfigError
-from models.attention import ScaledDotProductAttention
+from models.attention.layers import ScaledDotProductAttention
 from models.transformer_config import transformer_config
 from parallel.topology import initialize
 from tests.distributed import run

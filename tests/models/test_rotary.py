@@ -14,7 +14,7 @@ from configs import rotary
 from configs.architecture import architecture
 from configs.compose import compose
 from configs.schema import Config, ConfigError
-from models.attention import RotarySelfAttention, ScaledDotProductAttention
+from models.attention.layers import RotarySelfAttention, ScaledDotProductAttention
 from models.folder import config_from
 from models.huggingface import translate
 from models.norm import norm_class
