@@ -17,6 +17,7 @@ from data.indexed import IndexedTokens, documents
 from data.prepare import TokenFile, find_prepared
 from data.samples.shared import check_files, of_split
 
+PIECE_LENGTHS = "piece_lengths"  # in a batch of an evaluation
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -115,3 +116,12 @@ def share_of(config: Config, pairs: float) -> float:
     """What `attended_pairs` of a global batch are of the pairs of samples of one document, without a window."""
     length, samples = config.model.sequence_length, config.training.global_batch_size
     return pairs / (config.model.num_layers * samples * length * (length + 1) / 2)
+
+
+def piece_lengths(positions: Any) -> np.ndarray:
+    """The length of each token's piece, int64 [b, s], of the positions in pieces int64 [b, s] (of the host)."""
+    begins = np.asarray(positions) == 0
+    begins[:, 0] = True
+    first = np.flatnonzero(begins)
+    lengths = np.diff(np.append(first, begins.size))
+    return np.repeat(lengths, lengths).reshape(begins.shape)
