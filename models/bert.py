@@ -23,10 +23,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
-from models.blueprint.ends import NUM_TOKEN_TYPES
-from models.gpt import POSITION_EMBEDDINGS
 from models.attention.layers import takes_rows
 from models.attention.rows import SLICES, BatchSlices, Rows, of_padding
+from models.blueprint.ends import NUM_TOKEN_TYPES
+from models.gpt import POSITION_EMBEDDINGS
 from models.norm import mark_sequence_parallel, norm_class
 from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids

@@ -8,6 +8,7 @@ t rows of all slices of a launch.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -138,11 +139,13 @@ def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 # -- slices of any lengths ---------------------------------------------------------------------------------------------
 
 
-class Lengths:
-    """Where the slices of a launch begin: int32 `[slices + 1]` of the device each, and the longest."""
+class Lengths(NamedTuple):
+    """Where the slices of a launch begin and the last ends, int32 `[slices + 1]` of the device, and the longest."""
 
-    def __init__(self, queries: torch.Tensor, keys: torch.Tensor, longest_query: int, longest_key: int) -> None:
-        self.given = queries, keys, longest_query, longest_key
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest_query: int
+    longest_key: int
 
 
 def launch_forward(
@@ -153,9 +156,7 @@ def launch_forward(
     width = value.size(-1)
     query, key, value = _equally_wide(query, key, value)
     check(query, key, value, flash=True)
-    output, sums, *_ = aten._flash_attention_forward(
-        query, key, value, *lengths.given, 0.0, causal, False, scale=scale
-    )
+    output, sums, *_ = aten._flash_attention_forward(query, key, value, *lengths, 0.0, causal, False, scale=scale)
     return output[..., :width], sums
 
 
@@ -174,7 +175,7 @@ def launch_backward(
         value,
         output.contiguous(),
         result[1].contiguous(),
-        *lengths.given,
+        *lengths,
         0.0,
         causal,
         none,

@@ -27,7 +27,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from configs.schema import Config, ConfigError
+from configs.schema import ConfigError
 from models.attention.rows import Rows
 from models.attention.sliced import SlicePlan, attend
 from models.pointwise.rotary import rotate, split_and_rotate
@@ -117,6 +117,8 @@ class LatentAttention(MLASelfAttention):
     of the gradient that it computed itself. For the rotary key, which the heads of all ranks use, that part must be
     summed over them.
     """
+
+    rotary_pos_emb: RowAngles
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -44,11 +44,12 @@ class BatchSlices:
 def of_documents(positions: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
     """Slices of a micro-batch whose documents stay apart. positions: int64 `[b, s]` of the host, of each token in its
     piece of a document."""
+    b, s = positions.shape
     found = slices.of_documents(positions.numpy())
     is_long = None
     if switches_at is not None:
-        is_long = torch.from_numpy(np.repeat(found.queries > switches_at, found.queries).reshape(positions.shape))
-    return BatchSlices(found, *positions.shape, is_long)
+        is_long = torch.from_numpy(np.repeat(found.queries > switches_at, found.queries).reshape(b, s))
+    return BatchSlices(found, b, s, is_long)
 
 
 def of_padding(padding_mask: torch.Tensor) -> BatchSlices:
@@ -126,4 +127,3 @@ class Rows:
         if self.apart is not None and self.apart.is_long is not None:
             index = index + to_device(self.apart.is_long, self._device) * self._shape[1]
         return index.t()
-

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from models.attention import kernels
-from models.attention.slices import ANTI_CAUSAL, CAUSAL, FULL, Shape, Slices
+from models.attention.slices import ANTI_CAUSAL, FULL, Shape, Slices
 
 
 class RowRuns:
@@ -96,10 +96,9 @@ class Launch:
         if device not in self._on:
             flips, of = self.kind == ANTI_CAUSAL, self._slices
             sides = [_rows(of.query, of.queries, of.sample, flips), _rows(of.key, of.keys, of.sample, flips)]
-            ends = [np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) for lengths in (of.queries, of.keys)]
-            lengths = kernels.Lengths(
-                *(to_device(torch.from_numpy(each), device) for each in ends), int(of.queries.max()), int(of.keys.max())
-            )
+            ends = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in (of.queries, of.keys)]
+            queries, keys = (to_device(torch.from_numpy(each), device) for each in ends)
+            lengths = kernels.Lengths(queries, keys, int(of.queries.max()), int(of.keys.max()))
             rows = [tuple(to_device(torch.from_numpy(each), device) for each in side) for side in sides]
             self._on[device] = rows[0], rows[1], lengths
         return self._on[device]
@@ -138,9 +137,7 @@ def _cover(sample: np.ndarray, first: np.ndarray, lengths: np.ndarray, length: i
     return steps.cumsum(1)[:, :length]
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float
-) -> torch.Tensor:
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float) -> torch.Tensor:
     """query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, b, g, v]` -> `[s, b, n, v]`; zeros where a row has no
     slice."""
     return _Sliced.apply(query, key, value, plan, scale)
@@ -162,9 +159,7 @@ class _Sliced(torch.autograd.Function):
                 output.add_rows(of_query, found, sums.t())
         else:
             for batch in plan.batches:
-                found, sums = kernels.forward(
-                    *_heads_first(batch, query, key, value), batch.shape.kind != FULL, scale
-                )
+                found, sums = kernels.forward(*_heads_first(batch, query, key, value), batch.shape.kind != FULL, scale)
                 output.add(batch, _rows_first(batch, found), _rows_first(batch, sums))
         result, sums = output.done()
         ctx.save_for_backward(query, key, value, result, sums)

@@ -1,7 +1,8 @@
-"""Attention as a list of slices: a run of query rows, a run of key rows of one sample, and which of their pairs count.
+"""Attention as a list of slices: a run of query rows, a run of key rows of one sample, and which of their pairs
+count.
 
-Documents, padding and sliding windows are lists of slices. They are made on the host, once for a micro-batch, from where
-its documents begin; neither torch nor a device is asked. Rows of a sample are counted from 0.
+Documents, padding and sliding windows are lists of slices. They are made on the host, once for a micro-batch, from
+where its documents begin; neither torch nor a device is asked. Rows of a sample are counted from 0.
 """
 
 from __future__ import annotations
@@ -73,22 +74,22 @@ class Slices:
     def launches(self) -> list[Slices]:
         """The slices in few groups, each of one kind, in which no query row and no key row is in two slices: what a
         kernel with cumulative lengths takes at once. The order of rows within each."""
-        groups: list[tuple[int, list[int], list[_Runs]]] = []
+        groups: list[_Group] = []
         order = np.lexsort((self.key, self.query, self.sample)).tolist()
         rows = [column.tolist() for column in self.columns]
         for i in order:
             kind, sample, query, queries, key, keys = (column[i] for column in rows)
             spans = (sample, query, query + queries), (sample, key, key + keys)
-            for found, members, taken in groups:
-                if found == kind and not any(runs.meet(*span) for runs, span in zip(taken, spans)):
+            for group in groups:
+                if group.kind == kind and not any(runs.meet(*span) for runs, span in zip(group.sides, spans)):
                     break
             else:
-                members, taken = [], [_Runs(), _Runs()]
-                groups.append((kind, members, taken))
-            members.append(i)
-            for runs, span in zip(taken, spans):
+                group = _Group(kind, [], (_Runs(), _Runs()))
+                groups.append(group)
+            group.members.append(i)
+            for runs, span in zip(group.sides, spans):
                 runs.add(*span)
-        return [self.only(np.array(members)) for _, members, _ in groups]
+        return [self.only(np.array(group.members)) for group in groups]
 
 
 class _Runs:
@@ -108,6 +109,12 @@ class _Runs:
         """One run more."""
         self._of.setdefault(sample, []).append((begin, end))
         self._ends[sample] = max(self._ends.get(sample, 0), end)
+
+
+class _Group(NamedTuple):
+    kind: int
+    members: list[int]
+    sides: tuple[_Runs, _Runs]  # their query rows and their key rows
 
 
 def of_documents(positions: np.ndarray) -> Slices:
