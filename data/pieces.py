@@ -125,3 +125,9 @@ def piece_lengths(positions: Any) -> np.ndarray:
     first = np.flatnonzero(begins)
     lengths = np.diff(np.append(first, begins.size))
     return np.repeat(lengths, lengths).reshape(begins.shape)
+
+
+def bucket_name(bucket: int) -> str:
+    """The values that a bucket of powers of 2 holds: 0, 1, 2-3, 4-7, ..."""
+    first, last = 2 ** (bucket - 1) if bucket else 0, 2**bucket - 1
+    return str(first) if first == last else f"{first}-{last}"

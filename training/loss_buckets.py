@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from data.pieces import PIECE_LENGTHS
+from data.pieces import PIECE_LENGTHS, bucket_name
 from parallel.context import position_ids
 from parallel.topology import Axis
 
@@ -24,12 +24,6 @@ def bucket_sums(losses: torch.Tensor, mask: torch.Tensor, values: torch.Tensor, 
     counted = (mask > 0).flatten()
     own = torch.where(counted, losses.flatten().double(), 0.0)  # where nothing is predicted, a loss is any number
     return torch.stack([own, counted.double()]) @ chosen.T
-
-
-def name_of(bucket: int) -> str:
-    """The values of a bucket: 0, 1, 2-3, 4-7, ..."""
-    first, last = 2 ** (bucket - 1) if bucket else 0, 2**bucket - 1
-    return str(first) if first == last else f"{first}-{last}"
 
 
 class LossBuckets:
@@ -51,7 +45,7 @@ def mean_losses(sums: torch.Tensor) -> dict[str, dict[str, float]]:
     """Mean loss by bucket, for each of BY that has any: of the sums over all ranks, on the host."""
     found = {}
     for by, (losses, counts) in zip(BY, sums.tolist(), strict=True):
-        means = {name_of(i): losses[i] / counts[i] for i in range(len(counts)) if counts[i]}
+        means = {bucket_name(i): losses[i] / counts[i] for i in range(len(counts)) if counts[i]}
         if means:
             found[by] = means
     return found

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from data.pieces import PIECE_LENGTHS, piece_lengths
+from data.pieces import PIECE_LENGTHS, bucket_name, piece_lengths
 from data.samples import GPTSamples
 from parallel.topology import Axis
 from tests.data.test_samples import numbered
-from training.loss_buckets import BY, LossBuckets, bucket_sums, mean_losses, name_of
+from training.loss_buckets import BY, LossBuckets, bucket_sums, mean_losses
 
 pytestmark = pytest.mark.fast
 
@@ -22,7 +22,7 @@ ALONE = Axis(0, 1, cast(Any, None))
 
 
 def test_names_are_ranges_of_powers_of_two() -> None:
-    assert [name_of(i) for i in range(6)] == ["0", "1", "2-3", "4-7", "8-15", "16-31"]
+    assert [bucket_name(i) for i in range(6)] == ["0", "1", "2-3", "4-7", "8-15", "16-31"]
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 1000])
@@ -61,7 +61,7 @@ def test_means_are_those_of_single_tokens(tmp_path: Path, separate: bool) -> Non
                     stops = np.flatnonzero(batch["positions"][row, column + 1 :].numpy() == 0)
                     found["length"] = position + 1 + (int(stops[0]) if len(stops) else 31 - column)
                 for by, value in found.items():
-                    by_hand.setdefault((by, name_of(value.bit_length())), []).append(float(losses[row, column]))
+                    by_hand.setdefault((by, bucket_name(value.bit_length())), []).append(float(losses[row, column]))
     means = mean_losses(table.sums)
     assert list(means) == (list(BY) if separate else ["position"])
     assert {(by, name) for by, each in means.items() for name in each} == set(by_hand)
