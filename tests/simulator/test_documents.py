@@ -17,6 +17,7 @@ LENGTH, VOCAB_SIZE = 256, 512
 SIZES = [
     "experiment=gpt_tiny",
     "data.documents=separate",
+    "model.num_layers=2",
     f"model.sequence_length={LENGTH}",
     "training.global_batch_size=2",
     "training.micro_batch_size=2",

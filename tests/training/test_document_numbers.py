@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from configs import derived
 from data.build import HELD_OUT, build_data
-from data.pieces import attended_pairs, piece_lengths
+from data.pieces import attended_pairs, corpus_share, piece_lengths
 from data.prepare import prepare
 from simulator.flops import training_flops_per_token
 from tests.tolerances import FP32_LOSS
@@ -87,6 +88,10 @@ def test_numbers_do_not_depend_on_the_layout(
 ) -> None:
     lines = train_on_ranks([*SEPARATE, *lines_of_text, *LAYOUTS[layout], f"run_dir={tmp_path}"], 2)
     assert read_metrics(tmp_path) == lines
+    config = make_config([*SEPARATE, *lines_of_text])
+    share = json.loads((tmp_path / "plan.json").read_text())["attended_share"]
+    assert share == corpus_share(config, prepare(config.data, "gpt", False).train)
+    assert share == pytest.approx(lines[0]["attended_share"], rel=0.3)
     for line, expected in zip(lines, separate, strict=True):
         assert line["predicted_tokens"] == expected["predicted_tokens"]
         assert line["attended_share"] == expected["attended_share"]

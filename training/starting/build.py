@@ -154,7 +154,7 @@ def _prepare(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:
         split_rule=rule,
         documents_in_text=start.documents_in_text(config, early),
     )
-    if config.data.documents == "separate":
+    if config.data.documents == "separate" and launch.rank == 0:  # whose plan is written and said
         share = corpus_share(config, prepared.train)
         expected = run_plan.make_plan(config, launch.world_size, vocab_size, device.type, attended_share=share)
     if launch.rank == 0:
