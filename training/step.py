@@ -229,7 +229,8 @@ def _loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     loss_sum, extra = engine.family.loss(output, batch)
     if buckets is not None:
-        buckets.add(output, batch, engine.topology.context)
+        # GPT gives each token's loss, alone or beside their sum
+        buckets.add(output[1] if isinstance(output, tuple) else output, batch, engine.topology.context)
     with torch.no_grad():
         losses[0] += loss_sum
         for i, name in enumerate(engine.extra_losses):
