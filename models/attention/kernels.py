@@ -18,7 +18,9 @@ FLASH_WIDTH = 256  # channels of a head that flash attention takes at most
 ALIGNED = 8  # channels: CUDA's kernels take multiples of it
 SUMS_ALIGNED = 32  # query rows: the memory-efficient kernel's sums of exponentials are in multiples of it
 HALF = (torch.bfloat16, torch.float16)
-SHORT = 128  # query rows: below it, torch's kernel for bf16 on a CPU takes 4 to 9 times as long as the one for fp32
+# Query rows: below them, torch's kernels for half precision on a CPU take longer than those for fp32, in the backward
+# pass up to 9 times as long, and longer still for lengths that are new to them.
+SHORT, SHORT_BACKWARD = 128, 768
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -73,21 +75,22 @@ def backward(grad: torch.Tensor, inputs: Triple, result: Pair, causal: bool, sca
 
 def _on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Pair:
     dtype, width = query.dtype, value.size(-1)
-    query, key, value = (_alike(tensor, query, value) for tensor in (query, key, value))
+    query, key, value = (_for_cpu(tensor, query, value, SHORT) for tensor in (query, key, value))
     output, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
     return output[..., :width].to(dtype), sums
 
 
 def _on_cpu_backward(grad: torch.Tensor, inputs: Triple, result: Pair, causal: bool, scale: float) -> Triple:
     query, _, value = inputs
-    given = [_alike(tensor, query, value) for tensor in (grad, *inputs, result[0])]
+    given = [_for_cpu(tensor, query, value, SHORT_BACKWARD) for tensor in (grad, *inputs, result[0])]
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, result[1], 0.0, causal, scale=scale)
     return tuple(each[..., : tensor.size(-1)].to(tensor.dtype) for each, tensor in zip(grads, inputs))  # type: ignore[return-value]
 
 
-def _alike(tensor: torch.Tensor, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What the CPU's kernel takes: keys and values of one width, and short slices in fp32."""
-    if query.dtype in HALF and query.size(-2) < SHORT:
+def _for_cpu(tensor: torch.Tensor, query: torch.Tensor, value: torch.Tensor, short: int) -> torch.Tensor:
+    """What the CPU's kernel takes: keys and values of one width, and in fp32 where the slice has fewer rows than
+    `short`."""
+    if query.dtype in HALF and query.size(-2) < short:
         tensor = tensor.float()
     missing = max(query.size(-1), value.size(-1)) - tensor.size(-1)
     return F.pad(tensor, (0, missing)) if missing else tensor
