@@ -2,14 +2,18 @@
 
 Two counts. The model's (`forward_flops_per_token`, `training_flops_per_token`) is the convention of model FLOPs
 utilisation (PaLM, appendix B): a multiply-add is 2 operations, backward costs twice the forward, recomputation and the
-vocabulary's padding do not count, and attention counts its full square for BERT and half of it for causal GPT. MFU
-everywhere is made of it.
+vocabulary's padding do not count, and attention counts its full square for BERT and half of it for causal GPT. Of that
+half it counts the pairs that a sliding window and separate documents leave. MFU everywhere is made of it.
 
 The machine's (`executed_flops_per_token`) is what PyTorch's FlopCounterMode counts over a step on all ranks: the full
 square, the fused attention's backward pass with its scores computed again (2.5 times the forward), whatever
-training.recompute and moe.memory_strategy compute again, the padding, and what every tensor rank computes alike. On a
-CPU in half precision, where moe/experts computes an expert's rows in blocks of a few sizes, half a step of these for
-each block. Both leave out look-ups, norms, softmax and sums.
+training.recompute and moe.memory_strategy compute again, the padding, and what every tensor rank computes alike. Of
+separate documents it counts the squares' share that attends. On a CPU in half precision, where moe/experts computes an
+expert's rows in blocks of a few sizes, half a step of these for each block. Both leave out look-ups, norms, softmax and
+sums.
+
+`attended_share`: pairs of tokens that attend, over those of samples of one document without a sliding window; None:
+what the config alone says (`derived.attended_share`), which is the most that separate documents can have.
 """
 
 from __future__ import annotations
@@ -77,26 +81,32 @@ def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
     return result
 
 
-def forward_flops_per_token(config: Config, vocab_size: int) -> float:
+def forward_flops_per_token(config: Config, vocab_size: int, attended_share: float | None = None) -> float:
     """Operations of one forward pass divided by its tokens; embeddings look-ups, norms and softmax are left out."""
     operations = forward_operations(config, vocab_size)
     if config.model.family == "gpt":
-        operations["attention_scores"] *= derived.attended_share(config) / 2
+        share = derived.attended_share(config) if attended_share is None else attended_share
+        operations["attention_scores"] *= share / 2
     return sum(operations.values())
 
 
-def training_flops_per_token(config: Config, vocab_size: int) -> float:
+def training_flops_per_token(config: Config, vocab_size: int, attended_share: float | None = None) -> float:
     """Forward and backward together: three times the forward."""
-    return 3 * forward_flops_per_token(config, vocab_size)
+    return 3 * forward_flops_per_token(config, vocab_size, attended_share)
 
 
-def executed_flops_per_token(config: Config, padded_vocab_size: int, device: str) -> float:
+def executed_flops_per_token(
+    config: Config, padded_vocab_size: int, device: str, attended_share: float | None = None
+) -> float:
     """Operations of forward and backward pass that all ranks together carry out, divided by the tokens."""
     counts: dict[str, dict[float, float]] = {}  # by category: by how often they run, those of the forward pass
     for category, operation, forwards in _counted(config, padded_vocab_size):
         times = _times(config, operation.kind, device) + forwards - 1
+        flops = operation.flops * _copies(config, operation.kind)
+        if operation.kind == "attention" and attended_share is not None:
+            flops *= attended_share
         of_category = counts.setdefault(category, {})
-        of_category[times] = of_category.get(times, 0.0) + operation.flops * _copies(config, operation.kind)
+        of_category[times] = of_category.get(times, 0.0) + flops
     if device == "cpu" and config.training.precision != "fp32" and "experts" in counts:
         counts["experts"] = {times: count * _padded_rows(config) for times, count in counts["experts"].items()}
     order = (*_categories(config), "sentence_head")
