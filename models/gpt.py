@@ -13,10 +13,11 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from configs.rotary import switches_at
 from configs.schema import Config
 from models.attention.layers import takes_rows
 from models.attention.rows import SLICES, BatchSlices, Rows, of_documents
-from models.pointwise.frequencies import Rotary, switches_at
+from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
 
@@ -93,7 +94,7 @@ def on_host(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
     of each token in its piece), its slices of attention."""
     if "positions" not in batch:
         return batch
-    return {**batch, SLICES: of_documents(batch["positions"], switches_at(config))}
+    return {**batch, SLICES: of_documents(batch["positions"], switches_at(config.model.rotary_scaling))}
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:

@@ -59,13 +59,25 @@ OTHERS = (  # that have none, or none that are counted
 
 
 def has_fused_attention(config: Config, device: str) -> bool:
-    """Whether torch has one kernel for the attention; on a CPU there is none with dropout or with values of another
-    width than keys."""
+    """Whether attention makes no scores; on a CPU there is no kernel with dropout for it."""
+    return device == "cuda" or config.model.attention_dropout == 0
+
+
+def computes_slices(config: Config, device: str) -> bool:
+    """Whether attention is computed by slices (models/attention/sliced.py), and not by torch's own function."""
     model = config.model
-    same_width = (
-        model.attention == "grouped" or derived.head_dim(config) + model.rotary_head_dim == model.value_head_dim
-    )
-    return device == "cuda" or (model.attention_dropout == 0 and same_width)
+    if model.attention_dropout > 0:
+        return False
+    slides = derived.attended_share(config) < 1
+    return model.family == "bert" or config.data.documents == "separate" or slides or _is_padded(config, device)
+
+
+def _is_padded(config: Config, device: str) -> bool:
+    """Whether a kernel gets values, or keys, with zeros behind them, as the CPU's wants one width."""
+    model = config.model
+    if model.attention == "grouped" or device == "cuda" or model.attention_dropout > 0:
+        return False
+    return derived.head_dim(config) + model.rotary_head_dim != model.value_head_dim
 
 
 def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
@@ -103,8 +115,8 @@ def executed_flops_per_token(
     for category, operation, forwards in _counted(config, padded_vocab_size):
         times = _times(config, operation.kind, device) + forwards - 1
         flops = operation.flops * _copies(config, operation.kind)
-        if operation.kind == "attention" and attended_share is not None:
-            flops *= attended_share
+        if operation.kind == "attention":
+            flops *= _computed_share(config, device, attended_share)
         of_category = counts.setdefault(category, {})
         of_category[times] = of_category.get(times, 0.0) + flops
     if device == "cpu" and config.training.precision != "fp32" and "experts" in counts:
@@ -141,6 +153,17 @@ def _times(config: Config, kind: str, device: str) -> float:
     if kind == "experts" and "recompute" in config.moe.memory_strategy:
         return 3.0 + (2 / 3 if config.model.activation == "swiglu" else 1 / 2)
     return 3.0
+
+
+def _computed_share(config: Config, device: str, attended_share: float | None) -> float:
+    """Of the full square of the attention of one document without a sliding window."""
+    share = 1.0
+    if computes_slices(config, device):
+        share = derived.attended_share(config) if attended_share is None else attended_share
+    if _is_padded(config, device):
+        keys, values = derived.head_dim(config) + config.model.rotary_head_dim, config.model.value_head_dim
+        share *= 2 * max(keys, values) / (keys + values)
+    return share
 
 
 def _copies(config: Config, kind: str) -> int:
