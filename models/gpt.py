@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from configs.rotary import switches_at
 from configs.schema import Config
 from models.attention.layers import takes_rows
-from models.attention.rows import SLICES, BatchSlices, Rows, of_documents
+from models.attention.rows import SLICES, BatchSlices, MicroBatchRows, of_documents
 from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
@@ -41,7 +41,7 @@ class Gpt(GPTModel):
         apart: BatchSlices | None = None,
     ) -> torch.Tensor:
         """Run this stage: see `forward` of this file for shapes."""
-        rows = Rows(tokens, self.rotary, apart, positions)
+        rows = MicroBatchRows(tokens, self.rotary, apart, positions)
         hidden = None  # a later stage: the decoder holds what the previous one sent
         if self.pre_process:
             numbers = position_ids(tokens, self.context) if positions is None else positions

@@ -228,9 +228,7 @@ class Activations:
             sums = self.sizes.tokens * self.config.model.num_attention_heads // self.config.parallel.tensor * FP32
             takes = OperationBytes(kept=sums)
             if self.by_slices:
-                takes = self._slices(
-                    sums, self.sizes.bytes(operation.output), [held[name] for name in operation.inputs]
-                )
+                takes = self._slices(sums, operation, held)
             return self._apply(tape, operation, held, takes)
         query, key, value = (held[name] for name in operation.inputs)
         return [self._unfused_attention(tape, query, key, value)]

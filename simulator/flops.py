@@ -156,7 +156,7 @@ def _times(config: Config, kind: str, device: str) -> float:
 
 
 def _computed_share(config: Config, device: str, attended_share: float | None) -> float:
-    """Of the full square of the attention of one document without a sliding window."""
+    """What is computed of the full square of attention over one document without a sliding window."""
     share = 1.0
     if computes_slices(config, device):
         share = derived.attended_share(config) if attended_share is None else attended_share

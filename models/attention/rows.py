@@ -66,7 +66,7 @@ def of_joined(num_samples: int, length: int) -> BatchSlices:
     return BatchSlices(slices.joined(num_samples, length), num_samples, length)
 
 
-class Rows:
+class MicroBatchRows:
     """A micro-batch's rows on this rank's device. `apart`: which attend to which, None where all of a sample do, each
     to those before it."""
 

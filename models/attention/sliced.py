@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from memory.transfer import to_device
 from models.attention import kernels
-from models.attention.slices import ANTI_CAUSAL, FULL, Shape, Slices
+from models.attention.slices import ANTI_CAUSAL, FULL, Slices, SliceShape
 
 
 class RowRuns:
@@ -66,12 +66,12 @@ class RowRuns:
 class SliceBatch:
     """Slices of equal shape whose rows are in no two of them."""
 
-    shape: Shape
+    shape: SliceShape
     queries: RowRuns
     keys: RowRuns
 
 
-class Launch:
+class LaunchSlices:
     """Slices of one kind whose rows are in no two of them, as a kernel with cumulative lengths takes them."""
 
     def __init__(self, slices: Slices, length: int, num_samples: int) -> None:
@@ -123,7 +123,7 @@ class SlicePlan:
         of_keys = _cover(slices.sample, slices.key, slices.keys, length, num_samples)
         self.merges, self.adds = bool((of_queries > 1).any()), bool((of_keys > 1).any())
         self.covers_queries, self.covers_keys = bool((of_queries > 0).all()), bool((of_keys > 0).all())
-        self.launches = [Launch(each, length, num_samples) for each in slices.launches()]
+        self.launches = [LaunchSlices(each, length, num_samples) for each in slices.launches()]
         self.batches = [batch for launch in self.launches for batch in launch.batches()]
 
 
