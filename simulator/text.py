@@ -98,7 +98,7 @@ def _documents(plan: RunPlan) -> list[str]:
     if plan.config.data.documents != "separate":
         return []
     if plan.attended_share is None:
-        known = "the corpus is not prepared yet, so FLOPs are those of joined ones, which is the most it can be"
+        known = "the corpus is not prepared with these settings: FLOPs are those of joined ones, the most they can be"
     else:
         known = f"{plan.attended_share:.1%} of the pairs of one-document samples attend, by the corpus' lengths"
     return [f"  separate documents {known}"]

@@ -118,7 +118,7 @@ def test_a_plan_uses_the_lengths_once_they_are_there(config, tmp_path: Path) -> 
     assert find_prepared(whole.data, "gpt") is None and planned_share(whole) is None
     assert not Path(config.cache_dir).exists()  # nothing is made
     before = make_plan(whole, 1, 400, "cpu")
-    assert "separate documents the corpus is not prepared yet" in text(before)
+    assert "separate documents the corpus is not prepared with these settings" in text(before)
     prepared = prepare(whole.data, "gpt", False)
     assert find_prepared(whole.data, "gpt") is not None
     share = planned_share(whole)
