@@ -14,6 +14,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
+from models.loss.output_layer import LossOutput
+from models.loss.token_loss import Targets, targets_of
 from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
@@ -29,7 +31,7 @@ class Gpt(GPTModel):
         self.context = context
         self.rotary = Rotary(model, self.pg_collection.cp) if model.model.position_embedding == "rope" else None
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, targets: Targets | None = None) -> torch.Tensor | LossOutput:
         """Run this stage: see `forward` of this file for shapes."""
         hidden = None  # a later stage: the decoder holds what the previous one sent
         if self.pre_process:
@@ -44,10 +46,9 @@ class Gpt(GPTModel):
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden, weight=weight)
-        if labels is None:
-            return logits.transpose(0, 1).contiguous()
-        return self.compute_language_model_loss(labels, logits)
+        if targets is None:
+            return self.output_layer(hidden, weight=weight)[0].transpose(0, 1).contiguous()
+        return self.output_layer(self.output_layer.rows(hidden, targets), weight=weight, targets=targets)
 
 
 def build_chunk(
@@ -77,19 +78,19 @@ def build_chunk(
     )
 
 
-def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Run this rank's stage on `batch["tokens"]` and `batch["labels"]`, int64 `[b, s]`.
+def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor | LossOutput:
+    """Run this rank's stage on `batch["tokens"]` and its targets (see models/loss/token_loss.py), int64 `[b, s]`.
 
-    Last stage: the loss of each token, fp32 `[b, s]`; without labels, this tensor rank's logits `[b, s, v]`.
-    Other stages: hidden `[s, b, h]`.
+    Last stage: the sum of the losses and each token's, fp32 `[b, s]`; without labels, this tensor rank's logits
+    `[b, s, v]`. Other stages: hidden `[s, b, h]`.
     """
-    return model(tokens=batch["tokens"], labels=batch.get("labels"))
+    return model(tokens=batch["tokens"], targets=targets_of(batch))
 
 
-def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss(output: LossOutput, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the language-model loss over the predicted tokens (where `loss_mask` is 1), fp32 scalar; no extra
     losses."""
-    return (output.float() * batch["loss_mask"]).sum(), {}
+    return output[0], {}
 
 
 def logits(model: torch.nn.Module, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:

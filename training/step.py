@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from configs import derived
 from memory.transfer import to_device
+from models.loss.rows import predicted_rows
 from moe.watch import RouterReport, in_metrics
 from optim import update
 from optim.build import set_learning_rate
@@ -170,10 +171,15 @@ def _run(engine: Engine, batches: Sequence[Batch], *, forward_only: bool) -> tup
         dist.all_reduce(count, group=topology.data.group)
     scale = len(batches) * topology.data.size / count.clamp(min=1.0)
     losses = _no_losses(engine)
+    loss_grad = None if forward_only else _loss_grad(engine, scale, len(batches))
 
     def forward_step(iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         number, batch = next(iterator)
+        predicts = topology.pipeline.is_last and chunk is engine.chunks[-1]
+        rows = _predicted_rows(engine, batch) if predicts else None
         batch = _to_device(engine, batch)
+        if predicts:
+            batch |= {name: value for name, value in (("rows", rows), ("loss_grad", loss_grad)) if value is not None}
         engine.dropout.begin(number)
         return engine.family.forward(chunk, batch), partial(_loss, engine, batch, scale, losses)
 
@@ -199,6 +205,21 @@ def _loss(
         for i, name in enumerate(engine.extra_losses):
             losses[1 + i] += extra[name]
     return loss_sum * scale + sum(extra.values()), {}
+
+
+def _loss_grad(engine: Engine, scale: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
+    """The gradient that a micro-batch's sum of losses will get: what the schedule and `_loss` make of it, undone in
+    their order."""
+    one = engine.optimizer.scale_loss(torch.ones((), device=scale.device)).reshape(())
+    return one / num_micro_batches * engine.topology.context.size * scale
+
+
+def _predicted_rows(engine: Engine, batch: Batch) -> torch.Tensor | None:
+    """Rows that predict something, on the device; None if all of this rank's do."""
+    parallel, topology = engine.config.parallel, engine.topology
+    own = cut_batch({name: batch[name] for name in ("tokens", "loss_mask")}, topology.context)
+    rows = predicted_rows(own["loss_mask"], topology.tensor.size if parallel.sequence else 1)
+    return None if rows is None else to_device(rows, topology.device)
 
 
 def _clear_gradients(engine: Engine) -> None:

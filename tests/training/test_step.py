@@ -93,8 +93,7 @@ def measure_loss(config: Config) -> dict[str, float]:
     chunk, total, tokens = model.bare_chunks[0], 0.0, 0.0
     with torch.no_grad(), model.frozen_weights():
         for batch in batches:
-            output = model.family.forward(chunk, batch)
-            per_token = output[0] if isinstance(output, tuple) else output
+            per_token = model.family.forward(chunk, batch)[1]
             total += float((per_token.double() * batch["loss_mask"]).sum())
             tokens += float(batch["loss_mask"].sum())
     evaluated = evaluate(model, iter([batches]))[0]
@@ -253,17 +252,21 @@ def count_flops(config: Config) -> tuple[float, float, float]:
         return sdpa_flop_count(query, keys, values)
 
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch's counter knows those of CUDA only
-    with FlopCounterMode(display=False, custom_mapping={kernel: attention}) as counter:
-        output = model.family.forward(model.bare_chunks[0], batch)
+    counts = []
+    for trains in (False, True):  # the output layer's gradients are made in the forward pass
+        counter = FlopCounterMode(display=False, custom_mapping={kernel: attention})
+        chunk = model.bare_chunks[0].requires_grad_(trains)
+        with counter:
+            output = model.family.forward(chunk, batch)
+        counts.append(counter.get_flop_counts()["Global"])
     tokens = batch["tokens"].numel()
-    counts = counter.get_flop_counts()["Global"]
-    attended = counts.pop(kernel)
+    attended, _ = (count.pop(kernel) for count in counts)
     with FlopCounterMode(display=False) as counter:
         loss, _ = model.family.loss(output, batch)
         loss.backward()
     backward = sum(counter.get_flop_counts()["Global"].values())
-    forward = sum(counts.values())
-    return attended / tokens, forward / tokens, (forward + backward) / tokens
+    without, forward = (sum(count.values()) for count in counts)
+    return attended / tokens, without / tokens, (forward + backward) / tokens
 
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "gpt_moe_tiny", "bert_moe_tiny"])
