@@ -6,6 +6,7 @@ from __future__ import annotations
 FEW_TOKENS = 512
 LEAST_TILE = 128  # tokens: fewer make slow matrix products
 MOST_TILES = 64
+BLOCK_NUMBERS = 2**20  # of a half-precision weight's gradient that are made at once
 
 
 def token_tile(tokens: int, chosen: int | None = None) -> int:

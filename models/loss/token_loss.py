@@ -20,9 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from models.loss.tiles import BLOCK_NUMBERS
 from parallel.megatron.grad_buffers import open_buffer
-
-BLOCK_NUMBERS = 2**20  # of a half-precision weight's gradient that are made at once
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,8 @@ class _Tiles:
         if self.is_whole:  # as Megatron-core's loss has it
             exponentials.div_(sums.unsqueeze(1))
             exponentials.scatter_add_(1, self.column, -self.is_mine.float().unsqueeze(1))
-            return exponentials.mul_(scales.unsqueeze(1)).to(self.logits.dtype)
+            exponentials.mul_(scales.unsqueeze(1))
+            return exponentials if self.wide is self.logits else self.logits[: len(exponentials)].copy_(exponentials)
         exponentials.scatter_add_(1, self.column, -torch.where(self.is_mine, sums, 0.0).unsqueeze(1))
         return torch.mul(exponentials, (scales / sums).unsqueeze(1), out=self.logits[: len(exponentials)])
 

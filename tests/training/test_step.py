@@ -253,11 +253,10 @@ def count_flops(config: Config) -> tuple[float, float, float]:
 
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch's counter knows those of CUDA only
     counts = []
-    for trains in (False, True):  # the output layer's gradients are made in the forward pass
-        counter = FlopCounterMode(display=False, custom_mapping={kernel: attention})
-        chunk = model.bare_chunks[0].requires_grad_(trains)
-        with counter:
-            output = model.family.forward(chunk, batch)
+    # With labels, the forward pass makes the output layer's gradients too.
+    for given in ({name: value for name, value in batch.items() if name != "labels"}, batch):
+        with FlopCounterMode(display=False, custom_mapping={kernel: attention}) as counter:
+            output = model.family.forward(model.bare_chunks[0], given)
         counts.append(counter.get_flop_counts()["Global"])
     tokens = batch["tokens"].numel()
     attended, _ = (count.pop(kernel) for count in counts)
