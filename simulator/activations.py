@@ -14,7 +14,7 @@ from configs import derived
 from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import INPUT, ModelOperation, Weight, unknown
-from models.loss.tiles import BLOCK_NUMBERS, token_tile
+from models.loss.tiles import BLOCK_NUMBERS, GROUP, token_tile
 from moe.chunk_plan import STRATEGIES, Plan
 from moe.planning import footprint
 from moe.planning.inputs import fullest_load, initial_plan
@@ -222,9 +222,10 @@ class Activations:
         hidden_size, element, weight = matrix.shape[1], sizes.element, self._weight_bytes(operation.weights)
         rows = min(self.tile, sizes.predicted)
         numbers = blueprint.local_shape(matrix, sizes.ranks)[0]
-        during = rows * numbers * (FP32 if element == FP32 else FP32 + element)
+        group = rows if self.is_one_tile or element == FP32 else min(rows * GROUP, sizes.predicted)
+        during = rows * numbers * FP32 + (group * numbers * element if element < FP32 else 0)
         if self.config.parallel.sequence:
-            during += 2 * rows * hidden_size * element
+            during += (group + rows) * hidden_size * element
         if not self.is_one_tile and element < FP32:
             during += min(weight, BLOCK_NUMBERS * element)
         takes = OperationBytes(

@@ -6,6 +6,7 @@ from __future__ import annotations
 FEW_TOKENS = 512
 LEAST_TILE = 128  # tokens: fewer make slow matrix products
 MOST_TILES = 64
+GROUP = 4  # tiles in half precision that share a product for the weight's gradient
 BLOCK_NUMBERS = 2**20  # of a half-precision weight's gradient that are made at once
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.loss.tiles import BLOCK_NUMBERS
+from models.loss.tiles import BLOCK_NUMBERS, GROUP
 from parallel.megatron.grad_buffers import open_buffer
 
 
@@ -104,12 +104,13 @@ class _TokenLoss(torch.autograd.Function):
             grads = _Gradients(hidden, weight, bias, is_whole, targets.loss_grad is not None)
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         for rows in work.slices():
-            x = work.gathered(hidden[rows])
-            exponentials, largest_label, sums = work.softmax(x, labels[:, rows].reshape(-1))
-            losses[:, rows] = (torch.log(sums) - largest_label).view(part.ranks, -1)
+            exponentials, label_logits, sums = work.softmax(rows, labels[:, rows].reshape(-1))
+            losses[:, rows] = (torch.log(sums) - label_logits).view(part.ranks, -1)
             if grads is not None:
                 logits_grad = work.logits_grad(exponentials, sums, scales[:, rows].reshape(-1))
-                grads.add(rows, x, logits_grad, part)
+                grads.add_tile(rows, logits_grad, part)
+                if work.is_full:
+                    grads.add_group(*work.take_group())
         if grads is not None:
             grads.finish(part)
         ctx.grads, ctx.loss_grad = grads, targets.loss_grad
@@ -144,7 +145,11 @@ def _of_samples(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
 
 
 class _Tiles:
-    """The forward pass of one tile after the other, in memory that they share."""
+    """The forward pass of one tile after the other, in memory that they share.
+
+    In half precision the gradients of the logits of GROUP tiles are kept, for one product: it is as good as of so
+    large a tile, and they take less than its logits in fp32.
+    """
 
     def __init__(
         self,
@@ -155,59 +160,72 @@ class _Tiles:
         own_tile: int,
         is_whole: bool,
     ):
-        self.weight, self.bias, self.part, self.is_whole = weight, bias, part, is_whole
-        self.num_rows, self.own_tile = hidden.size(0), min(own_tile, hidden.size(0))
-        rows = self.own_tile * part.ranks
-        self.logits = hidden.new_empty(rows, weight.size(0))
-        self.wide = self.logits if hidden.dtype == torch.float32 else self.logits.new_empty(0, dtype=torch.float32)
-        if self.wide is not self.logits:
-            self.wide = torch.empty_like(self.logits, dtype=torch.float32)
-        self.x = hidden.new_empty(rows, hidden.size(1)) if part.is_spread else None
+        self.hidden, self.weight, self.bias, self.part, self.is_whole = hidden, weight, bias, part, is_whole
+        self.own_tile = max(1, min(own_tile, len(hidden)))
+        is_wide = hidden.dtype == torch.float32
+        self.own_group = min(self.own_tile * (1 if is_whole or is_wide else GROUP), len(hidden))
+        tile, group = self.own_tile * part.ranks, self.own_group * part.ranks
+        self.logits = hidden.new_empty(group, len(weight))
+        self.wide = None if is_wide else hidden.new_empty(tile, len(weight), dtype=torch.float32)
+        self.gathered = hidden.new_empty(group, hidden.size(1)) if part.is_spread else None
+        self.own = slice(0, 0)  # this rank's rows of the group
 
     def slices(self) -> list[slice]:
         """This rank's rows of each tile."""
-        starts = range(0, self.num_rows, max(1, self.own_tile))
-        return [slice(start, min(start + self.own_tile, self.num_rows)) for start in starts]
+        end = len(self.hidden)
+        return [slice(start, min(start + self.own_tile, end)) for start in range(0, end, self.own_tile)]
 
-    def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """A tile's hidden states `[t, H]` of all ranks."""
-        if self.x is None:
-            return own
-        x = self.x[: len(own) * self.part.ranks]
-        dist.all_gather_into_tensor(x, own.contiguous(), group=self.part.group)
-        return x
+    @property
+    def is_full(self) -> bool:
+        """Whether no tile follows in the group."""
+        return self.own.stop - self.own.start == self.own_group or self.own.stop == len(self.hidden)
 
-    def softmax(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Exponentials of the logits less the largest of their row, fp32 `[t, V]`; of all ranks the label's logit, less
-        the same, and the sums `[t]`."""
+    def take_group(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The group's gradients of logits and its hidden states, of all ranks; the next tile begins another."""
+        own, self.own = self.own, slice(self.own.stop, self.own.stop)
+        rows = (own.stop - own.start) * self.part.ranks
+        return self.logits[:rows], self.hidden[own] if self.gathered is None else self.gathered[:rows]
+
+    def softmax(self, own: slice, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of a tile with this rank's rows `own` the exponentials of the logits less the largest of their row, fp32
+        `[t, V]`; of all ranks the label's logit, less the same, and the sums `[t]`."""
         part = self.part
-        logits = torch.mm(x, self.weight.t(), out=self.logits[: len(x)])
+        if self.is_full:
+            self.own = slice(own.start, own.start)
+        at = slice(*((row - self.own.start) * part.ranks for row in (own.start, own.stop)))
+        self.own, x, self.place = slice(self.own.start, own.stop), self.hidden[own], at
+        if self.gathered is not None:
+            x = self.gathered[at]
+            dist.all_gather_into_tensor(x, self.hidden[own].contiguous(), group=part.group)
+        logits = torch.mm(x, self.weight.t(), out=self.logits[at])
         if self.bias is not None:
             logits += self.bias
         mask_padding(logits, part.num_real)
-        wide = logits if self.wide is self.logits else self.wide[: len(x)].copy_(logits)
+        wide = logits if self.wide is None else self.wide[: len(x)].copy_(logits)
         largest = wide.amax(dim=-1)
         _reduce(largest, part.group, dist.ReduceOp.MAX)
         wide -= largest.unsqueeze(1)
         column = labels - part.first
         self.is_mine = (column >= 0) & (column < wide.size(1))
         self.column = torch.where(self.is_mine, column, 0).unsqueeze(1)
-        of_label = torch.where(self.is_mine, wide.gather(1, self.column).squeeze(1), 0.0)
+        label_logits = torch.where(self.is_mine, wide.gather(1, self.column).squeeze(1), 0.0)
         wide.exp_()
         sums = wide.sum(dim=-1)
-        _reduce(of_label, part.group)
+        _reduce(label_logits, part.group)
         _reduce(sums, part.group)
-        return wide, of_label, sums
+        return wide, label_logits, sums
 
     def logits_grad(self, exponentials: torch.Tensor, sums: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """(softmax - label) * scale, of the last tile, in the weight's dtype and in the logits' memory."""
+        targets = self.is_mine.float()
         if self.is_whole:  # as Megatron-core's loss has it
-            exponentials.div_(sums.unsqueeze(1))
-            exponentials.scatter_add_(1, self.column, -self.is_mine.float().unsqueeze(1))
-            exponentials.mul_(scales.unsqueeze(1))
-            return exponentials if self.wide is self.logits else self.logits[: len(exponentials)].copy_(exponentials)
-        exponentials.scatter_add_(1, self.column, -torch.where(self.is_mine, sums, 0.0).unsqueeze(1))
-        return torch.mul(exponentials, (scales / sums).unsqueeze(1), out=self.logits[: len(exponentials)])
+            exponentials.div_(sums.unsqueeze(1)).scatter_add_(1, self.column, -targets.unsqueeze(1))
+        else:  # a pass less
+            exponentials.scatter_add_(1, self.column, -(targets * sums).unsqueeze(1))
+            scales = scales / sums
+        exponentials.mul_(scales.unsqueeze(1))
+        # Not in the product: torch multiplies into another dtype number by number.
+        return exponentials if self.wide is None else self.logits[self.place].copy_(exponentials)
 
 
 class _Gradients:
@@ -233,8 +251,8 @@ class _Gradients:
         if bias is not None and bias.requires_grad:
             self.bias = torch.zeros_like(bias, dtype=torch.float32)
 
-    def add(self, rows: slice, x: torch.Tensor, logits_grad: torch.Tensor, part: VocabularyPart) -> None:
-        """A tile's."""
+    def add_tile(self, rows: slice, logits_grad: torch.Tensor, part: VocabularyPart) -> None:
+        """Add a tile's, but for the weight."""
         if part.is_spread:
             whole = torch.mm(logits_grad, self.parameter)
             dist.reduce_scatter_tensor(self.hidden[rows], whole, group=part.group)
@@ -242,6 +260,9 @@ class _Gradients:
             torch.mm(logits_grad, self.parameter, out=self.hidden[rows])
         if self.bias is not None:
             self.bias += logits_grad.sum(dim=0, dtype=torch.float32)
+
+    def add_group(self, logits_grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Add a group's gradient of the weight."""
         if self.buffer is not None:
             _add_product(self.buffer, logits_grad, x, self.writes_over)
             self.writes_over = False
