@@ -114,9 +114,9 @@ class _TokenLoss(torch.autograd.Function):
         if grads is not None:
             grads.finish(part)
         ctx.grads, ctx.loss_grad = grads, targets.loss_grad
-        each = _of_samples(losses, targets)
+        each = _of_samples(losses, targets) * targets.loss_mask
         ctx.mark_non_differentiable(each)
-        return (each * targets.loss_mask).sum(), each
+        return each.sum(), each
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
