@@ -310,10 +310,9 @@ def _own_tensors(model: Any) -> list[torch.Tensor]:
 
     found = list(parallel_state.get_global_memory_buffer().buffer.values())
     for chunk in model.bare_chunks:
+        if chunk.rotary is not None:
+            found.append(chunk.rotary.of_length(model.config.model.sequence_length, model.topology.device))
         for module in chunk.modules():
-            rotary = getattr(module, "rotary_pos_emb", None)
-            if rotary is not None:
-                found.append(rotary(model.config.model.sequence_length, packed_seq=False))
             if (slots := getattr(getattr(module, "placement", None), "slots", None)) is not None:
                 found += slots.tensors
     return found

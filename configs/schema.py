@@ -77,6 +77,13 @@ class DataConfig:
         "refuse",
         choices=("file", "blank_line", "line"),
     )
+    documents: str = key(
+        "joined",
+        "gpt: whether a sample's documents attend to each other (joined), or each only to itself, with positions of "
+        "its own (separate)",
+        "say",
+        choices=("joined", "separate"),
+    )
     tokenizer: str = key(
         "sentencepiece", "sentencepiece: trained on the corpus; or a .model file, or a Hugging Face folder", "refuse"
     )

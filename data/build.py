@@ -116,7 +116,8 @@ def _check_validation(config: Config, prepared: PreparedData) -> None:
 def _samples(config: Config, prepared: PreparedData, files: list[TokenFile], shuffle: bool) -> GPTSamples | BertSamples:
     model, seed = config.model, config.training.seed
     if model.family == "gpt":
-        return GPTSamples(files, model.sequence_length, seed, shuffle, prepared.vocab_size)
+        separate = config.data.documents == "separate"
+        return GPTSamples(files, model.sequence_length, seed, shuffle, prepared.vocab_size, separate)
     return BertSamples(
         files,
         load_tokenizer(prepared.tokenizer_path),

@@ -7,7 +7,7 @@ Shapes: b samples, s tokens of a sample, h hidden size, v padded vocabulary rows
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
+from models.attention.layers import takes_rows
+from models.attention.rows import SLICES, BatchSlices, Rows, of_padding
 from models.blueprint.ends import NUM_TOKEN_TYPES
 from models.gpt import POSITION_EMBEDDINGS
 from models.loss.token_loss import Targets, targets_of
@@ -101,9 +103,7 @@ class Bert(LanguageModule):
                 max_sequence_length=config.model.sequence_length,
                 position_embedding_type=position_type,
             )
-        self.rotary_pos_emb = None
-        if config.model.position_embedding == "rope":
-            self.rotary_pos_emb = Rotary(config, self.pg_collection.cp)
+        self.rotary = Rotary(config) if config.model.position_embedding == "rope" else None
         self.encoder = TransformerBlock(
             config=megatron,
             spec=block,
@@ -129,6 +129,7 @@ class Bert(LanguageModule):
             if config.model.sentence_head != "none":
                 self.pooler = Pooler(megatron.hidden_size, megatron.init_method, megatron, megatron.sequence_parallel)
                 self.binary_head = torch.nn.Linear(megatron.hidden_size, 2)
+        self.passes_rows = takes_rows(self)
         if pre_process or post_process:
             self.setup_embeddings_and_output_layer()
 
@@ -137,7 +138,12 @@ class Bert(LanguageModule):
         self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def forward(
-        self, tokens: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor, targets: Targets | None = None
+        self,
+        tokens: torch.Tensor,
+        types: torch.Tensor,
+        padding_mask: torch.Tensor,
+        targets: Targets | None = None,
+        apart: BatchSlices | None = None,
     ) -> Output:
         """Run this stage: see `forward` of this file for shapes."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
@@ -145,11 +151,16 @@ class Bert(LanguageModule):
             hidden = self.embedding(
                 input_ids=tokens, position_ids=position_ids(tokens, self.context), tokentype_ids=types
             )
-        rotary = self.rotary_pos_emb(tokens.size(1)) if self.rotary_pos_emb is not None else None
+        rows = Rows(tokens, self.rotary, apart)
         # Megatron's convention: True = masked. Only keys are masked: what a padding position itself computes reaches no
         # loss.
         attention_mask = ~padding_mask[:, None, None, :]
-        hidden = self.encoder(hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=rotary)
+        hidden = self.encoder(
+            hidden_states=hidden,
+            attention_mask=attention_mask,
+            rotary_pos_emb=rows.angles,
+            packed_seq_params=rows if self.passes_rows else None,
+        )
         if not self.post_process:
             return hidden
         sentence_logits = self.binary_head(self.pooler(hidden, 0)) if self.pooler is not None else None
@@ -175,7 +186,12 @@ def build_chunk(
     return Bert(config, megatron, topology, block, padded_vocab_size, pre_process, post_process, vp_stage)
 
 
-def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Output:
+def on_host(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch of the host with what is made of it there: its slices of attention."""
+    return {**batch, SLICES: of_padding(batch["padding_mask"])}
+
+
+def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
     """Run this rank's stage on `tokens`, `types` (int64 `[b, s]`), `padding_mask` (bool `[b, s]`, True = real token)
     and its targets (see models/loss/token_loss.py).
 
@@ -183,7 +199,11 @@ def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Output:
     logits `[b, 2]` or None). Other stages: hidden `[s, b, h]`.
     """
     return model(
-        tokens=batch["tokens"], types=batch["types"], padding_mask=batch["padding_mask"], targets=targets_of(batch)
+        tokens=batch["tokens"],
+        types=batch["types"],
+        padding_mask=batch["padding_mask"],
+        targets=targets_of(batch),
+        apart=batch.get(SLICES),
     )
 
 

@@ -14,9 +14,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
+from models.attention.layers import takes_rows
+from models.attention.rows import SLICES, BatchSlices, Rows, of_documents
 from models.loss.output_layer import LossOutput
 from models.loss.token_loss import Targets, targets_of
-from models.pointwise.frequencies import Rotary
+from models.pointwise.frequencies import Rotary, switches_at
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
 
@@ -29,19 +31,28 @@ class Gpt(GPTModel):
     def __init__(self, model: Config, context: Axis, **settings: Any) -> None:
         super().__init__(**settings)
         self.context = context
-        self.rotary = Rotary(model, self.pg_collection.cp) if model.model.position_embedding == "rope" else None
+        self.rotary = Rotary(model) if model.model.position_embedding == "rope" else None
+        self.passes_rows = takes_rows(self)
 
-    def forward(self, tokens: torch.Tensor, targets: Targets | None = None) -> torch.Tensor | LossOutput:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: Targets | None = None,
+        positions: torch.Tensor | None = None,
+        apart: BatchSlices | None = None,
+    ) -> torch.Tensor | LossOutput:
         """Run this stage: see `forward` of this file for shapes."""
+        rows = Rows(tokens, self.rotary, apart, positions)
         hidden = None  # a later stage: the decoder holds what the previous one sent
         if self.pre_process:
-            hidden = self.embedding(input_ids=tokens, position_ids=position_ids(tokens, self.context))
-        # Latent attention has its own in each layer.
-        turns = self.rotary is not None and not self.config.multi_latent_attention
+            numbers = position_ids(tokens, self.context) if positions is None else positions
+            hidden = self.embedding(input_ids=tokens, position_ids=numbers)
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self.rotary(tokens.size(1), packed_seq=False) if turns else None,
+            # latent attention takes them from the rows
+            rotary_pos_emb=None if self.config.multi_latent_attention else rows.angles,
+            packed_seq_params=rows if self.passes_rows else None,
         )
         if not self.post_process:
             return hidden
@@ -78,13 +89,24 @@ def build_chunk(
     )
 
 
-def forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor | LossOutput:
-    """Run this rank's stage on `batch["tokens"]` and its targets (see models/loss/token_loss.py), int64 `[b, s]`.
+def on_host(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch of the host with what is made of it there: where documents stay apart (`positions`, int64 `[b, s]`,
+    of each token in its piece), its slices of attention."""
+    if "positions" not in batch:
+        return batch
+    return {**batch, SLICES: of_documents(batch["positions"], switches_at(config))}
+
+
+def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | LossOutput:
+    """Run this rank's stage on `batch["tokens"]`, int64 `[b, s]`, what `on_host` made, and its targets (see
+    models/loss/token_loss.py).
 
     Last stage: the sum of the losses and each token's, fp32 `[b, s]`; without labels, this tensor rank's logits
     `[b, s, v]`. Other stages: hidden `[s, b, h]`.
     """
-    return model(tokens=batch["tokens"], targets=targets_of(batch))
+    return model(
+        tokens=batch["tokens"], targets=targets_of(batch), positions=batch.get("positions"), apart=batch.get(SLICES)
+    )
 
 
 def loss(output: LossOutput, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ transformer_engine: TransformerEngine's norm, attention and linear layers (CUDA 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -120,6 +120,8 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's model chunk and the final norm. Layers are dense or MoE by `moe.layers`."""
     backend = _backend(backend_name, megatron)
+    if config.data.documents == "separate":  # TransformerEngine's attention would need lengths of its own
+        backend = replace(backend, attention=ScaledDotProductAttention)
     causal = config.model.family == "gpt"
     post_norm = config.model.norm_position == "post"
     stage = topology.pipeline.rank
@@ -166,7 +168,7 @@ def _layer(
     latent = isinstance(megatron, MLATransformerConfig)
     fused_input_norm = None if latent else fused_norm  # two layers of latent attention read the norm
     attention = (
-        _latent_attention(backend, config)
+        _latent_attention(backend)
         if latent
         else _attention(backend, megatron, tensor, config.model, causal, fused_norm)
     )
@@ -217,7 +219,7 @@ def _attention(
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding}
     # Where TransformerEngine is, it has a kernel for the rotary embedding, but none for a factor.
     factor = attention_factor(model.rotary_scaling) if model.position_embedding == "rope" else 1.0
-    ours = backend.norm_column_linear is None or factor != 1.0
+    ours = backend.attention is ScaledDotProductAttention or factor != 1.0
     if ours:
         params["rotary_factor"] = factor
     return ModuleSpec(
@@ -233,10 +235,10 @@ def _attention(
     )
 
 
-def _latent_attention(backend: Backend, config: Config) -> ModuleSpec:
+def _latent_attention(backend: Backend) -> ModuleSpec:
     return ModuleSpec(
         module=LatentAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "model": config},
+        params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=backend.column_linear,
             linear_q_down_proj=backend.column_linear,

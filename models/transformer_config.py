@@ -91,7 +91,8 @@ def fusions(config: Config, backend: str) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     # Of latent attention: with Megatron-core's own YaRN alone. It knows no factor of cosines and sines.
     rotates = model.position_embedding == "rope" and model.attention == "grouped"
-    if rotates and attention_factor(model.rotary_scaling) == 1.0:
+    joined = config.data.documents == "joined"  # its kernel takes one list of angles for all samples
+    if rotates and joined and attention_factor(model.rotary_scaling) == 1.0:
         chosen["apply_rope_fusion"] = True
     # The fused GELU is the approximation by tanh, whose exact form Megatron refuses; it is not what `gelu` says.
     if model.activation == "swiglu":

@@ -45,7 +45,6 @@ DUMP_PAUSE = 1.0  # seconds in which they write them
 END = b"end"  # tells a rank that it may take everything down
 END_OF_RUN = "\x00end-of-run"  # ends a rank's output of one call
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-ROTARY = (("rotary_pos_embedding", "RotaryEmbedding"), ("yarn_rotary_pos_embedding", "YarnRotaryEmbedding"))
 
 
 class RankError(Exception):
@@ -472,11 +471,6 @@ def _take_down(environment: dict[str, str], folder: str) -> None:
         # A tracker with one entry per layer, and a scale whose shape depends on who sets it first.
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
         moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    for name, kind in ROTARY:
-        module = sys.modules.get(f"megatron.core.models.common.embeddings.{name}")
-        if module is not None:
-            # The cache of angles keeps the last 32 modules with their groups, each with threads that poll.
-            getattr(module, kind).forward.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.set_grad_enabled(True)

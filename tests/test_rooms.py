@@ -41,7 +41,7 @@ MOST_ARGUMENTS = 9  # of a function, without self
 MANY_ARGUMENTS = {
     "moe/kernels/ops.py:_forward_blocks": "torch's custom operation, whose schema is the C function's signature",
     "moe/kernels/ops.py:_backward_blocks": "torch's custom operation, whose schema is the C function's signature",
-    "models/attention/layers.py:ScaledDotProductAttention.__init__": "Megatron-core builds core attention with its arguments",
+    "models/attention/layers.py:ScaledDotProductAttention.__init__": "Megatron-core builds it with its arguments",
 }
 
 # Words that begin no docstring: what follows is a fragment of a sentence that the function's name would begin.

@@ -9,6 +9,7 @@ from typing import Any
 from checkpoint import state as checkpoint_state
 from checkpoint.state_file import in_words, layout_of, of_model
 from configs import derived
+from models.pointwise.frequencies import IN_FP32
 from parallel.dropout import BY_PLACE, BY_STREAM
 from training.engine import Engine
 
@@ -30,7 +31,8 @@ def state(engine: Engine, progress: Progress, facts: dict[str, Any]) -> dict[str
     position = {"step": progress.step, "consumed_samples": progress.consumed_samples, "health": progress.health}
     callbacks = {"callbacks": progress.callbacks} if progress.callbacks else {}
     model = of_model(engine.config, engine.vocab_size, engine.topology.world_size)
-    return {**facts, **position, **callbacks, "dropout": engine.dropout.rule, **model}
+    rules = {"dropout": engine.dropout.rule, "rotary": engine.rotary_rule}
+    return {**facts, **position, **callbacks, **rules, **model}
 
 
 def load(engine: Engine, folder: Path) -> Progress:
@@ -42,6 +44,7 @@ def load(engine: Engine, folder: Path) -> Progress:
     saved, has_streams = checkpoint_state.load(
         engine.chunks, engine.optimizer, folder, layout_of(engine.config, engine.topology.world_size)
     )
+    engine.rotary_rule = saved.get("rotary", IN_FP32)
     by_stream = saved.get("dropout", BY_STREAM) == BY_STREAM
     engine.dropout.rule = BY_STREAM if by_stream and has_streams else BY_PLACE
     if by_stream and not has_streams and derived.has_dropout(engine.config) and engine.topology.rank == 0:

@@ -137,7 +137,8 @@ def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
     """Logits [batch, sequence, vocabulary] in fp32, this rank's slice of the vocabulary; None off the last stage."""
 
     def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        output = engine.family.forward(chunk, _to_device(engine, next(iterator)))
+        batch = engine.family.on_host(engine.config, next(iterator))
+        output = engine.family.forward(chunk, _to_device(engine, batch))
         return output, lambda output, non_loss_data=True: output
 
     micro_batches = engine.topology.pipeline.size if len(engine.chunks) > 1 else 1
@@ -172,6 +173,7 @@ def _run(engine: Engine, batches: Sequence[Batch], *, forward_only: bool) -> tup
     scale = len(batches) * topology.data.size / count.clamp(min=1.0)
     losses = _no_losses(engine)
     loss_grad = None if forward_only else _loss_grad(engine, scale, len(batches))
+    batches = [engine.family.on_host(config, batch) for batch in batches]
 
     def forward_step(iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         number, batch = next(iterator)
@@ -237,9 +239,13 @@ def _iterators(engine: Engine, batches: Sequence[Any]) -> Any:
     return [iter(batches) for _ in engine.chunks] if len(engine.chunks) > 1 else iter(batches)
 
 
-def _to_device(engine: Engine, batch: Batch) -> Batch:
-    batch = {key: value.to(engine.topology.device, non_blocking=True) for key, value in batch.items()}
-    return cut_batch(batch, engine.topology.context)
+def _to_device(engine: Engine, batch: dict[str, Any]) -> dict[str, Any]:
+    device = engine.topology.device
+    moved = {
+        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+    }
+    return cut_batch(moved, engine.topology.context)
 
 
 def _no_losses(engine: Engine) -> torch.Tensor:

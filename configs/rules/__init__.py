@@ -23,6 +23,7 @@ RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
     layout.pipeline,
     layout.world,
     training.batch,
+    training.documents,
     training.evaluation,
     training.optimizer,
     memory.optimizer_state,

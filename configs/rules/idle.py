@@ -66,6 +66,11 @@ NEEDS = [
     ),
     Needs(("model.sliding_window",), lambda c: c.model.family == "gpt", "unless model.family is gpt"),
     Needs(
+        ("data.documents",),
+        lambda c: c.model.family == "gpt",
+        "unless model.family is gpt: BERT's samples do not cross documents",
+    ),
+    Needs(
         ("model.sliding_window_from",),
         lambda c: c.model.sliding_window is not None,
         "while model.sliding_window is null",

@@ -38,6 +38,12 @@ def batch(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("training.global_batch_size", rule, fixes)
 
 
+def documents(config: Config, world_size: int) -> Iterator[Problem]:
+    if config.data.documents == "separate" and config.model.family == "gpt" and config.model.attention_dropout > 0:
+        rule = "must be 0 with data.documents=separate, whose attention has no dropout"
+        yield Problem("model.attention_dropout", rule, [{"model.attention_dropout": 0.0}, {"data.documents": "joined"}])
+
+
 def evaluation(config: Config, world_size: int) -> Iterator[Problem]:
     data, training = config.data, config.training
     if data.validation_fraction == 0 and training.eval_interval > 0 and not data.validation_corpora:

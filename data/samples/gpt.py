@@ -1,4 +1,8 @@
-"""Samples of GPT: windows over the tokens."""
+"""Samples of GPT: windows over the tokens.
+
+A document's piece is what a window holds of it: the whole document, or what the window's ends leave of it. Where pieces
+begin is known from the index; no token marks it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from data.indexed import documents
 from data.prepare import TokenFile
 from data.samples.shared import (
     DOCUMENT_ORDER,
+    IGNORED,
     SAMPLE_ORDER,
     Blend,
     Epochs,
@@ -54,8 +59,9 @@ class _GPTFile:
         samples = permutation(self.seed, SAMPLE_ORDER, self.number, epoch, self.num_samples)
         return self.starts[documents], np.cumsum(self.lengths[documents]), samples
 
-    def window(self, i: int) -> np.ndarray:
-        """Tokens [sequence_length + 1], int64, of sample i of this file."""
+    def window(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [sequence_length + 1], int64, of sample i of this file, and the lengths [pieces] of its documents'
+        pieces."""
         epoch, position = divmod(i, self.num_samples)
         starts, ends, samples = self.epochs.get(epoch)
         begin = (int(samples[position]) if samples is not None else position) * self.sequence_length
@@ -67,14 +73,16 @@ class _GPTFile:
         origins = starts[first : last + 1] - np.concatenate(
             [ends[first - 1 : first] if first else np.zeros(1, np.int64), ends[first:last]]
         )
-        return self.tokens.read(list(zip((origins + begins).tolist(), (origins + stops).tolist()))).astype(np.int64)
+        tokens = self.tokens.read(list(zip((origins + begins).tolist(), (origins + stops).tolist()))).astype(np.int64)
+        return tokens, stops - begins
 
 
 class GPTSamples:
     """Windows of sequence_length + 1 tokens over documents laid end to end in an order that each epoch shuffles anew.
 
-    shuffle=False (validation): the files' own order, from the start. Raises ConfigError when there is too little data
-    for one sample, a file is damaged, or (in `batch`) a token does not fit `vocab_size`.
+    shuffle=False (validation): the files' own order, from the start. separate: documents do not see each other
+    (data.documents); the windows are the same. Raises ConfigError when there is too little data for one sample, a file
+    is damaged, or (in `batch`) a token does not fit `vocab_size`.
     """
 
     def __init__(
@@ -84,23 +92,39 @@ class GPTSamples:
         seed: int,
         shuffle: bool = True,
         vocab_size: int | None = None,
+        separate: bool = False,
     ):
         check_files(files)
-        self.vocab_size = vocab_size
+        self.vocab_size, self.separate = vocab_size, separate
         self.files = [_GPTFile(file, number, sequence_length, seed, shuffle) for number, file in enumerate(files)]
         self.blend: Locates = Blend([file.weight for file in files])
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Samples as tokens and labels int64 [b, s], loss_mask float32 [b, s]."""
+        """Samples as tokens and labels int64 [b, s], loss_mask float32 [b, s].
+
+        Separate documents have positions int64 [b, s] besides, from 0 in every piece, and the last token of a document
+        predicts nothing.
+        """
         windows = []
         for i in indices:
             file, position = self.blend.locate(i)
             windows.append(self.files[file].window(position))
-        both = np.stack(windows)
+        both = np.stack([tokens for tokens, _ in windows])
         if self.vocab_size is not None and int(both.max()) >= self.vocab_size:
             raise ConfigError(
                 f"data.tokenizer: token {int(both.max())} does not fit a vocabulary of {self.vocab_size}; "
                 "give the tokenizer that made the token files in data.corpus"
             )
         tokens, labels = np.ascontiguousarray(both[:, :-1]), np.ascontiguousarray(both[:, 1:])
-        return {"tokens": tokens, "labels": labels, "loss_mask": np.ones(tokens.shape, dtype=np.float32)}
+        batch = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(tokens.shape, dtype=np.float32)}
+        if self.separate:
+            positions = np.stack([_positions(lengths) for _, lengths in windows])
+            foreign = positions[:, 1:] == 0  # the label is the first token of another document
+            labels[foreign], batch["loss_mask"][foreign] = IGNORED, 0.0
+            batch["positions"] = np.ascontiguousarray(positions[:, :-1])
+        return batch
+
+
+def _positions(lengths: np.ndarray) -> np.ndarray:
+    """Positions int64 [sum of the lengths] that count from 0 in pieces of these lengths."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

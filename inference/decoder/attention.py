@@ -15,7 +15,7 @@ from configs.schema import Config
 from inference.decoder.linear import Group, Weights, all_heads_norm, gather, norm, row_linear
 from inference.decoder.step import Step
 from models.norm import LATENT_NORM_EPSILON
-from models.pointwise.frequencies import inverse_frequencies, switches_at
+from models.pointwise.frequencies import HOST, angles, inverse_frequencies, switches_at
 
 
 class Attention:
@@ -121,7 +121,7 @@ class DecoderRotary:
     def __init__(self, config: Config, device: torch.device) -> None:
         self.switches_at = switches_at(config)  # tokens
         sets = [False] if self.switches_at is None else [False, True]
-        self.frequencies = torch.stack([inverse_frequencies(config, device, is_long) for is_long in sets])
+        self.frequencies = [inverse_frequencies(config, HOST, is_long, torch.float64) for is_long in sets]
         self.factor = attention_factor(config.model.rotary_scaling)
         self.cos = self.sin = torch.empty(len(sets), 0, device=device)
 
@@ -135,9 +135,8 @@ class DecoderRotary:
         """fp32 cosines and signed sines `[s, 1, 1, d]`, or `[b, s, 1, 1, d]` where rows differ. All positions, the same
         of each row or int64 `[b, 1]`, are below `length`; `lengths`: tokens of each row's text."""
         if self.cos.size(1) < length:
-            angles = torch.arange(2 * length, dtype=torch.float32, device=self.frequencies.device)
-            angles = angles[:, None] * self.frequencies[:, None]
-            cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+            turned = torch.stack([angles(2 * length, each) for each in self.frequencies]).to(self.cos.device)
+            cos, sin = turned.cos() * self.factor, turned.sin() * self.factor
             self.cos = torch.cat([cos, cos], dim=2)[:, :, None, None]
             # The sign of rotate_half([a, b]) = [-b, a], so that the halves need only be swapped.
             self.sin = torch.cat([-sin, sin], dim=2)[:, :, None, None]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -28,9 +27,15 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from configs.schema import Config, ConfigError
-from models.pointwise.frequencies import Rotary
-from models.pointwise.rotary import rotate, split_and_rotate, tables
+from configs.schema import ConfigError
+from models.attention.rows import Rows
+from models.attention.sliced import SlicePlan, attend
+from models.pointwise.rotary import rotate, split_and_rotate
+
+
+def _for_core(core_attention: torch.nn.Module, rows: Rows | None) -> Rows | None:
+    """The rows where attention is ours: TransformerEngine's knows Megatron-core's packed sequences alone."""
+    return rows if isinstance(core_attention, ScaledDotProductAttention) else None
 
 
 class RotarySelfAttention(SelfAttention):
@@ -49,32 +54,59 @@ class RotarySelfAttention(SelfAttention):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: Rows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden `[s, b, h]`, rotary_pos_emb (angles) `[s, 1, 1, rotating channels]` -> `[s, b, h]` without the bias,
-        and the bias."""
+        """hidden `[s, b, h]`, rotary_pos_emb (angles) `[s, 1 or b, 1, rotating channels]` -> `[s, b, h]` without the
+        bias, and the bias."""
+        rows = packed_seq_params
         if rotary_pos_emb is None or self.config.num_query_groups < self.world_size:
             # a rule refuses parts of a head; Megatron-core knows no factor
             assert rotary_pos_emb is None or self.rotary_factor == 1.0
-            return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **others)
+            others |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": _for_core(self.core_attention, rows)}
+            return super().forward(hidden_states, attention_mask, **others)
+        assert rows is not None, "positions rotate by the rows' angles"
         assert all(value is None for value in others.values()), (
             f"no model of this repository uses {[name for name, value in others.items() if value is not None]}"
         )
         if self.config.qk_layernorm:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
-            cos_sin = tables(rotary_pos_emb, query.dtype, self.rotary_factor)
+            cos_sin = rows.tables(query.dtype, self.rotary_factor)
             query, key = rotate(query, *cos_sin), rotate(key, *cos_sin)
         else:
             mixed, _ = self.linear_qkv(hidden_states)
             groups = self.num_query_groups_per_partition
             size = self.hidden_size_per_attention_head
-            query, key, value = split_and_rotate(mixed, groups, size, rotary_pos_emb, self.rotary_factor)
-        attend = functools.partial(self.core_attention, attn_mask_type=self.attn_mask_type)
+            cos_sin = rows.tables(mixed.dtype, self.rotary_factor)
+            query, key, value = split_and_rotate(mixed, groups, size, cos_sin)
+        core = functools.partial(
+            self.core_attention,
+            attn_mask_type=self.attn_mask_type,
+            packed_seq_params=_for_core(self.core_attention, rows),
+        )
         if self.checkpoint_core_attention and self.training:
-            context = tensor_parallel.checkpoint(attend, False, query, key, value, attention_mask)
+            context = tensor_parallel.checkpoint(core, False, query, key, value, attention_mask)
         else:
-            context = attend(query, key, value, attention_mask)
+            context = core(query, key, value, attention_mask)
         return self.linear_proj(context)
+
+
+class RowAngles:
+    """The angles of the rows that a layer of latent attention computes: Megatron-core asks them of a module of
+    positions. Where it means YaRN, it takes a factor from that, too."""
+
+    def __init__(self, with_factor: bool) -> None:
+        self.rows: Rows | None = None
+        self._with_factor = with_factor
+
+    def get_rotary_seq_len(self, *_: Any) -> int:
+        """Nothing: the rows know their number."""
+        return 0
+
+    def __call__(self, _length: int, **_: Any) -> Any:
+        """Angles `[s, 1 or b, 1, rotating channels]`, alone or with the factor."""
+        assert self.rows is not None
+        return (self.rows.angles, self.rows.factor) if self._with_factor else self.rows.angles
 
 
 class LatentAttention(MLASelfAttention):
@@ -86,12 +118,37 @@ class LatentAttention(MLASelfAttention):
     summed over them.
     """
 
-    def __init__(self, *args: Any, model: Config, **kwargs: Any) -> None:
+    rotary_pos_emb: RowAngles
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Where Megatron-core means YaRN, it takes a factor from the module.
-        self.rotary_pos_emb = Rotary(model, self.pg_collection.cp, with_factor=self.config.rope_type == "yarn")
+        del self.rotary_pos_emb
+        self.rotary_pos_emb = RowAngles(with_factor=self.config.rope_type == "yarn")
         if self.config.tensor_model_parallel_size > 1:
             self.linear_kv_down_proj.register_forward_hook(self._gather)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: Rows | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden `[s, b, h]` -> the same without the bias, and the bias."""
+        self.rotary_pos_emb.rows = packed_seq_params
+        others["packed_seq_params"] = _for_core(self.core_attention, packed_seq_params)
+        return super().forward(hidden_states, attention_mask, **others)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: Rows | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """As Megatron-core does without packed sequences, which it takes for one sample."""
+        return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, None, **others)
 
     def _gather(
         self, _module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]
@@ -156,17 +213,17 @@ class ScaledDotProductAttention(MegatronModule):
         attention_mask: torch.Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: Rows | None = None,
     ) -> torch.Tensor:
         """query `[s, b, n, d]`, key and value `[s, b, g, d]` -> `[s, b, n * d]` (d of the value, where it has its own).
 
-        Causal masking needs no tensor but beyond a sliding window; for other mask types, attention_mask is bool
-        `[b, 1, 1 or s, s]` with Megatron's True = masked.
+        Without rows, attention_mask is bool `[b, 1, 1 or s, s]` with Megatron's True = masked, or None.
         """
-        assert attention_bias is None and packed_seq_params is None, (
-            "no model of this repository uses attention bias or packed sequences"
-        )
+        assert attention_bias is None, "no model of this repository uses attention bias"
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
+        plan = self._plan(query, value, packed_seq_params, causal)
+        if plan is not None:
+            return attend(query, key, value, plan, self.softmax_scale).flatten(2)
         mask = None if causal or attention_mask is None else ~attention_mask
         if causal and self.window is not None and query.size(0) > self.window:
             mask, causal = window_mask(query.size(0), self.window, query.device), False
@@ -186,3 +243,23 @@ class ScaledDotProductAttention(MegatronModule):
                 enable_gqa=query.size(2) != key.size(2),
             )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+    def _plan(self, query: torch.Tensor, value: torch.Tensor, rows: Rows | None, causal: bool) -> SlicePlan | None:
+        """The slices to compute, where torch has no one kernel that reads no mask; None: leave it to torch."""
+        if rows is None or self.attention_dropout > 0:
+            return None
+        if rows.apart is not None:
+            return rows.plan(self.window)
+        if not causal:
+            return None
+        slides = self.window is not None and query.size(0) > self.window
+        # On a CPU torch makes all scores where values are narrower than keys.
+        uneven = not query.is_cuda and query.size(-1) != value.size(-1)
+        return rows.plan(self.window) if slides or uneven else None
+
+
+def takes_rows(chunk: torch.nn.Module) -> bool:
+    """Whether a model chunk has layers that ask for the rows. Megatron-core's own, with TransformerEngine's attention,
+    know its packed sequences alone."""
+    ours = RotarySelfAttention, LatentAttention, ScaledDotProductAttention
+    return any(isinstance(module, ours) for module in chunk.modules())

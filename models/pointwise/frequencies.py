@@ -1,7 +1,8 @@
-"""The frequencies of rotary positions, plain and stretched (configs/rotary.py), and Megatron-core's module with them.
+"""The frequencies of rotary positions, plain and stretched (configs/rotary.py), and the angles of positions.
 
-Stretched ones are computed on the host in fp32, in the order of transformers' modeling_rope_utils.py: at position
-100,000 the last bit of a frequency is a hundredth of a radian.
+Frequencies, and their products with positions, are computed on the host in fp64, less whole turns, and then kept in
+fp32: in fp32 the last bit of a frequency is a hundredth of a radian at position 100,000. Stretched ones follow
+transformers' modeling_rope_utils.py.
 """
 
 from __future__ import annotations
@@ -10,41 +11,60 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from configs import derived
 from configs.rotary import LENGTH, attention_factor, normalised
 from configs.schema import Config
 
+# How a run's angles are made, as its checkpoints say it. In fp32, on its device: as in runs of earlier versions, whose
+# checkpoints say nothing.
+EXACT, IN_FP32 = "exact", "fp32"
+HOST = torch.device("cpu")
 
-class Rotary(RotaryEmbedding):
-    """Megatron-core's rotary positions with our frequencies: angles `[s, 1, 1, rotating channels]` of s positions.
 
-    With `with_factor` it stands for Megatron-core's YaRN module, and returns what cosines and sines are multiplied by
-    beside the angles.
-    """
+class Rotary:
+    """The angles of a model's positions, kept for the last number of positions that was asked for."""
 
-    inv_freq: torch.Tensor
-
-    def __init__(self, config: Config, cp_group: Any, with_factor: bool = False) -> None:
-        super().__init__(derived.rotary_dim(config), 1.0, rotary_base=config.model.rotary_base, cp_group=cp_group)
-        self.factor = attention_factor(config.model.rotary_scaling) if with_factor else None
-        device = self.inv_freq.device
+    def __init__(self, config: Config) -> None:
+        self.rule = EXACT
+        self.factor = attention_factor(config.model.rotary_scaling)  # of cosines and sines
         self.switches_at = switches_at(config)
-        self.short = self.long = inverse_frequencies(config, device)
-        if self.switches_at is not None:
-            self.long = inverse_frequencies(config, device, is_long=True)
+        self._config = config
+        self._kept: tuple[Any, torch.Tensor] | None = None
 
-    def get_emb(self, max_seq_len: int, offset: int = 0) -> Any:
-        """Angles of `max_seq_len` positions from `offset` on."""
-        is_long = self.switches_at is not None and max_seq_len + offset > self.switches_at
-        self.inv_freq = self.long if is_long else self.short
-        return super().get_emb(max_seq_len, offset)
+    def of_length(self, length: int, device: torch.device) -> torch.Tensor:
+        """Angles of the positions of a text of `length` tokens: fp32 `[length, 1, 1, rotating channels]`."""
+        return self._angles(device, (length, self.switches_at is not None and length > self.switches_at))
 
-    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
-        """The angles, alone or with the factor; kept by Megatron-core."""
-        angles = super().forward(max_seq_len, *args, **kwargs)
-        return angles if self.factor is None else (angles, self.factor)
+    def of_pieces(self, length: int, device: torch.device) -> torch.Tensor:
+        """The same for texts of at most `length` tokens, where there are two sets of frequencies with those of texts
+        beyond `switches_at` behind them: `[length or 2 * length, 1, 1, rotating channels]`."""
+        sets = [(length, False)] if self.switches_at is None else [(length, False), (length, True)]
+        return self._angles(device, *sets)
+
+    def _angles(self, device: torch.device, *sets: tuple[int, bool]) -> torch.Tensor:
+        asked = (self.rule, device, sets)
+        if self._kept is None or self._kept[0] != asked:
+            with torch.inference_mode(False):
+                make = self._exact if self.rule == EXACT else self._in_fp32
+                both = torch.cat([make(*each, device) for each in sets])
+                self._kept = asked, torch.cat([both, both], dim=-1)[:, None, None]
+        return self._kept[1]
+
+    def _exact(self, length: int, is_long: bool, device: torch.device) -> torch.Tensor:
+        return angles(length, inverse_frequencies(self._config, HOST, is_long, torch.float64)).to(device)
+
+    def _in_fp32(self, length: int, is_long: bool, device: torch.device) -> torch.Tensor:
+        positions = torch.arange(length, dtype=torch.float32, device=device)
+        return torch.outer(positions, inverse_frequencies(self._config, device, is_long))
+
+
+def angles(length: int, frequencies: torch.Tensor) -> torch.Tensor:
+    """Angles of positions 0 to `length`, between -pi and pi, fp32 `[length, n]` of the host. frequencies: fp64
+    `[n]`."""
+    positions = torch.arange(length, dtype=torch.float64, device="cpu")
+    whole = torch.outer(positions, frequencies)
+    return whole.sub_(whole.div(2 * math.pi).round_().mul_(2 * math.pi)).float()
 
 
 def switches_at(config: Config) -> int | None:
@@ -54,11 +74,13 @@ def switches_at(config: Config) -> int | None:
     return scaling[LENGTH] if scaling is not None and scaling["rope_type"] == "longrope" else None
 
 
-def inverse_frequencies(config: Config, device: torch.device, is_long: bool = False) -> torch.Tensor:
-    """Radians of a position, fp32 `[rotating channels / 2]`; `is_long`: of a text beyond `switches_at`."""
+def inverse_frequencies(
+    config: Config, device: torch.device, is_long: bool = False, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Radians of a position, `[rotating channels / 2]`; `is_long`: of a text beyond `switches_at`."""
     scaling, base, dim = normalised(config.model.rotary_scaling), config.model.rotary_base, derived.rotary_dim(config)
     # plain ones are made on the device, as Megatron-core makes them
-    steps = torch.arange(0, dim, 2, dtype=torch.float32, device=device if scaling is None else "cpu")
+    steps = torch.arange(0, dim, 2, dtype=dtype, device=device if scaling is None else "cpu")
     powers = base ** (steps / dim)
     return 1.0 / powers if scaling is None else _stretched(powers, scaling, base, dim, is_long).to(device)
 
@@ -72,7 +94,7 @@ def _stretched(powers: torch.Tensor, scaling: dict[str, Any], base: float, dim: 
     if kind == "yarn":
         return _yarn(powers, scaling, base, dim)
     factors = scaling["long_factor" if is_long else "short_factor"]
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers)
+    return 1.0 / (torch.tensor(factors, dtype=powers.dtype, device="cpu") * powers)
 
 
 def _llama3(plain: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
@@ -99,6 +121,6 @@ def _yarn(powers: torch.Tensor, scaling: dict[str, Any], base: float, dim: int) 
     first, last = max(first, 0), min(last, dim - 1)
     if first == last:
         last += 0.001
-    ramp = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
+    ramp = torch.arange(dim // 2, dtype=powers.dtype, device="cpu")
     kept = 1 - ((ramp - first) / (last - first)).clamp(0, 1)
     return 1.0 / (scaling["factor"] * powers) * (1 - kept) + 1.0 / powers * kept

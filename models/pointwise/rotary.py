@@ -120,12 +120,11 @@ class _Rotate(torch.autograd.Function):
 
 
 def split_and_rotate(
-    mixed: torch.Tensor, num_groups: int, head_dim: int, angles: torch.Tensor, factor: float = 1.0
+    mixed: torch.Tensor, num_groups: int, head_dim: int, cos_sin: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Megatron's product for all of attention `[s, b, g * (r + 2) * d]`, r queries, key and value of each group after
     another, -> query `[s, b, n, d]`, turned, key `[s, b, g, d]`, turned, and value `[s, b, g, d]`."""
     s, b, _ = mixed.shape
-    cos_sin = tables(angles, mixed.dtype, factor)
     query, key, value = _SplitAndRotate.apply(mixed.view(s, b, num_groups, -1, head_dim), *cos_sin)
     return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 

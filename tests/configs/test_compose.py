@@ -50,6 +50,14 @@ def test_a_config_survives_its_file(tmp_path: Path) -> None:
     assert config.data.corpus == [{"path": "a.txt", "weight": 2.5}, "b"]
 
 
+def test_a_file_of_an_earlier_version_has_joined_documents(tmp_path: Path) -> None:
+    lines = to_yaml(compose([])).splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith("  documents:")]
+    assert len(kept) == len(lines) - 1
+    (tmp_path / "config.yaml").write_text("".join(kept), encoding="utf-8")
+    assert load(tmp_path / "config.yaml").data.documents == "joined"
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

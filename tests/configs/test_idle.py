@@ -38,6 +38,7 @@ GIVEN: dict[str, tuple[int, list[str]]] = {
     ),
     "model.sentence_head": (1, ["model=bert_moe_tiny"]),
     "model.sliding_window": (1, []),
+    "data.documents": (1, []),
     "model.sliding_window_from": (1, ["model.sliding_window=8"]),
     "moe.group_score_top_k": (1, ["moe.num_groups=2", "moe.group_top_k=1"]),
     "optimizer.engine": (1, ["optimizer.state_device=host"]),
@@ -46,6 +47,7 @@ GIVEN: dict[str, tuple[int, list[str]]] = {
 TAKEN: dict[str, list[str]] = {  # what takes it away, where the preset has it
     "model.rotary_base": ["model.position_embedding=learned"],
     "model.sliding_window": ["model=bert_moe_tiny"],
+    "data.documents": ["model=bert_moe_tiny"],
     "optimizer.decay_steps": ["optimizer.schedule=constant"],
     "checkpoint.keep_every": ["checkpoint.keep=0"],
 }

@@ -131,6 +131,7 @@ def test_changes_name_each_key_that_differs() -> None:
         Change("training.seed", 1234, 1, "refuse"),
         Change("optimizer.lr", 0.004, 0.5, "say"),
     ]
+    assert _changes([], ["data.documents=separate"]) == [Change("data.documents", "joined", "separate", "say")]
 
 
 @pytest.mark.parametrize(

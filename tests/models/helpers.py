@@ -74,7 +74,7 @@ def run_model(
     num_tokens = batch["loss_mask"].sum()
     share = len(batch["tokens"]) // (topology.data.size * NUM_MICRO_BATCHES)
     rows = [slice((topology.data.rank * NUM_MICRO_BATCHES + i) * share, None) for i in range(NUM_MICRO_BATCHES)]
-    micro_batches = [{key: value[row][:share] for key, value in batch.items()} for row in rows]
+    micro_batches = [family.on_host(config, {key: value[row][:share] for key, value in batch.items()}) for row in rows]
 
     def step(with_loss: bool, iterator: Any, model: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
         micro_batch = next(iterator)

@@ -39,7 +39,7 @@ def test_split_and_rotated_as_megatron_does(dtype: torch.dtype, groups: int, rat
         _apply_rotary_pos_emb_bshd(key, turning),
         value,
     ]
-    ours = split_and_rotate(mixed, groups, D, turning)
+    ours = split_and_rotate(mixed, groups, D, tables(turning, dtype))
     grads = [random(*each.shape, dtype=dtype).detach() for each in theirs]
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine, other)
@@ -68,5 +68,5 @@ def test_swiglu_is_that_of_its_parts(dtype: torch.dtype) -> None:
 
 def test_gradients_are_those_of_finite_differences() -> None:
     mixed, turning = random(S, B, 2 * 4 * D, dtype=torch.float64), angles(4).double()
-    assert torch.autograd.gradcheck(lambda x: split_and_rotate(x, 2, D, turning), mixed)
+    assert torch.autograd.gradcheck(lambda x: split_and_rotate(x, 2, D, tables(turning, x.dtype)), mixed)
     assert torch.autograd.gradcheck(swiglu, random(3, 2, D, dtype=torch.float64))

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from configs import rotary
 from configs.architecture import architecture
 from configs.compose import compose
 from configs.schema import Config, ConfigError
-from models.attention.layers import RotarySelfAttention, ScaledDotProductAttention
+from models.attention.layers import RotarySelfAttention
 from models.folder import config_from
 from models.huggingface import translate
 from models.norm import norm_class
@@ -117,9 +118,7 @@ def test_transformer_engine_turns_where_there_is_no_factor(scaling: Any, ours: b
     config.model.rotary_scaling = rotary.normalised(scaling)
     megatron = transformer_config(config)
     norm = norm_class(megatron)
-    backend = Backend(
-        norm, norm, ScaledDotProductAttention, ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear
-    )
+    backend = Backend(norm, norm, DotProductAttention, ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear)
     spec = _attention(backend, megatron, None, config.model, True, None)  # type: ignore[arg-type]
     assert (spec.module is RotarySelfAttention) == ours
     factor = rotary.attention_factor(config.model.rotary_scaling)

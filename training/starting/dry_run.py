@@ -51,7 +51,8 @@ def first_batch(engine: Engine, plan: RunPlan) -> None:
 
 
 def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, pin: bool = False) -> list[Batch]:
-    """Micro-batches of random tokens, on the host; `pin`: in pinned memory, for a run on a GPU."""
+    """Micro-batches of random tokens, on the host; `pin`: in pinned memory, for a run on a GPU. A sample is one
+    document, which is the hardest."""
     generator = torch.Generator().manual_seed(seed)
     size, length = config.training.micro_batch_size, config.model.sequence_length
     batches = []
@@ -60,6 +61,8 @@ def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, 
             name: torch.randint(0, vocab_size, (size, length), generator=generator) for name in ("tokens", "labels")
         }
         batch["loss_mask"] = _made_up_mask(size * length, derived.predicted_share(config)).view(size, length)
+        if config.data.documents == "separate":
+            batch["positions"] = torch.arange(length).expand(size, length).contiguous()
         if config.model.family == "bert":
             batch["types"] = torch.randint(0, 2, (size, length), generator=generator)
             batch["padding_mask"] = torch.ones(size, length, dtype=torch.bool)

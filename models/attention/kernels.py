@@ -1,0 +1,202 @@
+"""The kernels that compute slices of attention: torch's for the CPU, flash attention and the memory-efficient kernel on
+CUDA. Each gives an output and the log of its sum of exponentials, and takes the merged ones back.
+
+Shapes: m slices of equal shape, n query heads, g key/value heads, q query rows and k key rows of a slice, d channels;
+t rows of all slices of a launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+FLASH_WIDTH = 256  # channels of a head that flash attention takes at most
+ALIGNED = 8  # channels: CUDA's kernels take multiples of it
+SUMS_ALIGNED = 32  # query rows: the memory-efficient kernel's sums of exponentials are in multiples of it
+HALF = (torch.bfloat16, torch.float16)
+SHORT = 128  # query rows: below it, torch's kernel for bf16 on a CPU takes 4 to 9 times as long as the one for fp32
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class KernelDemandError(RuntimeError):
+    """A kernel of CUDA would refuse what it is given; a pretended device and FakeTensor would not."""
+
+
+def takes_launches(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether one kernel computes all slices of a launch, whatever their lengths."""
+    width = max(query.size(-1), value.size(-1))
+    return query.is_cuda and query.dtype in HALF and _aligned(width) <= FLASH_WIDTH
+
+
+def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, flash: bool) -> None:
+    """Raise KernelDemandError for what CUDA's kernels do not take."""
+    widths = {tensor.size(-1) for tensor in (query, key, value)}
+    dtypes = {tensor.dtype for tensor in (query, key, value)}
+    wrong = [
+        text
+        for is_wrong, text in (
+            (len(dtypes) > 1, f"numbers of one kind, not {dtypes}"),
+            (flash and not dtypes <= set(HALF), f"bf16 or fp16, not {dtypes}"),
+            (flash and len(widths) > 1, f"values as wide as keys, not {widths}"),
+            (flash and max(widths) > FLASH_WIDTH, f"heads of at most {FLASH_WIDTH} channels, not {max(widths)}"),
+            (any(width % ALIGNED for width in widths), f"channels in multiples of {ALIGNED}, not {widths}"),
+            (any(tensor.stride(-1) != 1 for tensor in (query, key, value)), "channels that lie together"),
+            (query.size(-2 if flash else 1) % key.size(-2 if flash else 1) != 0, "query heads for each key head"),
+            (not flash and query.size(1) != key.size(1), "as many key heads as query heads"),
+        )
+        if is_wrong
+    ]
+    if wrong:
+        raise KernelDemandError(f"attention's kernel on CUDA wants {', '.join(wrong)}")
+
+
+# -- slices of equal shape ---------------------------------------------------------------------------------------------
+
+
+def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Pair:
+    """query `[m, n, q, d]`, key `[m, g, k, d]`, value `[m, g, k, dv]` -> output `[m, n, q, dv]`, and sums `[m, n, q]`
+    in fp32."""
+    return (_efficient if query.is_cuda else _on_cpu)(query, key, value, causal, scale)
+
+
+def backward(grad: torch.Tensor, inputs: Triple, result: Pair, causal: bool, scale: float) -> Triple:
+    """Gradients of `forward`'s inputs, where `grad` is that of its output; `result` may be merged with others'."""
+    run = _efficient_backward if grad.is_cuda else _on_cpu_backward
+    return run(grad, inputs, result, causal, scale)
+
+
+def _on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Pair:
+    dtype, width = query.dtype, value.size(-1)
+    query, key, value = (_alike(tensor, query, value) for tensor in (query, key, value))
+    output, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    return output[..., :width].to(dtype), sums
+
+
+def _on_cpu_backward(grad: torch.Tensor, inputs: Triple, result: Pair, causal: bool, scale: float) -> Triple:
+    query, _, value = inputs
+    given = [_alike(tensor, query, value) for tensor in (grad, *inputs, result[0])]
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, result[1], 0.0, causal, scale=scale)
+    return tuple(each[..., : tensor.size(-1)].to(tensor.dtype) for each, tensor in zip(grads, inputs))  # type: ignore[return-value]
+
+
+def _alike(tensor: torch.Tensor, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What the CPU's kernel takes: keys and values of one width, and short slices in fp32."""
+    if query.dtype in HALF and query.size(-2) < SHORT:
+        tensor = tensor.float()
+    missing = max(query.size(-1), value.size(-1)) - tensor.size(-1)
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Pair:
+    length, width = query.size(2), value.size(-1)
+    query, key, value = _for_cuda(query), _repeated(_for_cuda(key), query), _repeated(_for_cuda(value), query)
+    check(query, key, value, flash=False)
+    output, sums, _, _ = aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, 0.0, causal, scale=scale
+    )
+    return output[..., :width], sums[..., :length]
+
+
+def _efficient_backward(grad: torch.Tensor, inputs: Triple, result: Pair, causal: bool, scale: float) -> Triple:
+    query, key, value = inputs
+    groups = key.size(1)
+    given = [_for_cuda(query), _repeated(_for_cuda(key), query), _repeated(_for_cuda(value), query)]
+    check(*given, flash=False)
+    # Rows that there are not have an infinite sum: their weights are zero.
+    sums = F.pad(result[1], (0, -query.size(2) % SUMS_ALIGNED), value=float("inf"))
+    none = torch.zeros((), dtype=torch.int64)  # of a dropout that there is not
+    grads = aten._scaled_dot_product_efficient_attention_backward(
+        _for_cuda(grad),
+        *given,
+        None,
+        _for_cuda(result[0]),
+        sums,
+        none,
+        none,
+        0.0,
+        (True, True, True, False),
+        causal,
+        scale=scale,
+    )
+    of_query, of_key, of_value = (each[..., : tensor.size(-1)] for each, tensor in zip(grads, inputs))
+    if groups < query.size(1):
+        of_key, of_value = (each.unflatten(1, (groups, -1)).sum(2) for each in (of_key, of_value))
+    return of_query, of_key, of_value
+
+
+def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values `[m, g, k, d]`, once for each query head."""
+    times = query.size(1) // tensor.size(1)
+    return tensor.repeat_interleave(times, dim=1) if times > 1 else tensor
+
+
+# -- slices of any lengths ---------------------------------------------------------------------------------------------
+
+
+class Lengths(NamedTuple):
+    """Where the slices of a launch begin and the last ends, int32 `[slices + 1]` of the device, and the longest."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest_query: int
+    longest_key: int
+
+
+def launch_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, causal: bool, scale: float
+) -> Pair:
+    """query `[t, n, d]`, key `[t, g, d]`, value `[t, g, dv]` -> output `[t, n, dv]`, and sums `[n, t]` in fp32: flash
+    attention over slices that lie one after the other."""
+    width = value.size(-1)
+    query, key, value = _equally_wide(query, key, value)
+    check(query, key, value, flash=True)
+    output, sums, *_ = aten._flash_attention_forward(query, key, value, *lengths, 0.0, causal, False, scale=scale)
+    return output[..., :width], sums
+
+
+def launch_backward(
+    grad: torch.Tensor, inputs: Triple, result: Pair, lengths: Lengths, causal: bool, scale: float
+) -> Triple:
+    """Gradients of `launch_forward`'s inputs, as `backward` gives them."""
+    query, key, value = _equally_wide(*inputs)
+    check(query, key, value, flash=True)
+    output, grad = (F.pad(each, (0, query.size(-1) - each.size(-1))) for each in (result[0], grad))
+    none = torch.zeros((), dtype=torch.int64)
+    grads = aten._flash_attention_backward(
+        grad.contiguous(),
+        query,
+        key,
+        value,
+        output.contiguous(),
+        result[1].contiguous(),
+        *lengths,
+        0.0,
+        causal,
+        none,
+        none,
+        scale=scale,
+    )
+    return tuple(each[..., : tensor.size(-1)] for each, tensor in zip(grads, inputs))  # type: ignore[return-value]
+
+
+def _equally_wide(*tensors: torch.Tensor) -> Triple:
+    width = _aligned(max(tensor.size(-1) for tensor in tensors))
+    padded = (F.pad(each, (0, width - each.size(-1))) if each.size(-1) < width else each for each in tensors)
+    return tuple(each if each.stride(-1) == 1 else each.contiguous() for each in padded)  # type: ignore[return-value]
+
+
+def _for_cuda(tensor: torch.Tensor) -> torch.Tensor:
+    missing = _aligned(tensor.size(-1)) - tensor.size(-1)
+    tensor = F.pad(tensor, (0, missing)) if missing else tensor
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@functools.cache
+def _aligned(width: int) -> int:
+    return -(-width // ALIGNED) * ALIGNED

@@ -1,0 +1,129 @@
+"""What the layers of a model know of the rows of a micro-batch: which attend to which, and by which angles they turn.
+
+It travels in the place of Megatron-core's packed_seq_params, so that a layer that is computed again finds it too.
+Shapes: b samples, s tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from models.attention import slices
+from models.attention.sliced import SlicePlan, to_device
+from models.attention.slices import Slices
+from models.pointwise.frequencies import Rotary
+from models.pointwise.rotary import tables
+
+SLICES = "slices"  # what a batch calls its own
+
+
+class BatchSlices:
+    """A micro-batch's slices, made once on the host and used by all layers of all model chunks.
+
+    `length` is s. `is_long`: which tokens lie in pieces beyond a length, bool `[b, s]` of the host, where that counts.
+    """
+
+    def __init__(self, found: Slices, num_samples: int, length: int, is_long: torch.Tensor | None = None) -> None:
+        self.found, self.num_samples, self.length, self.is_long = found, num_samples, length, is_long
+        self._plans: dict[int | None, SlicePlan] = {}
+
+    def plan(self, window: int | None) -> SlicePlan:
+        """How they are computed where a row attends to the last `window` rows (None: to all) of its slice."""
+        if window is not None and window >= self.found.queries.max():
+            window = None
+        if window not in self._plans:
+            found = self.found if window is None else slices.windowed(self.found, window)
+            self._plans[window] = SlicePlan(found, self.length, self.num_samples)
+        return self._plans[window]
+
+
+def of_documents(positions: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
+    """Slices of a micro-batch whose documents stay apart. positions: int64 `[b, s]` of the host, of each token in its
+    piece of a document."""
+    b, s = positions.shape
+    found = slices.of_documents(positions.numpy())
+    is_long = None
+    if switches_at is not None:
+        is_long = torch.from_numpy(np.repeat(found.queries > switches_at, found.queries).reshape(b, s))
+    return BatchSlices(found, b, s, is_long)
+
+
+def of_padding(padding_mask: torch.Tensor) -> BatchSlices:
+    """Slices of samples whose first tokens are real: bool `[b, s]` of the host, True = real."""
+    num_samples, length = padding_mask.shape
+    num_keys = padding_mask.sum(1).clamp(min=1).numpy()
+    return BatchSlices(slices.of_real_keys(num_keys, length), num_samples, length)
+
+
+@functools.lru_cache(maxsize=8)
+def of_joined(num_samples: int, length: int) -> BatchSlices:
+    """Slices of samples in which each token attends to all before it."""
+    return BatchSlices(slices.joined(num_samples, length), num_samples, length)
+
+
+class Rows:
+    """A micro-batch's rows on this rank's device. `apart`: which attend to which, None where all of a sample do, each
+    to those before it."""
+
+    qkv_format = "rows"  # Megatron-core branches where this is "thd"
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        rotary: Rotary | None = None,
+        apart: BatchSlices | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        """tokens: int64 `[b, s]` of the device; positions: the same, of each token in its piece; None: in its
+        sample."""
+        self.apart = apart
+        self._rotary, self._positions = rotary, positions
+        self._shape, self._device = tokens.shape, tokens.device
+        self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._angles: torch.Tensor | None = None
+
+    def plan(self, window: int | None) -> SlicePlan:
+        """The slices of layers with this sliding window; None: without."""
+        apart = of_joined(*self._shape) if self.apart is None else self.apart
+        return apart.plan(window)
+
+    @property
+    def factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return 1.0 if self._rotary is None else self._rotary.factor
+
+    @property
+    def angles(self) -> torch.Tensor | None:
+        """By which each row turns: fp32 `[s, 1 or b, 1, rotating channels]`; None without rotary positions."""
+        if self._angles is None and self._rotary is not None:
+            self._angles = self._all_angles(self._rotary)
+            if self._positions is not None:
+                self._angles = self._angles[self._index].squeeze(2)
+        return self._angles
+
+    def tables(self, dtype: torch.dtype, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines of each row, `[s, 1 or b, 1, 1, rotating channels]`: of models.pointwise.rotary."""
+        assert self._rotary is not None
+        if (dtype, factor) not in self._tables:
+            both = tables(self._all_angles(self._rotary), dtype, factor)
+            if self._positions is not None:
+                both = both[0][self._index].squeeze(2), both[1][self._index].squeeze(2)
+            self._tables[dtype, factor] = both
+        return self._tables[dtype, factor]
+
+    def _all_angles(self, rotary: Rotary) -> torch.Tensor:
+        make = rotary.of_length if self._positions is None else rotary.of_pieces
+        return make(self._shape[1], self._device)
+
+    @functools.cached_property
+    def _index(self) -> torch.Tensor:
+        """Which angle each row has, int64 `[s, b]`."""
+        assert self._positions is not None
+        index = self._positions
+        if self.apart is not None and self.apart.is_long is not None:
+            index = index + to_device(self.apart.is_long, self._device) * self._shape[1]
+        return index.t()
