@@ -146,7 +146,8 @@ class Activations:
 
     def _activation(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         output, (name,) = self.sizes.bytes(operation.output), operation.inputs
-        gated = held[name].bytes > output  # going back, its gate's activation is made again
+        # Going back, its gate's activation is made again; on a GPU within one kernel.
+        gated = held[name].bytes > output and not self.on_gpu
         return self._apply(tape, operation, held, OperationBytes(work=held[name].bytes + output if gated else None))
 
     def _split(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:

@@ -22,8 +22,8 @@ class OutputLayer(ColumnParallelLinear):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, targets: Targets | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of hidden states `[s, b, h]` the logits `[s, b, v]` and None; with targets, of this rank's rows `[m, h]` that
-        predict, the sum of the losses `[]` and each token's `[b, s]`, both fp32."""
+        """Logits `[s, b, v]` of hidden states `[s, b, h]`, and None. With targets, the sum of the losses `[]` and each
+        token's `[b, s]`, both fp32, of this rank's rows `[m, h]` that predict."""
         if targets is None:
             logits, bias = super().forward(hidden, weight=weight)
             mask_padding(logits.detach(), self.vocabulary.num_real)  # autograd would copy the gradient of all logits

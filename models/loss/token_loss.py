@@ -187,8 +187,8 @@ class _Tiles:
         return self.logits[:rows], self.hidden[own] if self.gathered is None else self.gathered[:rows]
 
     def softmax(self, own: slice, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of a tile with this rank's rows `own` the exponentials of the logits less the largest of their row, fp32
-        `[t, V]`; of all ranks the label's logit, less the same, and the sums `[t]`."""
+        """Exponentials of a tile's logits less the largest of their row, fp32 `[t, V]`; of all ranks the label's logit,
+        less the same, and the sums `[t]`. The tile has this rank's rows `own`."""
         part = self.part
         if self.is_full:
             self.own = slice(own.start, own.start)
@@ -285,18 +285,14 @@ class _Gradients:
             self.weight = torch.zeros_like(self.parameter)
 
     def for_autograd(self) -> torch.Tensor | None:
-        """The weight's gradient for autograd, whose hooks wait for one. The buffer's comes as one without numbers."""
+        """The weight's gradient for autograd, whose hooks wait for one."""
         if not self.to_buffer:
             return self.weight
-        weight = self.parameter
-        if getattr(weight, "zero_out_wgrad", False):  # the embedding's comes
+        if getattr(self.parameter, "zero_out_wgrad", False):  # the embedding's comes
             return None
-        return torch.sparse_coo_tensor(
-            torch.empty(weight.dim(), 0, dtype=torch.int64, device=weight.device),
-            weight.new_empty(0),
-            weight.shape,
-            check_invariants=False,
-        )
+        # One that means nothing, as Megatron-core's fused products leave it: on the same device, so that the hooks run
+        # in their order, and without memory of its own. DDP's hook drops it unread.
+        return self.parameter.detach()
 
 
 def _add_product(buffer: torch.Tensor, logits_grad: torch.Tensor, x: torch.Tensor, writes_over: bool) -> None:
