@@ -63,6 +63,22 @@ MUTANTS = [
         ("data/test_samples.py::test_every_epoch_has_an_order_of_its_own",),
     ),
     Mutant(
+        "the last token of a separate document predicts the next document",
+        "data",
+        "data/samples/gpt.py",
+        'labels[foreign], batch["loss_mask"][foreign] = IGNORED, 0.0',
+        "labels[foreign] = IGNORED",
+        ("data/test_separate_documents.py::test_documents_of_one_token_predict_nothing",),
+    ),
+    Mutant(
+        "pairs of a sliding window count as those of all layers",
+        "data",
+        "data/pieces.py",
+        "pairs = int(keys.sum()) * (len(pattern) - sum(pattern))",
+        "pairs = int(keys.sum()) * len(pattern)",
+        ("data/test_pieces.py::test_pairs_of_a_batch",),
+    ),
+    Mutant(
         "a blend begins again with each period",
         "data",
         "data/samples/shared.py",

@@ -230,6 +230,9 @@ def made_up_run(
         if step % 50 == 0:
             line["validation_loss"] = line["loss"] + 0.1
             line["valid/wiki.v2/loss"] = line["loss"] + 0.2
+            by_position = {"0": line["loss"] + 2, "1": line["loss"] + 1, "2-3": line["loss"]}
+            line["validation_loss_by_position"] = line["valid/wiki.v2/loss_by_position"] = by_position
+            line["validation_loss_by_length"] = {"16-31": line["loss"], "2-3": line["loss"] + 1}
         if layers:
             popularity = (popularity + 0.05 * torch.randn(layers, experts, generator=generator)).clamp(min=0.05)
             counts = (popularity / popularity.sum(dim=1, keepdim=True) * 262144).long()

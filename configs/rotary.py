@@ -179,6 +179,13 @@ def attention_factor(scaling: dict[str, Any] | None) -> float:
     return _concentration(factor, 1.0)
 
 
+def switches_at(scaling: dict[str, Any] | None) -> int | None:
+    """The length of a text beyond which all of its positions turn by longrope's other frequencies; None where a legal
+    scaling has one set of them."""
+    scaling = normalised(scaling)
+    return scaling[LENGTH] if scaling is not None and scaling["rope_type"] == "longrope" else None
+
+
 def scores_factor(scaling: dict[str, Any] | None) -> float:
     """What the scores of latent attention are multiplied by beside that: DeepSeek's, by `mscale_all_dim`."""
     scale = (scaling or {}).get("mscale_all_dim")

@@ -1,9 +1,10 @@
 """How well a model predicts texts: `python -m inference.evaluate --checkpoint MODEL --files TEXT ... [--stride 128]`.
 
-Prints the tokens' perplexity and the bits per byte of each file and of all together. A file's documents are read as in
-training, and each follows an end-of-text token. A text longer than the
-model's sequence length is read in windows that overlap, so that each token is predicted once, from at least the length
-minus the stride tokens before it. Perplexity compares models with the same tokenizer, bits per byte any models.
+Prints the tokens' perplexity and the bits per byte of each file and of all together; `--by-position` adds the loss of
+all by the position in the text. A file's documents are read as in training, and each follows an end-of-text token. A
+text longer than the model's sequence length is read in windows that overlap, so that each token is predicted once, from
+at least the length minus the stride tokens before it. Perplexity compares models with the same tokenizer, bits per byte
+any models.
 
 `--tasks NAME ... --task-folder FOLDER` runs tasks of the LM evaluation harness (`bash launch/setup.sh --extra eval`
 installs it) from the .yaml files of a folder, whose data are local files; nothing is downloaded.
@@ -41,8 +42,8 @@ def evaluate_text(model: OpenModel, decoder: Decoder, text: str, length: int, st
 
     tokenizer = model.needed_tokenizer("Give --tokenizer.")
     tokens = [tokenizer.eod, *tokenizer.encode(text)]
-    nats = -float(log_likelihoods(decoder, tokens, length, stride, batch_size).sum())
-    return Score(nats, len(tokens) - 1, len(text.encode()))
+    nats = -log_likelihoods(decoder, tokens, length, stride, batch_size)
+    return Score.of(nats, len(text.encode()))
 
 
 def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Decoder) -> dict[str, Any]:
@@ -76,6 +77,10 @@ def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Deco
         print(f"{'text':<{width}}  {'tokens':>9} {'perplexity':>12} {'bits/byte':>10}")
         for name, score in rows:
             print(f"{name:<{width}}  {score.num_tokens:>9} {score.perplexity:>12.4f} {score.bits_per_byte:>10.4f}")
+        if options.by_position:
+            print(f"\n{'position':<{width}}  {'tokens':>9} {'loss, nats':>12}")
+            for place, (nats, count) in total.by_position.items():
+                print(f"{place:<{width}}  {count:>9} {nats / count:>12.4f}")
     return {
         name: {**vars(score), "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
         for name, score in rows
@@ -116,6 +121,9 @@ def _arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--length", type=int, help="tokens of a window; default: the model's sequence length")
     parser.add_argument("--stride", type=int, help="tokens from one window to the next; default: half a window")
+    parser.add_argument(
+        "--by-position", action="store_true", help="print the loss by the position in the text, too, of all files"
+    )
     parser.add_argument("--tasks", nargs="+", default=[], help="names of tasks of the LM evaluation harness")
     parser.add_argument("--task-folder", type=Path, help="folder with the tasks' .yaml files")
     parser.add_argument("--few-shots", type=int, help="examples before each question; default: what the task says")

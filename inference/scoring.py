@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from data.pieces import bucket_name
 from inference.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class Score:
-    """Sum of the negative log-likelihood in nats over `num_tokens` tokens that stand for `num_bytes` bytes of UTF-8."""
+    """Sum of the negative log-likelihood in nats over `num_tokens` tokens that stand for `num_bytes` bytes of UTF-8.
+
+    by_position: the same sum and number of the tokens that follow one at 0, 1, 2-3, 4-7, ... of their text, of which
+    the end token before it is 0.
+    """
 
     nats: float
     num_tokens: int
     num_bytes: int
+    by_position: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, nats: torch.Tensor, num_bytes: int) -> Score:
+        """The score of a text, of each of its tokens' negative log-likelihood fp64 [n]."""
+        found = {}
+        for bucket in range((len(nats) - 1).bit_length() + 1):
+            own = nats[2 ** (bucket - 1) if bucket else 0 : 2**bucket]
+            if len(own):
+                found[bucket_name(bucket)] = float(own.sum()), len(own)
+        return cls(float(nats.sum()), len(nats), num_bytes, found)
 
     @property
     def perplexity(self) -> float:
@@ -30,7 +46,13 @@ class Score:
         return self.nats / math.log(2) / max(self.num_bytes, 1)
 
     def __add__(self, other: Score) -> Score:
-        return Score(self.nats + other.nats, self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes)
+        by_position = dict(self.by_position)
+        for name, (nats, count) in other.by_position.items():
+            before, so_far = by_position.get(name, (0.0, 0))
+            by_position[name] = before + nats, so_far + count
+        return Score(
+            self.nats + other.nats, self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes, by_position
+        )
 
 
 def windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
 from models.attention.layers import takes_rows
-from models.attention.rows import SLICES, BatchSlices, Rows, of_padding
+from models.attention.rows import SLICES, BatchSlices, MicroBatchRows, of_padding
 from models.blueprint.ends import NUM_TOKEN_TYPES
 from models.gpt import POSITION_EMBEDDINGS
 from models.loss.token_loss import Targets, targets_of
@@ -151,7 +151,7 @@ class Bert(LanguageModule):
             hidden = self.embedding(
                 input_ids=tokens, position_ids=position_ids(tokens, self.context), tokentype_ids=types
             )
-        rows = Rows(tokens, self.rotary, apart)
+        rows = MicroBatchRows(tokens, self.rotary, apart)
         # Megatron's convention: True = masked. Only keys are masked: what a padding position itself computes reaches no
         # loss.
         attention_mask = ~padding_mask[:, None, None, :]

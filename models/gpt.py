@@ -13,12 +13,13 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from configs.rotary import switches_at
 from configs.schema import Config
 from models.attention.layers import takes_rows
-from models.attention.rows import SLICES, BatchSlices, Rows, of_documents
+from models.attention.rows import SLICES, BatchSlices, MicroBatchRows, of_documents
 from models.loss.output_layer import LossOutput
 from models.loss.token_loss import Targets, targets_of
-from models.pointwise.frequencies import Rotary, switches_at
+from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
 
@@ -42,7 +43,7 @@ class Gpt(GPTModel):
         apart: BatchSlices | None = None,
     ) -> torch.Tensor | LossOutput:
         """Run this stage: see `forward` of this file for shapes."""
-        rows = Rows(tokens, self.rotary, apart, positions)
+        rows = MicroBatchRows(tokens, self.rotary, apart, positions)
         hidden = None  # a later stage: the decoder holds what the previous one sent
         if self.pre_process:
             numbers = position_ids(tokens, self.context) if positions is None else positions
@@ -94,7 +95,7 @@ def on_host(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
     of each token in its piece), its slices of attention."""
     if "positions" not in batch:
         return batch
-    return {**batch, SLICES: of_documents(batch["positions"], switches_at(config))}
+    return {**batch, SLICES: of_documents(batch["positions"], switches_at(config.model.rotary_scaling))}
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | LossOutput:

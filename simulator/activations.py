@@ -18,7 +18,7 @@ from models.loss.tiles import BLOCK_NUMBERS, GROUP, token_tile
 from moe.chunk_plan import STRATEGIES, Plan
 from moe.planning import footprint
 from moe.planning.inputs import fullest_load, initial_plan
-from simulator.flops import has_fused_attention
+from simulator.flops import computes_slices, has_fused_attention
 from simulator.memory_tape import MemoryProfile, OperationBytes, Tape, TapeTensor, recomputed
 from simulator.sizes import FP32, INT64, Sizes
 
@@ -26,6 +26,7 @@ ROPE_WORK = 2  # times a tensor's bytes: its gradient, and the crossed halves be
 ROPE_WORK_IN_PIECES = 2.75  # Megatron-core's, of latent attention: the turned halves and their sums
 # of a token: logits, probabilities, maps; chosen experts with their scores
 ROUTER_EXPERT_BYTES, ROUTER_ASSIGNMENT_BYTES = (17, 12)
+MERGED = 4  # times an output in fp32: the sum so far, the one that is added, and both with their weights
 LABEL_BYTES = 13  # of a token: label, mask, target
 PLAIN = (
     "add",
@@ -54,7 +55,7 @@ class Activations:
 
     def __init__(self, config: Config, vocab_size: int, device: str, plan: Plan | None = None) -> None:
         self.config, self.vocab_size, self.on_gpu = config, vocab_size, device == "cuda"
-        self.fused_attention = has_fused_attention(config, device)
+        self.fused_attention, self.by_slices = has_fused_attention(config, device), computes_slices(config, device)
         self.sizes = Sizes(config)
         self.tile = token_tile(self.sizes.tokens, config.training.token_tile)
         self.is_one_tile = self.tile == self.sizes.tokens
@@ -86,6 +87,10 @@ class Activations:
         """
         tape, state = Tape(), None
         self._to_leave = leaving
+        if self.config.data.documents == "separate" and self.config.model.position_embedding == "rope":
+            # The micro-batch's rows keep their cosines and sines, of latent attention their angles.
+            element = FP32 if self.config.model.attention == "latent" else 2 * self.sizes.element
+            tape.new(self.sizes.tokens * derived.rotary_dim(self.config) * element)
         if not part.is_first:
             received = tape.new(self.sizes.own_tokens * self.config.model.hidden_size * self.sizes.element)
             state = tape.hold(received)  # the schedule holds what it received
@@ -209,7 +214,8 @@ class Activations:
         size = self.sizes.bytes(operation.output)
         if self.config.model.attention != "latent":
             return self._apply(tape, operation, held, OperationBytes(during=size, work=ROPE_WORK * size))
-        tables = 2 * self.sizes.length * operation.channels * self.sizes.element
+        rows = self.sizes.tokens if self.config.data.documents == "separate" else self.sizes.length
+        tables = 2 * rows * operation.channels * self.sizes.element
         takes = OperationBytes(kept=tables, during=2 * size, work=int(ROPE_WORK_IN_PIECES * size))
         return self._apply(tape, operation, held, takes)
 
@@ -241,9 +247,21 @@ class Activations:
     def _attention(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         if self.fused_attention:
             sums = self.sizes.tokens * self.config.model.num_attention_heads // self.config.parallel.tensor * FP32
-            return self._apply(tape, operation, held, OperationBytes(kept=sums))
+            takes = OperationBytes(kept=sums)
+            if self.by_slices:
+                takes = self._slices(sums, operation, held)
+            return self._apply(tape, operation, held, takes)
         query, key, value = (held[name] for name in operation.inputs)
         return [self._unfused_attention(tape, query, key, value)]
+
+    def _slices(self, sums: int, operation: ModelOperation, held: Held) -> OperationBytes:
+        """Beside its result a pass holds what the kernel gave; what is merged, or added up, is so in fp32."""
+        output, given = self.sizes.bytes(operation.output), sum(held[name].bytes for name in operation.inputs)
+        wide = FP32 // self.sizes.element
+        if derived.attended_share(self.config) == 1:
+            return OperationBytes(kept=sums, during=output + sums, work=2 * given)
+        # each row of a sliding window has two or three slices
+        return OperationBytes(kept=sums, during=MERGED * wide * output + 3 * sums, work=(1 + 2 * wide) * given)
 
     def _unfused_attention(self, tape: Tape, query: TapeTensor, key: TapeTensor, value: TapeTensor) -> TapeTensor:
         """The scores are made, one by one, in fp32."""

@@ -2,14 +2,19 @@
 
 Two counts. The model's (`forward_flops_per_token`, `training_flops_per_token`) is the convention of model FLOPs
 utilisation (PaLM, appendix B): a multiply-add is 2 operations, backward costs twice the forward, recomputation and the
-vocabulary's padding do not count, and attention counts its full square for BERT and half of it for causal GPT. BERT's
-head counts the tokens that are predicted. MFU everywhere is made of it.
+vocabulary's padding do not count, and attention counts its full square for BERT and half of it for causal GPT. Of that
+half it counts the pairs that a sliding window and separate documents leave. BERT's head counts the tokens that are
+predicted. MFU everywhere is made of it.
 
 The machine's (`executed_flops_per_token`) is what PyTorch's FlopCounterMode counts over a step on all ranks: the full
 square, the fused attention's backward pass with its scores computed again (2.5 times the forward), whatever
-training.recompute and moe.memory_strategy compute again, the padding, and what every tensor rank computes alike. On a
-CPU in half precision, where moe/experts computes an expert's rows in blocks of a few sizes, half a step of these for
-each block. Both leave out look-ups, norms, softmax and sums.
+training.recompute and moe.memory_strategy compute again, the padding, and what every tensor rank computes alike. Of
+separate documents it counts the squares' share that attends. On a CPU in half precision, where moe/experts computes an
+expert's rows in blocks of a few sizes, half a step of these for each block. Both leave out look-ups, norms, softmax and
+sums.
+
+`attended_share`: pairs of tokens that attend, over those of samples of one document without a sliding window; None:
+what the config alone says (`derived.attended_share`), which is the most that separate documents can have.
 """
 
 from __future__ import annotations
@@ -54,13 +59,25 @@ OTHERS = (  # that have none, or none that are counted
 
 
 def has_fused_attention(config: Config, device: str) -> bool:
-    """Whether torch has one kernel for the attention; on a CPU there is none with dropout or with values of another
-    width than keys."""
+    """Whether attention makes no scores; on a CPU there is no kernel with dropout for it."""
+    return device == "cuda" or config.model.attention_dropout == 0
+
+
+def computes_slices(config: Config, device: str) -> bool:
+    """Whether attention is computed by slices (models/attention/sliced.py), and not by torch's own function."""
     model = config.model
-    same_width = (
-        model.attention == "grouped" or derived.head_dim(config) + model.rotary_head_dim == model.value_head_dim
-    )
-    return device == "cuda" or (model.attention_dropout == 0 and same_width)
+    if model.attention_dropout > 0:
+        return False
+    slides = derived.attended_share(config) < 1
+    return model.family == "bert" or config.data.documents == "separate" or slides or _is_padded(config, device)
+
+
+def _is_padded(config: Config, device: str) -> bool:
+    """Whether a kernel gets values, or keys, with zeros behind them, as the CPU's wants one width."""
+    model = config.model
+    if model.attention == "grouped" or device == "cuda" or model.attention_dropout > 0:
+        return False
+    return derived.head_dim(config) + model.rotary_head_dim != model.value_head_dim
 
 
 def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
@@ -76,26 +93,32 @@ def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
     return result
 
 
-def forward_flops_per_token(config: Config, vocab_size: int) -> float:
+def forward_flops_per_token(config: Config, vocab_size: int, attended_share: float | None = None) -> float:
     """Operations of one forward pass divided by its tokens; embeddings look-ups, norms and softmax are left out."""
     operations = forward_operations(config, vocab_size)
     if config.model.family == "gpt":
-        operations["attention_scores"] *= derived.attended_share(config) / 2
+        share = derived.attended_share(config) if attended_share is None else attended_share
+        operations["attention_scores"] *= share / 2
     return sum(operations.values())
 
 
-def training_flops_per_token(config: Config, vocab_size: int) -> float:
+def training_flops_per_token(config: Config, vocab_size: int, attended_share: float | None = None) -> float:
     """Forward and backward together: three times the forward."""
-    return 3 * forward_flops_per_token(config, vocab_size)
+    return 3 * forward_flops_per_token(config, vocab_size, attended_share)
 
 
-def executed_flops_per_token(config: Config, padded_vocab_size: int, device: str) -> float:
+def executed_flops_per_token(
+    config: Config, padded_vocab_size: int, device: str, attended_share: float | None = None
+) -> float:
     """Operations of forward and backward pass that all ranks together carry out, divided by the tokens."""
     counts: dict[str, dict[float, float]] = {}  # by category: by how often they run, those of the forward pass
     for category, operation, forwards in _counted(config, padded_vocab_size):
         times = _times(config, operation.kind, device) + forwards - 1
+        flops = operation.flops * _copies(config, operation.kind)
+        if operation.kind == "attention":
+            flops *= _computed_share(config, device, attended_share)
         of_category = counts.setdefault(category, {})
-        of_category[times] = of_category.get(times, 0.0) + operation.flops * _copies(config, operation.kind)
+        of_category[times] = of_category.get(times, 0.0) + flops
     if device == "cpu" and config.training.precision != "fp32" and "experts" in counts:
         counts["experts"] = {times: count * _padded_rows(config) for times, count in counts["experts"].items()}
     order = (*_categories(config), "sentence_head")
@@ -130,6 +153,17 @@ def _times(config: Config, kind: str, device: str) -> float:
     if kind == "experts" and "recompute" in config.moe.memory_strategy:
         return 3.0 + (2 / 3 if config.model.activation == "swiglu" else 1 / 2)
     return 3.0
+
+
+def _computed_share(config: Config, device: str, attended_share: float | None) -> float:
+    """What is computed of the full square of attention over one document without a sliding window."""
+    share = 1.0
+    if computes_slices(config, device):
+        share = derived.attended_share(config) if attended_share is None else attended_share
+    if _is_padded(config, device):
+        keys, values = derived.head_dim(config) + config.model.rotary_head_dim, config.model.value_head_dim
+        share *= 2 * max(keys, values) / (keys + values)
+    return share
 
 
 def _copies(config: Config, kind: str) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 from configs import derived
 from configs.ranks import launched
+from configs.rotary import switches_at
 from configs.schema import Config, MemoryConfig
 from memory.budgets import MIB, Budget, open_budgets
 from models.blueprint import parts
@@ -36,7 +37,6 @@ from simulator.sizes import FP32, Sizes
 from simulator.tiers import TierPlan, least_host_bytes, left
 
 UNLIMITED = Capacity()
-ROTARY_TABLES = 32  # that Megatron-core's cache holds
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 
@@ -136,19 +136,16 @@ def rank_memory(
 
 
 def _staying(config: Config, stage: int) -> int:
-    """The buffer that sequence parallelism gathers into, slots for copies of experts, the mask of a sliding window, and
-    the tables of rotary positions: one for each model chunk, with latent attention one for each layer, as far as they
-    are remembered."""
+    """The buffer that sequence parallelism gathers into, slots for copies of experts, the angles of rotary positions of
+    each model chunk, and the mask of a sliding window with dropout."""
     model, of_stage = config.model, parts(config)[stage]
-    latent = model.attention == "latent"
     # What goes into the widest layer that is split by its outputs.
     sizes = Sizes(config)
     result = sizes.tokens * model.hidden_size * sizes.element if config.parallel.sequence else 0
     if model.position_embedding == "rope":
-        channels = derived.rotary_dim(config)
-        tables = sum(len(part.layers) for part in of_stage) if latent else len(of_stage)
-        result += min(tables, ROTARY_TABLES) * model.sequence_length * channels * FP32
-    if derived.attended_share(config) < 1:
+        sets = 2 if switches_at(model.rotary_scaling) is not None and config.data.documents == "separate" else 1
+        result += len(of_stage) * sets * model.sequence_length * derived.rotary_dim(config) * FP32
+    if derived.attended_share(config) < 1 and model.attention_dropout > 0:
         result += model.sequence_length**2
     return result + slot_bytes(config, stage)
 

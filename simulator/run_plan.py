@@ -60,6 +60,7 @@ class RunPlan:
     communication: list[dict[str, int]]  # by stage
     prediction: StepPrediction | None
     rooms: Capacity = Capacity()  # what a rank may use of each memory tier
+    attended_share: float | None = None  # of separate documents, as simulator/flops.py has it; None: not known
 
     @property
     def worst(self) -> RankMemory:
@@ -79,19 +80,21 @@ class RunPlan:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         config, padded = self.config, padded_vocab_size(self.vocab_size, self.config.parallel.tensor)
+        vocab, share = self.vocab_size, self.attended_share
         return {
             "name": config.name,
             "world_size": self.world_size,
             "device": self.device,
             "vocab_size": self.vocab_size,
             "parameters": {"total": self.total_parameters, "active": self.active_parameters},
-            "flops_per_token": training_flops_per_token(config, self.vocab_size),
+            "flops_per_token": training_flops_per_token(config, vocab, share),
             "flops": {
-                "forward_per_token": forward_flops_per_token(config, self.vocab_size),
-                "training_per_token": training_flops_per_token(config, self.vocab_size),
-                "executed_per_token": executed_flops_per_token(config, padded, self.device),
-                "forward_operations": forward_operations(config, self.vocab_size),
+                "forward_per_token": forward_flops_per_token(config, vocab, share),
+                "training_per_token": training_flops_per_token(config, vocab, share),
+                "executed_per_token": executed_flops_per_token(config, padded, self.device, share),
+                "forward_operations": forward_operations(config, vocab),
             },
+            "attended_share": share,
             "micro_batches": self.micro_batches,
             "memory_per_rank": [rank.as_dict() for rank in self.memory],
             "worst_rank": self.worst.rank,
@@ -106,10 +109,16 @@ class RunPlan:
 
 
 def make_plan(
-    config: Config, world_size: int, vocab_size: int, device: str | None = None, device_memory: float | None = None
+    config: Config,
+    world_size: int,
+    vocab_size: int,
+    device: str | None = None,
+    device_memory: float | None = None,
+    attended_share: float | None = None,
 ) -> RunPlan:
     """The plan of a checked config. `device`: by default where it would train if it were started here;
-    `device_memory`: bytes that a GPU has, where it is known. Raises ConfigError."""
+    `device_memory`: bytes that a GPU has; `attended_share`: of the corpus; where they are known. Raises
+    ConfigError."""
     device = device or device_type(config)
     padded = padded_vocab_size(vocab_size, config.parallel.tensor)
     every = [p for of_stage in parts(config) for part in of_stage for p in parameters(config, part, vocab_size)]
@@ -125,8 +134,9 @@ def make_plan(
         sum(parameter.active for parameter in every),
         rank_memory(config, vocab_size, world_size, device, rooms=of),
         sent,
-        predict_step(config, padded, world_size, device, reduced),
+        predict_step(config, padded, world_size, device, reduced, attended_share),
         of,
+        attended_share,
     )
 
 

@@ -78,10 +78,15 @@ def measured_costs(config: Config, device: str) -> tuple[LayerCosts, str] | None
 
 
 def predict_step(
-    config: Config, padded_vocab_size: int, world_size: int, device: str, reduced: int
+    config: Config,
+    padded_vocab_size: int,
+    world_size: int,
+    device: str,
+    reduced: int,
+    attended_share: float | None = None,
 ) -> StepPrediction | None:
     """What a step should take; None without measured costs. `reduced` are the bytes that a rank sends to reduce
-    gradients.
+    gradients; `attended_share` as in simulator/flops.py.
 
     Raises ConfigError if on some stage no plan of the MoE layers fits their memory budget, as the run does.
     """
@@ -102,7 +107,7 @@ def predict_step(
     forward = forward_operations(config, padded_vocab_size)
     inside = forward["experts"] + forward["shared_expert"]
     times = 4 if training.recompute == "full" else 3
-    others = max(0.0, executed_flops_per_token(config, padded_vocab_size, device) - times * inside)
+    others = max(0.0, executed_flops_per_token(config, padded_vocab_size, device, attended_share) - times * inside)
     other = others * training.global_batch_size * config.model.sequence_length / world_size / rate
     chunks = config.parallel.virtual_pipeline or 1
     waiting = (stages - 1) / (micro_batches * chunks)

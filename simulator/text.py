@@ -24,10 +24,10 @@ from simulator.step_time import ASSUMED, engine_seconds
 MOST_GROUPS = 8  # expert groups or data ranks of a stage that are drawn one by one
 
 
-def show(config: Config, world_size: int, vocab_size: int) -> int:
+def show(config: Config, world_size: int, vocab_size: int, attended_share: float | None = None) -> int:
     """Print the plan that `plan=true` or `plan=json` asks for; the exit status. Raises ConfigError where it does not
     fit the limit or the budgets."""
-    plan = make_plan(config, world_size, vocab_size)
+    plan = make_plan(config, world_size, vocab_size, attended_share=attended_share)
     if launched().rank == 0:
         print(json.dumps(plan.as_dict()) if config.plan == "json" else text(plan), flush=True)
     refuse_what_cannot_fit(plan)
@@ -73,23 +73,35 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _model(plan: RunPlan) -> str:
     config, vocab = plan.config, plan.vocab_size
-    executed = executed_flops_per_token(config, padded_vocab_size(vocab, config.parallel.tensor), plan.device)
+    padded, share = padded_vocab_size(vocab, config.parallel.tensor), plan.attended_share
+    executed = executed_flops_per_token(config, padded, plan.device, share)
     tokens = config.training.global_batch_size * config.model.sequence_length
-    flops = training_flops_per_token(config, vocab)
-    return "\n".join(
-        [
-            f"Plan of {config.name}: {config.model.family}, {plan.world_size} {plan.device} rank(s), "
-            f"{config.training.precision}",
-            f"  parameters         {plan.total_parameters:,} ({count(plan.total_parameters).strip()}), "
-            f"active on a token {plan.active_parameters:,} ({count(plan.active_parameters).strip()})",
-            f"  FLOPs per token    forward {count(forward_flops_per_token(config, vocab))}FLOP, training "
-            f"{count(flops)}FLOP (of MFU); carried out {count(executed)}FLOP (full attention square, recomputation, "
-            "padding)",
-            f"  a step             {config.training.global_batch_size} samples, {tokens:,} tokens, "
-            f"{count(flops * tokens)}FLOP; {derived.num_micro_batches(config, plan.world_size)} micro-batch(es) of "
-            f"{config.training.micro_batch_size} on each rank",
-        ]
-    )
+    flops = training_flops_per_token(config, vocab, share)
+    square = "full attention square" if share is None else f"{share:.3g} of the attention square"
+    lines = [
+        f"Plan of {config.name}: {config.model.family}, {plan.world_size} {plan.device} rank(s), "
+        f"{config.training.precision}",
+        f"  parameters         {plan.total_parameters:,} ({count(plan.total_parameters).strip()}), "
+        f"active on a token {plan.active_parameters:,} ({count(plan.active_parameters).strip()})",
+        f"  FLOPs per token    forward {count(forward_flops_per_token(config, vocab, share))}FLOP, training "
+        f"{count(flops)}FLOP (of MFU); carried out {count(executed)}FLOP ({square}, recomputation, padding)",
+        f"  a step             {config.training.global_batch_size} samples, {tokens:,} tokens, "
+        f"{count(flops * tokens)}FLOP; {derived.num_micro_batches(config, plan.world_size)} micro-batch(es) of "
+        f"{config.training.micro_batch_size} on each rank",
+        *_documents(plan),
+    ]
+    return "\n".join(lines)
+
+
+def _documents(plan: RunPlan) -> list[str]:
+    """What separate documents leave of attention; nothing where documents are joined."""
+    if plan.config.data.documents != "separate":
+        return []
+    if plan.attended_share is None:
+        known = "the corpus is not prepared with these settings: FLOPs are those of joined ones, the most they can be"
+    else:
+        known = f"{plan.attended_share:.1%} of the pairs of one-document samples attend, by the corpus' lengths"
+    return [f"  separate documents {known}"]
 
 
 def _layout(plan: RunPlan) -> str:

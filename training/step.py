@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from configs import derived
+from configs.schema import Config
+from data.pieces import attended_pairs, share_of
 from memory.transfer import to_device
 from models.loss.rows import predicted_rows
 from moe.watch import RouterReport, in_metrics
@@ -27,6 +29,7 @@ from optim import update
 from optim.build import set_learning_rate
 from parallel.context import cut_batch
 from training.engine import Engine
+from training.loss_buckets import LossBuckets
 from training.sums import pack, unpack
 
 Batch = dict[str, torch.Tensor]
@@ -46,6 +49,8 @@ class StepResult:
     overflowed: bool  # fp16 gradients did, on some rank: the weights will not be changed
     finite: bool  # whether all other gradients are
     own_losses: torch.Tensor  # this rank's sums, on its device
+    predicted_tokens: int = 0
+    attended_share: float | None = None  # pairs that attend of those of joined samples, where documents are separate
     updated: bool = False  # whether the weights were changed
     extra: dict[str, float] = field(default_factory=dict)
     tokens_per_expert: torch.Tensor | None = None  # [num_layers, num_experts]
@@ -71,20 +76,21 @@ def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult
     engine.dropout.step = step
     rate = set_learning_rate(engine.optimizer, engine.config, step)
     update.begin(engine.optimizer)
-    losses, count = _run(engine, batches, forward_only=False)
+    losses, counts = _run(engine, batches, forward_only=False)
     overflow = update.prepare(engine.optimizer)
     own = engine.sums.take()
-    parts = [_once(engine, losses), _once_a_job(engine, count), engine.norms.squares(), *own.values()]
+    parts = [_once(engine, losses), _once_a_job(engine, counts), engine.norms.squares(), *own.values()]
     if overflow is not None:
         parts.append(overflow)
     if engine.watch is not None:
         parts.append(engine.watch.take())
     # All that the host reads of a step: one reduction over the world, and one wait for the device.
-    summed, tokens, squares, *sums = unpack(_sum_over_ranks(engine, pack(parts)).cpu(), parts)
+    summed, counted, squares, *sums = unpack(_sum_over_ranks(engine, pack(parts)).cpu(), parts)
     grad_norm = engine.norms.take(squares)
     overflowed = overflow is not None and float(sums[len(own)]) > 0
     update.settle(engine.optimizer, overflowed)
-    loss, extra = _losses(engine, summed, tokens, len(batches))
+    loss, extra = _losses(engine, summed, counted[0], len(batches))
+    separate = any("positions" in batch for batch in batches)
     result = StepResult(
         loss=loss,
         grad_norm=0.0 if overflowed else grad_norm,
@@ -92,6 +98,8 @@ def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult
         overflowed=overflowed,
         finite=overflowed or math.isfinite(grad_norm),
         own_losses=losses,
+        predicted_tokens=int(counted[0]),
+        attended_share=share_of(engine.config, float(counted[1])) if separate else None,
         extra=extra,
         sums=dict(zip(own, sums)),
     )
@@ -118,19 +126,28 @@ def run_again(engine: Engine, batches: Sequence[Batch]) -> None:
     mark.restore()
 
 
-def evaluate(engine: Engine, steps: Iterator[Sequence[Batch]]) -> tuple[float, dict[str, float]]:
-    """Mean loss per predicted token over the given global batches, and means of the extra losses."""
+def evaluate(
+    engine: Engine, steps: Iterator[Sequence[Batch]], buckets: LossBuckets | None = None
+) -> tuple[float, dict[str, float]]:
+    """Mean loss per predicted token over the given global batches, and means of the extra losses.
+
+    `buckets` (GPT) get every token's loss, and hold the sums over all ranks afterwards.
+    """
     total, batches = _no_losses(engine), 0
-    tokens = torch.zeros((), dtype=torch.float64, device=engine.topology.device)
+    counts = torch.zeros(2, dtype=torch.float64, device=engine.topology.device)
     with engine.frozen_weights(), torch.no_grad():  # Megatron's schedule would build the graph all the same
         for micro_batches in steps:
-            losses, count = _run(engine, micro_batches, forward_only=True)
+            losses, of_batch = _run(engine, micro_batches, forward_only=True, buckets=buckets)
             total += losses
-            tokens += count
+            counts += of_batch
             batches += len(micro_batches)
-    parts = [_once(engine, total), _once_a_job(engine, tokens)]
-    summed, count = unpack(_sum_over_ranks(engine, pack(parts)).cpu(), parts)
-    return _losses(engine, summed, count, batches)
+    parts = [_once(engine, total), _once_a_job(engine, counts)]
+    if buckets is not None:
+        parts.append(_once(engine, buckets.sums))
+    summed, counted, *others = unpack(_sum_over_ranks(engine, pack(parts)).cpu(), parts)
+    if buckets is not None:
+        (buckets.sums,) = others
+    return _losses(engine, summed, counted[0], batches)
 
 
 def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
@@ -163,14 +180,16 @@ def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _run(engine: Engine, batches: Sequence[Batch], *, forward_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the schedule. Returns this rank's loss sums [loss, *extra] (zero off the last stage) and the number of
-    predicted tokens of the global batch (a tensor on the device, so that no host waits for it)."""
+def _run(
+    engine: Engine, batches: Sequence[Batch], *, forward_only: bool, buckets: LossBuckets | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the schedule. Returns this rank's loss sums [loss, *extra] (zero off the last stage) and the `_counts` of the
+    global batch (on the device, so that no host waits for them)."""
     config, topology = engine.config, engine.topology
-    count = to_device(torch.stack([batch["loss_mask"].sum() for batch in batches]).sum(), topology.device)
+    counts = to_device(_counts(config, batches), topology.device)
     if topology.data.size > 1:
-        dist.all_reduce(count, group=topology.data.group)
-    scale = len(batches) * topology.data.size / count.clamp(min=1.0)
+        dist.all_reduce(counts, group=topology.data.group)
+    scale = len(batches) * topology.data.size / counts[0].clamp(min=1)
     losses = _no_losses(engine)
     loss_grad = None if forward_only else _loss_grad(engine, scale, len(batches))
     batches = [engine.family.on_host(config, batch) for batch in batches]
@@ -183,7 +202,7 @@ def _run(engine: Engine, batches: Sequence[Batch], *, forward_only: bool) -> tup
         if predicts:
             batch |= {name: value for name, value in (("rows", rows), ("loss_grad", loss_grad)) if value is not None}
         engine.dropout.begin(number)
-        return engine.family.forward(chunk, batch), partial(_loss, engine, batch, scale, losses)
+        return engine.family.forward(chunk, batch), partial(_loss, engine, batch, scale, losses, buckets)
 
     engine.begin_passes(0 if forward_only else len(batches))
     engine.schedule(
@@ -195,13 +214,28 @@ def _run(engine: Engine, batches: Sequence[Batch], *, forward_only: bool) -> tup
         micro_batch_size=config.training.micro_batch_size,
         forward_only=forward_only,
     )
-    return losses, count
+    return losses, counts
+
+
+def _counts(config: Config, batches: Sequence[Batch]) -> torch.Tensor:
+    """Predicted tokens of micro-batches, and the pairs that attend where documents are separate: int64 [2], on the
+    host."""
+    tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum().long()
+    pairs = sum(attended_pairs(config, batch["positions"]) for batch in batches if "positions" in batch)
+    return torch.stack([tokens, torch.tensor(pairs)])
 
 
 def _loss(
-    engine: Engine, batch: Batch, scale: torch.Tensor, losses: torch.Tensor, output: Any
+    engine: Engine,
+    batch: Batch,
+    scale: torch.Tensor,
+    losses: torch.Tensor,
+    buckets: LossBuckets | None,
+    output: Any,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     loss_sum, extra = engine.family.loss(output, batch)
+    if buckets is not None:
+        buckets.add(output[1], batch, engine.topology.context)  # each token's, beside their sum
     with torch.no_grad():
         losses[0] += loss_sum
         for i, name in enumerate(engine.extra_losses):

@@ -116,6 +116,7 @@ class Trainer:
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
             "tokens": run.tokens_per_step,
+            "predicted_tokens": result.predicted_tokens,
             "tokens_per_second": run.tokens_per_step / seconds,
             "step_seconds": seconds,
             "data_wait_seconds": run.loader.wait_seconds - waited,

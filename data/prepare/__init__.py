@@ -10,10 +10,11 @@ it done.
 """
 
 from data.prepare.prepared import PreparedData, TokenFile
-from data.prepare.run import prepare
+from data.prepare.run import find_prepared, prepare
 
 __all__ = [
     "PreparedData",
     "TokenFile",
+    "find_prepared",
     "prepare",
 ]

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from configs import command
 from configs.exit_status import FAILED, INTERRUPTED
 from configs.schema import ConfigError, DataConfig
+from data.pieces import in_words
 from data.prepare.run import prepare
 
 HELP = """\
@@ -32,19 +33,21 @@ keys (as for train.py):
   data.validation_corpora='{wiki: A, code: [B,C]}'   further texts, all of them for validation
   data.num_workers=null     processes; null: all cores
   model.family=gpt          gpt, or bert: documents are stored as sentences
+  model.sequence_length=null     gpt: tokens of a sample, to say what data.documents=separate would keep
 """
 
 
-def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str]:
-    """DataConfig and model family of `key=value` arguments. Raises ConfigError naming the key."""
+def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str, int | None]:
+    """DataConfig, model family and sequence length of `key=value` arguments. Raises ConfigError naming the key."""
     import difflib
 
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    defaults = OmegaConf.create({"data": OmegaConf.structured(DataConfig), "model": {"family": "gpt"}})
-    known = [f"data.{key}" for key in asdict(DataConfig())] + ["model.family"]
+    model = {"family": "gpt", "sequence_length": None}
+    defaults = OmegaConf.create({"data": OmegaConf.structured(DataConfig), "model": model})
+    known = [f"data.{key}" for key in asdict(DataConfig())] + [f"model.{key}" for key in model]
     for argument in arguments:
         key, equals, _ = argument.partition("=")
         if not equals:
@@ -60,7 +63,10 @@ def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str]:
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{' '.join(arguments)}: {str(error).splitlines()[0]}") from error
     assert isinstance(data, DataConfig)
-    return data, str(merged.model.family)
+    length = merged.model.sequence_length
+    if length is not None and (type(length) is not int or length < 1):
+        raise ConfigError(f"model.sequence_length={length}: must be an integer of at least 1, for example 1024")
+    return data, str(merged.model.family), length
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prepare(arguments: list[str]) -> int:
-    config, family = parse_arguments(arguments)
+    config, family, sequence_length = parse_arguments(arguments)
     begin = time.monotonic()
     try:
         prepared = prepare(config, family, show_progress=True, rebuild_damaged=True)
@@ -93,5 +99,8 @@ def _prepare(arguments: list[str]) -> int:
     for name, files in (("train", prepared.train), ("validation", prepared.valid), *validation):
         for file in files:
             print(f"{name:<11} {file.num_tokens:,} tokens, weight {file.weight:.3f}, {file.prefix}.bin")
+    if family == "gpt":
+        for line in in_words(prepared.train, sequence_length):
+            print(line)
     print(f"seconds     {time.monotonic() - begin:.1f}")
     return 0

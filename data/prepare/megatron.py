@@ -39,24 +39,29 @@ def add_megatron(
         suffix: file_digest(f"{source.megatron}.{suffix}", cache, config.timeout_seconds) for suffix in ("bin", "idx")
     }
     split = prepared.identity["split"]
-    *index, held_out = split_index(
-        tokens.sequence_starts,
-        np.asarray(tokens.sequence_lengths),
-        np.asarray(tokens.document_bounds),
-        split["fraction"],
-        split["rule"],
-    )
-    lengths = documents(*index)[1]
     splits = {}
-    for blend, name, wanted in ((prepared.train, "train", ~held_out), (prepared.valid, "validation", held_out)):
-        num_tokens = int(lengths[wanted].sum())
-        splits[name] = {"tokens": num_tokens, "digest": digest_of(files, name, split)}
-        if num_tokens:
-            weight = num_tokens if source.weight is None else source.weight
-            blend.append(TokenFile(source.megatron, weight, num_tokens, name, split["fraction"], split["rule"]))
+    found = token_files(source, tokens, split["fraction"], split["rule"])
+    for blend, name in ((prepared.train, "train"), (prepared.valid, "validation")):
+        splits[name] = {"tokens": found[name].num_tokens, "digest": digest_of(files, name, split)}
+        if found[name].num_tokens:
+            blend.append(found[name])
     prepared.notes += source.notes
     num_documents = max(len(tokens.document_bounds) - 1, 0)
     prepared.num_documents += num_documents
     prepared.identity["sources"].append(
         source_identity(source, num_documents, splits["train"], splits["validation"], files)
     )
+
+
+def token_files(source: Source, tokens: IndexedTokens, fraction: float, rule: str) -> dict[str, TokenFile]:
+    """The terms of both splits, by name, that a source of token files gives; one may hold no token."""
+    assert source.megatron
+    index = (tokens.sequence_starts, np.asarray(tokens.sequence_lengths), np.asarray(tokens.document_bounds))
+    *index_of_split, held_out = split_index(*index, fraction, rule)
+    lengths = documents(*index_of_split)[1]
+    found = {}
+    for name, wanted in (("train", ~held_out), ("validation", held_out)):
+        num_tokens = int(lengths[wanted].sum())
+        weight = num_tokens if source.weight is None else source.weight
+        found[name] = TokenFile(source.megatron, weight, num_tokens, name, fraction, rule)
+    return found

@@ -12,10 +12,12 @@ from data import overlap, shared_documents
 from data.corpus import Source, naming_validation, parse_corpus, parse_validation
 from data.corpus.earlier import RULE as EARLIER
 from data.corpus.text import RULES
-from data.prepare.megatron import add_megatron
-from data.prepare.prepared import PreparedData
-from data.prepare.tokenized import add_tokenized
-from data.prepare.trained_tokenizer import find_tokenizer
+from data.indexed import IndexedTokens
+from data.prepare.megatron import add_megatron, token_files
+from data.prepare.prepared import PreparedData, TokenFile
+from data.prepare.tokenized import add_tokenized, finished
+from data.prepare.trained_tokenizer import find_tokenizer, tokenizer_path
+from data.tokenizer import load_tokenizer
 
 
 def prepare(
@@ -94,6 +96,29 @@ def prepare(
         for file in files:
             file.weight /= total
     return prepared
+
+
+def find_prepared(config: DataConfig, family: str, split_rule: str = "alike") -> list[TokenFile] | None:
+    """The blend that a fresh run trains on, where `prepare` has made it; None where something is still to be done.
+
+    Nothing is made, written or checked. Raises ConfigError for a corpus or a tokenizer that is not there.
+    """
+    sources, cache = parse_corpus(config.corpus), Path(config.cache_dir).expanduser().absolute()
+    path = tokenizer_path(config, sources, cache, config.documents_in_text)
+    if config.tokenizer == "sentencepiece" and not path.exists():
+        return None
+    tokenizer = load_tokenizer(path)
+    found = list[TokenFile]()
+    for source in sources:
+        if source.megatron:
+            tokens = IndexedTokens(source.megatron)
+            own: list[TokenFile] | None = [token_files(source, tokens, config.validation_fraction, split_rule)["train"]]
+        else:
+            own = finished(source, config, family, tokenizer, cache, split_rule)
+        if own is None:
+            return None
+        found += [file for file in own if file.num_tokens]
+    return found or None
 
 
 def _check(config: DataConfig, family: str) -> None:

@@ -45,15 +45,7 @@ def add_tokenized(
     show_progress: bool,
     rebuild_damaged: bool,
 ) -> None:
-    tokenizer_hash = hashlib.sha256(tokenizer.core_bytes()).hexdigest()
-    named: list[Any] = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
-    if tokenizer.rules:
-        named.append(tokenizer.rules)
-    inputs = [source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction, *named]
-    # Files without a choice of what their documents are have the same key as before there was one.
-    chosen = [documents_in_text] if source.has_text_files and documents_in_text != EARLIER else []
-    stem = cache / "tokens" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{family}"
-    folder, before = (stem.with_name(f"{stem.name}-{cache_key(*inputs, *more)}") for more in (chosen, []))
+    folder, before = _folders(source, config, family, tokenizer, cache, documents_in_text)
     rule = prepared.identity["split"]["rule"]
     find = functools.partial(_find_done, folder, source, config, cache, rule)
     done = find(rebuild_damaged)
@@ -74,11 +66,7 @@ def add_tokenized(
                 assert done is not None
     folder = Path(done["folder"])
     for split, name in ((prepared.train, "train"), (prepared.valid, "valid")):
-        num_tokens = done["tokens"][name]
-        if num_tokens:
-            split.append(
-                TokenFile(str(folder / name), num_tokens if source.weight is None else source.weight, num_tokens)
-            )
+        split += _token_file(done, name, source)
     prepared.texts.append(Texts(source.given, done["folder"]))
     digests = done["digests"]
     splits = {
@@ -110,10 +98,50 @@ def add_tokenized(
         prepared.bad_lines_files.append(str(folder / "bad_lines.txt"))
 
 
+def finished(
+    source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path, rule: str
+) -> list[TokenFile] | None:
+    """The token files that a source is trained on, where they are made; nothing of them is read. None where they are
+    not."""
+    folder, _ = _folders(source, config, family, tokenizer, cache, config.documents_in_text)
+    done = _summary(folder, source, config, rule)
+    return None if done is None else _token_file(done, "train", source)
+
+
+def _token_file(done: dict[str, Any], name: str, source: Source) -> list[TokenFile]:
+    """The token file `name` of finished work; none where it is empty."""
+    num_tokens = done["tokens"][name]
+    prefix, weight = str(Path(done["folder"]) / name), num_tokens if source.weight is None else source.weight
+    return [TokenFile(prefix, weight, num_tokens)] if num_tokens else []
+
+
+def _folders(
+    source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path, documents_in_text: str
+) -> tuple[Path, Path]:
+    """The folder of a source's token files, and the one that they had before there was a choice of documents."""
+    tokenizer_hash = hashlib.sha256(tokenizer.core_bytes()).hexdigest()
+    named: list[Any] = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
+    if tokenizer.rules:
+        named.append(tokenizer.rules)
+    inputs = [source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction, *named]
+    # Files without a choice of what their documents are have the same key as before there was one.
+    chosen = [documents_in_text] if source.has_text_files and documents_in_text != EARLIER else []
+    stem = cache / "tokens" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{family}"
+    folder, before = (stem.with_name(f"{stem.name}-{cache_key(*inputs, *more)}") for more in (chosen, []))
+    return folder, before
+
+
 def _find_done(
     folder: Path, source: Source, config: DataConfig, cache: Path, rule: str, rebuild_damaged: bool
 ) -> dict[str, Any] | None:
-    """The summary of finished work, with its `folder`; None when there is none. Raises ConfigError when it was damaged.
+    """The summary of finished work, with its `folder`; None when there is none. Raises ConfigError when it was
+    damaged."""
+    done = _summary(folder, source, config, rule)
+    return done and _checked(done, Path(done["folder"]), cache, config.timeout_seconds, rebuild_damaged)
+
+
+def _summary(folder: Path, source: Source, config: DataConfig, rule: str) -> dict[str, Any] | None:
+    """The summary of finished work, with its `folder`; None when there is none.
 
     The split by hash lies in `folder`, as it did before there was another; one that `exact` makes otherwise in its
     folder `exact`, and of documents with copies that of `alike` in its own.
@@ -134,7 +162,7 @@ def _find_done(
                 done["documents"], tokens["train"], tokens["valid"], config.validation_fraction, source.is_stdlib
             ):
                 continue
-        return _checked(done, place, cache, config.timeout_seconds, rebuild_damaged)
+        return done
     return None
 
 

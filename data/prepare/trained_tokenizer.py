@@ -22,17 +22,11 @@ from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 TRAINING_SAMPLE_BYTES = 1 << 25  # text read to train a tokenizer
 
 
-def find_tokenizer(
-    config: DataConfig, sources: list[Source], cache: Path, documents_in_text: str, show_progress: bool
-) -> Tokenizer:
+def tokenizer_path(config: DataConfig, sources: list[Source], cache: Path, documents_in_text: str) -> Path:
+    """Where the tokenizer of a config lies, or will once it is trained."""
     if config.tokenizer != "sentencepiece":
-        return load_tokenizer(Path(config.tokenizer).expanduser().absolute())
+        return Path(config.tokenizer).expanduser().absolute()
     text_sources = [source for source in sources if source.files]
-    if not text_sources:
-        raise ConfigError(
-            "data.tokenizer=sentencepiece: there is no text to train it on, as data.corpus holds only token files; "
-            "give the tokenizer that made them, for example data.tokenizer=path/to/tokenizer.model"
-        )
     chosen = documents_in_text != EARLIER and any(source.has_text_files for source in text_sources)
     key = cache_key(
         [source.identity() for source in text_sources],
@@ -40,7 +34,21 @@ def find_tokenizer(
         config.text_key,
         *([documents_in_text] if chosen else []),
     )
-    path = cache / "tokenizers" / f"sentencepiece-{config.vocab_size}-{key}.model"
+    return cache / "tokenizers" / f"sentencepiece-{config.vocab_size}-{key}.model"
+
+
+def find_tokenizer(
+    config: DataConfig, sources: list[Source], cache: Path, documents_in_text: str, show_progress: bool
+) -> Tokenizer:
+    path = tokenizer_path(config, sources, cache, documents_in_text)
+    if config.tokenizer != "sentencepiece":
+        return load_tokenizer(path)
+    text_sources = [source for source in sources if source.files]
+    if not text_sources:
+        raise ConfigError(
+            "data.tokenizer=sentencepiece: there is no text to train it on, as data.corpus holds only token files; "
+            "give the tokenizer that made them, for example data.tokenizer=path/to/tokenizer.model"
+        )
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         with lock.hold(path.with_suffix(".lock"), config.timeout_seconds):

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from configs import derived
-from configs.rotary import attention_factor, scores_factor
+from configs.rotary import attention_factor, scores_factor, switches_at
 from configs.schema import Config
 from inference.decoder.linear import Group, Weights, all_heads_norm, gather, norm, row_linear
 from inference.decoder.step import Step
 from models.norm import LATENT_NORM_EPSILON
-from models.pointwise.frequencies import HOST, angles, inverse_frequencies, switches_at
+from models.pointwise.frequencies import HOST, angles, inverse_frequencies
 
 
 class Attention:
@@ -119,7 +119,7 @@ class DecoderRotary:
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self.switches_at = switches_at(config)  # tokens
+        self.switches_at = switches_at(config.model.rotary_scaling)  # tokens
         sets = [False] if self.switches_at is None else [False, True]
         self.frequencies = [inverse_frequencies(config, HOST, is_long, torch.float64) for is_long in sets]
         self.factor = attention_factor(config.model.rotary_scaling)

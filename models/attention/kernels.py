@@ -18,9 +18,11 @@ FLASH_WIDTH = 256  # channels of a head that flash attention takes at most
 ALIGNED = 8  # channels: CUDA's kernels take multiples of it
 SUMS_ALIGNED = 32  # query rows: the memory-efficient kernel's sums of exponentials are in multiples of it
 HALF = (torch.bfloat16, torch.float16)
-SHORT = 128  # query rows: below it, torch's kernel for bf16 on a CPU takes 4 to 9 times as long as the one for fp32
+# Query rows: below them, torch's kernels for half precision on a CPU take longer than those for fp32, in the backward
+# pass up to 9 times as long, and longer still for lengths that are new to them.
+SHORT, SHORT_BACKWARD = 128, 768
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Found = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]  # the output, its sums, what the way back asks for
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -59,66 +61,66 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, flash:
 # -- slices of equal shape ---------------------------------------------------------------------------------------------
 
 
-def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Pair:
+def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Found:
     """query `[m, n, q, d]`, key `[m, g, k, d]`, value `[m, g, k, dv]` -> output `[m, n, q, dv]`, and sums `[m, n, q]`
     in fp32."""
     return (_efficient if query.is_cuda else _on_cpu)(query, key, value, causal, scale)
 
 
-def backward(grad: torch.Tensor, inputs: Triple, result: Pair, causal: bool, scale: float) -> Triple:
-    """Gradients of `forward`'s inputs, where `grad` is that of its output; `result` may be merged with others'."""
+def backward(grad: torch.Tensor, inputs: Triple, result: Found, causal: bool, scale: float) -> Triple:
+    """Gradients of `forward`'s inputs, where `grad` is that of its output; output and sums may be merged with
+    others'."""
     run = _efficient_backward if grad.is_cuda else _on_cpu_backward
     return run(grad, inputs, result, causal, scale)
 
 
-def _on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Pair:
+def _on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Found:
     dtype, width = query.dtype, value.size(-1)
-    query, key, value = (_alike(tensor, query, value) for tensor in (query, key, value))
+    query, key, value = (_for_cpu(tensor, query, value, SHORT) for tensor in (query, key, value))
     output, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-    return output[..., :width].to(dtype), sums
+    return output[..., :width].to(dtype), sums, ()
 
 
-def _on_cpu_backward(grad: torch.Tensor, inputs: Triple, result: Pair, causal: bool, scale: float) -> Triple:
+def _on_cpu_backward(grad: torch.Tensor, inputs: Triple, result: Found, causal: bool, scale: float) -> Triple:
     query, _, value = inputs
-    given = [_alike(tensor, query, value) for tensor in (grad, *inputs, result[0])]
+    given = [_for_cpu(tensor, query, value, SHORT_BACKWARD) for tensor in (grad, *inputs, result[0])]
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, result[1], 0.0, causal, scale=scale)
     return tuple(each[..., : tensor.size(-1)].to(tensor.dtype) for each, tensor in zip(grads, inputs))  # type: ignore[return-value]
 
 
-def _alike(tensor: torch.Tensor, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What the CPU's kernel takes: keys and values of one width, and short slices in fp32."""
-    if query.dtype in HALF and query.size(-2) < SHORT:
+def _for_cpu(tensor: torch.Tensor, query: torch.Tensor, value: torch.Tensor, short: int) -> torch.Tensor:
+    """What the CPU's kernel takes: keys and values of one width, and in fp32 where the slice has fewer rows than
+    `short`."""
+    if query.dtype in HALF and query.size(-2) < short:
         tensor = tensor.float()
     missing = max(query.size(-1), value.size(-1)) - tensor.size(-1)
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
-def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Pair:
+def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Found:
     length, width = query.size(2), value.size(-1)
     query, key, value = _for_cuda(query), _repeated(_for_cuda(key), query), _repeated(_for_cuda(value), query)
     check(query, key, value, flash=False)
-    output, sums, _, _ = aten._scaled_dot_product_efficient_attention(
+    output, sums, *seeds = aten._scaled_dot_product_efficient_attention(
         query, key, value, None, True, 0.0, causal, scale=scale
     )
-    return output[..., :width], sums[..., :length]
+    return output[..., :width], sums[..., :length], tuple(seeds)
 
 
-def _efficient_backward(grad: torch.Tensor, inputs: Triple, result: Pair, causal: bool, scale: float) -> Triple:
+def _efficient_backward(grad: torch.Tensor, inputs: Triple, result: Found, causal: bool, scale: float) -> Triple:
     query, key, value = inputs
     groups = key.size(1)
     given = [_for_cuda(query), _repeated(_for_cuda(key), query), _repeated(_for_cuda(value), query)]
     check(*given, flash=False)
     # Rows that there are not have an infinite sum: their weights are zero.
     sums = F.pad(result[1], (0, -query.size(2) % SUMS_ALIGNED), value=float("inf"))
-    none = torch.zeros((), dtype=torch.int64)  # of a dropout that there is not
     grads = aten._scaled_dot_product_efficient_attention_backward(
         _for_cuda(grad),
         *given,
         None,
         _for_cuda(result[0]),
         sums,
-        none,
-        none,
+        *result[2],
         0.0,
         (True, True, True, False),
         causal,
@@ -150,24 +152,25 @@ class Lengths(NamedTuple):
 
 def launch_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, causal: bool, scale: float
-) -> Pair:
+) -> Found:
     """query `[t, n, d]`, key `[t, g, d]`, value `[t, g, dv]` -> output `[t, n, dv]`, and sums `[n, t]` in fp32: flash
     attention over slices that lie one after the other."""
     width = value.size(-1)
     query, key, value = _equally_wide(query, key, value)
     check(query, key, value, flash=True)
-    output, sums, *_ = aten._flash_attention_forward(query, key, value, *lengths, 0.0, causal, False, scale=scale)
-    return output[..., :width], sums
+    output, sums, *seeds, _ = aten._flash_attention_forward(
+        query, key, value, *lengths, 0.0, causal, False, scale=scale
+    )
+    return output[..., :width], sums, tuple(seeds)
 
 
 def launch_backward(
-    grad: torch.Tensor, inputs: Triple, result: Pair, lengths: Lengths, causal: bool, scale: float
+    grad: torch.Tensor, inputs: Triple, result: Found, lengths: Lengths, causal: bool, scale: float
 ) -> Triple:
     """Gradients of `launch_forward`'s inputs, as `backward` gives them."""
     query, key, value = _equally_wide(*inputs)
     check(query, key, value, flash=True)
     output, grad = (F.pad(each, (0, query.size(-1) - each.size(-1))) for each in (result[0], grad))
-    none = torch.zeros((), dtype=torch.int64)
     grads = aten._flash_attention_backward(
         grad.contiguous(),
         query,
@@ -178,8 +181,7 @@ def launch_backward(
         *lengths,
         0.0,
         causal,
-        none,
-        none,
+        *result[2],
         scale=scale,
     )
     return tuple(each[..., : tensor.size(-1)] for each, tensor in zip(grads, inputs))  # type: ignore[return-value]

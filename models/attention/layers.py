@@ -28,12 +28,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from configs.schema import ConfigError
-from models.attention.rows import Rows
+from models.attention.rows import MicroBatchRows
 from models.attention.sliced import SlicePlan, attend
 from models.pointwise.rotary import rotate, split_and_rotate
 
 
-def _for_core(core_attention: torch.nn.Module, rows: Rows | None) -> Rows | None:
+def _for_core(core_attention: torch.nn.Module, rows: MicroBatchRows | None) -> MicroBatchRows | None:
     """The rows where attention is ours: TransformerEngine's knows Megatron-core's packed sequences alone."""
     return rows if isinstance(core_attention, ScaledDotProductAttention) else None
 
@@ -54,7 +54,7 @@ class RotarySelfAttention(SelfAttention):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | None = None,
-        packed_seq_params: Rows | None = None,
+        packed_seq_params: MicroBatchRows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden `[s, b, h]`, rotary_pos_emb (angles) `[s, 1 or b, 1, rotating channels]` -> `[s, b, h]` without the
@@ -96,7 +96,7 @@ class RowAngles:
     positions. Where it means YaRN, it takes a factor from that, too."""
 
     def __init__(self, with_factor: bool) -> None:
-        self.rows: Rows | None = None
+        self.rows: MicroBatchRows | None = None
         self._with_factor = with_factor
 
     def get_rotary_seq_len(self, *_: Any) -> int:
@@ -131,7 +131,7 @@ class LatentAttention(MLASelfAttention):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        packed_seq_params: Rows | None = None,
+        packed_seq_params: MicroBatchRows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden `[s, b, h]` -> the same without the bias, and the bias."""
@@ -144,10 +144,10 @@ class LatentAttention(MLASelfAttention):
         hidden_states: torch.Tensor,
         key_value_states: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        packed_seq_params: Rows | None = None,
+        packed_seq_params: MicroBatchRows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """As Megatron-core does without packed sequences, which it takes for one sample."""
+        """Call Megatron-core's without the rows: it takes packed sequences for one sample."""
         return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, None, **others)
 
     def _gather(
@@ -213,7 +213,7 @@ class ScaledDotProductAttention(MegatronModule):
         attention_mask: torch.Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Rows | None = None,
+        packed_seq_params: MicroBatchRows | None = None,
     ) -> torch.Tensor:
         """query `[s, b, n, d]`, key and value `[s, b, g, d]` -> `[s, b, n * d]` (d of the value, where it has its own).
 
@@ -244,7 +244,9 @@ class ScaledDotProductAttention(MegatronModule):
             )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
-    def _plan(self, query: torch.Tensor, value: torch.Tensor, rows: Rows | None, causal: bool) -> SlicePlan | None:
+    def _plan(
+        self, query: torch.Tensor, value: torch.Tensor, rows: MicroBatchRows | None, causal: bool
+    ) -> SlicePlan | None:
         """The slices to compute, where torch has no one kernel that reads no mask; None: leave it to torch."""
         if rows is None or self.attention_dropout > 0:
             return None

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from memory.transfer import to_device
 from models.attention import slices
-from models.attention.sliced import SlicePlan, to_device
+from models.attention.sliced import SlicePlan
 from models.attention.slices import Slices
 from models.pointwise.frequencies import Rotary
 from models.pointwise.rotary import tables
@@ -65,7 +66,7 @@ def of_joined(num_samples: int, length: int) -> BatchSlices:
     return BatchSlices(slices.joined(num_samples, length), num_samples, length)
 
 
-class Rows:
+class MicroBatchRows:
     """A micro-batch's rows on this rank's device. `apart`: which attend to which, None where all of a sample do, each
     to those before it."""
 

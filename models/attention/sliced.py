@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from memory.transfer import to_device
 from models.attention import kernels
-from models.attention.slices import ANTI_CAUSAL, FULL, Shape, Slices
+from models.attention.slices import ANTI_CAUSAL, FULL, Slices, SliceShape
 
 
 class RowRuns:
@@ -61,28 +62,21 @@ class RowRuns:
         return self._index[device]
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on a device, without a wait for it."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 @dataclass(frozen=True)
 class SliceBatch:
     """Slices of equal shape whose rows are in no two of them."""
 
-    shape: Shape
+    shape: SliceShape
     queries: RowRuns
     keys: RowRuns
 
 
-class Launch:
+class LaunchSlices:
     """Slices of one kind whose rows are in no two of them, as a kernel with cumulative lengths takes them."""
 
-    def __init__(self, slices: Slices) -> None:
+    def __init__(self, slices: Slices, length: int, num_samples: int) -> None:
         self.kind = int(slices.kind[0])
-        self._slices = slices
+        self._slices, self._all = slices, length if num_samples == 1 else None
         self._on: dict[torch.device, tuple[Any, Any, kernels.Lengths]] = {}
 
     def batches(self) -> Iterator[SliceBatch]:
@@ -94,14 +88,18 @@ class Launch:
     def on(self, device: torch.device) -> tuple[Any, Any, kernels.Lengths]:
         """Index of the query rows, index of the key rows, and lengths."""
         if device not in self._on:
-            flips, of = self.kind == ANTI_CAUSAL, self._slices
-            sides = [_rows(of.query, of.queries, of.sample, flips), _rows(of.key, of.keys, of.sample, flips)]
+            of = self._slices
             ends = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in (of.queries, of.keys)]
             queries, keys = (to_device(torch.from_numpy(each), device) for each in ends)
             lengths = kernels.Lengths(queries, keys, int(of.queries.max()), int(of.keys.max()))
-            rows = [tuple(to_device(torch.from_numpy(each), device) for each in side) for side in sides]
-            self._on[device] = rows[0], rows[1], lengths
+            self._on[device] = self._index(of.query, of.queries, device), self._index(of.key, of.keys, device), lengths
         return self._on[device]
+
+    def _index(self, first: np.ndarray, lengths: np.ndarray, device: torch.device) -> Any:
+        rows, samples = _rows(first, lengths, self._slices.sample, flips=self.kind == ANTI_CAUSAL)
+        if len(rows) == self._all and (rows == np.arange(len(rows))).all():
+            return slice(None), 0  # all of them as they are: nothing is copied
+        return tuple(to_device(torch.from_numpy(each), device) for each in (rows, samples))
 
 
 def _rows(first: np.ndarray, lengths: np.ndarray, sample: np.ndarray, flips: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +123,7 @@ class SlicePlan:
         of_keys = _cover(slices.sample, slices.key, slices.keys, length, num_samples)
         self.merges, self.adds = bool((of_queries > 1).any()), bool((of_keys > 1).any())
         self.covers_queries, self.covers_keys = bool((of_queries > 0).all()), bool((of_keys > 0).all())
-        self.launches = [Launch(each) for each in slices.launches()]
+        self.launches = [LaunchSlices(each, length, num_samples) for each in slices.launches()]
         self.batches = [batch for launch in self.launches for batch in launch.batches()]
 
 
@@ -150,17 +148,22 @@ class _Sliced(torch.autograd.Function):
     ) -> torch.Tensor:
         s, b, n, _ = query.shape
         output = _Merged(plan, query.new_empty(s, b, n, value.size(-1)))
+        ctx.seeds = []  # of each launch or batch
         if kernels.takes_launches(query, value):
             for launch in plan.launches:
                 of_query, of_key, lengths = launch.on(query.device)
-                found, sums = kernels.launch_forward(
+                found, sums, seeds = kernels.launch_forward(
                     query[of_query], key[of_key], value[of_key], lengths, launch.kind != FULL, scale
                 )
                 output.add_rows(of_query, found, sums.t())
+                ctx.seeds.append(seeds)
         else:
             for batch in plan.batches:
-                found, sums = kernels.forward(*_heads_first(batch, query, key, value), batch.shape.kind != FULL, scale)
+                found, sums, seeds = kernels.forward(
+                    *_heads_first(batch, query, key, value), batch.shape.kind != FULL, scale
+                )
                 output.add(batch, _rows_first(batch, found), _rows_first(batch, sums))
+                ctx.seeds.append(seeds)
         result, sums = output.done()
         ctx.save_for_backward(query, key, value, result, sums)
         ctx.plan, ctx.scale = plan, scale
@@ -177,12 +180,12 @@ class _Sliced(torch.autograd.Function):
             _Grads(value, plan.adds, plan.covers_keys),
         )
         if kernels.takes_launches(query, value):
-            for launch in plan.launches:
+            for launch, seeds in zip(plan.launches, ctx.seeds, strict=True):
                 of_query, of_key, lengths = launch.on(query.device)
                 found = kernels.launch_backward(
                     grad[of_query],
                     (query[of_query], key[of_key], value[of_key]),
-                    (output[of_query], sums[of_query].t()),
+                    (output[of_query], sums[of_query].t(), seeds),
                     lengths,
                     launch.kind != FULL,
                     ctx.scale,
@@ -190,9 +193,9 @@ class _Sliced(torch.autograd.Function):
                 for each, rows, part in zip(grads, (of_query, of_key, of_key), found):
                     each.add_rows(rows, part)
         else:
-            for batch in plan.batches:
+            for batch, seeds in zip(plan.batches, ctx.seeds, strict=True):
                 given = _heads_first(batch, query, key, value)
-                result = _side(batch, batch.queries, output), _side(batch, batch.queries, sums)
+                result = _side(batch, batch.queries, output), _side(batch, batch.queries, sums), seeds
                 found = kernels.backward(
                     _side(batch, batch.queries, grad), given, result, batch.shape.kind != FULL, ctx.scale
                 )

@@ -17,7 +17,7 @@ import numpy as np
 FULL, CAUSAL, ANTI_CAUSAL = range(3)
 
 
-class Shape(NamedTuple):
+class SliceShape(NamedTuple):
     """What slices that can be computed as one batch have in common: kind, query rows, key rows."""
 
     kind: int
@@ -64,12 +64,12 @@ class Slices:
         """The six lists, in their order."""
         return self.kind, self.sample, self.query, self.queries, self.key, self.keys
 
-    def batches(self) -> Iterator[tuple[Shape, Slices]]:
+    def batches(self) -> Iterator[tuple[SliceShape, Slices]]:
         """The slices by their shapes, each shape's in the order of their rows."""
         shapes = np.stack([self.kind, self.queries, self.keys], axis=1)
         found, inverse = np.unique(shapes, axis=0, return_inverse=True)
         for number, shape in enumerate(found):
-            yield Shape(*map(int, shape)), self.only(np.flatnonzero(inverse.reshape(-1) == number))
+            yield SliceShape(*map(int, shape)), self.only(np.flatnonzero(inverse.reshape(-1) == number))
 
     def launches(self) -> list[Slices]:
         """The slices in few groups, each of one kind, in which no query row and no key row is in two slices: what a

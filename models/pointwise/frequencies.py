@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from configs import derived
-from configs.rotary import LENGTH, attention_factor, normalised
+from configs.rotary import LENGTH, attention_factor, normalised, switches_at
 from configs.schema import Config
 
 # How a run's angles are made, as its checkpoints say it. In fp32, on its device: as in runs of earlier versions, whose
@@ -28,7 +28,7 @@ class Rotary:
     def __init__(self, config: Config) -> None:
         self.rule = EXACT
         self.factor = attention_factor(config.model.rotary_scaling)  # of cosines and sines
-        self.switches_at = switches_at(config)
+        self.switches_at = switches_at(config.model.rotary_scaling)
         self._config = config
         self._kept: tuple[Any, torch.Tensor] | None = None
 
@@ -65,13 +65,6 @@ def angles(length: int, frequencies: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
     whole = torch.outer(positions, frequencies)
     return whole.sub_(whole.div(2 * math.pi).round_().mul_(2 * math.pi)).float()
-
-
-def switches_at(config: Config) -> int | None:
-    """The length of a text beyond which all of its positions turn by longrope's other frequencies; None where there is
-    one set of them."""
-    scaling = normalised(config.model.rotary_scaling)
-    return scaling[LENGTH] if scaling is not None and scaling["rope_type"] == "longrope" else None
 
 
 def inverse_frequencies(

@@ -32,6 +32,7 @@ LLAMA3 = (
     "original_max_position_embeddings: 8}"
 )
 WINDOW = ("model.sliding_window=8", "model.sliding_window_from=1")
+APART = "data.documents=separate"
 SHARED_EXPERT = "moe.shared_expert_ffn_hidden_size=64"
 SCARCE = ("moe.capacity_factor=0.8", "moe.router_score=sigmoid", "moe.expert_bias=true")
 
@@ -177,6 +178,12 @@ CASES = {
         4, _expert_parallel("keep", "parallel.pipeline=2"), places.waits(places.FLAT, NUM_LAYERS * 2 // 2)
     ),
     "latent attention": Case(2, _expert_parallel("keep", *LATENT), FLAT),
+    "documents apart": Case(2, _expert_parallel("keep", APART, "model.num_query_groups=2"), FLAT),
+    "documents apart, fp32": Case(1, (DENSE, APART, *WINDOW), NONE, "fp32"),
+    "documents apart, latent attention": Case(2, _expert_parallel("keep", APART, *LATENT), FLAT),
+    "documents apart, recomputed": Case(
+        2, (DENSE, APART, *WINDOW, "parallel.tensor=2", "parallel.sequence=true", *LAYERS_OFFLOADED), NONE
+    ),
     "communicate, two degrees": Case(2, _expert_parallel("communicate", SHARED_EXPERT, *_chunks(4, 2)), FLAT),
     "communicate and offload": Case(2, _expert_parallel("communicate_offload", *_chunks(2, 2)), FLAT),
     "offload and recompute": Case(2, _expert_parallel("offload_recompute", *_chunks(2, 2)), FLAT),

@@ -173,6 +173,9 @@ def _train(device: str, overrides: Sequence[str]) -> Outcome:
     (where,) = {str(parameter.device) for chunk in model.bare_chunks for parameter in chunk.parameters()}
     count = config.training.global_batch_size // (config.training.micro_batch_size * place.data.size)
     batches = made_up_batches(config, count, VOCAB_SIZE, seed=place.data.rank, pin=device == "cuda")
+    if "positions" in batches[0]:
+        for number, batch in enumerate(batches):
+            _cut(batch, number)
     _forget_pinned_before_passes(model)
     outcome = Outcome(where, [], [], worker_waits=OBSERVED.worker_waits, faults=OBSERVED.faults, mutant=OBSERVED.mutant)
     for step in range(1, STEPS + 1):
@@ -187,6 +190,17 @@ def _train(device: str, overrides: Sequence[str]) -> Outcome:
     outcome.losses.append(evaluate(model, iter([batches]))[0])
     model.close()
     return outcome
+
+
+def _cut(batch: dict[str, Any], number: int) -> None:
+    """Give a batch documents of 1 to 6 tokens, and longer ones."""
+    import torch
+
+    positions, mask = batch["positions"], batch["loss_mask"]
+    for row, length in enumerate(range(number, number + len(positions))):
+        lengths = [*range(1, 7), 1, 1, 9 + length] * positions.size(1)
+        positions[row] = torch.cat([torch.arange(each) for each in lengths])[: positions.size(1)]
+    mask[:, :-1][positions[:, 1:] == 0] = 0.0
 
 
 def _forget_pinned_before_passes(model: Any) -> None:

@@ -324,6 +324,7 @@ def test_command_line(config, capsys):
     assert main([*arguments, "model.family=bert"]) == 0
     output = capsys.readouterr().out
     assert "documents   200" in output and "bad lines   0" in output and "-bert-" in output
+    assert "lengths " not in output
     assert main(["--help"]) == 0 and "data.text_key" in capsys.readouterr().out
     for wrong, words in (
         (["data.corpu=x"], "did you mean data.corpus?"),
@@ -332,6 +333,8 @@ def test_command_line(config, capsys):
         (["stdlib"], "key=value"),
         (["data.corpus=missing.txt"], "missing.txt"),
         (["model.family=t5"], "model.family=t5"),
+        (["model.sequence_length=0"], "model.sequence_length=0"),
+        (["model.sequence_length=long"], "model.sequence_length=long"),
     ):
         assert main(wrong) == 2
         error = capsys.readouterr().err
@@ -340,7 +343,7 @@ def test_command_line(config, capsys):
 
 def test_command_line_values():
     blend = "data.corpus=[{path: a.txt, weight: 0.7}, {path: b.txt, weight: 0.3}]"
-    config, family = parse_arguments([blend, "data.num_workers=2", "model.family=bert"])
-    assert isinstance(config, DataConfig) and family == "bert" and config.num_workers == 2
+    config, family, length = parse_arguments([blend, "data.num_workers=2", "model.family=bert"])
+    assert isinstance(config, DataConfig) and family == "bert" and config.num_workers == 2 and length is None
     assert config.corpus == [{"path": "a.txt", "weight": 0.7}, {"path": "b.txt", "weight": 0.3}]
     assert json.dumps(config.corpus)

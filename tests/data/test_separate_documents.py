@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from configs.compose import compose
 from data.build import HELD_OUT, build_data, unigram_entropy
@@ -87,6 +88,43 @@ def test_boundaries_come_from_the_index_and_not_from_tokens(tmp_path: Path) -> N
     batch = both([TokenFile(str(tmp_path / "a"), 1.0, 17)], 16, shuffle=False)[1].batch([0])
     assert batch["positions"][0].tolist() == [*range(7), *range(2), *range(7)]
     assert np.flatnonzero(batch["loss_mask"][0] == 0).tolist() == [6, 8]
+
+
+def test_the_made_up_batch_is_the_hardest() -> None:
+    from training.starting.dry_run import made_up_batches
+
+    config = compose(["model=gpt_tiny"])
+    assert all("positions" not in batch for batch in made_up_batches(config, 2, 100))
+    config.data.documents = "separate"
+    for batch in made_up_batches(config, 2, 100):
+        size, length = config.training.micro_batch_size, config.model.sequence_length
+        assert batch["positions"].tolist() == [list(range(length))] * size
+        assert batch["positions"].is_contiguous() and bool((batch["loss_mask"] == 1).all())
+
+
+def test_a_validation_corpus_is_filled_up(config, tmp_path: Path) -> None:
+    """Each of its samples once, and what fills the last batch predicts nothing."""
+    (tmp_path / "own.txt").write_text("".join(f"number {i} is here\n" for i in range(40)))
+    config.documents, config.documents_in_text = "separate", "line"
+    config.validation_corpora = {"own": str(tmp_path / "own.txt")}
+    whole = compose(["model=gpt_tiny", "model.sequence_length=32", "training.eval_interval=1"])
+    whole.data, whole.training.eval_batches = config, 100
+    whole.training.global_batch_size, whole.training.micro_batch_size = 8, 8
+    prepared = prepare(config, "gpt", False)
+    train, makers = build_data(whole, prepared, rank=0, world_size=1, consumed_samples=0)
+    train.close()
+    loader, batches = makers["own"](), []
+    with pytest.raises(StopIteration):
+        while True:
+            batches += loader.next_step()
+    loader.close()
+    (file,) = prepared.validation["own"]
+    samples = (file.num_tokens - 1) // 32
+    real = [bool(row.any()) for batch in batches for row in batch["loss_mask"]]
+    assert real == [True] * samples + [False] * (-samples % 8)
+    predicted = sum(int(batch["loss_mask"].sum()) for batch in batches)
+    begins = int((torch.cat([batch["positions"] for batch in batches])[:samples, 1:] == 0).sum())
+    assert begins > 20 and samples * 32 - begins - samples <= predicted <= samples * 32 - begins
 
 
 def test_from_text_to_batches(config) -> None:

@@ -23,7 +23,7 @@ import torch
 from configs.schema import ConfigError
 from inference import evaluate, fill_mask
 from inference import generate as generation
-from inference.scoring import windows
+from inference.scoring import Score, windows
 from tests import distributed
 from tests.models.test_huggingface import FAMILIES, VOCAB_SIZE
 from tests.tolerances import ORACLE_LOGITS
@@ -77,6 +77,18 @@ def test_windows_predict_each_token_once(num_tokens: int, length: int, stride: i
     assert counted == list(range(1, num_tokens))
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 5, 8, 9])
+def test_a_score_by_position_has_every_token_once(num_tokens: int) -> None:
+    score = Score.of(torch.arange(num_tokens, dtype=torch.float64), 10) + Score.of(torch.ones(1).double(), 5)
+    wanted = {"0": [1.0]}
+    for token in range(num_tokens):
+        begin = 2 ** (token.bit_length() - 1) if token else 0
+        name = str(token) if token < 2 else f"{begin}-{2 * begin - 1}"
+        wanted.setdefault(name, []).append(float(token))
+    assert score.by_position == {name: (sum(found), len(found)) for name, found in wanted.items()}
+    assert score.num_tokens == num_tokens + 1 and score.num_bytes == 15
+
+
 @pytest.mark.parametrize("name", ["gpt2", "deepseek_v3"])
 def test_perplexity_of_files(name: str, tmp_path: Path) -> None:
     model = _save(name, tmp_path / "hf")
@@ -117,7 +129,21 @@ def test_perplexity_of_files(name: str, tmp_path: Path) -> None:
         assert score["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=10 * ORACLE_LOGITS)
         assert score["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(text.encode()), rel=ORACLE_LOGITS)
         total += nats
+        by_position = score["by_position"]
+        assert list(by_position)[:4] == ["0", "1", "2-3", "4-7"]
+        assert sum(found for found, _ in by_position.values()) == pytest.approx(nats, rel=ORACLE_LOGITS)
+        assert sum(count for _, count in by_position.values()) == len(ids) - 1
     assert scores["all"]["nats"] == pytest.approx(total, rel=ORACLE_LOGITS)
+    printed = [argument for argument in arguments if argument != "--json"]
+    status, out, err = distributed.run(
+        command, 1, evaluate.main, [*printed, *(str(tmp_path / key) for key in texts), "--by-position"]
+    )[0]
+    rows = [line.split() for line in out.partition("position")[2].splitlines()[1:]]
+    everything = scores["all"]["by_position"]
+    assert [(row[0], int(row[1])) for row in rows] == [(name, count) for name, (_, count) in everything.items()], err
+    assert [float(row[2]) for row in rows] == pytest.approx(
+        [nats / count for nats, count in everything.values()], abs=1e-4
+    )
 
 
 CHOICES = [

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from configs import rotary
+from configs import derived, rotary
 from configs.architecture import architecture
 from configs.compose import compose
 from configs.schema import Config, ConfigError
@@ -19,9 +21,11 @@ from models.attention.layers import RotarySelfAttention
 from models.folder import config_from
 from models.huggingface import translate
 from models.norm import norm_class
-from models.pointwise.frequencies import inverse_frequencies
+from models.pointwise.frequencies import IN_FP32, Rotary, inverse_frequencies
+from models.pointwise.rotary import tables
 from models.specs import Backend, _attention
 from models.transformer_config import transformer_config
+from parallel.megatron import apply_patches
 
 pytestmark = pytest.mark.fast
 
@@ -123,3 +127,34 @@ def test_transformer_engine_turns_where_there_is_no_factor(scaling: Any, ours: b
     assert (spec.module is RotarySelfAttention) == ours
     factor = rotary.attention_factor(config.model.rotary_scaling)
     assert spec.params.get("rotary_factor", 1.0) == factor and (factor != 1.0) == ours
+
+
+@pytest.mark.parametrize("scaling", [None, YARN, {**LLAMA3, rotary.LENGTH: 8192}, PUBLISHED["phi"][1]])
+def test_angles_of_a_million_positions(scaling: Any) -> None:
+    """Within 1e-6 of fp64, whose frequencies and products are not rounded."""
+    config = _read(rope_theta=10000.0, rope_scaling=scaling)
+    length, last = 2**20, torch.tensor([0, 1, 2**17, 2**20 - 2, 2**20 - 1])
+    found = Rotary(config).of_length(length, HOST)[last, 0, 0]
+    exact = inverse_frequencies(config, HOST, scaling == PUBLISHED["phi"][1], torch.float64)
+    exact = torch.outer(last.double(), torch.cat([exact, exact]))
+    cos, sin = tables(found[:, None, None], torch.float32)
+    first, second = exact.sin().chunk(2, dim=-1)
+    assert (cos.squeeze().double() - exact.cos()).abs().max() < 1e-6
+    assert (sin.squeeze().double() - torch.cat([-first, second], dim=-1)).abs().max() < 1e-6
+
+
+def test_plain_frequencies_by_their_formula() -> None:
+    exact = 10000.0 ** -(np.arange(0, 128, 2) / 128)
+    found = inverse_frequencies(_read(rope_theta=10000.0), HOST, dtype=torch.float64)
+    np.testing.assert_allclose(found.numpy(), exact, rtol=1e-15)
+
+
+def test_earlier_runs_keep_their_angles() -> None:
+    """Megatron-core's, which their steps were taken with."""
+    apply_patches("cpu")
+    config = compose(["experiment=gpt_tiny"])
+    ours = Rotary(config)
+    ours.rule = IN_FP32
+    theirs = RotaryEmbedding(derived.rotary_dim(config), 1.0, use_cpu_initialization=True).get_emb(500)
+    assert torch.equal(ours.of_length(500, HOST), theirs)
+    assert not torch.equal(Rotary(config).of_length(500, HOST), theirs)

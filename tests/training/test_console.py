@@ -174,7 +174,8 @@ def test_what_is_placed_and_offloaded_has_one_number_each(capsys: pytest.Capture
 
 
 def test_each_validation_loss_has_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "evaluate", lambda run, make: (make(), {}, 4.5 if run.progress.step < 5 else 2.5))
+    entropies = {2: 4.5, 4: 4.5, 5: 2.5}
+    monkeypatch.setattr(evaluation, "evaluate", lambda run, make: (make(), {}, entropies[run.progress.step], {}))
     run, callback = make_run(steps=5, eval_interval=2), evaluation.Evaluation()
     run.make_validation_loaders = {evaluation.HELD_OUT: lambda: 3.0}
     run.config.model.sequence_length = 100

@@ -114,6 +114,12 @@ def test_every_section_has_its_numbers(run_dir: Path) -> None:
         series["key"] for charts in found.data["charts"].values() for chart in charts for series in chart["series"]
     }
     assert set(keys) <= drawn
+    by_position, by_length = found.data["buckets"]
+    assert by_position["heads"] == ["Position", "validation, step 50", "wiki.v2, step 50"]
+    last = lines[49]["validation_loss_by_position"]
+    assert by_position["rows"] == [[name, last[name], last[name]] for name in ("0", "1", "2-3")]
+    assert [row[0] for row in by_length["rows"]] == ["2-3", "16-31"] and len(by_length["heads"]) == 2
+    assert "Validation loss by length of the document's piece" in found.text["loss"]
 
 
 def test_expert_loads_are_the_runs(run_dir: Path) -> None:

@@ -19,6 +19,7 @@ from configs.ranks import launched
 from configs.rules import idle
 from configs.schema import Config, ConfigError
 from data.build import build_data
+from data.pieces import corpus_share
 from data.prepare import PreparedData, prepare
 from data.prepare.advice import lone_documents
 from data.tokenizer import load_tokenizer
@@ -63,7 +64,9 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
     on_gpu = topology.device.type == "cuda"
     if (expected.vocab_size, expected.device) != (vocab_size, topology.device.type) or on_gpu:
         size = torch.cuda.get_device_properties(topology.device).total_memory if on_gpu else None
-        expected = run_plan.make_plan(config, topology.world_size, vocab_size, topology.device.type, size)
+        expected = run_plan.make_plan(
+            config, topology.world_size, vocab_size, topology.device.type, size, expected.attended_share
+        )
     raise_together(_problem(expected, topology.device))
     engine = Engine(config, topology, vocab_size, run_plan.room_beside(expected.memory[topology.rank], expected.rooms))
     built.callback(engine.close)
@@ -151,6 +154,9 @@ def _prepare(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:
         split_rule=rule,
         documents_in_text=start.documents_in_text(config, early),
     )
+    if config.data.documents == "separate" and launch.rank == 0:  # whose plan is written and said
+        share = corpus_share(config, prepared.train)
+        expected = run_plan.make_plan(config, launch.world_size, vocab_size, device.type, attended_share=share)
     if launch.rank == 0:
         for note in [*prepared.notes, *lone_documents(prepared, config.model.sentence_head)]:
             print(f"data: {note}", flush=True)
@@ -173,7 +179,7 @@ def _describe(run: Run, begun: start.Start, expected: run_plan.RunPlan) -> None:
         run_plan.write(expected, run.run_dir)
     kept_tokenizer.keep(run.run_dir, run.tokenizer)
     run.claim.keep(begun.record)
-    flops = training_flops_per_token(config, run.vocab_size)
+    flops = training_flops_per_token(config, run.vocab_size, expected.attended_share)
     print(
         f"{config.name}: {config.model.family}, {run.topology.device.type}, "
         f"{in_words({'world_size': run.topology.world_size, **vars(config.parallel)})}; "

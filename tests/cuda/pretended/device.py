@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from tests.cuda.pretended import memory, order, streams
+from tests.cuda.pretended import attention, memory, order, streams
 from tests.cuda.pretended.observed import OBSERVED, is_launch, place
 
 DEVICE = streams.DEVICE
@@ -142,6 +142,8 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     args_of_host = tree_map(host_of, args)
     if operation is aten.mm.dtype:  # which no CPU has
         result = torch.mm(*(each.to(args[2]) for each in args_of_host[:2]))
+    elif name in attention.KERNELS:
+        result = attention.KERNELS[name](*args_of_host, **tree_map(host_of, kwargs))
     else:
         result = operation(*args_of_host, **tree_map(host_of, kwargs))
     if asked is not None and torch.device(asked).type == "cpu":

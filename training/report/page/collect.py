@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from training.report import timeline
+from training.report.page.buckets import buckets_of
 from training.report.page.curves import CURVES, chart_of, plain, thin
 from training.report.page.facts import events_of, facts_of, run_of
 from training.report.page.layers import experts_of, homes_of, layers_of, plans_of, ranks_of
@@ -34,6 +35,7 @@ def collect(source: RunFiles) -> dict[str, Any]:
         )
     for section, charts in CURVES.items() if kept else ():
         data["charts"][section] = [chart_of(chart, flat, data["curves"]) for chart in charts]
+    data["buckets"] = buckets_of(source.metrics)
     data["layers"], data["experts"] = layers_of(source.metrics), experts_of(source.metrics)
     if data["experts"] is None:
         dense = (source.config.get("moe") or {}).get("num_experts") is None and bool(source.config)

@@ -52,7 +52,15 @@ def _section(name: str, data: dict[str, Any]) -> str:
             shown += [_figure(f"ranks-{i}", picture["title"]) for i, picture in enumerate(pictures)]
             choice = f'<label>Layer <select id="homes-layer">{options}</select></label>'
             shown.append(_figure("homes-chart", "Rank that each expert is at home on", choice, "wide tall"))
-        return _grid(shown) + _remark(" ".join(chart["missing"] for chart in charts if chart["missing"]))
+        lacking = _remark(" ".join(chart["missing"] for chart in charts if chart["missing"]))
+        tables = data["buckets"] if name == "loss" else []
+        return (
+            _grid(shown)
+            + lacking
+            + "".join(
+                f"<p>{html.escape(table['title'])}</p>{_table(table['heads'], table['rows'])}" for table in tables
+            )
+        )
     if name == "experts":
         places = [_figure(f"layers-{i}", picture["title"]) for i, picture in enumerate(data["layers"]["pictures"])]
         options = "".join(f'<option value="{i}">{layer}</option>' for i, layer in enumerate(data["experts"]["layers"]))

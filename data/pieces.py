@@ -1,0 +1,133 @@
+"""Documents' lengths, and what windows of a sequence length make of them: pieces, and the pairs of tokens that attend.
+
+A token attends to those of its piece up to itself, in layers with a sliding window to the last `window` of them. Shares
+are of the pairs of samples that are one document each, without a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from configs import derived
+from configs.schema import Config, ConfigError
+from data.indexed import IndexedTokens, documents
+from data.prepare import TokenFile, find_prepared
+from data.samples.shared import check_files, of_split
+
+PIECE_LENGTHS = "piece_lengths"  # in a batch of an evaluation
+QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def document_lengths(file: TokenFile) -> np.ndarray:
+    """Tokens int64 [n] of each document of a token file's split that has any. Raises ConfigError for a damaged file."""
+    *index, wanted = of_split(file, IndexedTokens(file.prefix))
+    lengths = documents(*index)[1]
+    return lengths[wanted & (lengths > 0)]
+
+
+def summary(lengths: np.ndarray) -> dict[str, float]:
+    """Number, mean, quantiles and largest of documents' lengths [n] in tokens; n is at least 1."""
+    quantiles = {name: float(np.quantile(lengths, share)) for name, share in QUANTILES.items()}
+    return {"number": len(lengths), "mean": float(lengths.mean()), **quantiles, "longest": int(lengths.max())}
+
+
+def in_words(files: Sequence[TokenFile], sequence_length: int | None) -> list[str]:
+    """Lines on the documents of token files, as `python -m data.prepare` prints them. Raises ConfigError for a damaged
+    file."""
+    every = [document_lengths(file) for file in files]
+    if not sum(map(len, every)):
+        return []
+    found = summary(np.concatenate(every))
+    lines = [
+        f"lengths     {found['number']:,} documents to train on, in tokens: median {found['median']:,.0f}, mean "
+        f"{found['mean']:,.0f}, 90% up to {found['p90']:,.0f}, 99% up to {found['p99']:,.0f}, longest "
+        f"{found['longest']:,}"
+    ]
+    if sequence_length is not None:
+        total = sum(file.weight for file in files)
+        share = sum(
+            file.weight / total * expected_share(lengths, sequence_length)
+            for file, lengths in zip(files, every, strict=True)
+        )
+        lines.append(
+            f"attention   data.documents=separate keeps {share:.1%} of its pairs at model.sequence_length="
+            f"{sequence_length}"
+        )
+    return lines
+
+
+def expected_share(lengths: np.ndarray, sequence_length: int, window: int | None = None) -> float:
+    """The share of the pairs that attend within documents of these lengths [n], laid end to end in any order and cut
+    into samples.
+
+    A sample's begin falls anywhere on a document. So the token at `i` of its document is expected at
+    i - i(i + 1) / 2s of its piece for i < s, and at (s - 1) / 2 behind that.
+    """
+    s = float(sequence_length)
+    reach = float(min(window or sequence_length, sequence_length))  # most keys of a token
+    inside = np.minimum(lengths, reach).astype(np.float64)  # tokens before the reach is full
+    pairs = inside * (inside + 1) / 2 - (inside - 1) * inside * (inside + 1) / (6 * s)
+    pairs += (lengths - inside) * (reach - reach * (reach - 1) / (2 * s))
+    return float(pairs.sum() / (lengths.sum() * (s + 1) / 2))
+
+
+def corpus_share(config: Config, files: Sequence[TokenFile]) -> float:
+    """`expected_share` of the blend that a config trains on, the mean of the layers. Raises ConfigError for a damaged
+    file."""
+    check_files(files)
+    length, window, pattern = config.model.sequence_length, config.model.sliding_window, derived.window_pattern(config)
+    windowed = sum(pattern) / len(pattern)
+    total = 0.0
+    for file in files:
+        lengths = document_lengths(file)
+        share = (1 - windowed) * expected_share(lengths, length)
+        total += file.weight * (share + windowed * expected_share(lengths, length, window))
+    return total / sum(file.weight for file in files)
+
+
+def planned_share(config: Config) -> float | None:
+    """`corpus_share` of a config's corpus, where documents are separate and the corpus is prepared; else None. Makes
+    and writes nothing."""
+    if config.data.documents != "separate":
+        return None
+    try:
+        files = find_prepared(config.data, config.model.family)
+        return None if files is None else corpus_share(config, files)
+    except ConfigError:
+        return None  # whoever trains is told; a plan needs no corpus
+
+
+def attended_pairs(config: Config, positions: Any) -> int:
+    """Pairs of tokens that attend in samples with these positions int64 [b, s] (of the host), summed over the
+    layers."""
+    keys = np.asarray(positions) + 1
+    pattern = derived.window_pattern(config)
+    pairs = int(keys.sum()) * (len(pattern) - sum(pattern))
+    if any(pattern):
+        assert config.model.sliding_window is not None
+        pairs += int(np.minimum(keys, config.model.sliding_window).sum()) * sum(pattern)
+    return pairs
+
+
+def share_of(config: Config, pairs: float) -> float:
+    """What `attended_pairs` of a global batch are of the pairs of samples of one document, without a window."""
+    length, samples = config.model.sequence_length, config.training.global_batch_size
+    return pairs / (config.model.num_layers * samples * length * (length + 1) / 2)
+
+
+def piece_lengths(positions: Any) -> np.ndarray:
+    """The length of each token's piece, int64 [b, s], of the positions in pieces int64 [b, s] (of the host)."""
+    begins = np.asarray(positions) == 0
+    begins[:, 0] = True
+    first = np.flatnonzero(begins)
+    lengths = np.diff(np.append(first, begins.size))
+    return np.repeat(lengths, lengths).reshape(begins.shape)
+
+
+def bucket_name(bucket: int) -> str:
+    """The values that a bucket of powers of 2 holds: 0, 1, 2-3, 4-7, ..."""
+    first, last = 2 ** (bucket - 1) if bucket else 0, 2**bucket - 1
+    return str(first) if first == last else f"{first}-{last}"

@@ -1,0 +1,164 @@
+"""Attention over slices against one masked softmax in fp64, forward and backward; how slices are made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from models.attention import kernels, slices
+from models.attention.rows import of_documents, of_padding
+from models.attention.sliced import SlicePlan, attend
+from models.attention.slices import ANTI_CAUSAL, CAUSAL, FULL, Slices
+
+pytestmark = pytest.mark.fast
+
+SCALE = 0.4
+# s, b, query heads, key heads, channels of keys, channels of values
+SHAPES = [(17, 3, 4, 2, 8, 8), (33, 1, 2, 1, 5, 3), (12, 2, 2, 2, 3, 6), (150, 1, 2, 2, 8, 8)]
+DTYPES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def slices_of(*parts: tuple[int, int, int, int, int, int]) -> Slices:
+    """Kind, sample, first query row and number, first key row and number of each."""
+    return Slices(*np.array(parts, np.int64).T.copy())
+
+
+def positions_of(b: int, s: int, seed: int = 1) -> np.ndarray:
+    """Positions of tokens in pieces of random lengths, `[b, s]`."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for _ in range(b):
+        lengths = random.choice([1, 1, 2, 3, 5, 11], s)
+        rows.append(np.concatenate([np.arange(length) for length in lengths])[:s])
+    return np.stack(rows)
+
+
+def attended(found: Slices, b: int, s: int) -> torch.Tensor:
+    """Which pairs count, bool `[b, s, s]`; none is in two slices."""
+    mask = torch.zeros(b, s, s, dtype=torch.bool)
+    for kind, sample, query, queries, key, keys in zip(*(column.tolist() for column in found.columns)):
+        block = torch.ones(queries, keys, dtype=torch.bool)
+        block = {FULL: block, CAUSAL: block.tril(), ANTI_CAUSAL: block.triu()}[kind]
+        part = mask[sample, query : query + queries, key : key + keys]
+        assert not (part & block).any()
+        part |= block
+    return mask
+
+
+def plain(inputs: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    """`attend` by its definition; a row without a key gives zeros."""
+    query, key, value = inputs
+    times = query.size(2) // key.size(2)
+    key, value = key.repeat_interleave(times, 2), value.repeat_interleave(times, 2)
+    scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * SCALE
+    weights = torch.softmax(scores.masked_fill(~mask[:, None], -torch.inf), -1).nan_to_num(0.0)
+    return torch.einsum("bnqk,kbnd->qbnd", weights, value)
+
+
+def deviation(found: Slices, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """The largest of the output and of the gradients, relative to their largest number."""
+    s, b, heads, groups, channels, of_values = shape
+    generator = torch.Generator().manual_seed(s)
+
+    def draw(number: int, width: int) -> torch.Tensor:
+        return torch.randn(s, b, number, width, generator=generator).to(dtype).requires_grad_()
+
+    inputs = draw(heads, channels), draw(groups, channels), draw(groups, of_values)
+    output = attend(*inputs, SlicePlan(found, s, b), SCALE)
+    grad = torch.randn(output.shape, generator=generator).to(dtype)
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    expected = plain(exact, attended(found, b, s))
+    ours = [output, *torch.autograd.grad(output, inputs, grad)]
+    theirs = [expected, *torch.autograd.grad(expected, exact, grad.double())]
+    assert all(each.dtype == dtype and bool(each.isfinite().all()) for each in ours)
+    return max(
+        ((mine.double() - other).abs().max() / other.abs().max().clamp(min=1.0)).item()
+        for mine, other in zip(ours, theirs)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 16, 140])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_documents_and_windows(shape: tuple[int, ...], window: int | None, dtype: torch.dtype) -> None:
+    s, b = shape[:2]
+    positions = np.arange(s)[None] if s == 150 else positions_of(b, s)
+    found = slices.of_documents(positions)
+    if window is not None:
+        found = slices.windowed(found, window)
+    mask = attended(found, b, s)
+    assert mask.sum() == found.pairs
+    rows, columns = torch.arange(s)[:, None], torch.arange(s)
+    reach = torch.from_numpy(positions)[:, :, None].clamp(max=(window or s) - 1)
+    assert torch.equal(mask, (columns <= rows) & (columns >= rows - reach))
+    assert deviation(found, shape, dtype) < DTYPES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_any_slices(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rows in several slices, of equal shapes too; rows and keys in none."""
+    found = slices_of(
+        (FULL, 0, 0, 4, 5, 2),
+        (FULL, 0, 0, 4, 7, 2),
+        (FULL, 0, 2, 5, 9, 1),
+        (CAUSAL, 0, 0, 3, 0, 3),
+        (FULL, 0, 6, 1, 0, 4),
+    )
+    plan = SlicePlan(found, shape[0], shape[1])
+    assert plan.merges and plan.adds and not plan.covers_queries and not plan.covers_keys
+    assert deviation(found, shape, dtype) < DTYPES[dtype]
+
+
+def test_padding_is_no_key() -> None:
+    mask = torch.ones(3, 12, dtype=torch.bool)
+    mask[0, 5:] = mask[2, 1:] = False
+    found = of_padding(mask).found
+    assert torch.equal(attended(found, 3, 12), mask[:, None].expand(3, 12, 12))
+    assert deviation(found, (12, 3, 2, 1, 4, 4), torch.float32) < DTYPES[torch.float32]
+
+
+def test_slices_have_rows() -> None:
+    for wrong in ((FULL, 0, 0, 0, 0, 3), (FULL, 0, 0, 3, 0, 0)):
+        with pytest.raises(ValueError, match="at least one query row and one key row"):
+            slices_of(wrong)
+    with pytest.raises(ValueError, match="as many query rows as key rows"):
+        slices_of((CAUSAL, 0, 0, 3, 0, 4))
+
+
+def test_launches_are_few_and_share_no_rows() -> None:
+    assert len(slices.of_documents(positions_of(4, 300)).launches()) == 1
+    sliding = slices.windowed(slices.of_documents(positions_of(4, 300)), 4)
+    assert len(sliding.launches()) == 3  # blocks, what lies before them, and what ends within a block
+    several = slices_of((FULL, 0, 0, 4, 5, 2), (FULL, 0, 2, 5, 9, 1), (FULL, 0, 8, 2, 5, 1), (FULL, 1, 0, 4, 5, 2))
+    assert sorted(len(launch) for launch in several.launches()) == [2, 2]
+    for launch in [*sliding.launches(), *several.launches()]:
+        for sample, first, number in ((1, 2, 3), (1, 4, 5)):
+            columns = [launch.columns[i].tolist() for i in (sample, first, number)]
+            rows = [(j, row) for j, begin, length in zip(*columns) for row in range(begin, begin + length)]
+            assert len(rows) == len(set(rows))
+
+
+def test_a_micro_batch_has_one_plan() -> None:
+    batch = of_documents(torch.from_numpy(positions_of(2, 50)))
+    assert batch.plan(None) is batch.plan(None) is batch.plan(50) and batch.plan(3) is batch.plan(3)
+    assert batch.plan(3) is not batch.plan(None)
+
+
+def test_demands_of_the_kernels_of_cuda() -> None:
+    query, key = torch.zeros(5, 4, 64, dtype=torch.bfloat16), torch.zeros(5, 2, 64, dtype=torch.bfloat16)
+    kernels.check(query, key, key, flash=True)
+    for wrong, demand in (
+        ((query, key, key[..., :32]), "values as wide as keys"),
+        ((query[..., :20], key[..., :20], key[..., :20]), "multiples of 8"),
+        ((query.float(), key.float(), key.float()), "bf16 or fp16"),
+        ((query, key, key.float()), "numbers of one kind"),
+        ((query.repeat(1, 1, 5), key.repeat(1, 1, 5), key.repeat(1, 1, 5)), "at most 256 channels"),
+        ((query[:, :3], key, key), "query heads for each key head"),
+    ):
+        with pytest.raises(kernels.KernelDemandError, match=demand):
+            kernels.check(*wrong, flash=True)
+    with pytest.raises(kernels.KernelDemandError, match="as many key heads as query heads"):
+        heads, groups = (each.transpose(0, 1)[None] for each in (query, key))
+        kernels.check(heads, groups, groups, flash=False)
