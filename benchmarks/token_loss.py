@@ -75,6 +75,7 @@ def build(case: LossCase) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    parallel.megatron.apply_patches("cpu")
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=case.ranks)
     rank, dtype = dist.get_rank(), DTYPES[case.precision]

@@ -169,6 +169,7 @@ class _Tiles:
         self.wide = None if is_wide else hidden.new_empty(tile, len(weight), dtype=torch.float32)
         self.gathered = hidden.new_empty(group, hidden.size(1)) if part.is_spread else None
         self.own = slice(0, 0)  # this rank's rows of the group
+        self.factor: torch.Tensor | None = None  # of this rank's exponentials
 
     def slices(self) -> list[slice]:
         """This rank's rows of each tile."""
@@ -202,28 +203,44 @@ class _Tiles:
             logits += self.bias
         mask_padding(logits, part.num_real)
         wide = logits if self.wide is None else self.wide[: len(x)].copy_(logits)
-        largest = wide.amax(dim=-1)
-        _reduce(largest, part.group, dist.ReduceOp.MAX)
-        wide -= largest.unsqueeze(1)
         column = labels - part.first
         self.is_mine = (column >= 0) & (column < wide.size(1))
         self.column = torch.where(self.is_mine, column, 0).unsqueeze(1)
+        largest = wide.amax(dim=-1)
+        if self.is_whole:
+            _reduce(largest, part.group, dist.ReduceOp.MAX)
+        wide -= largest.unsqueeze(1)
         label_logits = torch.where(self.is_mine, wide.gather(1, self.column).squeeze(1), 0.0)
         wide.exp_()
         sums = wide.sum(dim=-1)
-        _reduce(label_logits, part.group)
-        _reduce(sums, part.group)
+        if self.is_whole:
+            _reduce(label_logits, part.group)
+            _reduce(sums, part.group)
+        elif part.group.size() > 1:
+            self.factor, label_logits, sums = self._joined(largest, label_logits, sums)
         return wide, label_logits, sums
+
+    def _joined(self, *numbers: torch.Tensor) -> list[torch.Tensor]:
+        """The ranks' largest logits, label's logits and sums `[t]` as one, by a single exchange: the factor that turns
+        this rank's exponentials into those of all, the label's logit less the largest of all, and the sums."""
+        group, own = self.part.group, torch.stack((*numbers, self.is_mine.float()))
+        gathered = own.new_empty(group.size() * len(own), own.size(1))
+        dist.all_gather_into_tensor(gathered, own, group=group)
+        largest, label_logits, sums, is_mine = gathered.view(group.size(), *own.shape).unbind(1)
+        above = largest - largest.amax(dim=0)
+        factors = above.exp()
+        return [factors[group.rank()], torch.where(is_mine > 0, label_logits + above, 0).sum(dim=0), (sums * factors).sum(dim=0)]
 
     def logits_grad(self, exponentials: torch.Tensor, sums: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """(softmax - label) * scale, of the last tile, in the weight's dtype and in the logits' memory."""
         targets = self.is_mine.float()
         if self.is_whole:  # as Megatron-core's loss has it
             exponentials.div_(sums.unsqueeze(1)).scatter_add_(1, self.column, -targets.unsqueeze(1))
+            exponentials.mul_(scales.unsqueeze(1))
         else:  # a pass less
-            exponentials.scatter_add_(1, self.column, -(targets * sums).unsqueeze(1))
-            scales = scales / sums
-        exponentials.mul_(scales.unsqueeze(1))
+            factors = scales / sums if self.factor is None else self.factor * scales / sums
+            exponentials.mul_(factors.unsqueeze(1))
+            exponentials.scatter_add_(1, self.column, -(targets * scales).unsqueeze(1))
         # Not in the product: torch multiplies into another dtype number by number.
         return exponentials if self.wide is None else self.logits[self.place].copy_(exponentials)
 
