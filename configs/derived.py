@@ -163,6 +163,11 @@ def num_micro_batches(config: Config, world_size: int) -> int:
     )
 
 
+def predicted_share(config: Config) -> float:
+    """Share of the tokens that predict something: the others never reach the output layer."""
+    return config.data.mask_probability if config.model.family == "bert" else 1.0
+
+
 def tokens_per_call(config: Config) -> int:
     """Tokens of a micro-batch that one rank's MoE layers get in a call, with those of its expert tensor peers."""
     parallel, training = config.parallel, config.training

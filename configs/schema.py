@@ -209,6 +209,9 @@ class TrainingConfig:
         "free",
         form="none, auto or a number greater than 0",
     )
+    token_tile: Optional[int] = key(
+        None, "tokens whose logits are there at once. null: all of up to 512, else at most 1/64 or 128", "free", low=1
+    )
     memory_limit_gib: Optional[float] = key(
         None, "of a rank's tensors; what the plan says cannot fit is refused. null: the GPU's memory", "free", above=0
     )

@@ -27,12 +27,16 @@ from models.attention.layers import takes_rows
 from models.attention.rows import SLICES, BatchSlices, MicroBatchRows, of_padding
 from models.blueprint.ends import NUM_TOKEN_TYPES
 from models.gpt import POSITION_EMBEDDINGS
+from models.loss.token_loss import Targets, targets_of
 from models.norm import mark_sequence_parallel, norm_class
 from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids
 from parallel.topology import Topology
 
-Output: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+# Hidden states; logits and the sentence head's; the sum of the losses, each token's, and the sentence head's logits.
+Output: TypeAlias = (
+    torch.Tensor | tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+)
 
 
 class BertEmbedding(LanguageModelEmbedding):
@@ -138,7 +142,7 @@ class Bert(LanguageModule):
         tokens: torch.Tensor,
         types: torch.Tensor,
         padding_mask: torch.Tensor,
-        labels: torch.Tensor | None = None,
+        targets: Targets | None = None,
         apart: BatchSlices | None = None,
     ) -> Output:
         """Run this stage: see `forward` of this file for shapes."""
@@ -161,10 +165,11 @@ class Bert(LanguageModule):
             return hidden
         sentence_logits = self.binary_head(self.pooler(hidden, 0)) if self.pooler is not None else None
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(self.lm_head(hidden), weight=weight)
-        if labels is None:
+        if targets is None:
+            logits, _ = self.output_layer(self.lm_head(hidden), weight=weight)
             return logits.transpose(0, 1).contiguous(), sentence_logits
-        return self.compute_language_model_loss(labels, logits), sentence_logits
+        transformed = self.lm_head(self.output_layer.rows(hidden, targets))
+        return *self.output_layer(transformed, weight=weight, targets=targets), sentence_logits
 
 
 def build_chunk(
@@ -187,17 +192,17 @@ def on_host(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
-    """Run this rank's stage on `tokens`, `types`, `labels` (int64 `[b, s]`) and `padding_mask` (bool `[b, s]`, True =
-    real token).
+    """Run this rank's stage on `tokens`, `types` (int64 `[b, s]`), `padding_mask` (bool `[b, s]`, True = real token)
+    and its targets (see models/loss/token_loss.py).
 
-    Last stage: (loss of each token fp32 `[b, s]`, or logits `[b, s, v]` without labels; sentence logits `[b, 2]` or
-    None). Other stages: hidden `[s, b, h]`.
+    Last stage: (the sum of the losses and each token's, fp32 `[b, s]`, or logits `[b, s, v]` without labels; sentence
+    logits `[b, 2]` or None). Other stages: hidden `[s, b, h]`.
     """
     return model(
         tokens=batch["tokens"],
         types=batch["types"],
         padding_mask=batch["padding_mask"],
-        labels=batch.get("labels"),
+        targets=targets_of(batch),
         apart=batch.get(SLICES),
     )
 
@@ -208,12 +213,12 @@ def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
     The second is `{"sentence_loss": scalar}` with a sentence head (`sentence_label` int64 `[b]`), else empty.
     """
-    assert isinstance(output, tuple), "only the last pipeline stage has a loss"
-    token_losses, sentence_logits = output
+    assert isinstance(output, tuple) and len(output) == 3, "only the last pipeline stage has a loss"
+    loss_sum, _, sentence_logits = output
     extra = {}
     if sentence_logits is not None:
         extra["sentence_loss"] = F.cross_entropy(sentence_logits.float(), batch["sentence_label"])
-    return (token_losses.float() * batch["loss_mask"]).sum(), extra
+    return loss_sum, extra
 
 
 def logits(
@@ -221,5 +226,7 @@ def logits(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logits over the whole logical vocabulary `[b, s, vocab_size]` and of the sentence head, on every tensor rank of
     the last stage."""
-    token_logits, sentence_logits = forward(model, {name: value for name, value in batch.items() if name != "labels"})
+    output = forward(model, {name: value for name, value in batch.items() if name != "labels"})
+    assert isinstance(output, tuple) and len(output) == 2, "only the last pipeline stage has logits"
+    token_logits, sentence_logits = output
     return gather_from_tensor_model_parallel_region(token_logits)[..., :vocab_size], sentence_logits

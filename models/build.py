@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported: see parallel/megatron/startup.py)
 
@@ -14,6 +13,7 @@ from configs.schema import Config
 from models import bert, gpt
 from models.blueprint import padded_vocab_size, parts, weights
 from models.initial_weights import initialize_weights
+from models.loss.output_layer import become_output_layer
 from models.specs import block_spec, resolve_backend
 from models.transformer_config import transformer_config
 from parallel.topology import Topology
@@ -60,23 +60,7 @@ def build_model(config: Config, topology: Topology, vocab_size: int, *, fill: bo
         for parameter in chunk.parameters():
             parameter.data = parameter.data.to(megatron.params_dtype)
         if chunk.post_process:
-            _mask_padding(chunk.output_layer, vocab_size)
+            become_output_layer(chunk.output_layer, vocab_size, config.training.token_tile)
     if fill:
         initialize_weights(chunks, config)
     return chunks
-
-
-def _mask_padding(output_layer: torch.nn.Module, vocab_size: int) -> None:
-    # Logits of rows that pad the vocabulary become the smallest number, so that softmax gives them exactly 0 and their
-    # gradient is 0. Written past autograd: recording it would copy the gradient of all logits.
-    group = output_layer.tp_group
-    rows = output_layer.output_size_per_partition
-    num_real = min(max(vocab_size - group.rank() * rows, 0), rows)
-    if num_real == rows:
-        return
-
-    def mask(_module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        logits = output[0].detach()
-        logits[..., num_real:] = torch.finfo(logits.dtype).min
-
-    output_layer.register_forward_hook(mask)

@@ -17,6 +17,8 @@ from configs.rotary import switches_at
 from configs.schema import Config
 from models.attention.layers import takes_rows
 from models.attention.rows import SLICES, BatchSlices, MicroBatchRows, of_documents
+from models.loss.output_layer import LossOutput
+from models.loss.token_loss import Targets, targets_of
 from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
@@ -36,10 +38,10 @@ class Gpt(GPTModel):
     def forward(
         self,
         tokens: torch.Tensor,
-        labels: torch.Tensor | None = None,
+        targets: Targets | None = None,
         positions: torch.Tensor | None = None,
         apart: BatchSlices | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | LossOutput:
         """Run this stage: see `forward` of this file for shapes."""
         rows = MicroBatchRows(tokens, self.rotary, apart, positions)
         hidden = None  # a later stage: the decoder holds what the previous one sent
@@ -56,10 +58,9 @@ class Gpt(GPTModel):
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden, weight=weight)
-        if labels is None:
-            return logits.transpose(0, 1).contiguous()
-        return self.compute_language_model_loss(labels, logits)
+        if targets is None:
+            return self.output_layer(hidden, weight=weight)[0].transpose(0, 1).contiguous()
+        return self.output_layer(self.output_layer.rows(hidden, targets), weight=weight, targets=targets)
 
 
 def build_chunk(
@@ -97,21 +98,22 @@ def on_host(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, SLICES: of_documents(batch["positions"], switches_at(config.model.rotary_scaling))}
 
 
-def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Run this rank's stage on `batch["tokens"]` and `batch["labels"]`, int64 `[b, s]`, and what `on_host` made.
+def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | LossOutput:
+    """Run this rank's stage on `batch["tokens"]`, int64 `[b, s]`, what `on_host` made, and its targets (see
+    models/loss/token_loss.py).
 
-    Last stage: the loss of each token, fp32 `[b, s]`; without labels, this tensor rank's logits `[b, s, v]`.
-    Other stages: hidden `[s, b, h]`.
+    Last stage: the sum of the losses and each token's, fp32 `[b, s]`; without labels, this tensor rank's logits
+    `[b, s, v]`. Other stages: hidden `[s, b, h]`.
     """
     return model(
-        tokens=batch["tokens"], labels=batch.get("labels"), positions=batch.get("positions"), apart=batch.get(SLICES)
+        tokens=batch["tokens"], targets=targets_of(batch), positions=batch.get("positions"), apart=batch.get(SLICES)
     )
 
 
-def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss(output: LossOutput, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the language-model loss over the predicted tokens (where `loss_mask` is 1), fp32 scalar; no extra
     losses."""
-    return (output.float() * batch["loss_mask"]).sum(), {}
+    return output[0], {}
 
 
 def logits(model: torch.nn.Module, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:

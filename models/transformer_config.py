@@ -85,7 +85,7 @@ def fusions(config: Config, backend: str) -> dict[str, Any]:
 
     Their kernels come from TransformerEngine, or from torch's compiler, which TransformerEngine needs itself.
     """
-    model, training = config.model, config.training
+    model = config.model
     if backend != "transformer_engine" or model.fusions == "off":
         return {}
     chosen: dict[str, Any] = {}
@@ -99,9 +99,6 @@ def fusions(config: Config, backend: str) -> dict[str, Any]:
         chosen["bias_activation_fusion"] = True
     if model.hidden_dropout > 0 or model.linear_bias:  # else it is a single addition
         chosen["bias_dropout_fusion"] = True
-    # TransformerEngine's loss takes no fp16; Megatron's own ("native") rounds its gradient to bf16 in any precision.
-    if training.precision != "fp16":
-        chosen |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     return chosen
 
 

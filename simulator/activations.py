@@ -14,6 +14,7 @@ from configs import derived
 from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import INPUT, ModelOperation, Weight, unknown
+from models.loss.tiles import BLOCK_NUMBERS, GROUP, token_tile
 from moe.chunk_plan import STRATEGIES, Plan
 from moe.planning import footprint
 from moe.planning.inputs import fullest_load, initial_plan
@@ -38,6 +39,7 @@ PLAIN = (
     "reshape",
     "row_linear",
     "scatter",
+    "select",
     "sum",
 )
 # whose gradients count
@@ -55,6 +57,8 @@ class Activations:
         self.config, self.vocab_size, self.on_gpu = config, vocab_size, device == "cuda"
         self.fused_attention, self.by_slices = has_fused_attention(config, device), computes_slices(config, device)
         self.sizes = Sizes(config)
+        self.tile = token_tile(self.sizes.tokens, config.training.token_tile)
+        self.is_one_tile = self.tile == self.sizes.tokens
         self.load = fullest_load(config, device) if derived.is_moe(config) else None
         self.plan = plan or initial_plan(config)
         self._rules: dict[str, Rule] = {
@@ -62,7 +66,6 @@ class Activations:
             "activation": self._activation,
             "attention": self._attention,
             "column_linear": self._column_linear,
-            "cross_entropy": self._cross_entropy,
             "dropout": self._dropout,
             "embedding": self._embedding,
             "experts": self._experts,
@@ -72,6 +75,7 @@ class Activations:
             "rotary": self._rotary,
             "router": self._router,
             "split": self._split,
+            "token_loss": self._token_loss,
             "vocabulary_embedding": self._vocabulary_embedding,
         }
 
@@ -147,7 +151,8 @@ class Activations:
 
     def _activation(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         output, (name,) = self.sizes.bytes(operation.output), operation.inputs
-        gated = held[name].bytes > output  # going back, its gate's activation is made again
+        # Going back, its gate's activation is made again; on a GPU within one kernel.
+        gated = held[name].bytes > output and not self.on_gpu
         return self._apply(tape, operation, held, OperationBytes(work=held[name].bytes + output if gated else None))
 
     def _split(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
@@ -166,8 +171,8 @@ class Activations:
 
     def _vocabulary_embedding(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         weight = self._weight_bytes(operation.weights)
-        # Tied to the output layer: the sum of both gradients is a third one.
-        work = max(each.uses for each in operation.weights) * weight
+        # Tied to an output layer that gives its own to autograd: the sum of both gradients is a third one.
+        work = max(each.uses for each in operation.weights) * weight if self.is_one_tile else weight
         takes = OperationBytes(kept=self.sizes.tokens * INT64, weight=weight, work=work)
         return self._apply(tape, operation, held, takes)
 
@@ -184,7 +189,7 @@ class Activations:
             else None
         )
         during = output if len(operation.weights) > 1 else 0  # the bias is added to a copy
-        takes = OperationBytes(during=during, work=work, weight=weight, weight_waits=matrix.uses > 1)
+        takes = OperationBytes(during=during, work=work, weight=weight)
         return self._apply(tape, operation, held, takes)
 
     def _norm(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
@@ -218,10 +223,26 @@ class Activations:
         gathered = sum(self.sizes.bytes(collective.whole) for collective in operation.collectives)
         return self._apply(tape, operation, held, OperationBytes(during=gathered))
 
-    def _cross_entropy(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        wide = held[operation.inputs[0]]
-        takes = OperationBytes(kept=self.sizes.tokens * LABEL_BYTES)
-        return [tape.apply(self.sizes.bytes(operation.output), keeps=[wide], in_place=wide, takes=takes)]
+    def _token_loss(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
+        """The logits of a tile; the forward pass makes the gradients, and keeps the hidden states'."""
+        sizes, matrix = self.sizes, operation.weights[0]
+        hidden_size, element, weight = matrix.shape[1], sizes.element, self._weight_bytes(operation.weights)
+        rows = min(self.tile, sizes.predicted)
+        numbers = blueprint.local_shape(matrix, sizes.ranks)[0]
+        group = rows if self.is_one_tile or element == FP32 else min(rows * GROUP, sizes.predicted)
+        during = rows * numbers * FP32 + (group * numbers * element if element < FP32 else 0)
+        if self.config.parallel.sequence:
+            during += (group + rows) * hidden_size * element
+        if not self.is_one_tile and element < FP32:
+            during += min(weight, BLOCK_NUMBERS * element)
+        takes = OperationBytes(
+            kept=sizes.tokens * LABEL_BYTES,
+            during=during,
+            made=weight if self.is_one_tile else 0,
+            weight_waits=self.is_one_tile and matrix.uses > 1,
+        )
+        (name,) = operation.inputs
+        return [tape.apply(sizes.bytes(operation.output), makes=[held[name]], takes=takes)]
 
     def _attention(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         if self.fused_attention:

@@ -3,7 +3,8 @@
 Two counts. The model's (`forward_flops_per_token`, `training_flops_per_token`) is the convention of model FLOPs
 utilisation (PaLM, appendix B): a multiply-add is 2 operations, backward costs twice the forward, recomputation and the
 vocabulary's padding do not count, and attention counts its full square for BERT and half of it for causal GPT. Of that
-half it counts the pairs that a sliding window and separate documents leave. MFU everywhere is made of it.
+half it counts the pairs that a sliding window and separate documents leave. BERT's head counts the tokens that are
+predicted. MFU everywhere is made of it.
 
 The machine's (`executed_flops_per_token`) is what PyTorch's FlopCounterMode counts over a step on all ranks: the full
 square, the fused attention's backward pass with its scores computed again (2.5 times the forward), whatever
@@ -39,7 +40,7 @@ CATEGORIES = {
     "pooler": "sentence_head",
 }
 # kinds of operations that have some
-PRODUCTS = ("column_linear", "row_linear", "linear", "attention", "router", "experts", "pooler")
+PRODUCTS = ("column_linear", "row_linear", "linear", "attention", "router", "experts", "pooler", "token_loss")
 OTHERS = (  # that have none, or none that are counted
     *(
         "add",
@@ -47,14 +48,13 @@ OTHERS = (  # that have none, or none that are counted
         "cast",
         "concatenate",
         "copy",
-        "cross_entropy",
         "dropout",
         "embedding",
         "gather",
         "multiply",
         "norm",
     ),
-    *("reshape", "rotary", "scatter", "split", "sum", "vocabulary_embedding"),
+    *("reshape", "rotary", "scatter", "select", "split", "sum", "vocabulary_embedding"),
 )
 
 

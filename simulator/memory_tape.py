@@ -31,6 +31,7 @@ class OperationBytes:
     work: int | None = None
     weight: int = 0  # its weights' gradients
     weight_waits: bool = False  # until the end: another operation has the same weights
+    made: int = 0  # its weights' gradients, where the forward pass makes them
 
 
 @dataclass
@@ -40,7 +41,8 @@ class _Operation:
     passes: Sequence[TapeTensor]  # get that of the output, the same memory
     kept: list[TapeTensor]
     takes: OperationBytes = OperationBytes()
-    in_place: TapeTensor | None = None  # its gradient is written over what was kept
+    made: Sequence[tuple[TapeTensor, TapeTensor]] = ()  # inputs with gradients that the forward pass has made
+    weight: TapeTensor | None = None  # its weights' gradients, which the forward pass has made
     is_layer: bool = False
     away: int = 0  # bytes of its input on the host
 
@@ -96,13 +98,13 @@ class Tape:
         passes: Sequence[TapeTensor] = (),
         keeps: Sequence[TapeTensor] = (),
         keeps_output: bool = False,
-        in_place: TapeTensor | None = None,
+        makes: Sequence[TapeTensor] = (),
         takes: OperationBytes = OperationBytes(),
     ) -> TapeTensor:
         """One operation with `output` bytes, which the caller holds.
 
         `inputs` get gradients of their own in the backward pass, `passes` that of the output itself. `keeps` are held
-        for it. The gradient of `in_place` is written over that tensor.
+        for it. Gradients of `makes` are made now.
         """
         kept = [self.hold(tensor) for tensor in keeps] if self.keeps else []
         if takes.kept and self.keeps:
@@ -110,8 +112,10 @@ class Tape:
         result = self.new(output)
         if keeps_output and self.keeps:
             kept.append(self.hold(result))
+        made = [(tensor, self.new(tensor.bytes)) for tensor in makes] if self.keeps else []
+        weight = self.new(takes.made) if takes.made and self.keeps else None
         self.use(takes.during)
-        self._operations.append(_Operation([result], inputs, passes, kept, takes, in_place))
+        self._operations.append(_Operation([result], inputs, passes, kept, takes, made, weight))
         return result
 
     def end_layer(self, tensor: TapeTensor, leaves: bool) -> None:
@@ -159,13 +163,12 @@ class Tape:
                 self._come_back(operation)
             above = [gradients.pop(each) for each in operation.outputs]
             below = [(tensor, self.hold(above[0])) for tensor in operation.passes]
-            if operation.in_place is not None:
-                below.append((operation.in_place, self.hold(operation.in_place)))
+            below += operation.made
             if operation.takes.work is not None:
                 self.use(operation.takes.work)
                 self.drop(*above, *operation.kept)
             below += [(tensor, self.new(tensor.bytes)) for tensor in operation.inputs]
-            weight = self.new(operation.takes.weight)
+            weight = operation.weight or self.new(operation.takes.weight)
             if operation.takes.work is None:
                 self.drop(*above, *operation.kept)
             for tensor, part in below:

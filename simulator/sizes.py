@@ -8,8 +8,10 @@ from models.blueprint.operation import (
     BOOLEAN,
     FLOAT32,
     MODEL,
+    OWN_PREDICTED,
     OWN_TOKENS,
     PEER_TOKENS,
+    PREDICTED,
     SAMPLES,
     SCALAR,
     TOKENS,
@@ -33,8 +35,12 @@ class Sizes:
         self.element = derived.element_size(config)
         self.ranks = axis_sizes(config)
         peers = self.own_tokens * derived.expert_tensor_size(config)
+        share = derived.predicted_share(config)
+        self.predicted, self.own_predicted = int(self.tokens * share), int(self.own_tokens * share)
         self._rows = {
             TOKENS: self.tokens,
+            PREDICTED: self.predicted,
+            OWN_PREDICTED: self.own_predicted,
             OWN_TOKENS: self.own_tokens,
             PEER_TOKENS: peers,
             SAMPLES: self.samples,

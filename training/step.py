@@ -23,6 +23,7 @@ from configs import derived
 from configs.schema import Config
 from data.pieces import attended_pairs, share_of
 from memory.transfer import to_device
+from models.loss.rows import predicted_rows
 from moe.watch import RouterReport, in_metrics
 from optim import update
 from optim.build import set_learning_rate
@@ -190,11 +191,16 @@ def _run(
         dist.all_reduce(counts, group=topology.data.group)
     scale = len(batches) * topology.data.size / counts[0].clamp(min=1)
     losses = _no_losses(engine)
+    loss_grad = None if forward_only else _loss_grad(engine, scale, len(batches))
     batches = [engine.family.on_host(config, batch) for batch in batches]
 
     def forward_step(iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         number, batch = next(iterator)
+        predicts = topology.pipeline.is_last and chunk is engine.chunks[-1]
+        rows = _predicted_rows(engine, batch) if predicts else None
         batch = _to_device(engine, batch)
+        if predicts:
+            batch |= {name: value for name, value in (("rows", rows), ("loss_grad", loss_grad)) if value is not None}
         engine.dropout.begin(number)
         return engine.family.forward(chunk, batch), partial(_loss, engine, batch, scale, losses, buckets)
 
@@ -229,13 +235,27 @@ def _loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     loss_sum, extra = engine.family.loss(output, batch)
     if buckets is not None:
-        # GPT gives each token's loss, alone or beside their sum
-        buckets.add(output[1] if isinstance(output, tuple) else output, batch, engine.topology.context)
+        buckets.add(output[1], batch, engine.topology.context)  # each token's, beside their sum
     with torch.no_grad():
         losses[0] += loss_sum
         for i, name in enumerate(engine.extra_losses):
             losses[1 + i] += extra[name]
     return loss_sum * scale + sum(extra.values()), {}
+
+
+def _loss_grad(engine: Engine, scale: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
+    """The gradient that a micro-batch's sum of losses will get: what the schedule and `_loss` make of it, undone in
+    their order."""
+    one = engine.optimizer.scale_loss(torch.ones((), device=scale.device)).reshape(())
+    return one / num_micro_batches * engine.topology.context.size * scale
+
+
+def _predicted_rows(engine: Engine, batch: Batch) -> torch.Tensor | None:
+    """Rows that predict something, on the device; None if all of this rank's do."""
+    parallel, topology = engine.config.parallel, engine.topology
+    own = cut_batch({name: batch[name] for name in ("tokens", "loss_mask")}, topology.context)
+    rows = predicted_rows(own["loss_mask"], topology.tensor.size if parallel.sequence else 1)
+    return None if rows is None else to_device(rows, topology.device)
 
 
 def _clear_gradients(engine: Engine) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from configs import derived
 from configs.schema import Config
 from models.blueprint.operation import (
     FLOAT32,
     INPUT,
+    OWN_PREDICTED,
+    PREDICTED,
     SAMPLES,
     SCALAR,
     TENSOR,
@@ -18,7 +21,7 @@ from models.blueprint.operation import (
     Tensor,
     Weight,
 )
-from models.blueprint.pieces import column_linear, copy, dropout, hidden, norm, scatter, transformer_name
+from models.blueprint.pieces import copy, dropout, hidden, norm, scatter, transformer_name
 
 VOCAB_MULTIPLE = 128  # rows per tensor rank: matrix kernels like sizes that are multiples of 128
 NUM_TOKEN_TYPES = 2  # of BERT: first and second sentence
@@ -77,7 +80,7 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOpera
 
 
 def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation]:
-    """The final norm, the logits and the loss; `is_first`: the same rank has the embedding."""
+    """The final norm, and the output layer with the loss; `is_first`: the same rank has the embedding."""
     model, size = config.model, config.model.hidden_size
     bert, sentences = model.family == "bert", model.family == "bert" and model.sentence_head != "none"
     operations, last, done = list[ModelOperation](), INPUT, [INPUT]
@@ -97,17 +100,22 @@ def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation
     weights += (
         [Weight("output_layer.bias", (vocab_size,), "bias", (Split(0, TENSOR),), stored_rows=rows)] if bert else []
     )
-    # Until the loss is there, the hidden state and the logits are held.
-    logits = column_linear(config, "output_layer", last, "logits", (size, vocab_size), weights=tuple(weights))
-    operations.append(replace(logits, outputs=(Tensor("logits", rows, TOKENS, TENSOR),)))
-    wide = "logits"
-    done.append(wide)
-    if config.training.precision != "fp32":
-        wide = "logits.wide"
-        operations.append(ModelOperation("cast", "loss", ("logits",), (Tensor(wide, rows, TOKENS, TENSOR, FLOAT32),)))
-        done.append(wide)
-    loss = Tensor("loss", 1, dtype=FLOAT32)
-    operations.append(ModelOperation("cross_entropy", "loss", (wide,), (loss,), saved=(wide,), frees=tuple(done)))
+    whole = Tensor(last, size, PREDICTED if bert else TOKENS)
+    sums = Tensor("softmax", 3, whole.rows, dtype=FLOAT32)  # of a token: the largest logit, the sum, the label's logit
+    gathered = [Collective("all_gather", TENSOR, whole), Collective("reduce_scatter", TENSOR, whole)]
+    exchanged = gathered if config.parallel.sequence else [Collective("all_reduce", TENSOR, whole)]
+    operations.append(
+        ModelOperation(
+            "token_loss",
+            "output_layer",
+            (last,),
+            (Tensor("loss", 1, dtype=FLOAT32),),
+            frees=tuple(done),  # until the loss is there, the hidden states are held
+            weights=tuple(weights),
+            flops=2.0 * size * vocab_size * derived.predicted_share(config),
+            collectives=(*exchanged, Collective("all_reduce", TENSOR, sums)),
+        )
+    )
     if sentences:
         total = Tensor("total_loss", 1, SCALAR, dtype=FLOAT32)
         operations.append(ModelOperation("sum", "loss", ("loss", "pooled"), (total,), frees=("loss",)))
@@ -130,14 +138,21 @@ def _vocabulary(config: Config, module: str, vocab_size: int, *, is_first: bool,
 
 
 def _language_model_head(config: Config, x: str) -> list[ModelOperation]:
-    """BERT's transformation before the logits."""
-    size = config.model.hidden_size
+    """BERT's choice of the tokens that are predicted, and their transformation before the logits."""
+    size, rows = config.model.hidden_size, OWN_PREDICTED
     weights = Weight("lm_head.dense.weight", (size, size), "matrix"), Weight("lm_head.dense.bias", (size,), "bias")
-    dense, active = hidden(config, "dense"), hidden(config, "active")
+    selected, dense, active, transformed = (
+        Tensor(name, size, rows) for name in ("selected", "dense", "active", "transformed")
+    )
+    flops = 2.0 * size * size * derived.predicted_share(config)
+    frees = ("selected", "dense", "active")
     return [
-        ModelOperation("linear", "lm_head.dense", (x,), (dense,), saved=(x,), weights=weights, flops=2.0 * size * size),
+        ModelOperation("select", "lm_head", (x,), (selected,)),
+        ModelOperation(
+            "linear", "lm_head.dense", ("selected",), (dense,), saved=("selected",), weights=weights, flops=flops
+        ),
         ModelOperation("activation", "lm_head", ("dense",), (active,), saved=("dense",)),
-        norm(config, "lm_head.layer_norm", "active", hidden(config, "transformed"), size, frees=("dense", "active")),
+        norm(config, "lm_head.layer_norm", "active", transformed, size, frees=frees),
     ]
 
 

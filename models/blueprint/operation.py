@@ -15,8 +15,9 @@ from configs.schema import Config
 
 TENSOR, EXPERT, EXPERT_TENSOR = "tensor", "expert", "expert_tensor"  # axes of ranks
 # Rows of a tensor: the tokens of a micro-batch, this rank's own of them, those of all its expert tensor peers, samples,
-# one.
+# one; the tokens that predict something, this rank's own of them.
 TOKENS, OWN_TOKENS, PEER_TOKENS, SAMPLES, SCALAR = "tokens", "own_tokens", "peer_tokens", "samples", "scalar"
+PREDICTED, OWN_PREDICTED = "predicted", "own_predicted"
 # Kinds of numbers: `training.precision`, always fp32, or a byte for true and false.
 MODEL, FLOAT32, BOOLEAN = "model", "float32", "boolean"
 

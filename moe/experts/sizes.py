@@ -52,7 +52,9 @@ def both_scratch(load: LayerLoad, rows: int, recompute: bool) -> int:
     if load.tiled:
         return _tiled_backward(load, rows, recompute, True)
     if load.block == WHOLE:
-        return rows * (3 * load.hidden_size + 2 * load.width + load.hidden_columns * (2 if recompute else 1))
+        # The activation's gradient is let go before the weights' gradients are made.
+        widest = max(2 * load.hidden_size + 2 * load.width, 3 * load.hidden_size + load.width)
+        return rows * (widest + load.hidden_columns * (2 if recompute else 1))
     return rows * (2 * load.hidden_size + 2 * load.width + load.hidden_columns * (2 if recompute else 1))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
-from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.transformer import multi_latent_attention, transformer_layer
 from megatron.core.transformer.moe import moe_utils
 
@@ -21,7 +20,6 @@ def apply() -> None:
     _measure_gradients_exactly()
     _accept_subclasses_of_layers()
     _let_latent_attention_do_without_te()
-    _look_for_the_largest_logit_alone()
 
 
 def _define_te_general_gemm() -> None:
@@ -57,12 +55,3 @@ def _measure_gradients_exactly() -> None:
 
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = norm
-
-
-def _look_for_the_largest_logit_alone() -> None:
-    # Without this the loss also finds, and writes, where in each row of logits the largest is, which nobody reads.
-    def largest(vocab_parallel_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = vocab_parallel_logits.float()
-        return wide, wide.amax(dim=-1)
-
-    cross_entropy.VocabParallelCrossEntropy.calculate_logits_max = staticmethod(largest)

@@ -80,6 +80,19 @@ def zero_if_old(param: torch.nn.Parameter, gate: Gate | None = None) -> None:
         param.grad_is_old = False  # type: ignore[attr-defined]
 
 
+def open_buffer(param: torch.nn.Parameter) -> tuple[torch.Tensor, bool]:
+    """The buffer to which a forward pass adds its part of a gradient by itself, and whether it has to write it over
+    what is there: that is the last step's.
+
+    What works on the parameter was waited for before the pass read it. Autograd may bring the hook the gradient of
+    another use (a tied embedding's), or one that means nothing.
+    """
+    is_old = getattr(param, "grad_is_old", False)
+    param.grad_is_old = False  # type: ignore[attr-defined]
+    param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return param.main_grad, is_old  # type: ignore[attr-defined]
+
+
 def add_gradient(param: torch.nn.Parameter, grad: torch.Tensor, gate: Gate | None) -> None:
     """Add a micro-batch's gradient to the step's. The first is written over the last step's, which `gate` waits for:
     an update may still read it."""

@@ -16,17 +16,16 @@ from models.transformer_config import fusions, transformer_config
 
 pytestmark = pytest.mark.fast
 
-LOSS = {"cross_entropy_loss_fusion", "cross_entropy_fusion_impl"}
 KINDS = {  # by what is behind experiment=
-    "llama3_8b": LOSS | {"apply_rope_fusion", "bias_activation_fusion"},
-    "mixtral_8x7b": LOSS | {"apply_rope_fusion", "bias_activation_fusion"},
-    "gpt2_124m": LOSS | {"bias_dropout_fusion"},
-    "bert_base": LOSS | {"bias_dropout_fusion"},
-    "llama3_8b model.rotary_scaling={rope_type:linear,factor:2}": LOSS
-    | {"apply_rope_fusion", "bias_activation_fusion"},
-    "llama3_8b model.rotary_scaling={rope_type:yarn,factor:4,original_max_position_embeddings:8192}": LOSS
-    | {"bias_activation_fusion"},
-    "llama3_8b model.attention=latent model.num_query_groups=null": LOSS | {"bias_activation_fusion"},
+    "llama3_8b": {"apply_rope_fusion", "bias_activation_fusion"},
+    "mixtral_8x7b": {"apply_rope_fusion", "bias_activation_fusion"},
+    "gpt2_124m": {"bias_dropout_fusion"},
+    "bert_base": {"bias_dropout_fusion"},
+    "llama3_8b model.rotary_scaling={rope_type:linear,factor:2}": {"apply_rope_fusion", "bias_activation_fusion"},
+    "llama3_8b model.rotary_scaling={rope_type:yarn,factor:4,original_max_position_embeddings:8192}": {
+        "bias_activation_fusion"
+    },
+    "llama3_8b model.attention=latent model.num_query_groups=null": {"bias_activation_fusion"},
 }
 
 
@@ -70,11 +69,6 @@ def test_megatron_core_warns_of_nothing_that_a_user_could_not_mend(
             transformer_config(compose(overrides.split()), backend)
         warnings.warn("one of another kind", stacklevel=1)
     assert [str(warning.message) for warning in said] == ["one of another kind"]
-
-
-def test_the_fused_loss_takes_no_fp16() -> None:
-    config = compose(["experiment=llama3_8b", "training.precision=fp16"])
-    assert not fusions(config, "transformer_engine").keys() & LOSS
 
 
 def test_layers_that_can_accumulate_their_gradients_do() -> None:

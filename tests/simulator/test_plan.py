@@ -63,6 +63,8 @@ MEASURED = [
         ("optimizer.distributed=false", "training.recompute=full", "model.tie_embeddings=false", "model.qk_norm=true"),
     ),
     Case("gpt_tiny", "", 2, ("parallel.tensor=2", *LATENT, "model.sliding_window=16", "model.sequence_length=128")),
+    Case("gpt_tiny", "", 1, ("training.token_tile=16", "training.precision=bf16", "model.normalization=layernorm")),
+    Case("bert_tiny", "", 2, ("training.token_tile=16", "parallel.tensor=2", "parallel.sequence=true")),
     Case(
         "bert_tiny", "", 1, ("training.recompute=selective", "model.attention_dropout=0.1", "model.hidden_dropout=0.1")
     ),

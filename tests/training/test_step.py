@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from configs.schema import Config
+from models.loss.rows import predicted_rows
 from optim.state import restore_scaler, scaler_state
 from parallel.megatron.optimizer import members
 from simulator.flops import forward_flops_per_token, training_flops_per_token
@@ -93,8 +94,7 @@ def measure_loss(config: Config) -> dict[str, float]:
     chunk, total, tokens = model.bare_chunks[0], 0.0, 0.0
     with torch.no_grad(), model.frozen_weights():
         for batch in batches:
-            output = model.family.forward(chunk, batch)
-            per_token = output[0] if isinstance(output, tuple) else output
+            per_token = model.family.forward(chunk, batch)[1]
             total += float((per_token.double() * batch["loss_mask"]).sum())
             tokens += float(batch["loss_mask"].sum())
     evaluated = evaluate(model, iter([batches]))[0]
@@ -240,9 +240,8 @@ def test_deterministic_mode(data: list[str], tmp_path: Any) -> None:
     assert losses[2][0][0] == pytest.approx(losses[0][0][0], rel=FP32_LOSS)
 
 
-def count_flops(config: Config) -> tuple[float, float, float]:
-    """Operations per token: of attention's kernel and of all matrix products forward, and of the latter in forward and
-    backward."""
+def count_flops(config: Config) -> tuple[float, float]:
+    """Operations per token: of attention's kernel forward, and of all matrix products forward and backward."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
     model = build(config)
@@ -253,25 +252,37 @@ def count_flops(config: Config) -> tuple[float, float, float]:
         return sdpa_flop_count(query, keys, values)
 
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch's counter knows those of CUDA only
-    with FlopCounterMode(display=False, custom_mapping={kernel: attention}) as counter:
-        output = model.family.forward(model.bare_chunks[0], batch)
+    if config.model.family == "bert":
+        batch["loss_mask"] = (torch.arange(batch["tokens"].numel()) % 4 == 0).float().view_as(batch["tokens"])
+        batch["rows"] = predicted_rows(batch["loss_mask"])
+    counts = []
+    # With labels, the forward pass makes the output layer's gradients too.
+    for given in ({name: value for name, value in batch.items() if name != "labels"}, batch):
+        with FlopCounterMode(display=False, custom_mapping={kernel: attention}) as counter:
+            output = model.family.forward(model.bare_chunks[0], given)
+        counts.append(counter.get_flop_counts()["Global"])
     tokens = batch["tokens"].numel()
-    counts = counter.get_flop_counts()["Global"]
-    attended = counts.pop(kernel)
+    attended, _ = (count.pop(kernel) for count in counts)
     with FlopCounterMode(display=False) as counter:
         loss, _ = model.family.loss(output, batch)
         loss.backward()
     backward = sum(counter.get_flop_counts()["Global"].values())
-    forward = sum(counts.values())
-    return attended / tokens, forward / tokens, (forward + backward) / tokens
+    logits, forward = (sum(count.values()) for count in counts)
+    trained = forward + backward
+    # Logits are of all tokens, the loss of a quarter of BERT's.
+    assert logits == trained / 3 or config.model.family == "bert"
+    return attended / tokens, trained / tokens
 
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "gpt_moe_tiny", "bert_moe_tiny"])
 def test_flops_formula_against_torch_counter(model: str) -> None:
     # a head on one token a sample is not counted
-    more = ["model.num_query_groups=2"] if "gpt" in model else ["model.sentence_head=none"]
+    more = (
+        ["model.num_query_groups=2"] if "gpt" in model else ["model.sentence_head=none", "data.mask_probability=0.25"]
+    )
     config = small(model, *more)
-    attended, products, trained = on_one_rank(count_flops, config)
+    attended, trained = on_one_rank(count_flops, config)
+    products = trained / 3
     # torch counts attention's whole square, also where half of it is masked; so does the formula for BERT. For GPT it
     # takes half: of s tokens, one attends to (s + 1) / 2 on average, which convention rounds to s / 2.
     full = config.model.num_layers * 4 * config.model.hidden_size * config.model.sequence_length
@@ -280,4 +291,3 @@ def test_flops_formula_against_torch_counter(model: str) -> None:
         attended / 2 if config.model.family == "gpt" else attended
     )
     assert training_flops_per_token(config, VOCAB_SIZE) == 3 * forward_flops_per_token(config, VOCAB_SIZE)
-    assert trained == pytest.approx(3 * products)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from configs import derived
 from configs.schema import Config, ConfigError
 from parallel.megatron.optimizer import members
 from simulator.run_plan import RunPlan, out_of_memory
@@ -59,7 +60,7 @@ def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, 
         batch = {
             name: torch.randint(0, vocab_size, (size, length), generator=generator) for name in ("tokens", "labels")
         }
-        batch["loss_mask"] = torch.ones(size, length)
+        batch["loss_mask"] = _made_up_mask(size * length, derived.predicted_share(config)).view(size, length)
         if config.data.documents == "separate":
             batch["positions"] = torch.arange(length).expand(size, length).contiguous()
         if config.model.family == "bert":
@@ -68,6 +69,12 @@ def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, 
             batch["sentence_label"] = torch.randint(0, 2, (size,), generator=generator)
         batches.append({name: value.pin_memory() for name, value in batch.items()} if pin else batch)
     return batches
+
+
+def _made_up_mask(tokens: int, share: float) -> torch.Tensor:
+    """Ones for a share of the tokens, spread evenly."""
+    counts = (torch.arange(tokens + 1, dtype=torch.float64) * share + 1e-6).floor()
+    return (counts[1:] - counts[:-1]).float()
 
 
 @contextmanager

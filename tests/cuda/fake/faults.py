@@ -56,18 +56,18 @@ def noticed() -> dict[str, Any]:
         count(exchange, counts)
         return count(exchange, counts)
 
-    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+    from models.loss.token_loss import _Tiles
 
-    largest, kept = VocabParallelCrossEntropy.calculate_logits_max, list[torch.Tensor]()
+    softmax, kept = _Tiles.softmax, list[torch.Tensor]()
 
-    def keeping(logits: torch.Tensor) -> Any:
-        result = largest(logits)
-        kept.append(result[0])
+    def keeping(tiles: _Tiles, *given: Any) -> Any:
+        result = softmax(tiles, *given)
+        kept.append(result[0].clone())
         return result
 
     found = {"as it is": measure(SMALL, 0).as_dict()}
     with mock.patch.object(FlatAllToAll, "count", twice):
         found["counts are asked for twice"] = measure(SMALL, 0).as_dict()
-    with mock.patch.object(VocabParallelCrossEntropy, "calculate_logits_max", staticmethod(keeping)):
+    with mock.patch.object(_Tiles, "softmax", keeping):
         found["logits are kept"] = measure(SMALL, 0).as_dict()
     return found
