@@ -91,6 +91,10 @@ VARIANTS = [
     ),
     Case("mixtral_8x7b", "2 chunks, offload", 32, ("moe.pipeline_degree=2", "moe.memory_strategy=offload")),
     Case("deepseek_v3_like", "hierarchical", 256, ("moe.all_to_all=hierarchical",)),
+    Case("llama3_8b", "documents apart", 8, ("data.documents=separate",)),
+    Case("qwen3_30b_a3b", "documents apart", 16, ("data.documents=separate",)),
+    Case("deepseek_v3_like", "documents apart", 256, ("data.documents=separate",)),
+    Case("gpt_moe_small", "documents apart, window, fp32", 1, ("data.documents=separate", "model.sliding_window=32")),
     Case("mixtral_8x7b", "expert tensor 2", 32, ("parallel.expert=4", "parallel.expert_tensor=2")),
 ]
 
