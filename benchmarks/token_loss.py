@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: see parallel/megatron/startup.py)
+import parallel.megatron
 
 # isort: split
 from benchmarks.cluster import Cluster, ClusterError

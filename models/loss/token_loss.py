@@ -229,7 +229,11 @@ class _Tiles:
         largest, label_logits, sums, is_mine = gathered.view(group.size(), *own.shape).unbind(1)
         above = largest - largest.amax(dim=0)
         factors = above.exp()
-        return [factors[group.rank()], torch.where(is_mine > 0, label_logits + above, 0).sum(dim=0), (sums * factors).sum(dim=0)]
+        return [
+            factors[group.rank()],
+            torch.where(is_mine > 0, label_logits + above, 0).sum(dim=0),
+            (sums * factors).sum(dim=0),
+        ]
 
     def logits_grad(self, exponentials: torch.Tensor, sums: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """(softmax - label) * scale, of the last tile, in the weight's dtype and in the logits' memory."""

@@ -25,7 +25,7 @@ def test_the_line_is_there_once_and_so_are_the_tests(mutant: Mutant) -> None:
 
 def test_there_are_thirty_of_all_subjects() -> None:
     assert len(MUTANTS) >= 30 and len({mutant.what for mutant in MUTANTS}) == len(MUTANTS)
-    subjects = {"schedule", "placement", "tiers", "resume", "checkpoint", "data", "lost waits"}
+    subjects = {"schedule", "placement", "tiers", "resume", "checkpoint", "data", "attention", "lost waits"}
     assert {mutant.subject for mutant in MUTANTS} == subjects
 
 

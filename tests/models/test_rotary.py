@@ -18,6 +18,7 @@ from configs.architecture import architecture
 from configs.compose import compose
 from configs.schema import Config, ConfigError
 from models.attention.layers import RotarySelfAttention
+from models.attention.rows import MicroBatchRows, of_documents
 from models.folder import config_from
 from models.huggingface import translate
 from models.norm import norm_class
@@ -158,3 +159,19 @@ def test_earlier_runs_keep_their_angles() -> None:
     theirs = RotaryEmbedding(derived.rotary_dim(config), 1.0, use_cpu_initialization=True).get_emb(500)
     assert torch.equal(ours.of_length(500, HOST), theirs)
     assert not torch.equal(Rotary(config).of_length(500, HOST), theirs)
+
+
+def test_rows_turn_by_their_positions() -> None:
+    """Attention cannot tell a shift of a whole document; its tables can."""
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5, 6]])
+    for scaling, sets in ((None, 1), ({**PUBLISHED["phi"][1], rotary.LENGTH: 3}, 2)):
+        config = _read(rope_theta=10000.0, rope_scaling=scaling)
+        ours, apart = Rotary(config), of_documents(positions, rotary.switches_at(config.model.rotary_scaling))
+        rows = MicroBatchRows(torch.zeros(2, 8, dtype=torch.int64), ours, apart, positions)
+        every = ours.of_pieces(8, HOST)
+        assert len(every) == sets * 8
+        is_long = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]]) * (sets - 1)
+        index = (positions + 8 * is_long).t()
+        assert rows.angles is not None and torch.equal(rows.angles, every[index][:, :, 0])
+        for mine, whole in zip(rows.tables(torch.float32, ours.factor), tables(every, torch.float32, ours.factor)):
+            assert torch.equal(mine, whole[index][:, :, 0])
