@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from configs import derived
 from configs.schema import Config
 from models import blueprint
+from models.attention.slices import SHORT_BACKWARD
 from models.blueprint.operation import INPUT, ModelOperation, Weight, unknown
 from models.loss.tiles import BLOCK_NUMBERS, GROUP, token_tile
 from moe.chunk_plan import STRATEGIES, Plan
@@ -257,11 +258,18 @@ class Activations:
     def _slices(self, sums: int, operation: ModelOperation, held: Held) -> OperationBytes:
         """Beside its result a pass holds what the kernel gave; what is merged, or added up, is so in fp32."""
         output, given = self.sizes.bytes(operation.output), sum(held[name].bytes for name in operation.inputs)
-        wide = FP32 // self.sizes.element
-        if derived.attended_share(self.config) == 1:
-            return OperationBytes(kept=sums, during=output + sums, work=2 * given)
+        wide, rows = FP32 // self.sizes.element, self.sizes.length
+        takes_wide = 0
+        slides = derived.attended_share(self.config) < 1
+        if slides:
+            rows = min(rows, self.config.model.sliding_window or rows)
+        if wide > 1 and not self.on_gpu and rows < SHORT_BACKWARD:  # then the way back computes in fp32
+            takes_wide = wide * (given + 2 * output)
+        if not slides:
+            return OperationBytes(kept=sums, during=output + sums, work=2 * given + takes_wide)
         # each row of a sliding window has two or three slices
-        return OperationBytes(kept=sums, during=MERGED * wide * output + 3 * sums, work=(1 + 2 * wide) * given)
+        during = MERGED * wide * output + 3 * sums
+        return OperationBytes(kept=sums, during=during, work=(1 + 2 * wide) * given + takes_wide)
 
     def _unfused_attention(self, tape: Tape, query: TapeTensor, key: TapeTensor, value: TapeTensor) -> TapeTensor:
         """The scores are made, one by one, in fp32."""

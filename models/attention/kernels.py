@@ -13,14 +13,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from models.attention.slices import SHORT, SHORT_BACKWARD
+
 aten = torch.ops.aten
 FLASH_WIDTH = 256  # channels of a head that flash attention takes at most
 ALIGNED = 8  # channels: CUDA's kernels take multiples of it
 SUMS_ALIGNED = 32  # query rows: the memory-efficient kernel's sums of exponentials are in multiples of it
 HALF = (torch.bfloat16, torch.float16)
-# Query rows: below them, torch's kernels for half precision on a CPU take longer than those for fp32, in the backward
-# pass up to 9 times as long, and longer still for lengths that are new to them.
-SHORT, SHORT_BACKWARD = 128, 768
 
 Found = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]  # the output, its sums, what the way back asks for
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

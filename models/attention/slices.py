@@ -15,6 +15,9 @@ import numpy as np
 
 # Kinds. Causal: query row i of a square attends to key rows 0 to i. Anti-causal: to key rows i to the last.
 FULL, CAUSAL, ANTI_CAUSAL = range(3)
+# Query rows: below them, torch's kernels for half precision on a CPU take longer than those for fp32, in the backward
+# pass up to 9 times as long, and longer still for lengths that are new to them.
+SHORT, SHORT_BACKWARD = 128, 768
 
 
 class SliceShape(NamedTuple):
