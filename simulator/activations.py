@@ -333,6 +333,10 @@ class Activations:
             work = footprint.backward_bytes(load, strategy, plan.backward_degree, plan.weight_lag, same)
         else:
             extra, during, work = footprint.local_bytes(load, plan)
+            if self.on_gpu:  # the activation's gradient is let go before the weights' are made
+                rows = load.assignments // plan.backward_degree
+                gone = max(0, rows * (load.width - load.hidden_size) * element)
+                work -= min(weight, gone)
         during = max(0, during - self.sizes.bytes(operation.output))
         if derived.block_rows(self.config) is not None:
             # Experts' gradients are summed in fp32, beside one block's and, at the end, those in the weights' kind.
