@@ -15,7 +15,7 @@ from configs.schema import Config
 from models import blueprint
 from models.attention.slices import SHORT_BACKWARD
 from models.blueprint.operation import INPUT, ModelOperation, Weight, unknown
-from models.loss.tiles import BLOCK_NUMBERS, GROUP, token_tile
+from models.loss.tiles import BLOCK_NUMBERS, HALF_GROUP, WIDE_GROUP, token_tile
 from moe.chunk_plan import STRATEGIES, Plan
 from moe.planning import footprint
 from moe.planning.inputs import fullest_load, initial_plan
@@ -230,8 +230,9 @@ class Activations:
         hidden_size, element, weight = matrix.shape[1], sizes.element, self._weight_bytes(operation.weights)
         rows = min(self.tile, sizes.predicted)
         numbers = blueprint.local_shape(matrix, sizes.ranks)[0]
-        group = rows if self.is_one_tile or element == FP32 else min(rows * GROUP, sizes.predicted)
-        during = rows * numbers * FP32 + (group * numbers * element if element < FP32 else 0)
+        in_group = 1 if self.is_one_tile else WIDE_GROUP if element == FP32 else HALF_GROUP
+        group = min(rows * in_group, sizes.predicted)
+        during = group * numbers * element + (rows * numbers * FP32 if element < FP32 else 0)
         if self.config.parallel.sequence:
             during += (group + rows) * hidden_size * element
         if not self.is_one_tile and element < FP32:

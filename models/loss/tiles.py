@@ -6,7 +6,8 @@ from __future__ import annotations
 FEW_TOKENS = 512
 LEAST_TILE = 128  # tokens: fewer make slow matrix products
 MOST_TILES = 64
-GROUP = 4  # tiles in half precision that share a product for the weight's gradient
+# Tiles that share a product for the weight's gradient, whose buffer it reads and writes: in fp32, in half precision.
+WIDE_GROUP, HALF_GROUP = 2, 4
 BLOCK_NUMBERS = 2**20  # of a half-precision weight's gradient that are made at once
 
 

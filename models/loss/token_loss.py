@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.loss.tiles import BLOCK_NUMBERS, GROUP
+from models.loss.tiles import BLOCK_NUMBERS, HALF_GROUP, WIDE_GROUP
 from parallel.megatron.grad_buffers import open_buffer
 
 
@@ -147,8 +147,8 @@ def _of_samples(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
 class _Tiles:
     """The forward pass of one tile after the other, in memory that they share.
 
-    In half precision the gradients of the logits of GROUP tiles are kept, for one product: it is as good as of so
-    large a tile, and they take less than its logits in fp32.
+    The gradients of the logits of a few tiles are kept, for one product: it is as good as of so large a tile, and in
+    half precision they take less than its logits in fp32.
     """
 
     def __init__(
@@ -163,7 +163,8 @@ class _Tiles:
         self.hidden, self.weight, self.bias, self.part, self.is_whole = hidden, weight, bias, part, is_whole
         self.own_tile = max(1, min(own_tile, len(hidden)))
         is_wide = hidden.dtype == torch.float32
-        self.own_group = min(self.own_tile * (1 if is_whole or is_wide else GROUP), len(hidden))
+        in_group = 1 if is_whole else WIDE_GROUP if is_wide else HALF_GROUP
+        self.own_group = min(self.own_tile * in_group, len(hidden))
         tile, group = self.own_tile * part.ranks, self.own_group * part.ranks
         self.logits = hidden.new_empty(group, len(weight))
         self.wide = None if is_wide else hidden.new_empty(tile, len(weight), dtype=torch.float32)
