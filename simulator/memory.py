@@ -151,10 +151,12 @@ def _staying(config: Config, stage: int) -> int:
 
 
 def _after_backward(config: Config, of_stage: dict[str, list[Buffer]], device: str) -> int:
-    """gloo's reduce-scatter works on a copy of all that it reduces, and clipping on one of each parameter's gradient in
-    turn."""
+    """On a CPU gloo's reduce-scatter works on a copy of all that it reduces, and clipping on one of each parameter's
+    gradient in turn; on a GPU nothing is copied."""
+    if device != "cpu":
+        return 0
     every = [buffer for kind in of_stage.values() for buffer in kind]
-    copies = sum(buffer.size for buffer in every) if device == "cpu" and config.optimizer.distributed else 0
+    copies = sum(buffer.size for buffer in every) if config.optimizer.distributed else 0
     largest = max((end - start for buffer in every for start, end in buffer.ranges), default=0)
     return FP32 * max(copies, largest if config.optimizer.clip_grad > 0 else 0)
 
