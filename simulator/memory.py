@@ -94,7 +94,8 @@ def rank_memory(
         """By stage: activations of the device, and layer inputs on the host, which has so much room for them."""
         inputs = [layer_inputs(config, world_size, stage, room) for stage in range(stages)]
         live = [activations_of_stage(config, activations, world_size, stage, inputs[stage]) for stage in range(stages)]
-        after = [_after_backward(config, of_stage, device) for of_stage in static]
+        alone = derived.data_parallel_size(config, world_size) == 1
+        after = [_after_backward(config, of_stage, device, alone) for of_stage in static]
         return [max(pair) for pair in zip(live, after, strict=True)], [plan.host for plan in inputs]
 
     most, leaving = working(rooms.host)
@@ -150,13 +151,14 @@ def _staying(config: Config, stage: int) -> int:
     return result + slot_bytes(config, stage)
 
 
-def _after_backward(config: Config, of_stage: dict[str, list[Buffer]], device: str) -> int:
-    """On a CPU gloo's reduce-scatter works on a copy of all that it reduces, and clipping on one of each parameter's
-    gradient in turn; on a GPU nothing is copied."""
+def _after_backward(config: Config, of_stage: dict[str, list[Buffer]], device: str, alone: bool) -> int:
+    """On a CPU gloo's reduce-scatter, and in fp32 the optimizer of one rank (`alone`), works on a copy of all that is
+    reduced, and clipping on one of each parameter's gradient in turn; on a GPU nothing is copied."""
     if device != "cpu":
         return 0
     every = [buffer for kind in of_stage.values() for buffer in kind]
-    copies = sum(buffer.size for buffer in every) if config.optimizer.distributed else 0
+    copied = config.optimizer.distributed and not (alone and config.training.precision != "fp32")
+    copies = sum(buffer.size for buffer in every) if copied else 0
     largest = max((end - start for buffer in every for start, end in buffer.ranges), default=0)
     return FP32 * max(copies, largest if config.optimizer.clip_grad > 0 else 0)
 
