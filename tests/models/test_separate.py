@@ -103,9 +103,19 @@ def test_separate_is_one_by_one(name: str) -> None:
     compare(packed, loss, gradients)
 
 
+@pytest.mark.parametrize("name", ["grouped", "window", "latent"])
+def test_separate_in_bf16(name: str) -> None:
+    changes = [MODEL, *MODELS[name], {"training": {"precision": "bf16"}}]
+    batch = batch_of(PIECES)
+    loss, _ = run(one_by_one, 1, make_config(*changes), batch)[0]
+    packed = run(run_model, 1, make_config(*changes, SEPARATE), VOCAB_SIZE, batch)[0]
+    assert packed["loss"] == pytest.approx(loss, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["window_later", "latent"])
 @pytest.mark.parametrize("kind", RECOMPUTE)
-def test_separate_under_recompute(kind: str) -> None:
-    changes = [MODEL, MODELS["window"][0], MODELS["grouped"][0]]
+def test_separate_under_recompute(kind: str, name: str) -> None:
+    changes = [MODEL, *MODELS[name]]
     batch = batch_of(PIECES)
     loss, gradients = run(one_by_one, 1, make_config(*changes), batch)[0]
     packed = run(run_model, 1, make_config(*changes, SEPARATE, RECOMPUTE[kind]), VOCAB_SIZE, batch)[0]
