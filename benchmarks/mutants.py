@@ -82,7 +82,7 @@ MUTANTS = [
         "slices of a row are not merged",
         "attention",
         "models/attention/sliced.py",
-        "output, sums = _merge(batch.queries.take(self.output), batch.queries.take(self.sums), output, sums)",
+        "output, sums = _merge(rows.take(self.output), rows.take(self.sums), output, sums)",
         "pass",
         ("models/test_slices.py::test_any_slices", "models/test_separate.py::test_separate_is_one_by_one"),
     ),

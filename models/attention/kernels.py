@@ -169,7 +169,7 @@ def launch_backward(
     """Gradients of `launch_forward`'s inputs, as `backward` gives them."""
     query, key, value = _equally_wide(*inputs)
     check(query, key, value, flash=True)
-    output, grad = (F.pad(each, (0, query.size(-1) - each.size(-1))) for each in (result[0], grad))
+    output, grad, _ = _equally_wide(result[0], grad, query)
     grads = aten._flash_attention_backward(
         grad.contiguous(),
         query,

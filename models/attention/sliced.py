@@ -6,7 +6,6 @@ Shapes: s sequence, b samples, n query heads, g key/value heads, d channels of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +19,14 @@ from models.attention.slices import ANTI_CAUSAL, FULL, Slices, SliceShape
 
 
 class RowRuns:
-    """Where the rows of slices of equal length lie, for one side of them: first rows and samples, int64 `[m]`."""
+    """Where the rows of slices of equal length lie, for one side of them: first rows and samples, int64 `[m]`.
 
-    def __init__(self, first: np.ndarray, sample: np.ndarray, length: int) -> None:
-        self.first, self.sample, self.length = first, sample, length
-        self._index: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+    `is_first`: no slice before them has any of these rows.
+    """
+
+    def __init__(self, first: np.ndarray, sample: np.ndarray, length: int, is_first: bool) -> None:
+        self.first, self.sample, self.length, self.is_first = first, sample, length, is_first
+        self._index: RowIndex | None = None
 
     def view(self, x: torch.Tensor) -> torch.Tensor | None:
         """The rows of `x` `[s, b, ...]` as `[m, length, ...]` without a copy, where they lie evenly."""
@@ -40,10 +42,7 @@ class RowRuns:
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of `x` `[s, b, ...]`: `[m, length, ...]`."""
         found = self.view(x)
-        if found is not None:
-            return found
-        rows, samples = self._indices(x.device)
-        return x[rows, samples].unflatten(0, (-1, self.length))
+        return self.index.take(x).unflatten(0, (-1, self.length)) if found is None else found
 
     def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
         """Write `values` `[m, length, ...]` to the rows of `x` `[s, b, ...]`."""
@@ -51,58 +50,48 @@ class RowRuns:
         if found is not None:
             found.copy_(values)
         else:
-            x[self._indices(x.device)] = values.flatten(0, 1).to(x.dtype)
+            self.index.put(x, values.flatten(0, 1))
 
-    def _indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        if device not in self._index:
-            rows = (self.first[:, None] + np.arange(self.length)).reshape(-1)
-            both = torch.from_numpy(np.stack([rows, np.repeat(self.sample, self.length)]))
-            both = to_device(both, device)
-            self._index[device] = both[0], both[1]
-        return self._index[device]
-
-
-@dataclass(frozen=True)
-class SliceBatch:
-    """Slices of equal shape whose rows are in no two of them."""
-
-    shape: SliceShape
-    queries: RowRuns
-    keys: RowRuns
+    @property
+    def index(self) -> RowIndex:
+        """The same rows one by one."""
+        if self._index is None:
+            lengths = np.full(len(self.first), self.length)
+            self._index = RowIndex(*rows_of(self.first, lengths, self.sample), self.is_first)
+        return self._index
 
 
-class LaunchSlices:
-    """Slices of one kind whose rows are in no two of them, as a kernel with cumulative lengths takes them."""
+class RowIndex:
+    """Rows one by one: row and sample of each, int64 `[t]`. `is_all`: they are all that there are, in their order."""
 
-    def __init__(self, slices: Slices, length: int, num_samples: int) -> None:
-        self.kind = int(slices.kind[0])
-        self._slices, self._all = slices, length if num_samples == 1 else None
-        self._on: dict[torch.device, tuple[Any, Any, kernels.Lengths]] = {}
+    def __init__(self, rows: np.ndarray, samples: np.ndarray, is_first: bool, is_all: bool = False) -> None:
+        self.is_first, self._is_all = is_first, is_all
+        self._rows, self._samples = rows, samples
+        self._on: dict[torch.device, Any] = {}
 
-    def batches(self) -> Iterator[SliceBatch]:
-        """The slices by their shapes."""
-        for shape, each in self._slices.batches():
-            queries = RowRuns(each.query, each.sample, shape.queries)
-            yield SliceBatch(shape, queries, RowRuns(each.key, each.sample, shape.keys))
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of `x` `[s, b, ...]`: `[t, ...]`."""
+        return x[self._index(x.device)]
 
-    def on(self, device: torch.device) -> tuple[Any, Any, kernels.Lengths]:
-        """Index of the query rows, index of the key rows, and lengths."""
+    def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """Write `values` `[t, ...]` to the rows of `x` `[s, b, ...]`."""
+        x[self._index(x.device)] = values.to(x.dtype)
+
+    def _index(self, device: torch.device) -> Any:
+        if self._is_all:
+            return slice(None), 0  # nothing is copied
         if device not in self._on:
-            of = self._slices
-            ends = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in (of.queries, of.keys)]
-            queries, keys = (to_device(torch.from_numpy(each), device) for each in ends)
-            lengths = kernels.Lengths(queries, keys, int(of.queries.max()), int(of.keys.max()))
-            self._on[device] = self._index(of.query, of.queries, device), self._index(of.key, of.keys, device), lengths
+            self._on[device] = tuple(to_device(torch.from_numpy(each), device) for each in (self._rows, self._samples))
         return self._on[device]
 
-    def _index(self, first: np.ndarray, lengths: np.ndarray, device: torch.device) -> Any:
-        rows, samples = _rows(first, lengths, self._slices.sample, flips=self.kind == ANTI_CAUSAL)
-        if len(rows) == self._all and (rows == np.arange(len(rows))).all():
-            return slice(None), 0  # all of them as they are: nothing is copied
-        return tuple(to_device(torch.from_numpy(each), device) for each in (rows, samples))
+
+Rows = RowRuns | RowIndex
+Inputs = kernels.Triple  # query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, b, g, v]`
 
 
-def _rows(first: np.ndarray, lengths: np.ndarray, sample: np.ndarray, flips: bool) -> tuple[np.ndarray, np.ndarray]:
+def rows_of(
+    first: np.ndarray, lengths: np.ndarray, sample: np.ndarray, flips: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Row and sample of each row of runs, one run after the other; `flips`: each from its last row to its first."""
     within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     if flips:
@@ -110,29 +99,123 @@ def _rows(first: np.ndarray, lengths: np.ndarray, sample: np.ndarray, flips: boo
     return np.repeat(first, lengths) + within, np.repeat(sample, lengths)
 
 
-class SlicePlan:
-    """How a micro-batch's slices are computed: made once on the host, and used by all layers.
+@dataclass(frozen=True)
+class SliceBatch:
+    """Slices of equal shape whose rows are in no two of them, for kernels that take a batch."""
 
-    `merges`: some query row is in more than one slice; `adds`: some key row is. `covers_queries`, `covers_keys`: each
-    row is in one.
-    """
+    shape: SliceShape
+    queries: RowRuns
+    keys: RowRuns
+
+    def forward(self, inputs: Inputs, scale: float) -> kernels.Found:
+        """Output `[m, q, n, v]` and sums `[m, q, n]`."""
+        output, sums, seeds = kernels.forward(*self._heads_first(inputs), self.shape.kind != FULL, scale)
+        return self._rows_first(output), self._rows_first(sums), seeds
+
+    def backward(self, grad: torch.Tensor, inputs: Inputs, result: kernels.Found, scale: float) -> kernels.Triple:
+        """Gradients of the inputs' rows, `[m, rows, heads, channels]`; `grad`, output and sums are of all rows."""
+        of_rows = (self._side(self.queries, each) for each in (grad, *result[:2]))
+        grad, output, sums = of_rows
+        found = kernels.backward(
+            grad, self._heads_first(inputs), (output, sums, result[2]), self.shape.kind != FULL, scale
+        )
+        return tuple(self._rows_first(each) for each in found)  # type: ignore[return-value]
+
+    def _heads_first(self, inputs: Inputs) -> kernels.Triple:
+        query, key, value = inputs
+        return self._side(self.queries, query), self._side(self.keys, key), self._side(self.keys, value)
+
+    def _side(self, runs: RowRuns, x: torch.Tensor) -> torch.Tensor:
+        """Rows of `x` `[s, b, heads, ...]` as kernels take them: `[m, heads, rows, ...]`."""
+        rows = runs.take(x).transpose(1, 2)
+        return rows.flip(2) if self.shape.kind == ANTI_CAUSAL else rows
+
+    def _rows_first(self, x: torch.Tensor) -> torch.Tensor:
+        """`[m, heads, rows, ...]` -> `[m, rows, heads, ...]`, the rows in their own order."""
+        return (x.flip(2) if self.shape.kind == ANTI_CAUSAL else x).transpose(1, 2)
+
+
+class SliceLaunch:
+    """Slices of one kind whose rows are in no two of them, for a kernel that takes cumulative lengths."""
+
+    def __init__(self, slices: Slices, queries: RowIndex, keys: RowIndex) -> None:
+        self.queries, self.keys = queries, keys
+        self._slices, self._causal = slices, int(slices.kind[0]) != FULL
+        self._lengths: dict[torch.device, kernels.Lengths] = {}
+
+    def forward(self, inputs: Inputs, scale: float) -> kernels.Found:
+        """Output `[t, n, v]` and sums `[t, n]`."""
+        lengths = self._lengths_on(inputs[0].device)
+        output, sums, seeds = kernels.launch_forward(*self._of_rows(inputs), lengths, self._causal, scale)
+        return output, sums.t(), seeds
+
+    def backward(self, grad: torch.Tensor, inputs: Inputs, result: kernels.Found, scale: float) -> kernels.Triple:
+        """Gradients of the inputs' rows, `[t, heads, channels]`; `grad`, output and sums are of all rows."""
+        grad, output, sums = (self.queries.take(each) for each in (grad, *result[:2]))
+        lengths = self._lengths_on(grad.device)
+        found = output, sums.t(), result[2]
+        return kernels.launch_backward(grad, self._of_rows(inputs), found, lengths, self._causal, scale)
+
+    def _of_rows(self, inputs: Inputs) -> kernels.Triple:
+        query, key, value = inputs
+        return self.queries.take(query), self.keys.take(key), self.keys.take(value)
+
+    def _lengths_on(self, device: torch.device) -> kernels.Lengths:
+        if device not in self._lengths:
+            of = self._slices
+            ends = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in (of.queries, of.keys)]
+            queries, keys = (to_device(torch.from_numpy(each), device) for each in ends)
+            self._lengths[device] = kernels.Lengths(queries, keys, int(of.queries.max()), int(of.keys.max()))
+        return self._lengths[device]
+
+
+class SlicePlan:
+    """How a micro-batch's slices are computed: made once on the host, and used by all layers. `queries`, `keys`: how
+    often rows of either side are in slices."""
 
     def __init__(self, slices: Slices, length: int, num_samples: int) -> None:
-        self.slices = slices
-        of_queries = _cover(slices.sample, slices.query, slices.queries, length, num_samples)
-        of_keys = _cover(slices.sample, slices.key, slices.keys, length, num_samples)
-        self.merges, self.adds = bool((of_queries > 1).any()), bool((of_keys > 1).any())
-        self.covers_queries, self.covers_keys = bool((of_queries > 0).all()), bool((of_keys > 0).all())
-        self.launches = [LaunchSlices(each, length, num_samples) for each in slices.launches()]
-        self.batches = [batch for launch in self.launches for batch in launch.batches()]
+        self.slices, self.launches, self.batches = slices, list[SliceLaunch](), list[SliceBatch]()
+        self.queries, self.keys = Cover(num_samples, length), Cover(num_samples, length)
+        for group in slices.launches():
+            of_queries = self.queries.add(group.sample, group.query, group.queries)
+            of_keys = self.keys.add(group.sample, group.key, group.keys)
+            flips = int(group.kind[0]) == ANTI_CAUSAL
+            sides = ((group.query, group.queries, of_queries), (group.key, group.keys, of_keys))
+            rows = [(*rows_of(first, lengths, group.sample, flips), is_first) for first, lengths, is_first in sides]
+            in_order = [num_samples == 1 and np.array_equal(each[0], np.arange(length)) for each in rows]
+            self.launches.append(SliceLaunch(group, *(RowIndex(*each, all_) for each, all_ in zip(rows, in_order))))
+            for shape, each in group.batches():
+                queries = RowRuns(each.query, each.sample, shape.queries, of_queries)
+                self.batches.append(SliceBatch(shape, queries, RowRuns(each.key, each.sample, shape.keys, of_keys)))
 
 
-def _cover(sample: np.ndarray, first: np.ndarray, lengths: np.ndarray, length: int, num_samples: int) -> np.ndarray:
-    """How many runs each row of each sample is in, `[b, s]`."""
-    steps = np.zeros((num_samples, length + 1), np.int64)
-    np.add.at(steps, (sample, first), 1)
-    np.add.at(steps, (sample, first + lengths), -1)
-    return steps.cumsum(1)[:, :length]
+class Cover:
+    """How often each row of each sample is in slices, `[b, s]`."""
+
+    def __init__(self, num_samples: int, length: int) -> None:
+        self.counts = np.zeros((num_samples, length), np.int64)
+        self.is_mixed = False  # some slices have both rows that were there before and others
+
+    def add(self, sample: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> bool:
+        """Count the rows of slices that share none; whether all of them are new."""
+        steps = np.zeros((self.counts.shape[0], self.counts.shape[1] + 1), np.int64)
+        np.add.at(steps, (sample, first), 1)
+        np.add.at(steps, (sample, first + lengths), -1)
+        rows = steps.cumsum(1)[:, :-1] > 0
+        before = self.counts[rows] > 0
+        self.is_mixed |= bool(before.any()) and not bool(before.all())
+        self.counts += rows
+        return not before.any()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some row is in several."""
+        return bool((self.counts > 1).any())
+
+    @property
+    def is_written(self) -> bool:
+        """Whether each row is written before it is read."""
+        return not self.is_mixed and bool((self.counts > 0).all())
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float) -> torch.Tensor:
@@ -146,91 +229,46 @@ class _Sliced(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float
     ) -> torch.Tensor:
-        s, b, n, _ = query.shape
-        output = _Merged(plan, query.new_empty(s, b, n, value.size(-1)))
-        ctx.seeds = []  # of each launch or batch
-        if kernels.takes_launches(query, value):
-            for launch in plan.launches:
-                of_query, of_key, lengths = launch.on(query.device)
-                found, sums, seeds = kernels.launch_forward(
-                    query[of_query], key[of_key], value[of_key], lengths, launch.kind != FULL, scale
-                )
-                output.add_rows(of_query, found, sums.t())
-                ctx.seeds.append(seeds)
-        else:
-            for batch in plan.batches:
-                found, sums, seeds = kernels.forward(
-                    *_heads_first(batch, query, key, value), batch.shape.kind != FULL, scale
-                )
-                output.add(batch, _rows_first(batch, found), _rows_first(batch, sums))
-                ctx.seeds.append(seeds)
-        result, sums = output.done()
-        ctx.save_for_backward(query, key, value, result, sums)
+        ctx.parts = plan.launches if kernels.takes_launches(query, value) else plan.batches
+        merged, ctx.seeds = _Merged(plan.queries, query, value.size(-1)), []
+        for part in ctx.parts:
+            output, sums, seeds = part.forward((query, key, value), scale)
+            merged.add(part.queries, output, sums)
+            ctx.seeds.append(seeds)
+        output, sums = merged.output.to(query.dtype), merged.sums
+        ctx.save_for_backward(query, key, value, output, sums)
         ctx.plan, ctx.scale = plan, scale
-        return result
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        query, key, value, output, sums = ctx.saved_tensors
+        *inputs, output, sums = ctx.saved_tensors
         plan: SlicePlan = ctx.plan
-        grads = (
-            _Grads(query, plan.merges, plan.covers_queries),
-            _Grads(key, plan.adds, plan.covers_keys),
-            _Grads(value, plan.adds, plan.covers_keys),
-        )
-        if kernels.takes_launches(query, value):
-            for launch, seeds in zip(plan.launches, ctx.seeds, strict=True):
-                of_query, of_key, lengths = launch.on(query.device)
-                found = kernels.launch_backward(
-                    grad[of_query],
-                    (query[of_query], key[of_key], value[of_key]),
-                    (output[of_query], sums[of_query].t(), seeds),
-                    lengths,
-                    launch.kind != FULL,
-                    ctx.scale,
-                )
-                for each, rows, part in zip(grads, (of_query, of_key, of_key), found):
-                    each.add_rows(rows, part)
-        else:
-            for batch, seeds in zip(plan.batches, ctx.seeds, strict=True):
-                given = _heads_first(batch, query, key, value)
-                result = _side(batch, batch.queries, output), _side(batch, batch.queries, sums), seeds
-                found = kernels.backward(
-                    _side(batch, batch.queries, grad), given, result, batch.shape.kind != FULL, ctx.scale
-                )
-                for each, runs, part in zip(grads, (batch.queries, batch.keys, batch.keys), found):
-                    each.add(runs, _rows_first(batch, part))
-        return *(each.done() for each in grads), None, None
+        grads = [_AddedUp(x, cover) for x, cover in zip(inputs, (plan.queries, plan.keys, plan.keys))]
+        for part, seeds in zip(ctx.parts, ctx.seeds, strict=True):
+            found = part.backward(grad, inputs, (output, sums, seeds), ctx.scale)
+            for each, rows, of_rows in zip(grads, (part.queries, part.keys, part.keys), found):
+                each.add(rows, of_rows)
+        return *(each.grad.to(x.dtype) for each, x in zip(grads, inputs)), None, None
 
 
 class _Merged:
-    """The output and the sums of all slices so far."""
+    """The output and the sums of all slices so far: in fp32 where a row has several."""
 
-    def __init__(self, plan: SlicePlan, output: torch.Tensor) -> None:
-        self._merges, self._dtype = plan.merges, output.dtype
-        s, b, n, _ = output.shape
-        self.sums = output.new_full((s, b, n), -torch.inf, dtype=torch.float32)
-        self.output = output.float() if plan.merges else output
-        if plan.merges or not plan.covers_queries:
-            self.output.zero_()
+    def __init__(self, cover: Cover, query: torch.Tensor, width: int) -> None:
+        shape = *query.shape[:3], width
+        make = torch.empty if cover.is_written else torch.zeros
+        dtype = torch.float32 if cover.is_shared else query.dtype
+        self.output = make(shape, dtype=dtype, device=query.device)
+        self.sums = query.new_full(shape[:3], -torch.inf, dtype=torch.float32)
 
-    def add(self, batch: SliceBatch, output: torch.Tensor, sums: torch.Tensor) -> None:
-        """output `[m, q, n, v]`, sums `[m, q, n]`."""
-        if self._merges:
-            output, sums = _merge(batch.queries.take(self.output), batch.queries.take(self.sums), output, sums)
-        batch.queries.put(self.output, output)
-        batch.queries.put(self.sums, sums)
-
-    def add_rows(self, rows: Any, output: torch.Tensor, sums: torch.Tensor) -> None:
-        """output `[t, n, v]`, sums `[t, n]`."""
-        if self._merges:
-            output, sums = _merge(self.output[rows], self.sums[rows], output, sums)
-        self.output[rows] = output
-        self.sums[rows] = sums
-
-    def done(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.output.to(self._dtype), self.sums
+    def add(self, rows: Rows, output: torch.Tensor, sums: torch.Tensor) -> None:
+        """Put in output `[..., n, v]` and sums `[..., n]` of some rows."""
+        if not rows.is_first:
+            output, sums = _merge(rows.take(self.output), rows.take(self.sums), output, sums)
+        rows.put(self.output, output)
+        rows.put(self.sums, sums)
 
 
 def _merge(
@@ -243,40 +281,13 @@ def _merge(
     return output * kept + other.float() * added, total
 
 
-class _Grads:
+class _AddedUp:
     """The gradient of one input: in fp32 where a row gets several."""
 
-    def __init__(self, x: torch.Tensor, adds: bool, covers: bool) -> None:
-        self._adds, self._dtype = adds, x.dtype
-        make = torch.zeros if adds or not covers else torch.empty
-        self.grad = make(x.shape, dtype=torch.float32 if adds else x.dtype, device=x.device)
+    def __init__(self, x: torch.Tensor, cover: Cover) -> None:
+        make = torch.empty if cover.is_written else torch.zeros
+        self.grad = make(x.shape, dtype=torch.float32 if cover.is_shared else x.dtype, device=x.device)
 
-    def add(self, runs: RowRuns, part: torch.Tensor) -> None:
-        """part `[m, rows, heads, channels]`."""
-        runs.put(self.grad, runs.take(self.grad) + part if self._adds else part)
-
-    def add_rows(self, rows: Any, part: torch.Tensor) -> None:
-        """part `[t, heads, channels]`."""
-        self.grad[rows] = self.grad[rows] + part if self._adds else part
-
-    def done(self) -> torch.Tensor:
-        return self.grad.to(self._dtype)
-
-
-def _heads_first(batch: SliceBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> kernels.Triple:
-    return (
-        _side(batch, batch.queries, query),
-        _side(batch, batch.keys, key),
-        _side(batch, batch.keys, value),
-    )
-
-
-def _side(batch: SliceBatch, runs: RowRuns, x: torch.Tensor) -> torch.Tensor:
-    """Rows of `x` `[s, b, heads, ...]` as kernels take them: `[m, heads, rows, ...]`."""
-    rows = runs.take(x).transpose(1, 2)
-    return rows.flip(2) if batch.shape.kind == ANTI_CAUSAL else rows
-
-
-def _rows_first(batch: SliceBatch, x: torch.Tensor) -> torch.Tensor:
-    """`[m, heads, rows, ...]` -> `[m, rows, heads, ...]`, the rows in their own order."""
-    return (x.flip(2) if batch.shape.kind == ANTI_CAUSAL else x).transpose(1, 2)
+    def add(self, rows: Rows, part: torch.Tensor) -> None:
+        """Add that of some rows, `[..., heads, channels]`."""
+        rows.put(self.grad, part if rows.is_first else rows.take(self.grad) + part)

@@ -15,6 +15,9 @@ NUM_LAYERS, RANKS = 4, 2
 DEGREES = (1, 4)  # chunks of both passes
 # By the number of chunks; what there was before is in benchmarks/results/launches.md.
 LAUNCHES = {1: 205.875, 4: 314.875}
+# Flash attention's over documents that stay apart, of a layer and a micro-batch and each way, whatever their number; by
+# the sliding window.
+OF_ATTENTION = {"null": 1, "8": 3}
 
 
 def measure(degree: int) -> Counter[str]:
@@ -29,6 +32,16 @@ def measure(degree: int) -> Counter[str]:
         f"moe.backward_pipeline_degree={degree}",
     )
     return distributed.run(runs.train, RANKS, "cuda", overrides, backend=distributed.PRETENDED)[0].launches
+
+
+def measure_attention(window: str) -> list[float]:
+    """Of a layer and a micro-batch: the kernels of a forward and of a backward pass over documents apart."""
+    overrides = (
+        *("model=gpt_tiny", f"model.num_layers={NUM_LAYERS}", "training.precision=bf16"),
+        *("data.documents=separate", f"model.sliding_window={window}"),
+    )
+    found = distributed.run(runs.train, RANKS, "cuda", overrides, backend=distributed.PRETENDED)[0].launches
+    return [per_layer(found)[f"models/attention/kernels.py:launch_{way}"] for way in ("forward", "backward")]
 
 
 def per_layer(launches: Counter[str]) -> dict[str, float]:

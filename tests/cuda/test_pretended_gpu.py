@@ -80,6 +80,13 @@ def test_launches(degree: int) -> None:
     assert sum(found.values()) == launches.LAUNCHES[degree], found
 
 
+@pytest.mark.parametrize("window", launches.OF_ATTENTION)
+def test_launches_of_attention(window: str) -> None:
+    """The backward pass brings the sums into order beside its kernel."""
+    number = launches.OF_ATTENTION[window]
+    assert launches.measure_attention(window) == [number, 2 * number]
+
+
 @pytest.mark.parametrize("name", places.MUTANTS_OF_TESTS)
 def test_a_missing_wait_is_noticed(name: str) -> None:
     """The case passes as it is, see above; without the call its numbers are no numbers, or something refuses it."""

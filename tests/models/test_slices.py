@@ -107,7 +107,8 @@ def test_any_slices(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         (FULL, 0, 6, 1, 0, 4),
     )
     plan = SlicePlan(found, shape[0], shape[1])
-    assert plan.merges and plan.adds and not plan.covers_queries and not plan.covers_keys
+    assert plan.queries.is_shared and plan.keys.is_shared and plan.queries.is_mixed
+    assert not plan.queries.is_written and not plan.keys.is_written
     assert deviation(found, shape, dtype) < DTYPES[dtype]
 
 
