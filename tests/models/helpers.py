@@ -70,8 +70,7 @@ def run_model(
         load(chunks)
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
-    batch = {key: value.to(topology.device) for key, value in batch.items()}
-    num_tokens = batch["loss_mask"].sum()
+    num_tokens = batch["loss_mask"].sum().to(topology.device)
     share = len(batch["tokens"]) // (topology.data.size * NUM_MICRO_BATCHES)
     rows = [slice((topology.data.rank * NUM_MICRO_BATCHES + i) * share, None) for i in range(NUM_MICRO_BATCHES)]
     micro_batches = [family.on_host(config, {key: value[row][:share] for key, value in batch.items()}) for row in rows]

@@ -56,19 +56,19 @@ def plain(inputs: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bnqk,kbnd->qbnd", weights, value)
 
 
-def deviation(found: Slices, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+def deviation(found: Slices, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> float:
     """The largest of the output and of the gradients, relative to their largest number."""
     s, b, heads, groups, channels, of_values = shape
     generator = torch.Generator().manual_seed(s)
 
     def draw(number: int, width: int) -> torch.Tensor:
-        return torch.randn(s, b, number, width, generator=generator).to(dtype).requires_grad_()
+        return torch.randn(s, b, number, width, generator=generator).to(device, dtype).requires_grad_()
 
     inputs = draw(heads, channels), draw(groups, channels), draw(groups, of_values)
     output = attend(*inputs, SlicePlan(found, s, b), SCALE)
-    grad = torch.randn(output.shape, generator=generator).to(dtype)
+    grad = torch.randn(output.shape, generator=generator).to(device, dtype)
     exact = [each.detach().double().requires_grad_() for each in inputs]
-    expected = plain(exact, attended(found, b, s))
+    expected = plain(exact, attended(found, b, s).to(device))
     ours = [output, *torch.autograd.grad(output, inputs, grad)]
     theirs = [expected, *torch.autograd.grad(expected, exact, grad.double())]
     assert all(each.dtype == dtype and bool(each.isfinite().all()) for each in ours)
