@@ -73,7 +73,11 @@ def run_model(
     num_tokens = batch["loss_mask"].sum().to(topology.device)
     share = len(batch["tokens"]) // (topology.data.size * NUM_MICRO_BATCHES)
     rows = [slice((topology.data.rank * NUM_MICRO_BATCHES + i) * share, None) for i in range(NUM_MICRO_BATCHES)]
-    micro_batches = [family.on_host(config, {key: value[row][:share] for key, value in batch.items()}) for row in rows]
+    of_host = [family.on_host(config, {key: value[row][:share] for key, value in batch.items()}) for row in rows]
+    micro_batches = [
+        {key: value.to(topology.device) if isinstance(value, torch.Tensor) else value for key, value in each.items()}
+        for each in of_host
+    ]
 
     def step(with_loss: bool, iterator: Any, model: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
         micro_batch = next(iterator)
