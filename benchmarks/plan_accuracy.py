@@ -59,6 +59,16 @@ def _case(preset: str, layout: str, ranks: int, *overrides: str) -> Case:
 
 
 _TWO_LAYERS = ("model.num_layers=2", "training.micro_batch_size=2", "training.global_batch_size=4")
+# Samples long enough that the layers, and not copies of gradients, are the most.
+_APART = ("data.documents=separate", "model.sequence_length=1024", "optimizer.distributed=false")
+_WINDOW = ("model.sliding_window=64",)
+_LATENT = tuple(
+    f"model.{key}"
+    for key in (
+        *("attention=latent", "num_query_groups=null", "kv_lora_rank=64"),
+        *("head_dim=32", "rotary_head_dim=16", "value_head_dim=32"),
+    )
+)
 CASES = [
     _case("gpt_tiny", "single", 1, "training.micro_batch_size=2"),
     _case(
@@ -117,6 +127,31 @@ CASES = [
         "parallel.pipeline=4",
         "training.recompute=full",
         "training.global_batch_size=16",
+    ),
+    _case("gpt_small", "documents apart", 1, *_TWO_LAYERS, *_APART),
+    _case("gpt_small", "documents apart, latent", 1, *_TWO_LAYERS, *_APART, *_LATENT),
+    _case("gpt_small", "documents apart, window, bf16", 1, *_TWO_LAYERS, *_APART, *_WINDOW, "training.precision=bf16"),
+    _case("gpt_small", "window", 1, *_TWO_LAYERS, *_WINDOW, "optimizer.distributed=false"),
+    _case("gpt_small", "latent", 1, *_TWO_LAYERS, *_LATENT, "optimizer.distributed=false"),
+    _case(
+        "gpt_small",
+        "documents apart, TP2+SP, bf16",
+        2,
+        *_TWO_LAYERS,
+        *_APART,
+        "parallel.tensor=2",
+        "parallel.sequence=true",
+        "training.precision=bf16",
+    ),
+    _case("gpt_moe_small", "documents apart, EP2", 2, *_TWO_LAYERS, *_APART, "parallel.expert=2"),
+    _case(
+        "gpt_small",
+        "documents apart, PP2, full recompute",
+        2,
+        *_TWO_LAYERS,
+        *_APART,
+        "parallel.pipeline=2",
+        "training.recompute=full",
     ),
     _case(
         "gpt_tiny",
