@@ -56,6 +56,8 @@ def one_thread(config: Config) -> helpers.Lines:
     return helpers.train(config)
 
 
+# Runs whose sums have fewer terms now: BERT's head computes what is predicted, its attention the keys that are real.
+LAST_BITS = ("bert",)
 TIERS: dict[str, dict[str, Any]] = {
     "host": {"state_device": "host", "engine": "host"},
     "device_stream": {"state_device": "host", "engine": "device_stream"},
@@ -86,7 +88,12 @@ def gone_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], li
 def test_an_old_run_goes_on_as_it_would_have(name: str, gone_on: Callable[[str, str], list[dict[str, Any]]]) -> None:
     ours, recorded = gone_on(name, "device"), RECORDED["runs"][name]["next"]
     cpu = RECORDED["runs"][name].get("cpu", RECORDED["cpu"])
-    if cpu_name() == cpu and uses_all_of_it() and torch.__version__.startswith(RECORDED["torch"]):
+    if (
+        name not in LAST_BITS
+        and cpu_name() == cpu
+        and uses_all_of_it()
+        and torch.__version__.startswith(RECORDED["torch"])
+    ):
         assert ours == recorded
     else:
         assert helpers.largest_difference(ours, recorded, "loss") < FP32_LOSS
