@@ -9,6 +9,8 @@ ORACLE_LOGITS = 1e-5  # fp32 logits against the Hugging Face implementation of t
 ORACLE_GRADS = 1e-4  # fp32 loss and gradients against the same
 # outputs and every gradient of an MoE layer against a loop over tokens in fp64
 MOE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2}
+# outputs and gradients of attention over slices against a masked softmax in fp64; kernels for AVX2 are at 1.2e-6
+SLICES = {"float32": 3e-6, "bfloat16": 1e-2, "float16": 2e-3}
 # A half-precision step on the pretended device against the CPU's: other kernels round their sums at other places.
 PRETENDED_HALF_LOSS = 2e-4  # after two updates; before them 1e-5 is seen
 PRETENDED_HALF_GRAD_NORM = 5e-3

@@ -10,13 +10,14 @@ from models.attention import kernels, slices
 from models.attention.rows import of_documents, of_padding
 from models.attention.sliced import SlicePlan, attend
 from models.attention.slices import ANTI_CAUSAL, CAUSAL, FULL, Slices
+from tests.tolerances import SLICES
 
 pytestmark = pytest.mark.fast
 
 SCALE = 0.4
 # s, b, query heads, key heads, channels of keys, channels of values
 SHAPES = [(17, 3, 4, 2, 8, 8), (33, 1, 2, 1, 5, 3), (12, 2, 2, 2, 3, 6), (150, 1, 2, 2, 8, 8)]
-DTYPES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+DTYPES = {getattr(torch, name): tolerance for name, tolerance in SLICES.items()}
 
 
 def slices_of(*parts: tuple[int, int, int, int, int, int]) -> Slices:
