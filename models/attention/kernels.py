@@ -188,12 +188,16 @@ def launch_backward(
 
 def _equally_wide(*tensors: torch.Tensor) -> Triple:
     width = _aligned(max(tensor.size(-1) for tensor in tensors))
-    padded = (F.pad(each, (0, width - each.size(-1))) if each.size(-1) < width else each for each in tensors)
-    return tuple(each if each.stride(-1) == 1 else each.contiguous() for each in padded)  # type: ignore[return-value]
+    return tuple(_padded(each, width) for each in tensors)  # type: ignore[return-value]
 
 
 def _for_cuda(tensor: torch.Tensor) -> torch.Tensor:
-    missing = _aligned(tensor.size(-1)) - tensor.size(-1)
+    return _padded(tensor, _aligned(tensor.size(-1)))
+
+
+def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """A tensor with so many channels, which lie together."""
+    missing = width - tensor.size(-1)
     tensor = F.pad(tensor, (0, missing)) if missing else tensor
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 

@@ -6,6 +6,7 @@ Shapes: s sequence, b samples, n query heads, g key/value heads, d channels of a
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,8 +115,7 @@ class SliceBatch:
 
     def backward(self, grad: torch.Tensor, inputs: Inputs, result: kernels.Found, scale: float) -> kernels.Triple:
         """Gradients of the inputs' rows, `[m, rows, heads, channels]`; `grad`, output and sums are of all rows."""
-        of_rows = (self._side(self.queries, each) for each in (grad, *result[:2]))
-        grad, output, sums = of_rows
+        grad, output, sums = (self._side(self.queries, each) for each in (grad, *result[:2]))
         found = kernels.backward(
             grad, self._heads_first(inputs), (output, sums, result[2]), self.shape.kind != FULL, scale
         )
@@ -174,19 +174,45 @@ class SlicePlan:
     often rows of either side are in slices."""
 
     def __init__(self, slices: Slices, length: int, num_samples: int) -> None:
-        self.slices, self.launches, self.batches = slices, list[SliceLaunch](), list[SliceBatch]()
         self.queries, self.keys = Cover(num_samples, length), Cover(num_samples, length)
-        for group in slices.launches():
-            of_queries = self.queries.add(group.sample, group.query, group.queries)
-            of_keys = self.keys.add(group.sample, group.key, group.keys)
-            flips = int(group.kind[0]) == ANTI_CAUSAL
-            sides = ((group.query, group.queries, of_queries), (group.key, group.keys, of_keys))
-            rows = [(*rows_of(first, lengths, group.sample, flips), is_first) for first, lengths, is_first in sides]
-            in_order = [num_samples == 1 and np.array_equal(each[0], np.arange(length)) for each in rows]
-            self.launches.append(SliceLaunch(group, *(RowIndex(*each, all_) for each, all_ in zip(rows, in_order))))
-            for shape, each in group.batches():
-                queries = RowRuns(each.query, each.sample, shape.queries, of_queries)
-                self.batches.append(SliceBatch(shape, queries, RowRuns(each.key, each.sample, shape.keys, of_keys)))
+        self._groups = [
+            (
+                group,
+                self.queries.add(group.sample, group.query, group.queries),
+                self.keys.add(group.sample, group.key, group.keys),
+            )
+            for group in slices.launches()
+        ]
+        self._every = np.arange(length) if num_samples == 1 else None
+
+    @functools.cached_property
+    def launches(self) -> list[SliceLaunch]:
+        """For a kernel that takes cumulative lengths."""
+        return [
+            SliceLaunch(
+                group,
+                self._index(group, group.query, group.queries, of_queries),
+                self._index(group, group.key, group.keys, of_keys),
+            )
+            for group, of_queries, of_keys in self._groups
+        ]
+
+    def _index(self, group: Slices, first: np.ndarray, lengths: np.ndarray, is_first: bool) -> RowIndex:
+        rows, samples = rows_of(first, lengths, group.sample, flips=int(group.kind[0]) == ANTI_CAUSAL)
+        return RowIndex(rows, samples, is_first, self._every is not None and np.array_equal(rows, self._every))
+
+    @functools.cached_property
+    def batches(self) -> list[SliceBatch]:
+        """For kernels that take slices of one shape."""
+        return [
+            SliceBatch(
+                shape,
+                RowRuns(each.query, each.sample, shape.queries, of_queries),
+                RowRuns(each.key, each.sample, shape.keys, of_keys),
+            )
+            for group, of_queries, of_keys in self._groups
+            for shape, each in group.batches()
+        ]
 
 
 class Cover:
