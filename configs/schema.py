@@ -24,9 +24,12 @@ class ParallelConfig:
     sequence: bool = key(False, "split the activations between them too, over the tensor ranks", "free")
     pipeline: int = key(1, "ranks that the layers are split over", "free", low=1)
     virtual_pipeline: Optional[int] = key(None, "model chunks per pipeline rank; null: plain 1F1B", "free", low=2)
-    context: int = key(1, "ranks that each sequence is split over", "free", needed_for="context parallelism")
-    context_kind: str = key(
-        "none", "how attention reaches the other ranks' tokens", "free", needed_for="context parallelism"
+    context: int = key(1, "ranks that each sequence is spread over", "free", low=1)
+    context_heads: Optional[int] = key(
+        None,
+        "of the context ranks, how many exchange heads for rows; the others exchange keys and values; null: chosen",
+        "free",
+        low=1,
     )
     expert: int = key(1, "ranks that the experts are spread over", "free", low=1)
     expert_tensor: Optional[int] = key(

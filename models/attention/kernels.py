@@ -112,7 +112,7 @@ def _efficient_backward(grad: torch.Tensor, inputs: Triple, result: Found, causa
     given = [_for_cuda(query), _repeated(_for_cuda(key), query), _repeated(_for_cuda(value), query)]
     check(*given, flash=False)
     # Rows that there are not have an infinite sum: their weights are zero.
-    sums = F.pad(result[1], (0, -query.size(2) % SUMS_ALIGNED), value=float("inf"))
+    sums = F.pad(result[1], (0, -query.size(2) % SUMS_ALIGNED), value=float("inf")).contiguous()
     grads = aten._scaled_dot_product_efficient_attention_backward(
         _for_cuda(grad),
         *given,

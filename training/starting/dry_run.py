@@ -80,16 +80,14 @@ def _made_up_mask(tokens: int, share: float) -> torch.Tensor:
 @contextmanager
 def _left_as_it_was(engine: Engine) -> Iterator[None]:
     device, mark = engine.topology.device, engine.mark()
-    try:
-        yield
-    finally:
-        for chunk in engine.chunks:
-            chunk.zero_grad_buffer()
-        mark.restore()
-        if device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+    yield  # what fails in a backward pass leaves buffers that cannot be cleared, and ends the start in any case
+    for chunk in engine.chunks:
+        chunk.zero_grad_buffer()
+    mark.restore()
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _missing_state(engine: Engine, plan: RunPlan) -> int:

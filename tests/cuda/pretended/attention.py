@@ -63,6 +63,8 @@ def _efficient_backward(*given: Any, scale: float) -> Any:
     grad, query, key, value, _, output, sums, _, _, _, _, *rest = given
     causal = bool(rest and rest[0])  # false is not given
     length = query.size(2)
+    if any(stride % SUMS_ALIGNED for stride in sums.stride()[:2]):  # as CUDA's kernel refuses them
+        raise RuntimeError("LSE is not correctly aligned (strideH)")
     assert sums.size(2) % SUMS_ALIGNED == 0 and bool(sums[..., length:].isinf().all())
     found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, output, sums[..., :length], 0.0, causal, scale=scale
