@@ -7,7 +7,7 @@ Shapes: b samples, s tokens of a sample, h hidden size, v padded vocabulary rows
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +22,30 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from configs.rotary import switches_at
 from configs.schema import Config
 from models.attention.layers import takes_rows
-from models.attention.rows import SLICES, BatchSlices, MicroBatchRows, of_padding
+from models.attention.rows import SLICES, BatchSlices, DealtSlices, MicroBatchRows, of_padding, share_of_rank
 from models.blueprint.ends import NUM_TOKEN_TYPES
 from models.gpt import POSITION_EMBEDDINGS
 from models.loss.token_loss import Targets, targets_of
 from models.norm import mark_sequence_parallel, norm_class
 from models.pointwise.frequencies import Rotary
 from parallel.context import position_ids
-from parallel.topology import Topology
+from parallel.topology import Axis, Topology
 
 # Hidden states; logits and the sentence head's; the sum of the losses, each token's, and the sentence head's logits.
 Output: TypeAlias = (
     torch.Tensor | tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 )
+
+
+class Share(NamedTuple):
+    """This rank's rows where context ranks share the samples: positions of each in its sample, int64 `[1, s]`, and
+    which are first tokens, int64 `[k]`."""
+
+    positions: torch.Tensor
+    first_rows: torch.Tensor
 
 
 class BertEmbedding(LanguageModelEmbedding):
@@ -89,7 +98,6 @@ class Bert(LanguageModule):
         vp_stage: int | None,
     ) -> None:
         super().__init__(config=megatron, pg_collection=topology.groups)
-        self.context = topology.context
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process = pre_process
         self.post_process = post_process
@@ -143,15 +151,15 @@ class Bert(LanguageModule):
         types: torch.Tensor,
         padding_mask: torch.Tensor,
         targets: Targets | None = None,
-        apart: BatchSlices | None = None,
+        apart: BatchSlices | DealtSlices | None = None,
+        share: Share | None = None,
     ) -> Output:
         """Run this stage: see `forward` of this file for shapes."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
         if self.pre_process:
-            hidden = self.embedding(
-                input_ids=tokens, position_ids=position_ids(tokens, self.context), tokentype_ids=types
-            )
-        rows = MicroBatchRows(tokens, self.rotary, apart)
+            positions = position_ids(tokens) if share is None else share.positions
+            hidden = self.embedding(input_ids=tokens, position_ids=positions, tokentype_ids=types)
+        rows = MicroBatchRows(tokens, self.rotary, apart, None if share is None else share.positions)
         # Megatron's convention: True = masked. Only keys are masked: what a padding position itself computes reaches no
         # loss.
         attention_mask = ~padding_mask[:, None, None, :]
@@ -163,13 +171,23 @@ class Bert(LanguageModule):
         )
         if not self.post_process:
             return hidden
-        sentence_logits = self.binary_head(self.pooler(hidden, 0)) if self.pooler is not None else None
+        sentence_logits = None
+        if self.pooler is not None:
+            pooled = self.pooler(hidden, 0) if share is None else self._pooled(hidden, share)
+            sentence_logits = self.binary_head(pooled)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if targets is None:
             logits, _ = self.output_layer(self.lm_head(hidden), weight=weight)
             return logits.transpose(0, 1).contiguous(), sentence_logits
         transformed = self.lm_head(self.output_layer.rows(hidden, targets))
         return *self.output_layer(transformed, weight=weight, targets=targets), sentence_logits
+
+    def _pooled(self, hidden: torch.Tensor, share: Share) -> torch.Tensor:
+        """What the pooler makes of the first tokens that this rank holds, none or more: `[k, h]` from `[s, 1, h]`."""
+        assert self.pooler is not None
+        if self.config.sequence_parallel:  # all tensor ranks go on with the same
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return torch.tanh(self.pooler.dense(hidden[share.first_rows, 0]))
 
 
 def build_chunk(
@@ -186,9 +204,22 @@ def build_chunk(
     return Bert(config, megatron, topology, block, padded_vocab_size, pre_process, post_process, vp_stage)
 
 
-def on_host(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch of the host with what is made of it there: its slices of attention."""
-    return {**batch, SLICES: of_padding(batch["padding_mask"])}
+def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) -> dict[str, Any]:
+    """A micro-batch of the host with what is made of it there: its slices of attention.
+
+    With context ranks: this rank's part of it, with the labels of the samples whose first tokens it holds.
+    """
+    apart = of_padding(batch["padding_mask"], switches_at(config.model.rotary_scaling))
+    if context is None or context.size == 1:
+        return {**batch, SLICES: apart}
+    samples, length = batch["tokens"].shape
+    found = share_of_rank(config, {**batch, "positions": position_ids(batch["tokens"])}, apart, context)
+    is_first = found["positions"][0] == 0
+    found["first_rows"] = is_first.nonzero().flatten()
+    if "sentence_label" in batch:
+        found["sentence_label"] = batch["sentence_label"][found[SLICES].rows[is_first] // length]
+        found["num_samples"] = samples
+    return found
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
@@ -204,6 +235,7 @@ def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
         padding_mask=batch["padding_mask"],
         targets=targets_of(batch),
         apart=batch.get(SLICES),
+        share=Share(batch["positions"], batch["first_rows"]) if "first_rows" in batch else None,
     )
 
 
@@ -217,7 +249,11 @@ def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
     loss_sum, _, sentence_logits = output
     extra = {}
     if sentence_logits is not None:
-        extra["sentence_loss"] = F.cross_entropy(sentence_logits.float(), batch["sentence_label"])
+        if "num_samples" in batch:  # of which this rank has some, or none
+            summed = F.cross_entropy(sentence_logits.float(), batch["sentence_label"], reduction="sum")
+            extra["sentence_loss"] = summed / batch["num_samples"]
+        else:
+            extra["sentence_loss"] = F.cross_entropy(sentence_logits.float(), batch["sentence_label"])
     return loss_sum, extra
 
 

@@ -16,7 +16,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from configs.rotary import switches_at
 from configs.schema import Config
 from models.attention.layers import takes_rows
-from models.attention.rows import SLICES, BatchSlices, MicroBatchRows, of_documents
+from models.attention.rows import (
+    SLICES,
+    BatchSlices,
+    DealtSlices,
+    MicroBatchRows,
+    of_documents,
+    share_of_rank,
+)
 from models.loss.output_layer import LossOutput
 from models.loss.token_loss import Targets, targets_of
 from models.pointwise.frequencies import Rotary
@@ -29,9 +36,8 @@ POSITION_EMBEDDINGS = {"rope": "none", "learned": "learned_absolute"}  # rotary 
 class Gpt(GPTModel):
     """The part of a GPT that one (virtual) pipeline stage holds: Megatron-core's modules, and passes of our own."""
 
-    def __init__(self, model: Config, context: Axis, **settings: Any) -> None:
+    def __init__(self, model: Config, **settings: Any) -> None:
         super().__init__(**settings)
-        self.context = context
         self.rotary = Rotary(model) if model.model.position_embedding == "rope" else None
         self.passes_rows = takes_rows(self)
 
@@ -40,13 +46,13 @@ class Gpt(GPTModel):
         tokens: torch.Tensor,
         targets: Targets | None = None,
         positions: torch.Tensor | None = None,
-        apart: BatchSlices | None = None,
+        apart: BatchSlices | DealtSlices | None = None,
     ) -> torch.Tensor | LossOutput:
         """Run this stage: see `forward` of this file for shapes."""
         rows = MicroBatchRows(tokens, self.rotary, apart, positions)
         hidden = None  # a later stage: the decoder holds what the previous one sent
         if self.pre_process:
-            numbers = position_ids(tokens, self.context) if positions is None else positions
+            numbers = position_ids(tokens) if positions is None else positions
             hidden = self.embedding(input_ids=tokens, position_ids=numbers)
         hidden = self.decoder(
             hidden_states=hidden,
@@ -76,7 +82,6 @@ def build_chunk(
     """A chunk of the model, weights not yet filled."""
     return Gpt(
         config,
-        topology.context,
         config=megatron,
         transformer_layer_spec=block,
         vocab_size=padded_vocab_size,
@@ -90,12 +95,20 @@ def build_chunk(
     )
 
 
-def on_host(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
+def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) -> dict[str, Any]:
     """A micro-batch of the host with what is made of it there: where documents stay apart (`positions`, int64 `[b, s]`,
-    of each token in its piece), its slices of attention."""
-    if "positions" not in batch:
+    of each token in its piece), its slices of attention.
+
+    With context ranks: this rank's part of it, with positions and slices in any case.
+    """
+    is_spread = context is not None and context.size > 1
+    if "positions" not in batch and not is_spread:
         return batch
-    return {**batch, SLICES: of_documents(batch["positions"], switches_at(config.model.rotary_scaling))}
+    positions = batch["positions"] if "positions" in batch else position_ids(batch["tokens"])
+    apart = of_documents(positions, switches_at(config.model.rotary_scaling))
+    if not is_spread:
+        return {**batch, SLICES: apart}
+    return share_of_rank(config, {**batch, "positions": positions}, apart, context)
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | LossOutput:
@@ -103,7 +116,7 @@ def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | Los
     models/loss/token_loss.py).
 
     Last stage: the sum of the losses and each token's, fp32 `[b, s]`; without labels, this tensor rank's logits
-    `[b, s, v]`. Other stages: hidden `[s, b, h]`.
+    `[b, s, v]`. Other stages: hidden `[s, b, h]`. With context ranks a rank's rows are one sample.
     """
     return model(
         tokens=batch["tokens"], targets=targets_of(batch), positions=batch.get("positions"), apart=batch.get(SLICES)

@@ -10,7 +10,6 @@ import torch
 
 from data.pieces import PIECE_LENGTHS, bucket_name
 from parallel.context import position_ids
-from parallel.topology import Axis
 
 BY = ("position", "length")
 
@@ -33,9 +32,9 @@ class LossBuckets:
         self.num_buckets = sequence_length.bit_length() + 1
         self.sums = torch.zeros(len(BY), 2, self.num_buckets, dtype=torch.float64, device=device)
 
-    def add(self, losses: torch.Tensor, batch: dict[str, torch.Tensor], context: Axis) -> None:
+    def add(self, losses: torch.Tensor, batch: dict[str, torch.Tensor]) -> None:
         """Add a micro-batch's loss of each token, fp32 [b, s]. Lengths are known where documents are separate."""
-        positions = batch["positions"] if "positions" in batch else position_ids(batch["tokens"], context)
+        positions = batch["positions"] if "positions" in batch else position_ids(batch["tokens"])
         self.sums[0] += bucket_sums(losses, batch["loss_mask"], positions, self.num_buckets)
         if PIECE_LENGTHS in batch:
             self.sums[1] += bucket_sums(losses, batch["loss_mask"], batch[PIECE_LENGTHS], self.num_buckets)

@@ -23,11 +23,12 @@ from configs import derived
 from configs.schema import Config
 from data.pieces import attended_pairs, share_of
 from memory.transfer import to_device
+from models.attention.rows import SLICES
 from models.loss.rows import predicted_rows
 from moe.watch import RouterReport, in_metrics
 from optim import update
 from optim.build import set_learning_rate
-from parallel.context import cut_batch
+from parallel.context import all_rows
 from training.engine import Engine
 from training.loss_buckets import LossBuckets
 from training.sums import pack, unpack
@@ -151,11 +152,14 @@ def evaluate(
 
 
 def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
-    """Logits [batch, sequence, vocabulary] in fp32, this rank's slice of the vocabulary; None off the last stage."""
+    """Logits [batch, sequence, vocabulary] in fp32, this rank's slice of the vocabulary; None off the last stage. Context
+    ranks each get all rows."""
+    context = engine.topology.context
+    made: list[Batch] = []
 
     def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        batch = engine.family.on_host(engine.config, next(iterator))
-        output = engine.family.forward(chunk, _to_device(engine, batch))
+        made[:] = [engine.family.on_host(engine.config, next(iterator), context)]
+        output = engine.family.forward(chunk, _to_device(engine, made[0]))
         return output, lambda output, non_loss_data=True: output
 
     micro_batches = engine.topology.pipeline.size if len(engine.chunks) > 1 else 1
@@ -167,12 +171,13 @@ def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
             data_iterator=_iterators(engine, [micro_batch] * micro_batches),
             model=_chunks(engine),
             num_microbatches=micro_batches,
-            seq_length=sequence_length,
-            micro_batch_size=batch_size,
+            **_shape(engine, batch_size, sequence_length),
             forward_only=True,
             collect_non_loss_data=True,
         )
-    return outputs[-1].float() if outputs else None
+    if not outputs or context.size == 1:
+        return outputs[-1].float() if outputs else None
+    return all_rows(outputs[-1][0].float(), made[0][SLICES].rows, context, batch_size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,7 +197,7 @@ def _run(
     scale = len(batches) * topology.data.size / counts[0].clamp(min=1)
     losses = _no_losses(engine)
     loss_grad = None if forward_only else _loss_grad(engine, scale, len(batches))
-    batches = [engine.family.on_host(config, batch) for batch in batches]
+    batches = [engine.family.on_host(config, batch, topology.context) for batch in batches]
 
     def forward_step(iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         number, batch = next(iterator)
@@ -210,8 +215,7 @@ def _run(
         data_iterator=_iterators(engine, list(enumerate(batches))),
         model=_chunks(engine),
         num_microbatches=len(batches),
-        seq_length=config.model.sequence_length,
-        micro_batch_size=config.training.micro_batch_size,
+        **_shape(engine, config.training.micro_batch_size, config.model.sequence_length),
         forward_only=forward_only,
     )
     return losses, counts
@@ -235,7 +239,7 @@ def _loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     loss_sum, extra = engine.family.loss(output, batch)
     if buckets is not None:
-        buckets.add(output[1], batch, engine.topology.context)  # each token's, beside their sum
+        buckets.add(output[1], batch)  # each token's, beside their sum
     with torch.no_grad():
         losses[0] += loss_sum
         for i, name in enumerate(engine.extra_losses):
@@ -253,8 +257,7 @@ def _loss_grad(engine: Engine, scale: torch.Tensor, num_micro_batches: int) -> t
 def _predicted_rows(engine: Engine, batch: Batch) -> torch.Tensor | None:
     """Rows that predict something, on the device; None if all of this rank's do."""
     parallel, topology = engine.config.parallel, engine.topology
-    own = cut_batch({name: batch[name] for name in ("tokens", "loss_mask")}, topology.context)
-    rows = predicted_rows(own["loss_mask"], topology.tensor.size if parallel.sequence else 1)
+    rows = predicted_rows(batch["loss_mask"], topology.tensor.size if parallel.sequence else 1)
     return None if rows is None else to_device(rows, topology.device)
 
 
@@ -273,13 +276,20 @@ def _iterators(engine: Engine, batches: Sequence[Any]) -> Any:
     return [iter(batches) for _ in engine.chunks] if len(engine.chunks) > 1 else iter(batches)
 
 
+def _shape(engine: Engine, num_samples: int, length: int) -> dict[str, int]:
+    """What Megatron's schedule takes a micro-batch for: with context ranks it is one sample of all rows, of which it
+    counts each rank's part."""
+    if engine.topology.context.size == 1:
+        return {"seq_length": length, "micro_batch_size": num_samples}
+    return {"seq_length": num_samples * length, "micro_batch_size": 1}
+
+
 def _to_device(engine: Engine, batch: dict[str, Any]) -> dict[str, Any]:
     device = engine.topology.device
-    moved = {
+    return {
         key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for key, value in batch.items()
     }
-    return cut_batch(moved, engine.topology.context)
 
 
 def _no_losses(engine: Engine) -> torch.Tensor:

@@ -27,7 +27,6 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from configs.schema import ConfigError
 from models.attention.rows import MicroBatchRows
 from models.attention.sliced import SlicePlan, attend
 from models.pointwise.rotary import rotate, split_and_rotate
@@ -175,7 +174,7 @@ def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 class ScaledDotProductAttention(MegatronModule):
-    """Drop-in for Megatron-core's DotProductAttention. Raises ConfigError for context parallelism."""
+    """Drop-in for Megatron-core's DotProductAttention, and for context ranks: what they exchange is in the slices."""
 
     def __init__(
         self,
@@ -191,13 +190,6 @@ class ScaledDotProductAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        # Context parallelism comes here: exchange keys and values (or heads) between the context ranks before the
-        # kernel.
-        if config.context_parallel_size > 1:
-            raise ConfigError(
-                f"parallel.context ({config.context_parallel_size}) is not supported by the portable attention yet. "
-                "Try parallel.context=1."
-            )
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)

@@ -12,12 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs import derived
+from configs.schema import Config
 from memory.transfer import to_device
 from models.attention import slices
+from models.attention.dealing import deal
+from models.attention.exchange import HeadExchange, RowExchange
+from models.attention.rounds import Dealt, Pieces
 from models.attention.sliced import SlicePlan
-from models.attention.slices import Slices
+from models.attention.slices import FULL, Slices
 from models.pointwise.frequencies import Rotary
 from models.pointwise.rotary import tables
+from parallel.context import cut_batch
+from parallel.topology import Axis
 
 SLICES = "slices"  # what a batch calls its own
 
@@ -42,6 +49,36 @@ class BatchSlices:
         return self._plans[window]
 
 
+class DealtSlices:
+    """A micro-batch's slices of which this rank has a part: `rows` int64 `[r]`, the rows that it holds, counted
+    through the micro-batch. `length` is s."""
+
+    def __init__(self, whole: BatchSlices, context: Axis, heads: int, work: np.ndarray | None = None) -> None:
+        """`heads`: ranks of a place; `work`: as models/attention/dealing.py takes it."""
+        found = whole.found
+        keys = found.keys if found.kind[0] == FULL else None
+        self._pieces = Pieces(found.queries, keys)
+        self.length, self._context, self._heads = whole.length, context, heads
+        place, head = divmod(context.rank, heads)
+        self._place, self._deal = place, deal(found.queries, context.size // heads, work=work, keys=keys)
+        here = self._deal.rows(place)
+        size = len(here) // heads
+        self._num_rows, self.rows = len(here), torch.from_numpy(here[head * size : (head + 1) * size])
+        self.is_long = None if whole.is_long is None else whole.is_long.flatten()[self.rows].unsqueeze(0)
+        self._plans: dict[int | None, SlicePlan] = {}
+
+    def plan(self, window: int | None) -> SlicePlan:
+        """What this rank computes, as `BatchSlices.plan`."""
+        if window is not None and window >= self._pieces.lengths.max():
+            window = None
+        if window not in self._plans:
+            own, rounds = Dealt(self._pieces, self._deal, window).rounds(self._place)
+            exchanges = [(each.slices, RowExchange(each, self._context, self._heads)) for each in rounds]
+            heads = HeadExchange(self._context, self._heads) if self._heads > 1 else None
+            self._plans[window] = SlicePlan(own, self._num_rows, 1, exchanges, heads)
+        return self._plans[window]
+
+
 def of_documents(positions: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
     """Slices of a micro-batch whose documents stay apart. positions: int64 `[b, s]` of the host, of each token in its
     piece of a document."""
@@ -53,11 +90,18 @@ def of_documents(positions: torch.Tensor, switches_at: int | None = None) -> Bat
     return BatchSlices(found, b, s, is_long)
 
 
-def of_padding(padding_mask: torch.Tensor) -> BatchSlices:
+def of_padding(padding_mask: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
     """Slices of samples whose first tokens are real: bool `[b, s]` of the host, True = real."""
     num_samples, length = padding_mask.shape
     num_keys = padding_mask.sum(1).clamp(min=1).numpy()
-    return BatchSlices(slices.of_real_keys(num_keys, length), num_samples, length)
+    is_long = None if switches_at is None else torch.full((num_samples, length), length > switches_at)
+    return BatchSlices(slices.of_real_keys(num_keys, length), num_samples, length, is_long)
+
+
+def share_of_rank(config: Config, batch: dict[str, Any], apart: BatchSlices, context: Axis) -> dict[str, Any]:
+    """A micro-batch's rows that this rank holds of those that context ranks share, with their slices."""
+    dealt = DealtSlices(apart, context, derived.context_heads(config))
+    return {**cut_batch(batch, dealt.rows), SLICES: dealt}
 
 
 @functools.lru_cache(maxsize=8)
@@ -76,7 +120,7 @@ class MicroBatchRows:
         self,
         tokens: torch.Tensor,
         rotary: Rotary | None = None,
-        apart: BatchSlices | None = None,
+        apart: BatchSlices | DealtSlices | None = None,
         positions: torch.Tensor | None = None,
     ) -> None:
         """tokens: int64 `[b, s]` of the device; positions: the same, of each token in its piece; None: in its
@@ -84,6 +128,7 @@ class MicroBatchRows:
         self.apart = apart
         self._rotary, self._positions = rotary, positions
         self._shape, self._device = tokens.shape, tokens.device
+        self._length = tokens.size(1) if apart is None else apart.length
         self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._angles: torch.Tensor | None = None
 
@@ -118,7 +163,7 @@ class MicroBatchRows:
 
     def _all_angles(self, rotary: Rotary) -> torch.Tensor:
         make = rotary.of_length if self._positions is None else rotary.of_pieces
-        return make(self._shape[1], self._device)
+        return make(self._length, self._device)
 
     @functools.cached_property
     def _index(self) -> torch.Tensor:
@@ -126,5 +171,5 @@ class MicroBatchRows:
         assert self._positions is not None
         index = self._positions
         if self.apart is not None and self.apart.is_long is not None:
-            index = index + to_device(self.apart.is_long, self._device) * self._shape[1]
+            index = index + to_device(self.apart.is_long, self._device) * self._length
         return index.t()

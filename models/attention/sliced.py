@@ -1,12 +1,16 @@
 """Attention over a list of slices: each slice is computed by a kernel, and where a row has several they are merged by
 the logs of their sums of exponentials, in fp32. The backward pass computes each slice from the merged ones.
 
+Keys may come in rounds from the ranks that hold them, each while the one before it computes; their gradients go home
+while the next round computes.
+
 Shapes: s sequence, b samples, n query heads, g key/value heads, d channels of a key, v channels of a value.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from memory.transfer import to_device
 from models.attention import kernels
+from models.attention.exchange import ArrivingRows, ComingGradients, HeadExchange, RowExchange
 from models.attention.slices import ANTI_CAUSAL, FULL, Slices, SliceShape
 
 
@@ -169,20 +174,21 @@ class SliceLaunch:
         return self._lengths[device]
 
 
-class SlicePlan:
-    """How a micro-batch's slices are computed: made once on the host, and used by all layers. `queries`, `keys`: how
-    often rows of either side are in slices."""
+class KeyRows:
+    """Slices over the keys of one round: this rank's own, or those that an exchange brings. `keys`: how often they are
+    in slices."""
 
-    def __init__(self, slices: Slices, length: int, num_samples: int) -> None:
-        self.queries, self.keys = Cover(num_samples, length), Cover(num_samples, length)
+    def __init__(self, slices: Slices, queries: Cover, keys: Cover, exchange: RowExchange | None = None) -> None:
+        self.keys, self.exchange = keys, exchange
         self._groups = [
             (
                 group,
-                self.queries.add(group.sample, group.query, group.queries),
-                self.keys.add(group.sample, group.key, group.keys),
+                queries.add(group.sample, group.query, group.queries),
+                keys.add(group.sample, group.key, group.keys),
             )
             for group in slices.launches()
         ]
+        num_samples, length = keys.counts.shape
         self._every = np.arange(length) if num_samples == 1 else None
 
     @functools.cached_property
@@ -213,6 +219,31 @@ class SlicePlan:
             for group, of_queries, of_keys in self._groups
             for shape, each in group.batches()
         ]
+
+    @property
+    def gets_more(self) -> bool:
+        """Whether gradients of keys come back from other ranks."""
+        return self.exchange is not None and self.exchange.takes_part
+
+
+class SlicePlan:
+    """How a micro-batch's slices are computed: made once on the host, and used by all layers. `queries`: how often
+    query rows are in slices of all rounds."""
+
+    def __init__(
+        self,
+        slices: Slices,
+        length: int,
+        num_samples: int,
+        rounds: Sequence[tuple[Slices, RowExchange]] = (),
+        heads: HeadExchange | None = None,
+    ) -> None:
+        self.queries, self.heads = Cover(num_samples, length), heads
+        own = KeyRows(slices, self.queries, Cover(num_samples, length))
+        others = [
+            KeyRows(each, self.queries, Cover(1, exchange.num_rows), exchange) for each, exchange in rounds
+        ]
+        self.rounds = [own, *others]
 
 
 class Cover:
@@ -247,7 +278,10 @@ class Cover:
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float) -> torch.Tensor:
     """query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, b, g, v]` -> `[s, b, n, v]`; zeros where a row has no
     slice."""
-    return _Sliced.apply(query, key, value, plan, scale)
+    if plan.heads is None:
+        return _Sliced.apply(query, key, value, plan, scale)
+    output = _Sliced.apply(*plan.heads.to_heads(query, key, value), plan, scale)
+    return plan.heads.to_rows(output)
 
 
 class _Sliced(torch.autograd.Function):
@@ -255,12 +289,14 @@ class _Sliced(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float
     ) -> torch.Tensor:
-        ctx.parts = plan.launches if kernels.takes_launches(query, value) else plan.batches
+        takes_launches = kernels.takes_launches(query, value)
+        ctx.parts = [each.launches if takes_launches else each.batches for each in plan.rounds]
         merged, ctx.seeds = _Merged(plan.queries, query, value.size(-1)), []
-        for part in ctx.parts:
-            output, sums, seeds = part.forward((query, key, value), scale)
-            merged.add(part.queries, output, sums)
-            ctx.seeds.append(seeds)
+        for parts, keys in zip(ctx.parts, _keys_of_rounds(plan, key, value)):
+            for part in parts:
+                output, sums, seeds = part.forward((query, *keys), scale)
+                merged.add(part.queries, output, sums)
+                ctx.seeds.append(seeds)
         output, sums = merged.output.to(query.dtype), merged.sums
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.plan, ctx.scale = plan, scale
@@ -269,14 +305,39 @@ class _Sliced(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        *inputs, output, sums = ctx.saved_tensors
+        query, key, value, output, sums = ctx.saved_tensors
         plan: SlicePlan = ctx.plan
-        grads = [_AddedUp(x, cover) for x, cover in zip(inputs, (plan.queries, plan.keys, plan.keys))]
-        for part, seeds in zip(ctx.parts, ctx.seeds, strict=True):
-            found = part.backward(grad, inputs, (output, sums, seeds), ctx.scale)
-            for each, rows, of_rows in zip(grads, (part.queries, part.keys, part.keys), found):
-                each.add(rows, of_rows)
-        return *(each.grad.to(x.dtype) for each, x in zip(grads, inputs)), None, None
+        of_query, seeds = _AddedUp(query, plan.queries), iter(ctx.seeds)
+        gets_more = any(each.gets_more for each in plan.rounds)
+        own: list[_AddedUp] = []
+        coming: ComingGradients | None = None
+        for each, parts, keys in zip(plan.rounds, ctx.parts, _keys_of_rounds(plan, key, value)):
+            found = [_AddedUp(x, each.keys, in_fp32=gets_more and not own) for x in keys]
+            for part in parts:
+                grads = part.backward(grad, (query, *keys), (output, sums, next(seeds)), ctx.scale)
+                for side, rows, of_rows in zip((of_query, *found), (part.queries, part.keys, part.keys), grads):
+                    side.add(rows, of_rows)
+            if each.exchange is None:
+                own = found
+                continue
+            if coming is not None:
+                coming.add_to(*(side.grad for side in own))
+            coming = each.exchange.bring_home(*(side.grad.to(x.dtype) for side, x in zip(found, keys)))
+        if coming is not None:
+            coming.add_to(*(side.grad for side in own))
+        return *(side.grad.to(x.dtype) for side, x in zip((of_query, *own), (query, key, value))), None, None
+
+
+def _keys_of_rounds(
+    plan: SlicePlan, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each round; those of the next one are on their way while a round computes."""
+    arriving: ArrivingRows | None = None
+    for i in range(len(plan.rounds)):
+        keys = (key, value) if arriving is None else arriving.wait()
+        following = plan.rounds[i + 1].exchange if i + 1 < len(plan.rounds) else None
+        arriving = None if following is None else following.fetch(key, value)
+        yield keys
 
 
 class _Merged:
@@ -310,9 +371,10 @@ def _merge(
 class _AddedUp:
     """The gradient of one input: in fp32 where a row gets several."""
 
-    def __init__(self, x: torch.Tensor, cover: Cover) -> None:
+    def __init__(self, x: torch.Tensor, cover: Cover, in_fp32: bool = False) -> None:
         make = torch.empty if cover.is_written else torch.zeros
-        self.grad = make(x.shape, dtype=torch.float32 if cover.is_shared else x.dtype, device=x.device)
+        dtype = torch.float32 if in_fp32 or cover.is_shared else x.dtype
+        self.grad = make(x.shape, dtype=dtype, device=x.device)
 
     def add(self, rows: Rows, part: torch.Tensor) -> None:
         """Add that of some rows, `[..., heads, channels]`."""

@@ -14,9 +14,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from configs.schema import Config
 from inference.open_model import open_model
+from models.attention.rows import SLICES
 from models.build import build_model, family_module
 from models.parallelize import mark_tensor_parallel
 from models.weights import gather_logical
+from parallel.context import all_rows
 from parallel.topology import initialize
 
 NUM_MICRO_BATCHES = 2
@@ -73,7 +75,8 @@ def run_model(
     num_tokens = batch["loss_mask"].sum().to(topology.device)
     share = len(batch["tokens"]) // (topology.data.size * NUM_MICRO_BATCHES)
     rows = [slice((topology.data.rank * NUM_MICRO_BATCHES + i) * share, None) for i in range(NUM_MICRO_BATCHES)]
-    of_host = [family.on_host(config, {key: value[row][:share] for key, value in batch.items()}) for row in rows]
+    whole = [{key: value[row][:share] for key, value in batch.items()} for row in rows]
+    of_host = [family.on_host(config, each, topology.context) for each in whole]
     micro_batches = [
         {key: value.to(topology.device) if isinstance(value, torch.Tensor) else value for key, value in each.items()}
         for each in of_host
@@ -92,7 +95,10 @@ def run_model(
             logits = output[0] if isinstance(output, tuple) else output
             pieces = [torch.empty_like(logits) for _ in range(topology.tensor.size)]
             torch.distributed.all_gather(pieces, logits.contiguous(), group=topology.tensor.group)
-            return torch.zeros((), device=topology.device), {"logits": torch.cat(pieces, dim=-1)[..., :vocab_size]}
+            logits = torch.cat(pieces, dim=-1)[..., :vocab_size]
+            if topology.context.size > 1:
+                logits = all_rows(logits[0], micro_batch[SLICES].rows, topology.context, share)
+            return torch.zeros((), device=topology.device), {"logits": logits}
 
         if with_loss:
             return family.forward(model, micro_batch), mean_loss
@@ -106,8 +112,8 @@ def run_model(
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=wrapped if len(wrapped) > 1 else wrapped[0],
             num_microbatches=NUM_MICRO_BATCHES,
-            seq_length=batch["tokens"].size(1),
-            micro_batch_size=share,
+            seq_length=batch["tokens"].size(1) * (share if topology.context.size > 1 else 1),
+            micro_batch_size=1 if topology.context.size > 1 else share,
             forward_only=not with_loss,
         )
 
@@ -117,6 +123,7 @@ def run_model(
     finalize_model_grads(wrapped)
     loss = torch.stack(losses).mean() if losses else torch.zeros((), device=topology.device)
     torch.distributed.all_reduce(loss)
+    # Each context rank has a part of the sum, which the schedule multiplies by their number once it is kept.
     loss /= topology.data.size * topology.tensor.size
     return {
         "loss": loss.item(),
