@@ -42,7 +42,7 @@ def compare(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     found = {name: grad for result in results for name, grad in result["gradients"].items()}
     assert found.keys() == alone["gradients"].keys()
     for name, grad in alone["gradients"].items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("documents", ["joined", "separate"])
