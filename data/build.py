@@ -35,8 +35,8 @@ def build_data(
 
     rank, world_size: of the data-parallel group. pin: batches in pinned memory, for a run on a GPU. on_host: called
     with each micro-batch, where that is made. Each validation loader gives the same training.eval_batches global
-    batches, or each sample of a validation corpus once where it has fewer. Raises ConfigError for damaged files, too little data,
-    or a vocabulary that does not fit.
+    batches, or each sample of a validation corpus once where it has fewer. Raises ConfigError for damaged files, too
+    little data, or a vocabulary that does not fit.
     """
     _check_vocabulary(config, prepared)
     training = config.training
