@@ -10,7 +10,7 @@ from megatron.core.transformer.mlp import MLP
 from torch.autograd.function import once_differentiable
 
 from models.pointwise.swiglu import swiglu
-from parallel.megatron.grad_buffers import adds_by_itself, open_buffer
+from parallel.megatron.grad_buffers import GradientSum, adds_by_itself
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -69,7 +69,7 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         rows, *parameters = ctx.saved_tensors
-        rows_grad, sums = torch.empty_like(rows), [_GradientSum(each) for each in parameters]
+        rows_grad, sums = torch.empty_like(rows), [GradientSum(each) for each in parameters]
         for part, of_part, found in zip(*(each.split(ctx.tile) for each in (rows, grad, rows_grad))):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
@@ -79,27 +79,3 @@ class _Tiled(torch.autograd.Function):
             for each, of_parameter in zip(sums, of_parameters):
                 each.add(of_parameter)
         return rows_grad, None, None, *(each.for_autograd() for each in sums)
-
-
-class _GradientSum:
-    """A weight's gradient of all tiles, in fp32."""
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self._parameter = parameter
-        self._has_buffer = hasattr(parameter, "main_grad")
-        if self._has_buffer:
-            self._sum, self._writes_over = open_buffer(parameter)  # type: ignore[arg-type]
-        else:
-            self._sum, self._writes_over = torch.empty_like(parameter, dtype=torch.float32), True
-
-    def add(self, grad: torch.Tensor) -> None:
-        """One tile's."""
-        if self._writes_over:
-            self._sum.copy_(grad)
-            self._writes_over = False
-        else:
-            self._sum.add_(grad)
-
-    def for_autograd(self) -> torch.Tensor:
-        """What autograd brings the parameter's hooks: one that means nothing where its buffer has it."""
-        return self._parameter.detach() if self._has_buffer else self._sum.to(self._parameter.dtype)
