@@ -23,7 +23,10 @@ import numpy as np
 from models.attention.dealing_repair import Part, Places, level_rows, level_work
 
 LIMIT, OF = 102, 100  # work of a place: at most LIMIT / OF of the mean
-NEGLIGIBLE = 500  # a part of 1 / NEGLIGIBLE of a place's work goes where rows are missing, whatever the work
+AIMS = (1010, 1018, 995)  # thousandths of the mean work that places are packed to, one try after the other
+NEGLIGIBLE = 500  # where the rest is 1 / NEGLIGIBLE of the work, parts go where rows are missing, whatever their work
+SPARE = 32  # a place that lacks less than 1 / SPARE of its work beside the lightest rows counts on them
+CRUMB = 16  # a piece of 1 / CRUMB of a place's rows is not cut before pieces have changed places
 FRACTIONS = 20  # bits of fractions of work that count
 
 
@@ -70,12 +73,22 @@ def deal(
         return row if keys is None else int(keys[piece])
 
     limit = LIMIT * all_work // (OF * number)
-    places = Places(number, total // number, limit, work_of, cut)
-    short = _cut_long(places, lengths.tolist(), works)
-    _pack(places, short)
-    level_rows(places)
-    level_work(places)
-    return _in_runs(places, lengths)
+    parts = [Part(rows, its_work, piece, 0) for piece, (rows, its_work) in enumerate(zip(lengths.tolist(), works))]
+    best = None
+    for share in AIMS:
+        places = Places(number, total // number, limit, work_of, cut)
+        _pack(places, parts, share * all_work // (OF * 10 * number))
+        level_rows(places)
+        level_work(places)
+        found = _in_runs(places, lengths)
+        exchanged = int(exchanged_rows(found, lengths, keys).sum())
+        over = max(max(places.work) - limit, 0)
+        if best is None or (over, exchanged) < best[:2]:
+            best = (over, exchanged, found)
+        if not over and exchanged <= 0:
+            break
+    assert best is not None
+    return best[2]
 
 
 def _check(lengths: np.ndarray, num_places: int, work: np.ndarray | None, keys: np.ndarray | None) -> None:
@@ -108,117 +121,157 @@ def _work_functions(
     return (lambda piece, begin, end: int(whole[end]) - int(whole[begin])), whole[lengths].tolist()
 
 
-# -- long pieces -------------------------------------------------------------------------------------------------------
+# -- packing -----------------------------------------------------------------------------------------------------------
 
 
-def _cut_long(places: Places, lengths: list[int], works: list[int]) -> list[Part]:
-    """Cut tails, with heads, off the pieces that are too much for a place, one to each empty place, until the rest is
-    not. Returns what is not placed."""
-    rows, limit = places.left[0], places.limit
-    pieces = range(len(lengths))
-    is_long = [length > rows or work > limit for length, work in zip(lengths, works)]
-    short = [Part(lengths[piece], works[piece], piece, 0) for piece in pieces if not is_long[piece]]
-    filler = _Filler(short)
-    empty = 0
-    for piece in sorted((piece for piece in pieces if is_long[piece]), key=lambda piece: (-works[piece], piece)):
-        begin, end = 0, lengths[piece]
-        while empty < len(places.left) and (end - begin > rows or places.work_of(piece, begin, end) > limit):
-            tail, head = _tail(places, filler, piece, begin, end)
-            places.add(empty, places.part(piece, end - tail, end), fixed=True)
-            if head:
-                places.add(empty, places.part(piece, begin, begin + head), fixed=True)
-            filler.used += rows - tail - head
-            begin, end = begin + head, end - tail
-            empty += 1
-        if begin < end:
-            short.append(places.part(piece, begin, end))
-    return short
+class _Packing:
+    """The pool of parts that are not placed, the heaviest first, and what the lightest of them take.
 
+    Places that have their work already count on the lightest rows of the pool to be filled.
+    """
 
-class _Filler:
-    """The lightest of the whole pieces, which fill the places of long pieces."""
-
-    def __init__(self, short: list[Part]) -> None:
+    def __init__(self, places: Places, parts: list[Part], cap: int) -> None:
+        self.places, self.cap = places, cap
+        self.lengths = [part.rows for part in parts]
+        self.rest = [(-part.work, -part.rows, part.piece, part.begin) for part in parts]
+        heapq.heapify(self.rest)
+        self.pool_rows, self.pool_work = sum(part.rows for part in parts), sum(part.work for part in parts)
         self.rows, self.work = [0], [0]
+        short = [part for part in parts if not self.is_long(part)]
         for part in sorted(short, key=lambda part: (part.work // part.rows, part)):
             self.rows.append(self.rows[-1] + part.rows)
             self.work.append(self.work[-1] + part.work)
-        self.used = 0
+        self.short_rows = self.rows[-1]  # of the pool
+        self.counting: set[int] = set()  # places
+        self.counted = 0  # rows that they lack
 
-    def left(self) -> int:
-        return self.rows[-1] - self.used
+    def is_long(self, part: Part) -> bool:
+        return part.rows > self.places.rows or part.work > self.cap
 
-    def of(self, rows: int) -> int:
-        """The work of the next rows."""
-        return self._until(self.used + rows) - self._until(self.used)
+    def is_whole_and_short(self, part: Part) -> bool:
+        return part.rows == self.lengths[part.piece] and not self.is_long(part)
+
+    def next(self) -> Part:
+        minus_work, minus_rows, piece, begin = heapq.heappop(self.rest)
+        part = Part(-minus_rows, -minus_work, piece, begin)
+        self.pool_rows, self.pool_work = self.pool_rows - part.rows, self.pool_work - part.work
+        if self.is_whole_and_short(part):
+            self.short_rows -= part.rows
+        return part
+
+    def back(self, part: Part) -> None:
+        heapq.heappush(self.rest, (-part.work, -part.rows, part.piece, part.begin))
+        self.pool_rows, self.pool_work = self.pool_rows + part.rows, self.pool_work + part.work
+
+    def expected(self, place: int) -> int:
+        """The work of a place that an even share of the pool fills."""
+        share = self.places.left[place] * self.pool_work // self.pool_rows if self.pool_rows else 0
+        return self.places.work[place] + share
+
+    def before(self, place: int) -> int:
+        """The lightest rows that are for others."""
+        return self.counted - (self.places.left[place] if place in self.counting else 0)
+
+    def lightest(self, place: int, rows: int) -> int:
+        """The work of so many rows, the lightest that are not for others."""
+        before = self.before(place)
+        return self._until(before + rows) - self._until(before)
 
     def _until(self, rows: int) -> int:
         i = bisect_right(self.rows, rows) - 1
-        if i + 1 == len(self.rows):
-            return self.work[-1]
         share = rows - self.rows[i]
+        if i + 1 == len(self.rows):
+            return self.work[-1] + share * self.cap // self.places.rows
         return self.work[i] + (self.work[i + 1] - self.work[i]) * share // (self.rows[i + 1] - self.rows[i])
 
+    def put(self, place: int, part: Part, *, fixed: bool = False) -> None:
+        if place in self.counting:
+            self.counted -= part.rows
+        self.places.add(place, part, fixed=fixed)
 
-def _tail(places: Places, filler: _Filler, piece: int, begin: int, end: int) -> tuple[int, int]:
-    """Rows of the longest tail that a place takes, and of the head that it takes beside: what else fills it considered,
-    its work is within the limit."""
-    rows, work_of = places.left[-1], places.work_of
-    length, work = end - begin, work_of(piece, begin, end)
-    needed = max(-(-length // rows), -(-work // max(places.limit, 1)))
-    others = max((needed - 1) * rows, length - rows)
+    def settle(self, place: int) -> int:
+        """Whether a place counts on the lightest rows from now on. Returns its expected work."""
+        left = self.places.left[place]
+        if place not in self.counting and left:
+            spare = self.cap - self.places.work[place] - self.lightest(place, left)
+            if spare < self.cap // SPARE:
+                self.counting.add(place)
+                self.counted += left
+        return self.expected(place)
 
-    def head(tail: int) -> int:
-        return min(max(0, rows - tail - filler.left(), length - tail - others), rows - tail)
+    def fits(self, place: int, part: Part) -> bool:
+        beside = self.places.left[place] - part.rows
+        if beside < 0:
+            return False
+        work = self.places.work[place] + part.work
+        return work + self.lightest(place, beside) <= self.cap
 
-    low, high = 1, min(rows, length - 1)
-    while low < high:
-        tail = (low + high + 1) // 2
-        beside = head(tail)
-        found = work_of(piece, end - tail, end) + work_of(piece, begin, begin + beside)
-        if found + filler.of(rows - tail - beside) <= places.limit:
-            low = tail
-        else:
-            high = tail - 1
-    return low, min(head(low), length - low)
+    def cut(self, place: int, part: Part) -> tuple[int, int]:
+        """Rows of the longest tail that a place takes, and of the head that it takes beside, where nothing lighter
+        fills it."""
+        work_of, piece, begin, end = self.places.work_of, part.piece, part.begin, part.begin + part.rows
+        room, before, whole = self.places.left[place], self.places.work[place], self.places.rows
+        needed = max(-(-part.rows // whole), -(-part.work // max(self.cap, 1)))
+        others = max((needed - 1) * whole, part.rows - room)
+        short = max(self.short_rows - self.before(place), 0)
 
+        def head(tail: int) -> int:
+            return max(0, min(max(room - tail - short, part.rows - tail - others), room - tail, part.rows - tail))
 
-# -- short pieces ------------------------------------------------------------------------------------------------------
-
-
-def _pack(places: Places, parts: list[Part]) -> None:
-    """The longest first, each whole to the place that will have the least work if the rest fills it evenly; those that
-    fit nowhere make a place's rows too many."""
-    parts = sorted(parts, key=lambda part: (-part.work, -part.rows, part.piece, part.begin))
-    pool_rows, pool_work = sum(part.rows for part in parts), sum(part.work for part in parts)
-    number, left, work = len(places.left), places.left, places.work
-    negligible = places.limit // NEGLIGIBLE
-    homeless = []
-    heap: list[tuple[int, int]] = []
-    by_rows = False
-    for index, part in enumerate(parts):
-        if not by_rows and (index % number == 0 or part.work <= negligible):
-            by_rows = part.work <= negligible
-            if by_rows:
-                heap = [(-left[place], place) for place in range(number)]
+        low, high = 0, min(room, part.rows)
+        while low < high:
+            tail = (low + high + 1) // 2
+            beside = head(tail)
+            found = before + work_of(piece, end - tail, end) + work_of(piece, begin, begin + beside)
+            if found + self.lightest(place, room - tail - beside) <= self.cap:
+                low = tail
             else:
-                heap = [(work[place] + left[place] * pool_work // pool_rows, place) for place in range(number)]
-            heapq.heapify(heap)
+                high = tail - 1
+        return (low, head(low)) if low else (high or min(room, part.rows), 0)
+
+
+def _pack(places: Places, parts: list[Part], cap: int) -> None:
+    """The heaviest first, to the place that will have the least work if the rest fills it evenly; tails, where the
+    whole is too much, and the rest in its turn. What fits nowhere and is short makes a place's rows too many."""
+    number, left = len(places.left), places.left
+    packing = _Packing(places, parts, cap)
+    negligible, crumb = packing.pool_work // NEGLIGIBLE, places.rows // CRUMB
+    order: list[tuple[int, int]] = []  # places, the one to be filled next first
+    homeless = []
+    turn, by_rows = 0, False
+    while packing.rest:
+        if not by_rows and (turn <= 0 or packing.pool_work <= negligible):
+            by_rows, turn = packing.pool_work <= negligible, number
+            order = [
+                (-left[place] if by_rows else packing.expected(place), place) for place in range(number) if left[place]
+            ]
+            heapq.heapify(order)
+        turn -= 1
+        part = packing.next()
         aside = []
-        while heap and left[heap[0][1]] < part.rows:
-            aside.append(heapq.heappop(heap))
-            if by_rows:
-                break
-        pool_rows, pool_work = pool_rows - part.rows, pool_work - part.work
-        if heap and left[heap[0][1]] >= part.rows:
-            place = heap[0][1]
-            places.add(place, part)
-            key = -left[place] if by_rows else work[place] + left[place] * pool_work // max(pool_rows, 1)
-            heapq.heapreplace(heap, (key, place))
-        else:
+        while order and left[order[0][1]] < part.rows and not (by_rows and aside):
+            aside.append(heapq.heappop(order))
+        fits = bool(order) and (by_rows or part.rows <= crumb or packing.fits(order[0][1], part))
+        if not fits and (by_rows or part.rows <= crumb):
             homeless.append(part)
+        else:
+            aside.append(heapq.heappop(order)) if order else None
+            place = aside[-1][1] if fits else min(aside)[1]
+            aside = [entry for entry in aside if entry[1] != place]
+            tail, head = (part.rows, 0) if fits else packing.cut(place, part)
+            if tail + head >= part.rows:
+                packing.put(place, part)
+            else:
+                end = part.begin + part.rows
+                packing.put(place, places.part(part.piece, end - tail, end), fixed=True)
+                if head:
+                    packing.put(place, places.part(part.piece, part.begin, part.begin + head), fixed=True)
+                packing.back(places.part(part.piece, part.begin + head, end - tail))
+            expected = packing.settle(place)
+            if left[place]:
+                aside.append((-left[place] if by_rows else expected, place))
         for entry in aside:
-            heapq.heappush(heap, entry)
+            heapq.heappush(order, entry)
     for part in homeless:
         places.add(max(range(number), key=lambda place: (left[place], -place)), part)
 

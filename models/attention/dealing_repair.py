@@ -24,7 +24,7 @@ class Part(NamedTuple):
 class Places:
     """What places hold while rows are dealt.
 
-    left: the rows that each lacks; below 0, has too many. work: of each. parts: what may change places. fixed: parts of
+    rows: of a place. left: the rows that each lacks; below 0, has too many. work: of each. parts: what may change places. fixed: parts of
     long pieces, which stay. limit: the work that a place may have. work_of: of a piece's rows from a first to behind a
     last. cut: the exchanged rows that a cut costs, by the piece and the row.
     """
@@ -37,6 +37,7 @@ class Places:
         work_of: Callable[[int, int, int], int],
         cut: Callable[[int, int], int],
     ) -> None:
+        self.rows = rows
         self.left = [rows] * number
         self.work = [0] * number
         self.parts: list[list[Part]] = [[] for _ in range(number)]
@@ -118,8 +119,8 @@ def _candidates(own: list[Part], found: Found, surplus: int) -> Iterator[tuple[t
             yield given, ()
         for one in found.get(wanted, ())[:most]:
             yield given, (one,)
-    for i, first in enumerate(own):
-        for second in own[i + 1 :]:
+    for i, first in enumerate(own[:40]):
+        for second in own[i + 1 : 40]:
             for one in found.get(first.rows + second.rows - surplus, ())[:2]:
                 yield (first, second), (one,)
     lengths = sorted(found)
@@ -129,7 +130,7 @@ def _candidates(own: list[Part], found: Found, surplus: int) -> Iterator[tuple[t
         given = (part,) if part else ()
         for rows in lengths[: bisect_left(lengths, (wanted + 1) // 2)]:
             tried += 1
-            if tried > MOST_TRIED // 8:
+            if tried > MOST_TRIED // 16:
                 return
             if wanted - rows in found:
                 yield given, (found[rows][0], found[wanted - rows][0])
@@ -247,7 +248,7 @@ def _give_rows(places: Places, source: int, target: int, rows: int) -> None:
             ):
                 work = places.work_of(part.piece, begin, begin + rows)
                 over = not places.fits(source, target, work)
-                found = (over, cost, kind, part.rows, index, begin)
+                found = (cost, over, kind, part.rows, index, begin)
                 if best is None or found < best:
                     best = found
     if best is None:  # every part is shorter: the longest goes as a whole
