@@ -164,9 +164,12 @@ class _Packing:
         self.pool_rows, self.pool_work = self.pool_rows + part.rows, self.pool_work + part.work
 
     def expected(self, place: int) -> int:
-        """The work of a place that an even share of the pool fills."""
-        share = self.places.left[place] * self.pool_work // self.pool_rows if self.pool_rows else 0
-        return self.places.work[place] + share
+        """The work of a place that an even share of the pool fills; those that count on the lightest come last."""
+        left, work = self.places.left[place], self.places.work[place]
+        if place in self.counting:
+            return 2 * self.cap + work + left * self.cap // (SPARE * self.places.rows)
+        rows = self.pool_rows - self.counted
+        return work + left * max(self.pool_work - self._until(self.counted), 0) // rows if rows > 0 else work
 
     def before(self, place: int) -> int:
         """The lightest rows that are for others."""
@@ -189,15 +192,14 @@ class _Packing:
             self.counted -= part.rows
         self.places.add(place, part, fixed=fixed)
 
-    def settle(self, place: int) -> int:
-        """Whether a place counts on the lightest rows from now on. Returns its expected work."""
+    def settle(self, place: int) -> None:
+        """Whether a place counts on the lightest rows from now on."""
         left = self.places.left[place]
-        if place not in self.counting and left:
+        if place not in self.counting and 0 < left <= self.short_rows - self.counted:
             spare = self.cap - self.places.work[place] - self.lightest(place, left)
             if spare < self.cap // SPARE:
                 self.counting.add(place)
                 self.counted += left
-        return self.expected(place)
 
     def fits(self, place: int, part: Part) -> bool:
         beside = self.places.left[place] - part.rows
@@ -237,41 +239,47 @@ def _pack(places: Places, parts: list[Part], cap: int) -> None:
     packing = _Packing(places, parts, cap)
     negligible, crumb = packing.pool_work // NEGLIGIBLE, places.rows // CRUMB
     order: list[tuple[int, int]] = []  # places, the one to be filled next first
+    waiting = [(-places.rows, place) for place in range(number)]  # those that lack fewer rows than a part has
     homeless = []
     turn, by_rows = 0, False
     while packing.rest:
-        if not by_rows and (turn <= 0 or packing.pool_work <= negligible):
-            by_rows, turn = packing.pool_work <= negligible, number
-            order = [
-                (-left[place] if by_rows else packing.expected(place), place) for place in range(number) if left[place]
-            ]
+        if turn <= 0 or (not by_rows and packing.pool_work <= negligible):
+            by_rows, turn = packing.pool_work <= negligible, 2 * number
+            order = [(-left[place] if by_rows else packing.expected(place), place) for _, place in order]
             heapq.heapify(order)
         turn -= 1
         part = packing.next()
-        aside = []
-        while order and left[order[0][1]] < part.rows and not (by_rows and aside):
-            aside.append(heapq.heappop(order))
-        fits = bool(order) and (by_rows or part.rows <= crumb or packing.fits(order[0][1], part))
+        while waiting and left[waiting[0][1]] >= part.rows:
+            place = heapq.heappop(waiting)[1]
+            heapq.heappush(order, (-left[place] if by_rows else packing.expected(place), place))
+        fitting = part.rows <= places.rows
+        while fitting and order and left[order[0][1]] < part.rows:
+            place = heapq.heappop(order)[1]
+            heapq.heappush(waiting, (-left[place], place))
+        fits = fitting and bool(order) and (by_rows or part.rows <= crumb or packing.fits(order[0][1], part))
         if not fits and (by_rows or part.rows <= crumb):
             homeless.append(part)
+            continue
+        if fits:
+            place = heapq.heappop(order)[1]
         else:
-            aside.append(heapq.heappop(order)) if order else None
-            place = aside[-1][1] if fits else min(aside)[1]
-            aside = [entry for entry in aside if entry[1] != place]
-            tail, head = (part.rows, 0) if fits else packing.cut(place, part)
-            if tail + head >= part.rows:
-                packing.put(place, part)
-            else:
-                end = part.begin + part.rows
-                packing.put(place, places.part(part.piece, end - tail, end), fixed=True)
-                if head:
-                    packing.put(place, places.part(part.piece, part.begin, part.begin + head), fixed=True)
-                packing.back(places.part(part.piece, part.begin + head, end - tail))
-            expected = packing.settle(place)
-            if left[place]:
-                aside.append((-left[place] if by_rows else expected, place))
-        for entry in aside:
-            heapq.heappush(order, entry)
+            place = min((packing.expected(place), place) for place in range(number) if left[place] > 0)[1]
+            order = [entry for entry in order if entry[1] != place]
+            waiting = [entry for entry in waiting if entry[1] != place]
+            heapq.heapify(order)
+            heapq.heapify(waiting)
+        tail, head = (part.rows, 0) if fits else packing.cut(place, part)
+        if tail + head >= part.rows:
+            packing.put(place, part)
+        else:
+            end = part.begin + part.rows
+            packing.put(place, places.part(part.piece, end - tail, end), fixed=True)
+            if head:
+                packing.put(place, places.part(part.piece, part.begin, part.begin + head), fixed=True)
+            packing.back(places.part(part.piece, part.begin + head, end - tail))
+        packing.settle(place)
+        if left[place]:
+            heapq.heappush(order, (-left[place] if by_rows else packing.expected(place), place))
     for part in homeless:
         places.add(max(range(number), key=lambda place: (left[place], -place)), part)
 
