@@ -3,68 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 
+from models.attention.dealt.pairs import cost_of, deal_anew
+from models.attention.dealt.places import Part, Places
+
 MOST_TRIED = 20_000  # sums of pieces that are looked at for a place
+MOST_FREE = 12  # parts of two places that are dealt anew, each one of which may be cut
+MOST_PAIRS = 24  # of places that are dealt anew
 MOST_SPLIT = 26  # pieces of two places that are dealt anew between them
-
-
-class Part(NamedTuple):
-    """Rows of a piece that lie together, in one place."""
-
-    rows: int
-    work: int
-    piece: int
-    begin: int
-
-
-class Places:
-    """What places hold while rows are dealt.
-
-    rows: of a place. left: the rows that each lacks; below 0, has too many. work: of each. parts: what may change places. fixed: parts of
-    long pieces, which stay. limit: the work that a place may have. work_of: of a piece's rows from a first to behind a
-    last. cut: the exchanged rows that a cut costs, by the piece and the row.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        rows: int,
-        limit: int,
-        work_of: Callable[[int, int, int], int],
-        cut: Callable[[int, int], int],
-    ) -> None:
-        self.rows = rows
-        self.left = [rows] * number
-        self.work = [0] * number
-        self.parts: list[list[Part]] = [[] for _ in range(number)]
-        self.fixed: list[list[Part]] = [[] for _ in range(number)]
-        self.limit = limit
-        self.work_of = work_of
-        self.cut = cut
-
-    def part(self, piece: int, begin: int, end: int) -> Part:
-        return Part(end - begin, self.work_of(piece, begin, end), piece, begin)
-
-    def add(self, place: int, part: Part, *, fixed: bool = False) -> None:
-        (self.fixed if fixed else self.parts)[place].append(part)
-        self.left[place] -= part.rows
-        self.work[place] += part.work
-
-    def move(self, source: int, target: int, parts: Iterable[Part]) -> None:
-        for part in parts:
-            self.parts[source].remove(part)
-            self.left[source] += part.rows
-            self.work[source] -= part.work
-            self.add(target, part)
-
-    def fits(self, one: int, other: int, moved: int) -> bool:
-        """Whether so much work may go from one place to the other: no excess over the limit grows."""
-        before = max(self.work[one], self.work[other], self.limit)
-        return self.work[one] - moved <= before and self.work[other] + moved <= before
 
 
 # -- equal rows --------------------------------------------------------------------------------------------------------
@@ -274,83 +223,46 @@ def _take(places: Places, source: int, target: int, part: Part, begin: int, end:
     places.add(target, places.part(part.piece, begin, end))
 
 
-# -- level work --------------------------------------------------------------------------------------------------------
+# -- level work, fewer exchanged rows ----------------------------------------------------------------------------------
 
 
 def level_work(places: Places) -> None:
-    """Move work off the places that are over the limit, rows staying equal."""
-    for _ in range(8 * len(places.left)):
-        most = max(range(len(places.left)), key=lambda place: (places.work[place], -place))
-        least = min(range(len(places.left)), key=lambda place: (places.work[place], place))
-        if places.work[most] <= places.limit or not _exchange(places, most, least):
+    """Bring the work of places that are over the limit down to it."""
+    number = len(places.left)
+    most = min(MOST_FREE, 6 + 24 // number)
+    for _ in range(2 * number):
+        place = max(range(number), key=lambda each: (places.work[each], -each))
+        if places.work[place] <= places.limit:
+            return
+        others = sorted((each for each in range(number) if each != place), key=lambda each: (places.work[each], each))
+        if not any(deal_anew(places, place, other, most) for other in others[:4]):
             return
 
 
-def _exchange(places: Places, most: int, least: int) -> bool:
-    """Work goes from one place to another: a long part but its first rows for a shorter whole one."""
-    needed = places.work[most] - places.limit
-    room = max(places.limit - places.work[least], (places.work[most] - places.work[least]) // 2)
-    best = None
-    for long in sorted(places.parts[most], reverse=True):
-        for short in sorted(places.parts[least]):
-            rows = long.rows - short.rows
-            if rows < 0:
+def exchange_less(places: Places) -> None:
+    """Deal pairs of places anew, those first that exchange most."""
+    number = len(places.left)
+    most = min(MOST_FREE, 6 + 24 // number)
+    tried = 0
+    costs = [cost_of(places, place) for place in range(number)]
+    done: set[tuple[int, int]] = set()
+    while tried < MOST_PAIRS:
+        order = sorted(range(number), key=lambda each: (-costs[each], each))
+        pairs = [
+            (one, other)
+            for i, one in enumerate(order[:12])
+            for other in order[i + 1 :]
+            if costs[one] and (min(one, other), max(one, other)) not in done
+        ]
+        if not pairs:
+            return
+        for one, other in pairs:
+            tried += 1
+            done.add((min(one, other), max(one, other)))
+            if deal_anew(places, one, other, most):
+                costs[one], costs[other] = cost_of(places, one), cost_of(places, other)
+                done = {pair for pair in done if one not in pair and other not in pair}
+                done.add((min(one, other), max(one, other)))
                 break
-            kept = places.work_of(long.piece, long.begin, long.begin + rows)
-            moved = long.work - kept - short.work
-            if moved <= 0 or moved > room:
-                continue
-            cost = places.cut(long.piece, long.begin + rows) + long.begin if rows else 0
-            found = (max(needed - moved, 0), cost, long, short)
-            if best is None or found < best:
-                best = found
-    if best is None:
-        return _trade(places, most, least, needed, room)
-    _, _, long, short = best
-    places.move(least, most, [short])
-    _take(places, most, least, long, long.begin + long.rows - short.rows, long.begin + long.rows, False)
-    return True
-
-
-def _trade(places: Places, most: int, least: int, needed: int, room: int) -> bool:
-    """Last rows of one place's heaviest part for first rows of the other's lightest."""
-
-    def last_row(part: Part) -> int:
-        end = part.begin + part.rows
-        return places.work_of(part.piece, end - 1, end)
-
-    def first_row(part: Part) -> int:
-        return places.work_of(part.piece, part.begin, part.begin + 1)
-
-    ones = [
-        (last_row(part), part, fixed) for fixed, held in enumerate((places.parts, places.fixed)) for part in held[most]
-    ]
-    others = [
-        (first_row(part), part, fixed)
-        for fixed, held in enumerate((places.parts, places.fixed))
-        for part in held[least]
-    ]
-    heavy, long, long_fixed = max(ones)
-    light, short, short_fixed = min(others)
-
-    def moved(rows: int) -> int:
-        end = long.begin + long.rows
-        return places.work_of(long.piece, end - rows, end) - places.work_of(
-            short.piece, short.begin, short.begin + rows
-        )
-
-    low, high = 0, min(long.rows, short.rows)
-    while low < high:  # the fewest rows that are enough, or the most that there are
-        rows = (low + high) // 2
-        if moved(rows) >= needed:
-            high = rows
-        else:
-            low = rows + 1
-    if moved(low) > room:
-        low -= 1
-    if not low or moved(low) <= 0:
-        return False
-    end = long.begin + long.rows
-    _take(places, most, least, long, end - low, end, bool(long_fixed))
-    _take(places, least, most, short, short.begin, short.begin + low, bool(short_fixed))
-    return True
+            if tried >= MOST_PAIRS:
+                return
