@@ -55,7 +55,7 @@ class _Packing:
         """The work of a place that an even share of the pool fills; those that count on the lightest come last."""
         left, work = self.places.left[place], self.places.work[place]
         if place in self.counting:
-            return 2 * self.cap + work + left * self.cap // (SPARE * self.places.rows)
+            return 2 * self.cap + work + left * self._until(self.counted) // max(self.counted, 1)
         rows = self.pool_rows - self.counted
         return work + left * max(self.pool_work - self._until(self.counted), 0) // rows if rows > 0 else work
 
@@ -89,6 +89,13 @@ class _Packing:
                 self.counting.add(place)
                 self.counted += left
 
+    def owed(self, part: Part) -> int | None:
+        """The place that counts on such a part, where all the short ones are counted on."""
+        if not self.is_whole_and_short(part):
+            return None
+        fitting = [(self.expected(place), place) for place in self.counting if self.places.left[place] >= part.rows]
+        return min(fitting)[1] if fitting else None
+
     def fits(self, place: int, part: Part) -> bool:
         beside = self.places.left[place] - part.rows
         if beside < 0:
@@ -117,7 +124,10 @@ class _Packing:
                 low = tail
             else:
                 high = tail - 1
-        return (low, head(low)) if low else (high or min(room, part.rows), 0)
+        if low:
+            return low, head(low)
+        rows = min(room, part.rows)
+        return (rows, 0) if rows == part.rows else (0, rows)
 
 
 def pack(places: Places, parts: list[Part], cap: int) -> None:
@@ -145,13 +155,15 @@ def pack(places: Places, parts: list[Part], cap: int) -> None:
             place = heapq.heappop(order)[1]
             heapq.heappush(waiting, (-left[place], place))
         fits = fitting and bool(order) and (by_rows or part.rows <= crumb or packing.fits(order[0][1], part))
-        if not fits and (by_rows or part.rows <= crumb):
+        owed = None if by_rows or packing.short_rows >= packing.counted else packing.owed(part)
+        if owed is None and not fits and (by_rows or part.rows <= crumb):
             homeless.append(part)
             continue
-        if fits:
+        if owed in (None, order[0][1] if order else None) and fits:
             place = heapq.heappop(order)[1]
         else:
-            place = min((packing.expected(place), place) for place in range(number) if left[place] > 0)[1]
+            fits = owed is not None
+            place = owed if owed is not None else min((packing.expected(place), place) for place in range(number) if left[place] > 0)[1]
             order = [entry for entry in order if entry[1] != place]
             waiting = [entry for entry in waiting if entry[1] != place]
             heapq.heapify(order)
@@ -161,9 +173,9 @@ def pack(places: Places, parts: list[Part], cap: int) -> None:
             packing.put(place, part)
         else:
             end = part.begin + part.rows
-            packing.put(place, places.part(part.piece, end - tail, end), fixed=True)
-            if head:
-                packing.put(place, places.part(part.piece, part.begin, part.begin + head), fixed=True)
+            cuts = [(end - tail, end)] * (tail > 0) + [(part.begin, part.begin + head)] * (head > 0)
+            for first, last in cuts:
+                packing.put(place, places.part(part.piece, first, last), fixed=True)
             packing.back(places.part(part.piece, part.begin + head, end - tail))
         packing.settle(place)
         if left[place]:

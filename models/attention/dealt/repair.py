@@ -229,20 +229,24 @@ def _take(places: Places, source: int, target: int, part: Part, begin: int, end:
 def level_work(places: Places) -> None:
     """Bring the work of places that are over the limit down to it."""
     number = len(places.left)
-    most = min(MOST_FREE, 6 + 24 // number)
+    most = min(MOST_FREE, 8 + 16 // number)
+    stuck: set[int] = set()
     for _ in range(2 * number):
-        place = max(range(number), key=lambda each: (places.work[each], -each))
-        if places.work[place] <= places.limit:
+        heavy = [place for place in range(number) if places.work[place] > places.limit and place not in stuck]
+        if not heavy:
             return
+        place = max(heavy, key=lambda each: (places.work[each], -each))
         others = sorted((each for each in range(number) if each != place), key=lambda each: (places.work[each], each))
-        if not any(deal_anew(places, place, other, most) for other in others[:4]):
-            return
+        pieces = {part.piece for part in (*places.parts[place], *places.fixed[place])}
+        sharing = [each for each in others if any(part.piece in pieces for part in places.parts[each])]
+        if not any(deal_anew(places, place, other, most) for other in dict.fromkeys((*sharing[:2], *others[:3]))):
+            stuck.add(place)
 
 
 def exchange_less(places: Places) -> None:
     """Deal pairs of places anew, those first that exchange most."""
     number = len(places.left)
-    most = min(MOST_FREE, 6 + 24 // number)
+    most = min(MOST_FREE, 8 + 16 // number)
     tried = 0
     costs = [cost_of(places, place) for place in range(number)]
     done: set[tuple[int, int]] = set()
