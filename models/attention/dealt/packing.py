@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
+import itertools
+from bisect import bisect_right, insort
 
 from models.attention.dealt.places import Part, Places
 
@@ -20,36 +21,42 @@ class _Packing:
 
     def __init__(self, places: Places, parts: list[Part], cap: int) -> None:
         self.places, self.cap = places, cap
-        self.lengths = [part.rows for part in parts]
         self.rest = [(-part.work, -part.rows, part.piece, part.begin) for part in parts]
         heapq.heapify(self.rest)
         self.pool_rows, self.pool_work = sum(part.rows for part in parts), sum(part.work for part in parts)
-        self.rows, self.work = [0], [0]
-        short = [part for part in parts if not self.is_long(part)]
-        for part in sorted(short, key=lambda part: (part.work // part.rows, part)):
-            self.rows.append(self.rows[-1] + part.rows)
-            self.work.append(self.work[-1] + part.work)
-        self.short_rows = self.rows[-1]  # of the pool
+        self.remainders: set[Part] = set()
+        self.light = sorted((part.work // part.rows, part) for part in parts if not self.is_long(part))
+        self.short_rows = sum(part.rows for _, part in self.light)
+        self._add_up()
         self.counting: set[int] = set()  # places
         self.counted = 0  # rows that they lack
 
     def is_long(self, part: Part) -> bool:
         return part.rows > self.places.rows or part.work > self.cap
 
-    def is_whole_and_short(self, part: Part) -> bool:
-        return part.rows == self.lengths[part.piece] and not self.is_long(part)
+    def _add_up(self) -> None:
+        self.rows = [0, *itertools.accumulate(part.rows for _, part in self.light)]
+        self.work = [0, *itertools.accumulate(part.work for _, part in self.light)]
 
     def next(self) -> Part:
         minus_work, minus_rows, piece, begin = heapq.heappop(self.rest)
         part = Part(-minus_rows, -minus_work, piece, begin)
         self.pool_rows, self.pool_work = self.pool_rows - part.rows, self.pool_work - part.work
-        if self.is_whole_and_short(part):
+        if not self.is_long(part):
             self.short_rows -= part.rows
+            if part.begin or part in self.remainders:
+                self.light.remove((part.work // part.rows, part))
+                self._add_up()
         return part
 
     def back(self, part: Part) -> None:
         heapq.heappush(self.rest, (-part.work, -part.rows, part.piece, part.begin))
         self.pool_rows, self.pool_work = self.pool_rows + part.rows, self.pool_work + part.work
+        if not self.is_long(part):
+            self.short_rows += part.rows
+            self.remainders.add(part)
+            insort(self.light, (part.work // part.rows, part))
+            self._add_up()
 
     def expected(self, place: int) -> int:
         """The work of a place that an even share of the pool fills; those that count on the lightest come last."""
@@ -91,7 +98,7 @@ class _Packing:
 
     def owed(self, part: Part) -> int | None:
         """The place that counts on such a part, where all the short ones are counted on."""
-        if not self.is_whole_and_short(part):
+        if self.is_long(part):
             return None
         fitting = [(self.expected(place), place) for place in self.counting if self.places.left[place] >= part.rows]
         return min(fitting)[1] if fitting else None

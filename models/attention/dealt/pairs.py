@@ -49,7 +49,7 @@ def deal_anew(places: Places, one: int, other: int, most: int) -> bool:
     if choice is None:
         return False
     before = _over(places, one, other), cost_of(places, one) + cost_of(places, other)
-    held = [[part for part in (*places.parts[each], *places.fixed[each])] for each in (one, other)]
+    held = [[*places.parts[each], *places.fixed[each]] for each in (one, other)]
     found: tuple[list[Part], list[Part]] = ([], [])
     for owner in (0, 1):
         found[owner].extend(part for unit in kept[owner] for part in unit.parts)
@@ -66,14 +66,25 @@ def deal_anew(places: Places, one: int, other: int, most: int) -> bool:
                     found[owner].append(places.part(part.piece, begin, last))
         else:
             found[0 if choice.units >> number & 1 else 1].extend(unit.parts)
-    places.hold(one, found[0])
-    places.hold(other, found[1])
+    places.hold(one, joined(places, found[0]))
+    places.hold(other, joined(places, found[1]))
     after = _over(places, one, other), cost_of(places, one) + cost_of(places, other)
     if after < before:
         return True
     places.hold(one, held[0])
     places.hold(other, held[1])
     return False
+
+
+def joined(places: Places, parts: list[Part]) -> list[Part]:
+    """The parts, those of a piece that lie one after the other as one."""
+    found: list[Part] = []
+    for part in sorted(parts, key=lambda part: (part.piece, part.begin)):
+        if found and found[-1].piece == part.piece and found[-1].begin + found[-1].rows == part.begin:
+            found[-1] = places.part(part.piece, found[-1].begin, part.begin + part.rows)
+        else:
+            found.append(part)
+    return found
 
 
 def cost_of(places: Places, place: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from models.attention.dealt.pairs import cost_of, deal_anew
+from models.attention.dealt.pairs import cost_of, deal_anew, joined
 from models.attention.dealt.places import Part, Places
 
 MOST_TRIED = 20_000  # sums of pieces that are looked at for a place
@@ -240,7 +240,52 @@ def level_work(places: Places) -> None:
         pieces = {part.piece for part in (*places.parts[place], *places.fixed[place])}
         sharing = [each for each in others if any(part.piece in pieces for part in places.parts[each])]
         if not any(deal_anew(places, place, other, most) for other in dict.fromkeys((*sharing[:2], *others[:3]))):
-            stuck.add(place)
+            if not _trade(places, place, others[0]):
+                stuck.add(place)
+
+
+def _trade(places: Places, most: int, least: int) -> bool:
+    """Last rows of one place's heaviest part for first rows of the other's lightest, as many as bring it to the
+    limit, or to the other's work."""
+
+    def ends(place: int) -> list[tuple[int, int, Part]]:
+        held = [*places.parts[place], *places.fixed[place]]
+        return [
+            (
+                places.work_of(part.piece, part.begin + part.rows - 1, part.begin + part.rows),
+                places.work_of(part.piece, part.begin, part.begin + 1),
+                part,
+            )
+            for part in held
+        ]
+
+    long, short = max(ends(most))[2], min((first, part) for _, first, part in ends(least))[1]
+    end = long.begin + long.rows
+    wanted = min(places.work[most] - places.limit, (places.work[most] - places.work[least]) // 2)
+
+    def moved(rows: int) -> int:
+        given = places.work_of(long.piece, end - rows, end)
+        return given - places.work_of(short.piece, short.begin, short.begin + rows)
+
+    low, high = 0, min(long.rows, short.rows)
+    while low < high:
+        rows = (low + high) // 2
+        low, high = (low, rows) if moved(rows) >= wanted else (rows + 1, high)
+    before = places.work[most]
+    if not low or moved(low) <= 0 or places.work[least] + moved(low) >= before:
+        return False
+    kept = [part for part in (*places.parts[most], *places.fixed[most]) if part != long]
+    others = [part for part in (*places.parts[least], *places.fixed[least]) if part != short]
+    first, last = short.begin + low, short.begin + short.rows
+    kept.append(places.part(short.piece, short.begin, first))
+    others.append(places.part(long.piece, end - low, end))
+    if long.rows > low:
+        kept.append(places.part(long.piece, long.begin, end - low))
+    if first < last:
+        others.append(places.part(short.piece, first, last))
+    places.hold(most, joined(places, kept))
+    places.hold(least, joined(places, others))
+    return True
 
 
 def exchange_less(places: Places) -> None:
