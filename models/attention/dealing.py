@@ -22,7 +22,8 @@ from models.attention.dealt.places import Part, Places, Work
 from models.attention.dealt.repair import exchange_less, level_rows, level_work
 
 LIMIT, OF = 102, 100  # work of a place: at most LIMIT / OF of the mean
-AIMS = (1010, 1018, 995)  # thousandths of the mean work that places are packed to, one try after the other
+AIMS = (1010, 990)  # thousandths of the mean work that places are packed to, one try after the other
+UNCUT = 4000  # of a try that cuts nothing for its work
 FRACTIONS = 20  # bits of fractions of work that count
 
 
@@ -68,22 +69,29 @@ def deal(
     all_work = sum(works)
     limit = LIMIT * all_work // (OF * number)
     parts = [Part(rows, its_work, piece, 0) for piece, (rows, its_work) in enumerate(zip(lengths.tolist(), works))]
-    best = None
-    for share in AIMS:
+    enough = _enough(parts, total // number, max(limit, 1))
+    best: tuple[int, int, Deal] | None = None
+    for share in AIMS if enough else (UNCUT, *AIMS):
         places = Places(number, total // number, limit, of_work)
-        pack(places, parts, share * all_work // (OF * 10 * number))
+        pack(places, parts, share * all_work // (1000 * number))
         level_rows(places)
         level_work(places)
         exchange_less(places)
         found = _in_runs(places, lengths)
-        exchanged = int(exchanged_rows(found, lengths, keys).sum())
         over = max(max(places.work) - limit, 0)
+        exchanged = int(exchanged_rows(found, lengths, keys).sum())
         if best is None or (over, exchanged) < best[:2]:
             best = (over, exchanged, found)
-        if not over and exchanged <= 0:
+        if not over and exchanged <= enough:
             break
     assert best is not None
     return best[2]
+
+
+def _enough(parts: list[Part], rows: int, limit: int) -> int:
+    """The exchanged rows if every piece were on as few places as its rows and work ask for, and each of those but one
+    received it as a whole."""
+    return sum((max(-(-part.rows // rows), -(-part.work // limit)) - 1) * part.rows for part in parts)
 
 
 def _check(lengths: np.ndarray, num_places: int, work: np.ndarray | None, keys: np.ndarray | None) -> None:

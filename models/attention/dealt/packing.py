@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import itertools
-from bisect import bisect_right, insort
+from bisect import bisect_right
 
 from models.attention.dealt.places import Part, Places
 
 NEGLIGIBLE = 500  # where the rest is 1 / NEGLIGIBLE of the work, parts go where rows are missing, whatever their work
-DENSE = 90  # percent of the mean work of a row, from which on a long part is no filler
 SPARE = 32  # a place that lacks less than 1 / SPARE of its work beside the lightest rows counts on them
 CRUMB = 16  # a piece of 1 / CRUMB of a place's rows is not cut before pieces have changed places
 
@@ -22,54 +20,36 @@ class _Packing:
 
     def __init__(self, places: Places, parts: list[Part], cap: int) -> None:
         self.places, self.cap = places, cap
-        self.rest = [self._key(part) for part in parts]
+        self.lengths = [part.rows for part in parts]
+        self.rest = [(-part.work, -part.rows, part.piece, part.begin) for part in parts]
         heapq.heapify(self.rest)
         self.pool_rows, self.pool_work = sum(part.rows for part in parts), sum(part.work for part in parts)
-        self.light = sorted((part.work // part.rows, part) for part in parts if self.is_light(part))
-        self.light_rows = sum(part.rows for _, part in self.light)
-        self.short_rows = sum(part.rows for part in parts if not self.is_long(part))
-        self.moving = {part for part in parts if self.is_long(part)}  # parts that do not leave by their work
-        self._add_up()
+        self.rows, self.work = [0], [0]
+        short = [part for part in parts if not self.is_long(part)]
+        for part in sorted(short, key=lambda part: (part.work // part.rows, part)):
+            self.rows.append(self.rows[-1] + part.rows)
+            self.work.append(self.work[-1] + part.work)
+        self.short_rows = self.rows[-1]  # of the pool
         self.counting: set[int] = set()  # places
         self.counted = 0  # rows that they lack
 
     def is_long(self, part: Part) -> bool:
         return part.rows > self.places.rows or part.work > self.cap
 
-    def is_light(self, part: Part) -> bool:
-        return not self.is_long(part) or part.work * self.places.rows * 100 < DENSE * self.cap * part.rows
-
-    def _add_up(self) -> None:
-        self.rows = [0, *itertools.accumulate(part.rows for _, part in self.light)]
-        self.work = [0, *itertools.accumulate(part.work for _, part in self.light)]
-
-    def _key(self, part: Part) -> tuple[int, Part]:
-        work = part.work
-        if self.is_long(part) and self.is_light(part):  # after all that is long and not light
-            work = min(work, self.cap * DENSE // 100)
-        return -work, part
+    def is_whole_and_short(self, part: Part) -> bool:
+        return part.rows == self.lengths[part.piece] and not self.is_long(part)
 
     def next(self) -> Part:
-        part = heapq.heappop(self.rest)[1]
-        self._count(part, -1)
-        if part in self.moving and self.is_light(part):
-            self.light.remove((part.work // part.rows, part))
-            self._add_up()
+        minus_work, minus_rows, piece, begin = heapq.heappop(self.rest)
+        part = Part(-minus_rows, -minus_work, piece, begin)
+        self.pool_rows, self.pool_work = self.pool_rows - part.rows, self.pool_work - part.work
+        if self.is_whole_and_short(part):
+            self.short_rows -= part.rows
         return part
 
     def back(self, part: Part) -> None:
-        heapq.heappush(self.rest, self._key(part))
-        self._count(part, 1)
-        self.moving.add(part)
-        if self.is_light(part):
-            insort(self.light, (part.work // part.rows, part))
-            self._add_up()
-
-    def _count(self, part: Part, sign: int) -> None:
-        self.pool_rows += sign * part.rows
-        self.pool_work += sign * part.work
-        self.light_rows += sign * part.rows if self.is_light(part) else 0
-        self.short_rows += sign * part.rows if not self.is_long(part) else 0
+        heapq.heappush(self.rest, (-part.work, -part.rows, part.piece, part.begin))
+        self.pool_rows, self.pool_work = self.pool_rows + part.rows, self.pool_work + part.work
 
     def expected(self, place: int) -> int:
         """The work of a place that an even share of the pool fills; those that count on the lightest come last."""
@@ -103,22 +83,11 @@ class _Packing:
     def settle(self, place: int) -> None:
         """Whether a place counts on the lightest rows from now on."""
         left = self.places.left[place]
-        if place not in self.counting and 0 < left <= self.light_rows - self.counted:
+        if place not in self.counting and 0 < left <= self.short_rows - self.counted:
             spare = self.cap - self.places.work[place] - self.lightest(place, left)
             if spare < self.cap // SPARE:
                 self.counting.add(place)
                 self.counted += left
-
-    def owed(self, part: Part) -> int | None:
-        """The place that counts on such a part, where all the short ones are counted on."""
-        if not self.is_light(part):
-            return None
-        left = self.places.left
-        if self.is_long(part):
-            holes = [(-left[place], place) for place in self.counting if left[place] > 0]
-            return min(holes)[1] if holes else None
-        fitting = [(self.expected(place), place) for place in self.counting if left[place] >= part.rows]
-        return min(fitting)[1] if fitting else None
 
     def fits(self, place: int, part: Part) -> bool:
         beside = self.places.left[place] - part.rows
@@ -134,7 +103,7 @@ class _Packing:
         room, before, whole = self.places.left[place], self.places.work[place], self.places.rows
         needed = max(-(-part.rows // whole), -(-part.work // max(self.cap, 1)))
         others = max((needed - 1) * whole, part.rows - room)
-        short = 0 if place in self.counting else max(self.light_rows - self.counted, 0)
+        short = max(self.short_rows - self.before(place), 0)
 
         def head(tail: int) -> int:
             return max(0, min(max(room - tail - short, part.rows - tail - others), room - tail, part.rows - tail))
@@ -148,10 +117,7 @@ class _Packing:
                 low = tail
             else:
                 high = tail - 1
-        if low:
-            return low, head(low)
-        rows = min(room, part.rows)
-        return (rows, 0) if rows == part.rows else (0, rows)
+        return (low, head(low)) if low else (high or min(room, part.rows), 0)
 
 
 def pack(places: Places, parts: list[Part], cap: int) -> None:
@@ -179,15 +145,13 @@ def pack(places: Places, parts: list[Part], cap: int) -> None:
             place = heapq.heappop(order)[1]
             heapq.heappush(waiting, (-left[place], place))
         fits = fitting and bool(order) and (by_rows or part.rows <= crumb or packing.fits(order[0][1], part))
-        owed = None if by_rows or packing.short_rows >= packing.counted else packing.owed(part)
-        if owed is None and not fits and (by_rows or part.rows <= crumb):
+        if not fits and (by_rows or part.rows <= crumb):
             homeless.append(part)
             continue
-        if owed in (None, order[0][1] if order else None) and fits:
+        if fits:
             place = heapq.heappop(order)[1]
         else:
-            fits = owed is not None and left[owed] >= part.rows
-            place = owed if owed is not None else min((packing.expected(place), place) for place in range(number) if left[place] > 0)[1]
+            place = min((packing.expected(place), place) for place in range(number) if left[place] > 0)[1]
             order = [entry for entry in order if entry[1] != place]
             waiting = [entry for entry in waiting if entry[1] != place]
             heapq.heapify(order)
@@ -197,9 +161,9 @@ def pack(places: Places, parts: list[Part], cap: int) -> None:
             packing.put(place, part)
         else:
             end = part.begin + part.rows
-            cuts = [(end - tail, end)] * (tail > 0) + [(part.begin, part.begin + head)] * (head > 0)
-            for first, last in cuts:
-                packing.put(place, places.part(part.piece, first, last), fixed=True)
+            packing.put(place, places.part(part.piece, end - tail, end), fixed=True)
+            if head:
+                packing.put(place, places.part(part.piece, part.begin, part.begin + head), fixed=True)
             packing.back(places.part(part.piece, part.begin + head, end - tail))
         packing.settle(place)
         if left[place]:

@@ -136,9 +136,12 @@ def _units(places: Places, one: int, other: int, most: int) -> tuple[list[Unit],
     kept: tuple[list[Unit], list[Unit]] = ([], [])
     if units[most:] and units[most].owner == 2:
         return [], kept
-    for unit in units[most:]:
+    shared = sum(unit.owner == 2 for unit in units)
+    longest, shortest = most - (most - shared) // 2, (most - shared) // 2
+    last = max(len(units) - shortest, longest)
+    for unit in units[longest:last]:
         kept[unit.owner].append(unit)
-    return units[:most], kept
+    return units[:longest] + units[last:], kept
 
 
 @functools.cache

@@ -12,8 +12,11 @@ from models.attention.dealt.places import Part, Places
 
 MOST_TRIED = 20_000  # sums of pieces that are looked at for a place
 MOST_FREE = 12  # parts of two places that are dealt anew, each one of which may be cut
-MOST_PAIRS = 24  # of places that are dealt anew
-MOST_SPLIT = 26  # pieces of two places that are dealt anew between them
+MOST_PAIRS = 24  # of places that are dealt anew for fewer exchanged rows
+MOST_LEVELLED = 40  # of places that are dealt anew for level work
+MOST_TRADED = 8  # times that places trade rows, by the number of places
+MOST_SPLIT = 26  # parts of two places, all choices of which are looked at
+MOST_SPLITS = 4  # choices of such parts, where there are more
 
 
 # -- equal rows --------------------------------------------------------------------------------------------------------
@@ -113,53 +116,46 @@ def _split(places: Places, one: int, other: int) -> None:
     """Deal the parts of two places anew between them: the first one's rows exact, or as near as parts allow (sums of
     halves, Horowitz and Sahni 1974)."""
     parts = sorted([*places.parts[one], *places.parts[other]], key=lambda part: (part.rows, part.piece, part.begin))
-    kept, free = [], parts
-    if len(parts) > MOST_SPLIT:
-        own = set(places.parts[one])
-        free, others = parts[:MOST_SPLIT], parts[MOST_SPLIT:]
-        kept = [part for part in others if part in own]
-    own_rows = sum(part.rows for part in places.parts[one])
-    own_work = sum(part.work for part in places.parts[one])
-    wanted = own_rows + places.left[one] - sum(part.rows for part in kept)
+    half = MOST_SPLIT // 2
+    begins = range(0, len(parts) - MOST_SPLIT + 1, half)[:MOST_SPLITS] if len(parts) > MOST_SPLIT else (0,)
+    for begin in begins:  # the longest and some of the others
+        free = parts if len(parts) <= MOST_SPLIT else parts[begin : begin + half] + parts[-half:]
+        if _split_some(places, one, other, free):
+            return
+
+
+def _split_some(places: Places, one: int, other: int, free: list[Part]) -> bool:
+    """`_split` for some of the parts. Whether both places have their rows, and work within the limit."""
+    is_free = set(free)
+    own = [part for part in places.parts[one] if part in is_free]
+    wanted = places.left[one] + sum(part.rows for part in own)
+    outside = places.work[one] - sum(part.work for part in own)
+    both = places.work[one] + places.work[other]
     half = len(free) // 2
     rows, work = zip(_sums(free[:half]), _sums(free[half:]))
     order = np.argsort(rows[1], kind="stable")
     right_rows, right_work = rows[1][order], work[1][order]
-    outside = places.work[one] - own_work + sum(part.work for part in kept)
-    both = places.work[one] + places.work[other]
     begin = np.searchsorted(right_rows, wanted - rows[0], side="left")
-    end = np.searchsorted(right_rows, wanted - rows[0], side="right")
-    best: tuple[int, int, int, int] | None = None
-
-    def judge(left: np.ndarray, right: np.ndarray) -> None:
-        nonlocal best
-        if not len(left):
-            return
-        ones = outside + work[0][left] + right_work[right]
-        worst = np.maximum(np.maximum(ones, both - ones) - places.limit, 0)
-        off = np.abs(rows[0][left] + right_rows[right] - wanted)
-        first = np.lexsort((off, worst))[0]
-        found = (int(worst[first]), int(off[first]), int(left[first]), int(right[first]))
-        if best is None or found < best:
-            best = found
-
-    counts = end - begin
+    counts = np.searchsorted(right_rows, wanted - rows[0], side="right") - begin
     left = np.repeat(np.arange(len(counts)), counts)[:MOST_TRIED]
-    right = np.arange(counts.sum())[:MOST_TRIED] - np.repeat(np.cumsum(counts) - counts, counts)[:MOST_TRIED]
-    judge(left, right + begin[left])
+    right = np.arange(len(left)) - np.repeat(np.cumsum(counts) - counts, counts)[:MOST_TRIED] + begin[left]
     near = np.arange(len(begin))
-    for shift in (-1, 0):
-        judge(near, np.clip(begin + shift, 0, len(right_rows) - 1))
-    assert best is not None
+    pairs = [(left, right), *((near, np.clip(begin + shift, 0, len(right_rows) - 1)) for shift in (-1, 0))]
+    lefts, rights = (np.concatenate(each) for each in zip(*pairs))
+    ones = outside + work[0][lefts] + right_work[rights]
+    over = np.maximum(np.maximum(ones, both - ones) - places.limit, 0)
+    off = np.abs(rows[0][lefts] + right_rows[rights] - wanted)
+    best = int(np.lexsort((off, over))[0])
     now = (max(places.work[one] - places.limit, places.work[other] - places.limit, 0), abs(places.left[one]))
-    if best[:2] >= now:
-        return
-    wanted_parts = set(kept)
-    for number, picked in ((best[2], free[:half]), (int(order[best[3]]), free[half:])):
-        wanted_parts |= {part for bit, part in enumerate(picked) if number >> bit & 1}
-    places.move(one, other, [part for part in places.parts[one] if part not in wanted_parts])
-    had = set(places.parts[one])
-    places.move(other, one, [part for part in places.parts[other] if part in wanted_parts - had])
+    found = (int(over[best]), int(off[best]))
+    if found < now:
+        bits = int(lefts[best]) | int(order[rights[best]]) << half
+        chosen = {part for number, part in enumerate(free) if bits >> number & 1}
+        given = [part for part in own if part not in chosen]
+        taken = [part for part in places.parts[other] if part in chosen]
+        places.move(one, other, given)
+        places.move(other, one, taken)
+    return min(found, now) == (0, 0)
 
 
 def _sums(parts: list[Part]) -> tuple[np.ndarray, np.ndarray]:
@@ -172,76 +168,67 @@ def _sums(parts: list[Part]) -> tuple[np.ndarray, np.ndarray]:
 
 def _cut_surplus(places: Places) -> None:
     """Rows of a place that has too many go where some are missing."""
-    while (most := max(range(len(places.left)), key=lambda place: (-places.left[place], -place))) is not None:
-        surplus = -places.left[most]
-        if not surplus:
-            return
-        lacking = [place for place, left in enumerate(places.left) if left > 0]
-        equal = [place for place in lacking if places.left[place] == surplus]
-        target = (equal or [max(lacking, key=lambda place: (places.left[place], -place))])[0]
-        rows = min(surplus, places.left[target])
-        _give_rows(places, most, target, rows)
+    number = len(places.left)
+    while surplus := -min(places.left):
+        source = places.left.index(-surplus)
+        equal = [place for place in range(number) if places.left[place] == surplus]
+        target = equal[0] if equal else max(range(number), key=lambda place: (places.left[place], -place))
+        _give_rows(places, source, target, min(surplus, places.left[target]))
 
 
 def _give_rows(places: Places, source: int, target: int, rows: int) -> None:
-    """Rows of the source's parts go to the target, by the cut that costs least among those that the work allows."""
-    best = None
-    for kind, held in ((0, places.parts[source]), (1, places.fixed[source])):
-        for index, part in enumerate(held):
-            if part.rows <= rows:
-                continue
-            end = part.begin + part.rows
-            for cost, begin in (
-                (places.cut(part.piece, part.begin + rows) + part.begin, part.begin),
-                (places.cut(part.piece, end - rows), end - rows),
-            ):
-                work = places.work_of(part.piece, begin, begin + rows)
-                over = not places.fits(source, target, work)
-                found = (cost, over, kind, part.rows, index, begin)
-                if best is None or found < best:
-                    best = found
-    if best is None:  # every part is shorter: the longest goes as a whole
-        part = max(places.parts[source] or places.fixed[source])
-        if part in places.fixed[source]:
-            places.fixed[source].remove(part)
-            places.parts[source].append(part)
-        places.move(source, target, [part])
-        return
-    _, _, kind, _, index, begin = best
-    _take(places, source, target, (places.parts, places.fixed)[kind][source][index], begin, begin + rows, bool(kind))
-
-
-def _take(places: Places, source: int, target: int, part: Part, begin: int, end: int, fixed: bool) -> None:
-    """Rows from `begin` to `end` of a part go to the target."""
-    held = (places.fixed if fixed else places.parts)[source]
-    held.remove(part)
-    places.left[source] += part.rows
-    places.work[source] -= part.work
+    """Rows of the source's parts go to the target, by the cut that costs least."""
+    held = [*places.parts[source], *places.fixed[source]]
+    cuts = []
+    for part in held:
+        if part.rows == rows:
+            cuts.append((0, part, part.begin))
+        elif part.rows > rows:
+            last = part.begin + part.rows - rows
+            cuts.append((places.cut(part.piece, part.begin + rows) + part.begin, part, part.begin))
+            cuts.append((places.cut(part.piece, last), part, last))
+    if not cuts:  # every part is shorter: the longest goes as a whole
+        part = max(held)
+        cuts = [(0, part, part.begin)]
+    _, part, begin = min(cuts)
+    end, rest = begin + min(rows, part.rows), [each for each in held if each != part]
     for first, last in ((part.begin, begin), (end, part.begin + part.rows)):
         if first < last:
-            places.add(source, places.part(part.piece, first, last), fixed=fixed)
-    places.add(target, places.part(part.piece, begin, end))
+            rest.append(places.part(part.piece, first, last))
+    given = [*places.parts[target], *places.fixed[target], places.part(part.piece, begin, end)]
+    places.hold(source, joined(places, rest))
+    places.hold(target, joined(places, given))
 
 
 # -- level work, fewer exchanged rows ----------------------------------------------------------------------------------
 
 
 def level_work(places: Places) -> None:
-    """Bring the work of places that are over the limit down to it."""
+    """Bring the work of places that are over the limit down to it: pairs of places are dealt anew; when MOST_LEVELLED
+    were, or where that does not help, rows change places."""
     number = len(places.left)
     most = min(MOST_FREE, 8 + 16 // number)
+    tried = 0
+    if number == 2 and max(places.work) > places.limit:
+        _split(places, 0, 1)
+        _cut_surplus(places)
     stuck: set[int] = set()
-    for _ in range(2 * number):
+    for _ in range(MOST_TRADED * number):
         heavy = [place for place in range(number) if places.work[place] > places.limit and place not in stuck]
         if not heavy:
             return
         place = max(heavy, key=lambda each: (places.work[each], -each))
         others = sorted((each for each in range(number) if each != place), key=lambda each: (places.work[each], each))
-        pieces = {part.piece for part in (*places.parts[place], *places.fixed[place])}
-        sharing = [each for each in others if any(part.piece in pieces for part in places.parts[each])]
-        if not any(deal_anew(places, place, other, most) for other in dict.fromkeys((*sharing[:2], *others[:3]))):
-            if not _trade(places, place, others[0]):
-                stuck.add(place)
+        found = False
+        if tried < MOST_LEVELLED:
+            pieces = {part.piece for part in (*places.parts[place], *places.fixed[place])}
+            sharing = [each for each in others if any(part.piece in pieces for part in places.parts[each])]
+            for other in dict.fromkeys((*sharing[:2], *others[:2])):
+                tried += 1
+                if found := deal_anew(places, place, other, most):
+                    break
+        if not found and not _trade(places, place, others[0]):
+            stuck.add(place)
 
 
 def _trade(places: Places, most: int, least: int) -> bool:
