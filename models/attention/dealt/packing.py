@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
+from collections.abc import Iterable
 
 from models.attention.dealt.places import Part, Places
 
@@ -51,13 +52,18 @@ class _Packing:
         heapq.heappush(self.rest, (-part.work, -part.rows, part.piece, part.begin))
         self.pool_rows, self.pool_work = self.pool_rows + part.rows, self.pool_work + part.work
 
-    def expected(self, place: int) -> int:
-        """The work of a place that an even share of the pool fills; those that count on the lightest come last."""
-        left, work = self.places.left[place], self.places.work[place]
-        if place in self.counting:
-            return 2 * self.cap + work + left * self._until(self.counted) // max(self.counted, 1)
-        rows = self.pool_rows - self.counted
-        return work + left * max(self.pool_work - self._until(self.counted), 0) // rows if rows > 0 else work
+    def expected(self, wanted: Iterable[int]) -> list[tuple[int, int]]:
+        """The work of places that an even share of the pool fills, and the place; of those that count on the lightest,
+        as if it came after all other."""
+        light = self._until(self.counted)
+        rows, work = max(self.pool_rows - self.counted, 1), max(self.pool_work - light, 0)
+        counted, left, now, last = max(self.counted, 1), self.places.left, self.places.work, 2 * self.cap
+        return [
+            (now[place] + left[place] * work // rows, place)
+            if place not in self.counting
+            else (last + now[place] + left[place] * light // counted, place)
+            for place in wanted
+        ]
 
     def before(self, place: int) -> int:
         """The lightest rows that are for others."""
@@ -133,13 +139,14 @@ def pack(places: Places, parts: list[Part], cap: int) -> None:
     while packing.rest:
         if turn <= 0 or (not by_rows and packing.pool_work <= negligible):
             by_rows, turn = packing.pool_work <= negligible, 2 * number
-            order = [(-left[place] if by_rows else packing.expected(place), place) for _, place in order]
+            kept = [place for _, place in order]
+            order = [(-left[place], place) for place in kept] if by_rows else packing.expected(kept)
             heapq.heapify(order)
         turn -= 1
         part = packing.next()
         while waiting and left[waiting[0][1]] >= part.rows:
             place = heapq.heappop(waiting)[1]
-            heapq.heappush(order, (-left[place] if by_rows else packing.expected(place), place))
+            heapq.heappush(order, (-left[place], place) if by_rows else packing.expected((place,))[0])
         fitting = part.rows <= places.rows
         while fitting and order and left[order[0][1]] < part.rows:
             place = heapq.heappop(order)[1]
@@ -151,7 +158,7 @@ def pack(places: Places, parts: list[Part], cap: int) -> None:
         if fits:
             place = heapq.heappop(order)[1]
         else:
-            place = min((packing.expected(place), place) for place in range(number) if left[place] > 0)[1]
+            place = min(packing.expected([place for place in range(number) if left[place] > 0]))[1]
             order = [entry for entry in order if entry[1] != place]
             waiting = [entry for entry in waiting if entry[1] != place]
             heapq.heapify(order)
@@ -167,6 +174,6 @@ def pack(places: Places, parts: list[Part], cap: int) -> None:
             packing.back(places.part(part.piece, part.begin + head, end - tail))
         packing.settle(place)
         if left[place]:
-            heapq.heappush(order, (-left[place] if by_rows else packing.expected(place), place))
+            heapq.heappush(order, (-left[place], place) if by_rows else packing.expected((place,))[0])
     for part in homeless:
         places.add(max(range(number), key=lambda place: (left[place], -place)), part)

@@ -110,28 +110,25 @@ def _over(places: Places, one: int, other: int) -> int:
 
 def _units(places: Places, one: int, other: int, most: int) -> tuple[list[Unit], tuple[list[Unit], list[Unit]]]:
     """The units that may change places, the longest and those of both; and what each place keeps."""
-    by_piece: dict[int, list[tuple[int, int, int]]] = {}
+    by_piece: dict[int, list[tuple[Part, int]]] = {}
     for owner, place in enumerate((one, other)):
         for part in (*places.parts[place], *places.fixed[place]):
-            by_piece.setdefault(part.piece, []).append((part.begin, part.begin + part.rows, owner))
+            by_piece.setdefault(part.piece, []).append((part, owner))
     units = []
-    for piece, found in by_piece.items():
+    for found in by_piece.values():
         if len(found) == 1:
-            begin, end, owner = found[0]
-            part = places.part(piece, begin, end)
+            part, owner = found[0]
             units.append(Unit(part.rows, part.work, (part,), owner))
             continue
-        merged: list[tuple[int, int, int]] = []
-        for begin, end, owner in sorted(found):
-            if merged and merged[-1][1] == begin:
-                merged[-1] = (merged[-1][0], end, owner if merged[-1][2] == owner else 2)
-            else:
-                merged.append((begin, end, owner))
-        owners = {owner for _, _, owner in merged}
-        groups = [merged] if len(owners) == 1 and 2 not in owners else [[each] for each in merged]
-        for group in groups:
-            parts = tuple(places.part(piece, begin, end) for begin, end, _ in group)
-            units.append(Unit(sum(part.rows for part in parts), sum(part.work for part in parts), parts, group[0][2]))
+        owners = {owner for _, owner in found}
+        parts = joined(places, [part for part, _ in found])
+        if len(owners) == 1:
+            groups = [(tuple(parts), owners.pop())]
+        else:  # what was joined of both is of both
+            whose = dict(found)
+            groups = [((part,), whose.get(part, 2)) for part in parts]
+        for group, owner in groups:
+            units.append(Unit(sum(part.rows for part in group), sum(part.work for part in group), group, owner))
     units.sort(key=lambda unit: (unit.owner < 2, -unit.rows, unit.parts))
     kept: tuple[list[Unit], list[Unit]] = ([], [])
     if units[most:] and units[most].owner == 2:
