@@ -169,6 +169,12 @@ def _memory(plan: RunPlan) -> str:
     if host := max(rank.host_activations for rank in plan.memory):
         lines.append(f"  Layer inputs on the host come beside these: up to {size(host)} a rank.")
     lines.append("  Tensors alone: a GPU's libraries and its allocator's gaps come on top, some GiB.")
+    if derived.is_moe(plan.config) and plan.config.parallel.expert > 1:
+        bound = size(derived.dispatch_bound(plan.config))
+        lines.append(
+            f"  Dispatch of a chunk, to a rank and back, never takes more than {bound}, whatever routing does "
+            "(moe.token_budget)."
+        )
     if derived.places_experts(plan.config):
         copies, slots = derived.copy_bytes(plan.config), plan.config.moe.placement.extra_slots
         blocks = derived.block_rows(plan.config) is not None
