@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from configs import derived
 from configs.schema import Config
 from models import blueprint
-from models.blueprint.operation import CONTEXT, CONTEXT_HEADS, EXPERT, EXPERT_TENSOR, TENSOR, unknown, walk
+from models.blueprint.operation import (
+    CONTEXT,
+    CONTEXT_HEADS,
+    EXPERT,
+    EXPERT_TENSOR,
+    TENSOR,
+    Collective,
+    ModelOperation,
+    unknown,
+    walk,
+)
 from moe.chunk_plan import STRATEGIES, LayerLoad
 from moe.planning import traffic
 from moe.planning.inputs import even_load, initial_plan, layer_shape, moe_layers
@@ -106,11 +117,9 @@ def of_operations(
                 passes = 1 if collective.is_backward else forwards
                 if collective.kind == "all_to_all" and collective.axis == EXPERT:
                     number = _passes(config, even_load(config, device), forwards)[traffic.ROWS] if is_spread else 0.0
-                elif collective.kind == "all_to_all":
-                    number = passes * _share(sizes.ranks[collective.axis]) * sizes.bytes(collective.whole)
-                elif collective.kind == "rounds":
+                elif collective.kind in ("all_to_all", "rounds"):
                     shared = shared or shared_rows(config)
-                    number = passes * shared.mean_received * sizes.bytes(collective.whole)
+                    number = passes * _between_context_ranks(collective, sizes, shared)
                 elif collective.kind in RINGS:
                     number = (
                         passes
@@ -122,6 +131,24 @@ def of_operations(
                     unknown("communication", f"collective of {operation.name}", collective.kind)
                 result[KIND_OF_AXIS[collective.axis]] += number
     return result
+
+
+def of_context(config: Config, operations: Sequence[ModelOperation], shared: SharedRows) -> dict[str, float]:
+    """What context ranks send for operations and one micro-batch, forward and backward: of "heads" and of "rounds"."""
+    sizes, result = Sizes(config), {"heads": 0.0, "rounds": 0.0}
+    for operation, forwards in walk(operations):
+        for collective in operation.collectives:
+            if collective.axis in (CONTEXT, CONTEXT_HEADS):
+                passes = 1 if collective.is_backward else forwards
+                what = "heads" if collective.axis == CONTEXT_HEADS else "rounds"
+                result[what] += passes * _between_context_ranks(collective, sizes, shared)
+    return result
+
+
+def _between_context_ranks(collective: Collective, sizes: Sizes, shared: SharedRows) -> float:
+    """Exchanges of heads, and of rounds of keys and values."""
+    share = _share(sizes.ranks[CONTEXT_HEADS]) if collective.kind == "all_to_all" else shared.mean_received
+    return share * sizes.bytes(collective.whole)
 
 
 def _passes(config: Config, load: LayerLoad, forwards: int) -> Counter[str]:

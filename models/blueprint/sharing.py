@@ -9,7 +9,7 @@ from configs.schema import Config
 
 
 def context_heads(config: Config) -> int:
-    """Of the context ranks, how many exchange heads for rows: chosen, as many as have key heads of their own."""
+    """How many of the context ranks exchange heads for rows: chosen, as many as have key heads of their own."""
     if config.parallel.context_heads is not None:
         return config.parallel.context_heads
     heads = config.model.num_attention_heads if config.model.attention == "latent" else derived.num_query_groups(config)
