@@ -16,6 +16,7 @@ import numpy as np
 from configs import derived
 from configs.schema import Config
 from models.blueprint.sharing import context_heads, context_places, rows_of_rank
+from simulator.context.zigzag import Deal, deal, exchanged_rows
 
 Lengths = Sequence[int] | np.ndarray
 
@@ -30,7 +31,7 @@ class SharedRows:
     rows: int  # of one rank
     received: tuple[float, ...]  # key and value rows that are sent to each place for one attention
     rounds: int  # of attention, the place's own rows included: the most
-    squares: float  # what is computed of the documents' full squares, for queries before whose rows no key is skipped
+    squares: float  # of the documents' full squares, what kernels compute: they take their runs' squares whole
     is_known: bool = True  # whether by documents' lengths; else by samples of one document, which exchange most
 
     @property
@@ -48,65 +49,32 @@ def shared_rows(config: Config, micro_batches: Sequence[Lengths] | None = None) 
         micro_batches = [[config.model.sequence_length] * config.training.micro_batch_size]
     if places == 1:
         return SharedRows(context, heads, 1, rows, (0.0,), 1, 1.0, is_known)
-    received, computed, whole = np.zeros(places), 0.0, 0.0
-    most = 0
+    received, squares, whole, most = np.zeros(places), 0.0, 0.0, 0
     for lengths in micro_batches:
-        of_documents = np.asarray(lengths, np.int64)
-        runs = deal(of_documents, places)
-        of_places = exchanged_rows(runs, of_documents, is_causal, places)
+        pieces = np.asarray(lengths, np.int64)
+        keys = None if is_causal else pieces
+        found = deal(pieces, places, keys=keys)
+        of_places = exchanged_rows(found, pieces, keys)
         received += of_places
         most = max(most, int(of_places.max()))
-        begins = np.cumsum(of_documents) - of_documents
-        document = np.searchsorted(begins, runs.first, side="right") - 1
-        # pairs of a run: with the rows before it, and its own square
-        earlier = runs.first - begins[document] if is_causal else of_documents[document] - runs.length
-        computed += float((runs.length * (runs.length + earlier)).sum())
-        whole += float((of_documents**2).sum())
+        squares += _squares(found, pieces, is_causal)
+        whole += float((pieces**2).sum())
     rounds = 1 + math.ceil(most / (rows * heads))
     means = tuple(float(number) for number in received / len(micro_batches))
-    return SharedRows(context, heads, places, rows, means, rounds, computed / whole, is_known)
+    return SharedRows(context, heads, places, rows, means, rounds, squares / whole, is_known)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Dealing: every document zig-zag over all places
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Runs:
-    """Runs of rows, int64 `[n]` each: whose they are, the first row of the micro-batch, and how many."""
-
-    place: np.ndarray
-    first: np.ndarray
-    length: np.ndarray
-
-
-def deal(lengths: np.ndarray, places: int) -> Runs:
-    """Rows of documents that lie one after the other."""
-    found: list[tuple[int, int, int]] = []
-    begin = 0
-    for length in lengths.tolist():
-        cuts = [begin + length * number // (2 * places) for number in range(2 * places + 1)]
-        for number, (first, end) in enumerate(zip(cuts, cuts[1:])):
-            if end > first:
-                found.append((min(number, 2 * places - 1 - number), first, end - first))
-        begin += length
-    columns = np.array(found, dtype=np.int64).reshape(-1, 3).T
-    return Runs(*(np.ascontiguousarray(column) for column in columns))
-
-
-def exchanged_rows(runs: Runs, lengths: np.ndarray, is_causal: bool, places: int) -> np.ndarray:
-    """Key and value rows that each place is sent, int64 `[places]`: those that some query of its attends to and that
-    are not its own."""
-    ends = np.cumsum(lengths)
-    document = np.searchsorted(ends, runs.first, side="right")
-    begins = ends - lengths
-    last = np.zeros((places, len(lengths)), np.int64)  # of the keys of each document that a place asks for
-    own = np.zeros((places, len(lengths)), np.int64)
-    reach = runs.first + runs.length - begins[document] if is_causal else lengths[document]
-    np.maximum.at(last, (runs.place, document), reach)
-    np.add.at(own, (runs.place, document), runs.length)
-    return (last - own).sum(1)
+def _squares(found: Deal, pieces: np.ndarray, is_causal: bool) -> float:
+    """Pairs that kernels compute: of each run the square, and all pairs with the rows of its piece before it."""
+    ends = np.cumsum(pieces)
+    cuts = np.union1d(found.first, ends - pieces)  # runs go over pieces' ends
+    run = np.argsort(found.first)
+    owner = np.searchsorted(found.first[run], cuts, side="right") - 1
+    last = (found.first + found.length)[run][owner]
+    piece = np.searchsorted(ends, cuts, side="right")
+    length = np.minimum(np.append(cuts[1:], ends[-1]), last) - cuts
+    before = cuts - (ends - pieces)[piece] if is_causal else pieces[piece] - length
+    return float((length * (length + before)).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
