@@ -89,10 +89,10 @@ def _choices(plan: RunPlan, sizes: Sequence[ContextSize]) -> list[str]:
     headings += ["exchange s", "attention s"] if timed else []
     lines = ["Sizes of context (an exchange is for a layer's attention and a micro-batch, on one rank):"]
     lines.append(table([*headings, ""], rows))
-    if math.isinf(plan.rooms.device):
-        pays = "The smallest that fits the device pays most: each larger one exchanges more for the same work."
-    elif fits:
-        pays = f"parallel.context={fits[0]} pays most: the smallest that fits exchanges least for the same work."
+    if fits:
+        least = min((each for each in sizes if each.context in fits), key=lambda each: (each.ratio, each.context))
+        that = "that fits " if math.isfinite(plan.rooms.device) else ""
+        pays = f"parallel.context={least.context} pays most: no other {that}exchanges less for as much work."
     else:
         pays = "None of them fits."
     if not timed:
