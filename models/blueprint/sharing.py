@@ -12,6 +12,9 @@ def context_heads(config: Config) -> int:
     """How many of the context ranks exchange heads for rows: chosen, as many as have key heads of their own."""
     if config.parallel.context_heads is not None:
         return config.parallel.context_heads
+    if chosen := getattr(derived, "context_heads", None):
+        number: int = chosen(config)
+        return number
     heads = config.model.num_attention_heads if config.model.attention == "latent" else derived.num_query_groups(config)
     return math.gcd(config.parallel.context, heads // config.parallel.tensor)
 

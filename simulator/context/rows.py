@@ -16,7 +16,11 @@ import numpy as np
 from configs import derived
 from configs.schema import Config
 from models.blueprint.sharing import context_heads, context_places, rows_of_rank
-from simulator.context.zigzag import Deal, deal, exchanged_rows
+
+try:
+    from models.attention.dealing import Deal, deal, exchanged_rows
+except ImportError:  # it is being written
+    from simulator.context.zigzag import Deal, deal, exchanged_rows  # type: ignore[assignment]
 
 Lengths = Sequence[int] | np.ndarray
 

@@ -64,10 +64,11 @@ def _sharing(plan: RunPlan, shared: SharedRows, tokens: int) -> list[str]:
     )
     if shared.places > 1:
         low, high = min(shared.received), max(shared.received)
-        by = "by the documents' lengths" if shared.is_known else "with samples of one document, the most it can be"
+        by = ", by the documents' lengths" if plan.config.data.documents == "separate" else ""
+        by = by if shared.is_known else ", with samples of one document, the most it can be"
         lines.append(
             f"  attention takes up to {shared.rounds} round(s); a place of {shared.rows * shared.heads:,} rows is sent "
-            f"keys and values of {low:,.0f} to {high:,.0f} others, {by}"
+            f"keys and values of {low:,.0f} to {high:,.0f} others{by}"
         )
     return lines
 
