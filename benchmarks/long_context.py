@@ -213,7 +213,8 @@ def take_steps(layers: int, ranks: int) -> None:
     from tests.cuda.fake.measure import measure
 
     preset, *asked = overrides(layers, ranks)
-    asked += ["model.num_layers=1", "optimizer.state_device=device"]
+    asked += ["model.num_layers=1", "training.activation_offload=none"]
+    asked += ["optimizer.state_device=device", "optimizer.early_update=auto"]
     found = measure(Case(preset.removeprefix("experiment="), f"{layers} layers", ranks, tuple(asked)), 0)
     print(json.dumps({"layers": layers, "ranks": ranks, "peak": found.peak, "planned": found.planned}))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.plan_accuracy import CONTEXT_CASES, Case
 from configs.compose import compose
 from configs.schema import Config, ConfigError
 from models import blueprint
@@ -23,6 +24,7 @@ from simulator.parameters import places, state_ranks
 from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit
 from simulator.sizes import Sizes
 from simulator.text import text
+from tests.training.helpers import make_config
 
 LENGTH, VOCAB_SIZE = 1024, 1000
 LATENT = [
@@ -192,6 +194,16 @@ def test_operations_are_spread_evenly() -> None:
     assert 0.5 < squares < 0.75 and executed[0] - executed[1] == pytest.approx(scores * (1 - squares))
     apart = plan_of(4, "parallel.context=4", "data.documents=separate", attended_share=0.25, documents=[[256] * 8])
     assert apart.shared.is_known and apart.as_dict()["flops_per_token"] < plan_of(4).as_dict()["flops_per_token"]
+
+
+@pytest.mark.parametrize("case", CONTEXT_CASES, ids=lambda case: f"{case.preset} {case.layout}")
+def test_cases_that_are_measured_can_be_planned(case: Case) -> None:
+    config = make_config([f"experiment={case.preset}", "training.device=cpu", *case.overrides], case.ranks)
+    plan = make_plan(config, case.ranks, VOCAB_SIZE, "cpu")
+    for stage, part in enumerate(blueprint.parts(config)):
+        calls = sum(len(chunk.layers) for chunk in part) * plan.micro_batches
+        sent = sum(layer_exchange(config, plan.shared).values())
+        assert plan.communication[stage]["context_exchange"] == calls * sent > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
