@@ -241,7 +241,7 @@ def _parts_row(of: LayoutFigures) -> list[str]:
     return [*cells, f"{1000 * of.sent / of.attention:.4f}"]
 
 
-def _theirs() -> list[list[str]]:
+def _theirs(longest: LayoutFigures) -> list[list[str]]:
     before, after = EXCHANGE_THEIRS
     ours = one_layer()
     rows = [
@@ -251,6 +251,11 @@ def _theirs() -> list[list[str]]:
         ours = one_loss(tokens)
         name = f"output layer and loss, fp32, {tokens:,} tokens a rank"
         rows.append([name, f"{full:.2f}", f"{strips:.2f}", gib(ours), _beside(ours, strips)])
+    # Algorithm 3: of all inputs on the host, at most two are on the device.
+    theirs = 2 * longest.inputs_host / longest.layers / GIB
+    name = f"layer inputs of {longest.layers} layers, {longest.tokens:,} tokens a rank"
+    ours = longest.inputs_device
+    rows.append([name, gib(longest.inputs_host), f"{theirs:.2f}", gib(ours), _beside(ours, theirs)])
     return rows
 
 
@@ -272,7 +277,7 @@ def main() -> int:
     headings += ["sent for attention", "B/kFLOP"]
     print(table(headings, [_parts_row(each) for each in found], arguments.markdown))
     print("\nBeside the article's components on 8 GPUs, GiB:\n")
-    theirs = _theirs()
+    theirs = _theirs(found[0])
     headings = ["", "theirs before", "theirs", "here, planned", "here / theirs"]
     print(table(headings, theirs, arguments.markdown))
     without_numbers = fake() if arguments.fake else []
