@@ -267,7 +267,9 @@ class Activations:
         output, given = self.sizes.bytes(operation.output), sum(held[name].bytes for name in operation.inputs)
         wide, rows = FP32 // self.sizes.element, self.sizes.length
         takes_wide = 0
-        slides, rounds = derived.attended_share(self.config) < 1, self.shared.places > 1
+        slides, rounds = derived.attended_share(self.config) < 1, self.shared.rounds > 1
+        # of documents of other lengths than samples some are cut
+        rounds |= self.shared.places > 1 and self.config.data.documents == "separate"
         if slides:
             rows = min(rows, self.config.model.sliding_window or rows)
         if rounds:  # a place has two runs of a sample

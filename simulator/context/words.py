@@ -62,7 +62,9 @@ def _sharing(plan: RunPlan, shared: SharedRows, tokens: int) -> list[str]:
         f"  a rank sends {size(sum(sent.values()))} for a layer's attention and a micro-batch, forward and backward: "
         f"heads {size(sent['heads'])}, keys and values with their gradients {size(sent['rounds'])}"
     )
-    if shared.places > 1:
+    if shared.places > 1 and not any(shared.received):
+        lines.append("  every sample stays whole on a place: no keys and values are sent")
+    elif shared.places > 1:
         low, high = min(shared.received), max(shared.received)
         by = ", by the documents' lengths" if plan.config.data.documents == "separate" else ""
         by = by if shared.is_known else ", with samples of one document, the most it can be"

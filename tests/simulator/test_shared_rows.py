@@ -84,7 +84,7 @@ def test_rows_that_places_are_sent_are_those_they_attend_to(family: str, lengths
     if family == "bert":
         assert shared.squares == 1.0
     else:
-        assert pairs / (pieces**2).sum() < shared.squares < 1.0
+        assert pairs / (pieces**2).sum() < shared.squares <= 1.0
         before = pairs - sum(
             int(length * (length + 1) // 2)
             for length in (
@@ -106,9 +106,10 @@ def test_a_place_exchanges_nothing_with_itself() -> None:
 def test_documents_that_stay_whole_exchange_less() -> None:
     config = config_of("parallel.context=2", "parallel.context_heads=1", "data.documents=separate")
     unknown = shared_rows(config)
-    assert not unknown.is_known and sum(unknown.received) > 0
-    known = shared_rows(config, [[256] * 8, [1024, 1024]])
-    assert known.is_known and 0 < sum(known.received) < 2 * sum(unknown.received)
+    assert not unknown.is_known
+    known = [shared_rows(config, [lengths]) for lengths in ([2048], [1500, 548], [1024, 600, 424])]
+    sent = [sum(each.received) for each in known]
+    assert all(each.is_known for each in known) and sent[0] >= sent[1] >= sent[2] and sent[0] > 512
 
 
 def test_ranks_of_a_place_have_their_order() -> None:
@@ -251,13 +252,14 @@ def test_rounds_and_heads_take_buffers(recompute: str, attention: list[str]) -> 
 
 
 def test_a_plan_says_which_size_pays() -> None:
-    plan = plan_of(8, "parallel.context=4", "parallel.context_heads=2", "model.num_query_groups=2")
+    long = ["training.micro_batch_size=1", "training.global_batch_size=4", f"model.sequence_length={2 * LENGTH}"]
+    plan = plan_of(8, "parallel.context=4", "parallel.context_heads=2", "model.num_query_groups=2", *long)
     words = context_in_words(plan)
     assert words in text(plan) and "x context 4 x tensor 1" in text(plan)
     assert "Context: 4 ranks share 2,048 rows of a micro-batch, 512 each" in words
     assert "in 2 place(s) of 2" in words and "attention takes up to 2 round(s)" in words
     sizes = context_sizes(plan.config, VOCAB_SIZE, 8, "cpu")
-    assert [each.context for each in sizes] == [2, 4, 8]  # 8 data ranks would want 16 samples a step
+    assert [each.context for each in sizes] == [2, 4, 8]  # 8 data ranks would want 8 samples a step
     assert sizes[0].memory > sizes[1].memory > sizes[2].memory and sizes[0].ratio < sizes[1].ratio < sizes[2].ratio
     assert sizes[1].memory == plan.worst.total and "parallel.context=2 pays most: no other exchanges less" in words
     as_json = json.loads(json.dumps(plan.as_dict()))["context"]
