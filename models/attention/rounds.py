@@ -60,7 +60,7 @@ class _Segments(NamedTuple):
 
 
 class _Transfers(NamedTuple):
-    """Rows [begin, end) that a place gets from an owner, in whose rows they begin at `own`: int64 `[transfers]` each."""
+    """Rows [begin, end) that a place gets from an owner, in whose rows they begin at `own`, int64 `[transfers]`."""
 
     place: np.ndarray
     owner: np.ndarray
