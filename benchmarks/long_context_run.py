@@ -112,9 +112,14 @@ def run(tokens: int, ranks: int, longest: int | None) -> dict[str, Any]:
     most = max(found, key=lambda each: each["peak"])
     result = {
         "documents": "joined" if documents is None else f"{len(documents)} of at most {max(documents)}",
-        **{"n": tokens, "ranks": ranks, "predicted": found[0]["tokens"], "loss": found[0]["loss"]},
-        **{"grad_norm": found[0]["grad_norm"], "seconds": max(each["seconds"] for each in found)},
-        **{"peak": most["peak"], "planned": most["planned"]},
+        "n": tokens,
+        "ranks": ranks,
+        "predicted": found[0]["tokens"],
+        "loss": found[0]["loss"],
+        "grad_norm": found[0]["grad_norm"],
+        "seconds": max(each["seconds"] for each in found),
+        "peak": most["peak"],
+        "planned": most["planned"],
     }
     print(json.dumps(result), file=sys.stderr, flush=True)
     return result
