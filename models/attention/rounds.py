@@ -8,7 +8,6 @@ through the micro-batch, or through a place's own (its rows in their order).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +15,8 @@ import numpy as np
 
 from models.attention.dealing import Deal
 from models.attention.slices import ANTI_CAUSAL, CAUSAL, FULL, Slices, windowed
+
+OWN = -1  # the round in which a place computes with its own keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,216 +44,273 @@ class Round:
     receives: dict[int, int]
 
 
-class _Segment(NamedTuple):
-    """Rows of one piece on one place; `own`: where they begin among the place's rows."""
+class _Segments(NamedTuple):
+    """Rows [begin, end) of a piece on one place, int64 `[segments]` each, in the order of the rows; `own`: where they
+    begin among the place's rows."""
 
-    place: int
-    begin: int
-    end: int
-    own: int
+    piece: np.ndarray
+    place: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    own: np.ndarray
+
+    def only(self, chosen: np.ndarray) -> _Segments:
+        """The segments that a mask or indices choose."""
+        return _Segments(*(column[chosen] for column in self))
 
 
-class _Transfer(NamedTuple):
-    """Rows [begin, end) that a place gets from an owner, in whose rows they begin at `own`."""
+class _Transfers(NamedTuple):
+    """Rows [begin, end) that a place gets from an owner, in whose rows they begin at `own`, int64 `[transfers]`."""
 
-    place: int
-    owner: int
-    begin: int
-    end: int
-    own: int
+    place: np.ndarray
+    owner: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    own: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        """How many rows each brings."""
+        return self.end - self.begin
+
+    def only(self, chosen: np.ndarray) -> _Transfers:
+        """The transfers that a mask or indices choose."""
+        return _Transfers(*(column[chosen] for column in self))
+
+
+class _Keys(NamedTuple):
+    """Rows [begin, end) that a place has in a round, where they begin at `buffer`: int64 `[runs]` each, in the order of
+    the rows."""
+
+    number: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    buffer: np.ndarray
+
+
+class _Squares(NamedTuple):
+    """What rows of segments attend to, int64 `[squares]` each: kind, first query row among the place's and number,
+    first key row of the micro-batch and number."""
+
+    kind: np.ndarray
+    query: np.ndarray
+    queries: np.ndarray
+    key: np.ndarray
+    keys: np.ndarray
 
 
 class Dealt:
     """The segments of a deal, and which rows each place gets from which, with this sliding window (None: without)."""
 
     def __init__(self, pieces: Pieces, deal: Deal, window: int | None = None) -> None:
-        self._pieces, self._deal, self._window = pieces, deal, window
+        self._pieces, self._first, self._window = pieces, pieces.first, window
+        self._num_places = deal.num_places
         self.place_rows = int(pieces.lengths.sum()) // deal.num_places
-        first = pieces.first
         order = np.argsort(deal.first, kind="stable")
-        begins = np.union1d(deal.first, first)
+        begins = np.union1d(deal.first, self._first)
         ends = np.append(begins[1:], pieces.lengths.sum())
         place = deal.place[order][np.searchsorted(deal.first[order], begins, side="right") - 1]
-        of_piece = np.searchsorted(first, begins, side="right") - 1
+        piece = np.searchsorted(self._first, begins, side="right") - 1
         by_place = np.lexsort((begins, place))
         own = np.empty_like(begins)
         sizes = (ends - begins)[by_place]
         own[by_place] = np.cumsum(sizes) - sizes
         own -= place * self.place_rows
-        is_whole = np.bincount(of_piece, minlength=len(first))[of_piece] == 1
-        self._whole = tuple(column[is_whole] for column in (place, own, ends - begins, of_piece))
-        self._cut: dict[int, list[_Segment]] = {}
-        columns = (column[~is_whole].tolist() for column in (of_piece, place, begins, ends, own))
-        for piece, *segment in zip(*columns):
-            self._cut.setdefault(piece, []).append(_Segment(*segment))
-        self._transfers = [each for piece in self._cut for each in self._of_piece(piece)]
+        is_whole = np.bincount(piece, minlength=len(self._first))[piece] == 1
+        segments = _Segments(piece, place, begins, ends, own)
+        self._whole, self._cut = segments.only(is_whole), segments.only(~is_whole)
+        self._transfers = self._all_transfers()
 
     @property
     def received(self) -> np.ndarray:
         """Rows that each place gets from each, int64 `[places, owners]`."""
-        found = np.zeros((self._deal.num_places, self._deal.num_places), np.int64)
-        for each in self._transfers:
-            found[each.place, each.owner] += each.end - each.begin
+        found = np.zeros((self._num_places, self._num_places), np.int64)
+        np.add.at(found, (self._transfers.place, self._transfers.owner), self._transfers.rows)
         return found
 
     def rounds(self, place: int) -> tuple[Slices, list[Round]]:
         """A place's slices over its own keys, and its rounds, as many as every other place has."""
-        distances = self._round_of_distance()
-        found: list[list[_Transfer]] = [[] for _ in range(max(distances.values(), default=-1) + 1)]
-        sent: list[dict[int, list[np.ndarray]]] = [{} for _ in found]
-        for each in self._transfers:
-            number = distances[(each.place - each.owner) % self._deal.num_places]
-            if each.place == place:
-                found[number].append(each)
-            elif each.owner == place:
-                rows = np.arange(each.own, each.own + each.end - each.begin)
-                sent[number].setdefault(each.place, []).append(rows)
-        rounds = []
-        for transfers, sends in zip(found, sent):
-            transfers.sort(key=lambda each: (each.owner, each.begin))
-            receives: dict[int, int] = {}
-            keys, at = [], 0
-            for each in transfers:
-                receives[each.owner] = receives.get(each.owner, 0) + each.end - each.begin
-                keys.append((each.begin, each.end, at))
-                at += each.end - each.begin
-            slices = _as_slices(self._parts(place, keys))
-            in_order = {other: np.sort(np.concatenate(sends[other])) for other in sorted(sends)}
-            rounds.append(Round(slices, at, in_order, dict(sorted(receives.items()))))
-        return self._own_slices(place), rounds
+        of_distance = self._round_of_distance()
+        number = of_distance[(self._transfers.place - self._transfers.owner) % self._num_places]
+        count = int(of_distance.max(initial=OWN)) + 1
+        keys, receives = self._arriving(place, number, count)
+        slices = self._slices(place, keys, count)
+        sends = self._sends(place, number, count)
+        rounds = [
+            Round(each, sum(coming.values()), going, coming)
+            for each, going, coming in zip(slices[1:], sends, receives, strict=True)
+        ]
+        return self._with_whole(place, slices[0]), rounds
 
-    def _own_slices(self, place: int) -> Slices:
-        here = self._whole[0] == place
-        own, lengths, piece = (column[here] for column in self._whole[1:])
-        sample = np.zeros_like(own)
+    def _with_whole(self, place: int, cut: Slices) -> Slices:
+        """A place's slices over its own keys: those of pieces that it has whole before those of others."""
+        here = self._whole.only(self._whole.place == place)
+        own, lengths, sample = here.own, here.end - here.begin, np.zeros_like(here.own)
         if self._pieces.keys is None:
             whole = Slices(np.full(len(own), CAUSAL), sample, own, lengths, own, lengths)
             if self._window is not None and len(own):
                 whole = windowed(whole, self._window)
         else:
-            whole = Slices(np.full(len(own), FULL), sample, own, lengths, own, self._pieces.keys[piece])
-        keys = [(each.begin, each.end, each.own) for cut in self._cut.values() for each in cut if each.place == place]
-        cut = _as_slices(self._parts(place, keys))
+            whole = Slices(np.full(len(own), FULL), sample, own, lengths, own, self._pieces.keys[here.piece])
         return Slices(*(np.concatenate(pair) for pair in zip(whole.columns, cut.columns)))
 
     # -- which rows go where -------------------------------------------------------------------------------------------
 
-    def _of_piece(self, piece: int) -> Iterator[_Transfer]:
-        segments = self._cut[piece]
-        for place in sorted({each.place for each in segments}):
-            for low, high in self._needed(piece, place):
-                for each in segments:
-                    begin, end = max(each.begin, low), min(each.end, high)
-                    if each.place != place and begin < end:
-                        yield _Transfer(place, each.place, begin, end, each.own + begin - each.begin)
+    def _all_transfers(self) -> _Transfers:
+        place, low, high = self._needed()
+        run, segment = _pairs(
+            np.searchsorted(self._cut.end, low, side="right"), np.searchsorted(self._cut.begin, high, side="left")
+        )
+        at = self._cut.only(segment)
+        begin, end = np.maximum(at.begin, low[run]), np.minimum(at.end, high[run])
+        return _Transfers(place[run], at.place, begin, end, at.own + begin - at.begin).only(place[run] != at.place)
 
-    def _needed(self, piece: int, place: int) -> list[tuple[int, int]]:
-        """The rows of a piece that rows of a place attend to, as runs."""
-        first = int(self._pieces.first[piece])
+    def _needed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rows of cut pieces that places attend to, as runs: place, first row and the one behind the last."""
+        order = np.lexsort((self._cut.begin, self._cut.place))  # so pieces are in their order on each place
+        piece, place, begin, end, _ = self._cut.only(order)
+        low = self._first[piece]
+        if self._window is not None:
+            low = np.maximum(low, begin - self._window + 1)
+        begins = np.ones(len(piece), bool)  # a run, and no more of the one before
+        begins[1:] = (place[1:] != place[:-1]) | (piece[1:] != piece[:-1])
         if self._pieces.keys is not None:
-            return [(first, first + int(self._pieces.keys[piece]))]
-        runs: list[tuple[int, int]] = []
-        for each in self._cut[piece]:
-            if each.place == place:
-                low = first if self._window is None else max(first, each.begin - self._window + 1)
-                if runs and low <= runs[-1][1]:
-                    low = runs.pop()[0]
-                runs.append((low, each.end))
-        return runs
+            return place[begins], low[begins], low[begins] + self._pieces.keys[piece[begins]]
+        begins[1:] |= low[1:] > end[:-1]
+        return place[begins], low[begins], end[np.roll(begins, -1)]
 
-    def _round_of_distance(self) -> dict[int, int]:
-        """In which round the rows of owners so many places before come: as many distances in one as bring no place
-        more rows than it has itself."""
-        places = np.arange(self._deal.num_places)
-        received = self.received
-        found: dict[int, int] = {}
-        number, filled = -1, np.zeros(0, np.int64)
-        for distance in range(1, self._deal.num_places):
-            rows = received[places, (places - distance) % self._deal.num_places]
-            if not rows.any():
-                continue
-            if number < 0 or (filled + rows).max() > self.place_rows:
+    def _round_of_distance(self) -> np.ndarray:
+        """In which round the rows of owners so many places before come, int64 `[places]`: as many distances in one as
+        bring no place more rows than it has itself."""
+        places = np.arange(self._num_places)
+        of_distance = self.received[places, (places - places[:, None]) % self._num_places]
+        found = np.full(self._num_places, OWN)
+        number, filled = OWN, np.zeros(0, np.int64)
+        for distance in np.flatnonzero(of_distance.any(1)).tolist():
+            rows = of_distance[distance]
+            if number == OWN or (filled + rows).max() > self.place_rows:
                 number, filled = number + 1, np.zeros_like(rows)
             filled = filled + rows
             found[distance] = number
         return found
 
+    def _arriving(self, place: int, number: np.ndarray, count: int) -> tuple[_Keys, list[dict[int, int]]]:
+        """The keys of cut pieces that a place has in each round, and by round how many rows come from which owner."""
+        here = np.flatnonzero(self._transfers.place == place)
+        here = here[np.lexsort((self._transfers.begin[here], self._transfers.owner[here], number[here]))]
+        coming, number = self._transfers.only(here), number[here]
+        behind = np.cumsum(coming.rows)
+        rounds = np.searchsorted(number, number)  # the first of the same round
+        buffer = behind - coming.rows - (behind - coming.rows)[rounds]
+        receives: list[dict[int, int]] = [{} for _ in range(count)]
+        for each, owner, rows in zip(number.tolist(), coming.owner.tolist(), coming.rows.tolist()):
+            receives[each][owner] = receives[each].get(owner, 0) + rows
+        own = self._cut.only(self._cut.place == place)
+        keys = _Keys(
+            np.concatenate([np.full(len(own.begin), OWN), number]),
+            np.concatenate([own.begin, coming.begin]),
+            np.concatenate([own.end, coming.end]),
+            np.concatenate([own.own, buffer]),
+        )
+        order = np.argsort(keys.begin, kind="stable")
+        return _Keys(*(column[order] for column in keys)), receives
+
+    def _sends(self, place: int, number: np.ndarray, count: int) -> list[dict[int, np.ndarray]]:
+        """By round: own rows of a place that each other one gets, in their order."""
+        here = np.flatnonzero(self._transfers.owner == place)
+        here = here[np.lexsort((self._transfers.own[here], self._transfers.place[here], number[here]))]
+        going, number = self._transfers.only(here), number[here]
+        behind = np.cumsum(going.rows)
+        rows = np.arange(int(going.rows.sum())) + np.repeat(going.own - behind + going.rows, going.rows)
+        last = np.append((number[1:] != number[:-1]) | (going.place[1:] != going.place[:-1]), True)[: len(number)]
+        found: list[dict[int, np.ndarray]] = [{} for _ in range(count)]
+        begin = 0
+        for each, other, end in zip(number[last].tolist(), going.place[last].tolist(), behind[last].tolist()):
+            found[each][other] = rows[begin:end]
+            begin = end
+        return found
+
     # -- slices of pieces that are cut ---------------------------------------------------------------------------------
 
-    def _parts(self, place: int, keys: list[tuple[int, int, int]]) -> Iterator[tuple[int, ...]]:
-        """What a place computes of cut pieces with these keys: (first row, behind the last, where they begin in their
-        buffer). Kind, query rows as the place has them, key rows of the buffer."""
-        keys = sorted(keys)
-        begins = [begin for begin, _, _ in keys]
-        for piece, segments in self._cut.items():
-            for each in segments:
-                if each.place != place:
-                    continue
-                for kind, query, queries, key, num_keys in self._squares(piece, each):
-                    own = each.own + query - each.begin
-                    at = max(int(np.searchsorted(begins, key, side="right")) - 1, 0)
-                    for begin, end, buffer in keys[at:]:
-                        if begin >= key + num_keys:
-                            break
-                        low, high = max(begin, key), min(end, key + num_keys)
-                        if low < high:
-                            yield from _clipped(
-                                kind, own, queries, low - key, high - key, num_keys, buffer + low - begin
-                            )
+    def _slices(self, place: int, keys: _Keys, count: int) -> list[Slices]:
+        """What a place computes of cut pieces: with its own keys, then of each round."""
+        squares = self._squares(self._cut.only(self._cut.place == place))
+        square, run = _pairs(
+            np.searchsorted(keys.end, squares.key, side="right"),
+            np.searchsorted(keys.begin, squares.key + squares.keys, side="left"),
+        )
+        kind, query, queries, key, num_keys = (column[square] for column in squares)
+        low = np.maximum(keys.begin[run], key)
+        rows = np.minimum(keys.end[run], key + num_keys) - low
+        number, buffer = keys.number[run], keys.buffer[run] + low - keys.begin[run]
+        # The keys of a causal square are rows of the queries' own place.
+        assert (rows == num_keys)[kind == CAUSAL].all(), "a causal square has its keys where its queries are"
+        parts = np.stack([number, kind, query, queries, buffer, rows])
+        # Row i of an anti-causal square attends to keys i to the last: those before `low` attend to all of these.
+        is_anti, before = kind == ANTI_CAUSAL, low - key
+        above = is_anti & (before > 0)
+        full = np.stack([number, np.full_like(kind, FULL), query, before, buffer, rows])[:, above]
+        parts[2, is_anti] += before[is_anti]
+        parts[3, is_anti] = rows[is_anti]
+        return _by_round(np.concatenate([parts, full], axis=1), count)
 
-    def _squares(self, piece: int, run: _Segment) -> Iterator[tuple[int, int, int, int, int]]:
-        """All that the rows of a segment attend to: kind, first query row and number, first key row and number."""
-        first = int(self._pieces.first[piece])
+    def _squares(self, runs: _Segments) -> _Squares:
+        """All that the rows of segments attend to."""
+        first, rows = self._first[runs.piece], runs.end - runs.begin
         if self._pieces.keys is not None:
-            yield FULL, run.begin, run.end - run.begin, first, int(self._pieces.keys[piece])
-            return
-        window = self._window
-        if window is None:
-            if run.begin > first:
-                yield FULL, run.begin, run.end - run.begin, first, run.begin - first
-            yield CAUSAL, run.begin, run.end - run.begin, run.begin, run.end - run.begin
-            return
+            return _Squares(np.full_like(rows, FULL), runs.own, rows, first, self._pieces.keys[runs.piece])
+        if self._window is None:
+            causal = _Squares(np.full_like(rows, CAUSAL), runs.own, rows, runs.begin, rows)
+            full = _Squares(np.full_like(rows, FULL), runs.own, rows, first, runs.begin - first)
+            return _joined([causal, full])
         # The piece's rows in blocks of a window, as `windowed` has them: of each block the part that lies in the run.
-        for block in range(first + (run.begin - first) // window * window, run.end, window):
-            begin, end = max(block, run.begin), min(block + window, run.end)
-            if begin > block:
-                yield FULL, begin, end - begin, block, begin - block
-            yield CAUSAL, begin, end - begin, begin, end - begin
-            reach = min(end, block + window - 1) - begin  # the block's last row attends to none before it
-            if block > first and reach > 0:
-                before = begin - window + 1  # row i of the part attends to these rows from i on
-                yield ANTI_CAUSAL, begin, reach, before, reach
-                if before + reach < block:
-                    yield FULL, begin, reach, before + reach, block - before - reach
+        window = self._window
+        run, number = _pairs((runs.begin - first) // window, -((first - runs.end) // window))
+        block = first[run] + number * window
+        begin, end = np.maximum(block, runs.begin[run]), np.minimum(block + window, runs.end[run])
+        own, rows = runs.own[run] + begin - runs.begin[run], end - begin
+        # Row i of a part attends to the rows from `before` + i on; the block's last one to none before the block.
+        before = begin - window + 1
+        reach = np.where(block > first[run], np.minimum(end, block + window - 1) - begin, 0)
+        behind = before + reach
+        return _joined(
+            [
+                _Squares(np.full_like(rows, FULL), own, rows, block, begin - block),
+                _Squares(np.full_like(rows, CAUSAL), own, rows, begin, rows),
+                _Squares(np.full_like(rows, ANTI_CAUSAL), own, reach, before, reach),
+                _Squares(np.full_like(rows, FULL), own, reach, behind, np.where(reach > 0, block - behind, 0)),
+            ]
+        )
 
 
-def _clipped(
-    kind: int, query: int, queries: int, low: int, high: int, num_keys: int, buffer: int
-) -> Iterator[tuple[int, ...]]:
-    """A slice with its keys [low, high) alone, which begin at `buffer`."""
-    keys = high - low
-    if kind == CAUSAL:
-        # The keys are rows of the queries' own place.
-        assert keys == num_keys, "a causal square has its keys where its queries are"
-        yield kind, query, queries, buffer, keys
-    elif kind == FULL:
-        yield kind, query, queries, buffer, keys
-    else:  # row i attends to keys i to the last: those before `low` attend to all of these
-        if low:
-            yield FULL, query, low, buffer, keys
-        yield ANTI_CAUSAL, query + low, keys, buffer, keys
+def _pairs(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each i with each number from `begin[i]` to before `end[i]`."""
+    count = np.maximum(end - begin, 0)
+    left = np.repeat(np.arange(len(count)), count)
+    return left, np.arange(len(left)) + np.repeat(begin - np.cumsum(count) + count, count)
 
 
-def _as_slices(parts: Iterator[tuple[int, ...]]) -> Slices:
-    """Parts as slices of one sample; full ones of the same queries whose keys lie side by side are one."""
-    merged: list[list[int]] = []
-    for part in sorted(parts, key=lambda part: (part[0], part[1], part[2], part[3])):
-        last = merged[-1] if merged else None
-        if last and part[0] == FULL and tuple(last[:3]) == part[:3] and last[3] + last[4] == part[3]:
-            last[4] += part[4]
-        else:
-            merged.append(list(part))
-    merged.sort(key=lambda part: (part[1], part[3]))
-    columns = np.array(merged, dtype=np.int64).reshape(-1, 5).T
-    kind, query, queries, key, keys = (np.ascontiguousarray(column) for column in columns)
-    return Slices(kind, np.zeros_like(kind), query, queries, key, keys)
+def _joined(parts: list[_Squares]) -> _Squares:
+    """All squares that have a pair."""
+    columns = [np.concatenate(column) for column in zip(*parts)]
+    has = (columns[2] > 0) & (columns[4] > 0)
+    return _Squares(*(column[has] for column in columns))
+
+
+def _by_round(parts: np.ndarray, count: int) -> list[Slices]:
+    """Parts (round, kind, first query row, number, first key row, number, `[6, parts]`) as slices of one sample, by
+    round; full ones of the same queries whose keys lie side by side are one."""
+    parts = parts[:, np.lexsort((parts[4], parts[3], parts[2], parts[1], parts[0]))]
+    number, kind, query, queries, key, keys = parts
+    same = (parts[:4, 1:] == parts[:4, :-1]).all(0) & (kind[1:] == FULL) & (key[1:] == (key + keys)[:-1])
+    begins = np.flatnonzero(np.append(True, ~same)[: len(key)])
+    merged = parts[:, begins]
+    if len(begins):
+        merged[5] = np.add.reduceat(keys, begins)
+    merged = merged[:, np.lexsort((merged[3], merged[1], merged[4], merged[2], merged[0]))]
+    ends = np.searchsorted(merged[0], np.arange(OWN, count), side="right").tolist()
+    found = []
+    for begin, end in zip([0, *ends], ends):
+        _, kind, query, queries, key, keys = merged[:, begin:end]
+        found.append(Slices(kind, np.zeros_like(kind), query, queries, key, keys))
+    return found
