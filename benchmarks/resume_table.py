@@ -151,7 +151,7 @@ def cases(root: Path, count: int, seed: int) -> list[Case]:
     rng = random.Random(seed)
     by_meaning: dict[str, list[str]] = {"free": [], "say": [], "refuse": []}
     for name, key in KEYS.items():
-        if not key.architecture and not key.needed_for and name not in LEFT_OUT:
+        if not key.architecture and name not in LEFT_OUT:
             by_meaning[key.on_resume].append(name)
     found: list[Case] = []
     for names in by_meaning.values():

@@ -141,6 +141,65 @@ def model_parallel_size(config: Config) -> int:
     return config.parallel.tensor * config.parallel.pipeline * config.parallel.context
 
 
+def rows_of_rank(config: Config) -> int:
+    """Rows of a micro-batch, tokens of all its samples, that a context rank holds."""
+    return config.training.micro_batch_size * config.model.sequence_length // config.parallel.context
+
+
+def context_places(config: Config) -> int:
+    """Groups of context ranks that rows are dealt to; the ranks of a group exchange heads for rows, the groups keys and
+    values."""
+    return config.parallel.context // context_heads(config)
+
+
+def context_heads(config: Config) -> int:
+    """Context ranks that exchange heads for rows: `parallel.context_heads`; null: with joined documents the number with
+    which a rank sends least, with separate ones 1, as most of them stay whole on a rank."""
+    if config.parallel.context_heads is not None:
+        return config.parallel.context_heads
+    if config.data.documents == "separate":
+        return 1
+    return min(allowed_context_heads(config), key=lambda heads: (_sent_by_context(config, heads), heads))
+
+
+def allowed_context_heads(config: Config) -> list[int]:
+    """Every number of ranks that can exchange heads in a layout, ascending."""
+    context = config.parallel.context
+    return [n for n in range(1, context + 1) if context % n == 0 and shares_query_heads(config, n)]
+
+
+def shares_query_heads(config: Config, ranks: int) -> bool:
+    """Whether a tensor rank's query heads and its key heads can be shared by so many ranks: the latter evenly, or each
+    by as many ranks as others."""
+    queries, keys = (heads // config.parallel.tensor for heads in _all_heads(config))
+    return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+
+
+def _all_heads(config: Config) -> tuple[int, int]:
+    return config.model.num_attention_heads, num_query_groups(config)
+
+
+def _sent_by_context(config: Config, heads: int) -> float:
+    """Numbers that a rank sends in a layer's forward pass, about: samples lie on as few places as they can."""
+    model, training, context = config.model, config.training, config.parallel.context
+    queries, keys = (number // config.parallel.tensor for number in _all_heads(config))
+    places = context // heads
+    if model.attention == "latent":  # of a row travels what keys and values are made of, whole
+        key_width, value_width = head_dim(config) + model.rotary_head_dim, model.value_head_dim
+        of_row = of_rows_heads = model.kv_lora_rank + model.rotary_head_dim
+        of_rows_heads *= heads
+    else:
+        key_width = value_width = head_dim(config)
+        of_row = max(keys // heads, 1) * (key_width + value_width)
+        of_rows_heads = max(keys, heads) * (key_width + value_width)
+    rows = rows_of_rank(config)
+    swapped = rows * (1 - 1 / heads) * (queries * (key_width + value_width) + of_rows_heads)
+    spread = max(places / training.micro_batch_size, 1)  # places that a sample lies on
+    attended = 3 / 4 if model.family == "gpt" else 1  # of the rows elsewhere, where each place has as much to compute
+    elsewhere = attended * model.sequence_length * (1 - 1 / spread)
+    return swapped + elsewhere * of_row
+
+
 def expert_model_parallel_size(config: Config) -> int:
     """Ranks that hold one copy of all experts."""
     return expert_tensor_size(config) * config.parallel.expert * config.parallel.pipeline

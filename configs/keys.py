@@ -46,7 +46,6 @@ class Key:
     high: float | None = None
     below: float | None = None
     form: str = ""  # what a value of a key of type Any looks like
-    needed_for: str = ""  # the feature that other values than the default belong to, which is not available yet
     # names, shapes or meaning of the weights: another value is another model, which nothing accepts
     architecture: bool = False
     # no weight depends on it, or not always, but whoever uses the trained model asks for it
@@ -93,8 +92,6 @@ class Key:
     def rule(self) -> str:
         """What a value must be, in words that read on from "must be"."""
         null = " or null" if self.nullable else ""
-        if self.needed_for:
-            return f"{self.default}: {self.needed_for} is not available yet"
         if self.choices:
             return f"{one_of(self.choices)}{null}"
         limits = self._limits()
@@ -109,8 +106,6 @@ class Key:
         if value is None or self.type is Any:
             return None
         values = value if isinstance(value, list) else [value]
-        if self.needed_for:
-            return self.rule() if value != self.default else None
         if any(isinstance(item, float) and not math.isfinite(item) for item in values):
             return "a finite number"
         if self.choices and value not in self.choices:

@@ -16,6 +16,7 @@ from models.initial_weights import initialize_weights
 from models.loss.output_layer import become_output_layer
 from models.specs import block_spec, resolve_backend
 from models.transformer_config import transformer_config
+from moe.layer import hand_rows_to_routers
 from parallel.topology import Topology
 
 FAMILIES: dict[str, ModuleType] = {"gpt": gpt, "bert": bert}
@@ -61,6 +62,8 @@ def build_model(config: Config, topology: Topology, vocab_size: int, *, fill: bo
             parameter.data = parameter.data.to(megatron.params_dtype)
         if chunk.post_process:
             become_output_layer(chunk.output_layer, vocab_size, config.training.token_tile)
+    if topology.context.size > 1:
+        hand_rows_to_routers(chunks)
     if fill:
         initialize_weights(chunks, config)
     return chunks

@@ -120,7 +120,8 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's model chunk and the final norm. Layers are dense or MoE by `moe.layers`."""
     backend = _backend(backend_name, megatron)
-    if config.data.documents == "separate":  # TransformerEngine's attention would need lengths of its own
+    # TransformerEngine's attention would need lengths of its own, and rows that it deals itself.
+    if config.data.documents == "separate" or config.parallel.context > 1:
         backend = replace(backend, attention=ScaledDotProductAttention)
     causal = config.model.family == "gpt"
     post_norm = config.model.norm_position == "post"

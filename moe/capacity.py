@@ -1,6 +1,7 @@
 """Which of its chosen tokens an expert with a capacity keeps: by the tokens of the whole micro-batch, in every layout.
 
-Under sequence parallelism the tensor ranks hold them, in the order of their ranks. A decision looks at the values and
+Under sequence parallelism the tensor ranks hold them, in the order of their ranks; context ranks in any order, and then
+each token says its turn. A decision looks at the values and
 at the tokens' order alone, never at which of equal values a kernel finds first. So it is the same on every device.
 
 Shapes: T this rank's tokens, E experts, R ranks, K the most that a rank's tokens can take of a capacity.
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 MAGNITUDE = 0x7FFFFFFF  # of an fp32 number: all bits but the sign
+TURN_BITS = 31  # of a token's turn: a key of its probability's 31 bits and these fits an int64
+LAST_TURN = 2**TURN_BITS - 1
 
 
 def keep(
@@ -20,27 +23,42 @@ def keep(
     capacity: int,
     policy: str,
     group: dist.ProcessGroup | None = None,
+    turns_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The assignments among `chosen_TE` [T, E] (bool) that their experts keep: at most `capacity` of an expert.
 
     `policy` position: the first ones, in the order of tokens; probs: the most probable by `probs_TE` [T, E] (fp32, not
     negative), the first ones among equals. `group`: the ranks that hold the micro-batch's tokens, each as many; None:
-    this rank has them all.
+    this rank has them all. `turns_T` int64 [T]: the order of tokens, where it is not that of ranks and rows; each
+    number below 2**31 once on all ranks.
     """
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     if capacity >= size * len(chosen_TE):
         return chosen_TE
+    if turns_T is not None:
+        # One number for each assignment, the greatest of which are kept: what decides, then earlier turns.
+        keys_TE = (LAST_TURN - turns_T)[:, None].expand_as(chosen_TE)
+        if policy == "probs":
+            keys_TE = keys_TE + (_bits(probs_TE).long() << TURN_BITS)
+        keys_TE = keys_TE.masked_fill(~chosen_TE, -1)
+        best_KE = keys_TE.topk(min(capacity, len(keys_TE)), dim=0, sorted=False).values
+        least_E = _gather(best_KE, size, group).flatten(0, 1).topk(capacity, dim=0, sorted=False).values.amin(dim=0)
+        return chosen_TE & (keys_TE >= least_E)
     if policy == "position":
         counts_RE = _gather(chosen_TE.sum(dim=0, dtype=torch.int32), size, group)
         return _first(chosen_TE, capacity - counts_RE[:rank].sum(dim=0))
-    # The bits of numbers that are not negative have the order of the numbers, and NaN is the greatest: a step that
-    # went wrong is not hidden by dropping it.
-    bits_TE = (probs_TE.detach().view(torch.int32) & MAGNITUDE).masked_fill(~chosen_TE, -1)
+    bits_TE = _bits(probs_TE).masked_fill(~chosen_TE, -1)
     best_KE = bits_TE.topk(min(capacity, len(bits_TE)), dim=0, sorted=False).values
     best_RKE = _gather(best_KE, size, group)
     least_E = best_RKE.flatten(0, 1).topk(capacity, dim=0, sorted=False).values.amin(dim=0)
     room_E = capacity - (best_RKE > least_E).sum(dim=(0, 1)) - (best_RKE[:rank] == least_E).sum(dim=(0, 1))
     return (bits_TE > least_E) | _first(chosen_TE & (bits_TE == least_E), room_E)
+
+
+def _bits(probs_TE: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of numbers that are not negative; NaN is the greatest: a step that went wrong is not hidden
+    by dropping it."""
+    return probs_TE.detach().view(torch.int32) & MAGNITUDE
 
 
 def _first(taken_TE: torch.Tensor, room_E: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -208,6 +209,22 @@ class MixtrainMoELayer(MoELayer):
         )
         home = replace(self.experts(), block_rows=self._block_rows)
         return routed_experts(x, probs, routing_map, home, self.plan, setting)
+
+
+def hand_rows_to_routers(chunks: Sequence[torch.nn.Module]) -> None:
+    """From now on each transformer layer with experts tells its router which rows it gets, each time that it runs: also
+    when it is computed again, and whatever other micro-batches are under way.
+
+    They come as `routed` (RouterRows) of what stands in the place of `packed_seq_params`; without it they are all.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(getattr(module, "mlp", None), MixtrainMoELayer):
+                module.register_forward_pre_hook(_hand_rows, with_kwargs=True)
+
+
+def _hand_rows(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    layer.mlp.router.rows = getattr(kwargs.get("packed_seq_params"), "routed", None)
 
 
 def layers_of(chunks: Sequence[torch.nn.Module]) -> dict[int, MixtrainMoELayer]:

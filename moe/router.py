@@ -43,8 +43,9 @@ class Router(TopKRouter):
     ) -> None:
         super().__init__(functools.partial(_choose, group_score_top_k), config, pg_collection)
         self._capacity_factor, self._drop_policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
-        # The ranks that hold the tokens of a micro-batch: without sequence parallelism each holds all.
-        self._holders = self.tp_group if config.sequence_parallel and self.tp_group.size() > 1 else None
+        # The ranks that hold the tokens of a micro-batch: without sequence parallelism each tensor rank holds all.
+        holders = self.tp_cp_group if config.sequence_parallel else self.cp_group
+        self._holders = holders if holders.size() > 1 else None
 
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, pass_input: bool = False
@@ -72,7 +73,8 @@ class Router(TopKRouter):
             return probs, chosen
         tokens = len(chosen) * (1 if self._holders is None else self._holders.size())
         most = derived.expert_capacity(tokens, chosen.size(1), self.topk, self._capacity_factor)
-        kept = capacity.keep(probs, chosen, most, self._drop_policy, self._holders)
+        turns = None if self.rows is None else self.rows.turns
+        kept = capacity.keep(probs, chosen, most, self._drop_policy, self._holders, turns)
         return probs * kept, kept
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:

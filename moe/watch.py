@@ -14,8 +14,8 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 
 from moe.router import Router
 
-# Megatron's tracker names -> ours. Under sequence parallelism each tensor rank sees its own tokens, and each context
-# rank does: their load-balancing losses are parts of a sum, their z-losses parts of a mean.
+# Megatron's tracker names -> ours. Under sequence and context parallelism each rank sees its own tokens: their
+# load-balancing losses are parts of a sum, their z-losses parts of a mean.
 LOSSES = {"load_balancing_loss": "aux_loss", "seq_load_balancing_loss": "sequence_aux_loss", "z_loss": "z_loss"}
 # fewer than these, lanes of a vector, and a CPU's softmax over the last dimension takes them one by one
 FEW_EXPERTS = 16
@@ -91,13 +91,13 @@ class RouterWatch:
 
 
 def in_metrics(
-    report: RouterReport, layers: torch.Tensor, tokens: int, micro_batches: int, top_k: int, token_ranks: int
+    report: RouterReport, layers: torch.Tensor, tokens: int, micro_batches: int, top_k: int, num_holders: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """What a step's metrics say of its routers: lists with an entry per MoE layer, and the mean over these layers of
     each loss.
 
-    `layers` [num_layers] tells which are MoE layers. `tokens` and `micro_batches` are those of the global batch;
-    `token_ranks` share a micro-batch's tokens: tensor times context ranks.
+    `layers` [num_layers] tells which are MoE layers. `tokens` and `micro_batches` are those of the global batch.
+    `num_holders`: ranks that each hold a part of a micro-batch's tokens, tensor times context parallel ones.
     """
     kept = report.tokens_per_expert[layers].sum(dim=1)
     by_layer: dict[str, list[float]] = {
@@ -106,7 +106,7 @@ def in_metrics(
     }
     means = {}
     for name, values in report.losses.items():
-        ranks = token_ranks if name == "z_loss" else 1
+        ranks = num_holders if name == "z_loss" else 1
         by_layer[name] = (values[layers] / (micro_batches * ranks)).tolist()
         means[name] = float(values.sum() / (layers.sum() * micro_batches * ranks))
     return by_layer, means

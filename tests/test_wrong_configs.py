@@ -162,8 +162,6 @@ WRONG: dict[str, Wrong] = {
         ["training.steps=10", "optimizer.warmup_steps=10"], ("optimizer.warmup_steps (10)", "training.steps (10)")
     ),
     "wsd": Wrong(["optimizer.schedule=wsd"], ("optimizer.wsd_decay_steps (0)", "wsd")),
-    # Not there yet
-    "context": Wrong([TINY, "parallel.context=2"], ("parallel.context (2)", "not available yet"), 2),
     "pipeline_degree": Wrong(
         ["moe.pipeline_degree=automatic"], ("moe.pipeline_degree (automatic)", "at least 1, or auto")
     ),

@@ -335,6 +335,6 @@ def _report_routers(engine: Engine, report: RouterReport, num_micro_batches: int
     tokens = micro_batches * config.training.micro_batch_size * config.model.sequence_length
     layers = torch.tensor(derived.moe_layer_pattern(config), dtype=torch.bool)
     result.tokens_per_expert = report.tokens_per_expert
-    token_ranks = topology.tensor.size * topology.context.size
-    result.by_layer, means = in_metrics(report, layers, tokens, micro_batches, config.moe.top_k, token_ranks)
+    num_holders = topology.tensor.size * topology.context.size
+    result.by_layer, means = in_metrics(report, layers, tokens, micro_batches, config.moe.top_k, num_holders)
     result.extra.update(means)

@@ -19,6 +19,7 @@ RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
     rotary.rotary,
     model.moe,
     layout.tensor,
+    layout.context,
     layout.experts,
     layout.pipeline,
     layout.world,

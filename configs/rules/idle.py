@@ -66,6 +66,11 @@ NEEDS = [
     ),
     Needs(("model.sliding_window",), lambda c: c.model.family == "gpt", "unless model.family is gpt"),
     Needs(
+        ("parallel.context_heads",),
+        lambda c: c.parallel.context > 1,
+        "where parallel.context is 1: a rank has all rows of its sequences",
+    ),
+    Needs(
         ("data.documents",),
         lambda c: c.model.family == "gpt",
         "unless model.family is gpt: BERT's samples do not cross documents",

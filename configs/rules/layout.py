@@ -27,7 +27,7 @@ def tensor(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem(
             "parallel.sequence", "needs parallel.tensor (1) above 1: it splits the sequence over tensor ranks", fixes
         )
-    if parallel.sequence:
+    if parallel.sequence and parallel.context == 1:
         yield from must_divide(tensor, ("model.sequence_length", model.sequence_length))
     if derived.is_moe(config) and parallel.tensor > 1 and not parallel.sequence:
         rule = (
@@ -40,6 +40,42 @@ def tensor(config: Config, world_size: int) -> Iterator[Problem]:
         yield from must_divide(tensor, ("model.ffn_hidden_size", derived.ffn_hidden_size(config)))
     if derived.is_moe(config) and config.moe.shared_expert_ffn_hidden_size is not None:
         yield from must_divide(tensor, ("moe.shared_expert_ffn_hidden_size", config.moe.shared_expert_ffn_hidden_size))
+
+
+def context(config: Config, world_size: int) -> Iterator[Problem]:
+    model, parallel, training = config.model, config.parallel, config.training
+    context, heads, micro = parallel.context, parallel.context_heads, training.micro_batch_size
+    if context == 1:
+        return
+    parts = context * parallel.tensor if parallel.sequence else context
+    rows = micro * model.sequence_length
+    if rows % parts:
+        times = f" times parallel.tensor ({parallel.tensor})" if parallel.sequence else ""
+        rule = f"{times} must divide training.micro_batch_size ({micro}) * model.sequence_length, {rows} rows".strip()
+        length = parts // math.gcd(parts, micro)
+        fixes: list[Fix] = [
+            *set_to("model.sequence_length", multiples(length, model.sequence_length)),
+            *set_to("parallel.context", [n for n in divisors(rows, context) if n < context]),
+        ]
+        yield Problem("parallel.context", rule, fixes)
+    if model.attention_dropout > 0:
+        rule = f"must be 0 with parallel.context ({context}) above 1, whose attention has no dropout"
+        yield Problem("model.attention_dropout", rule, [{"model.attention_dropout": 0.0}, {"parallel.context": 1}])
+    if heads is None:
+        return
+    fits = sorted(derived.allowed_context_heads(config), key=lambda n: (abs(n - heads), n))
+    if context % heads:
+        rule = f"must divide parallel.context ({context})"
+        yield Problem("parallel.context_heads", rule, set_to("parallel.context_heads", [*fits, None]))
+    elif not derived.shares_query_heads(config, heads):
+        queries, keys = (
+            number // parallel.tensor for number in (model.num_attention_heads, derived.num_query_groups(config))
+        )
+        rule = (
+            f"must divide a tensor rank's {queries} query heads, and divide its {keys} key heads or be a multiple of "
+            "them"
+        )
+        yield Problem("parallel.context_heads", rule, set_to("parallel.context_heads", [*fits, None]))
 
 
 def experts(config: Config, world_size: int) -> Iterator[Problem]:
@@ -99,6 +135,8 @@ def world(config: Config, world_size: int) -> Iterator[Problem]:
         "sequence": False,
         "pipeline": 1,
         "virtual_pipeline": None,
+        "context": 1,
+        "context_heads": None,
         "expert": 1,
         "expert_tensor": None,
     }

@@ -1,4 +1,4 @@
-"""Megatron-core 0.16.1's top-k router with two of its private methods mended and one of its back doors used."""
+"""Megatron-core 0.16.1's top-k router with three of its private methods mended and one of its back doors used."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel.megatron import require_version
+from parallel.megatron.router_rows import RouterRows
 
 require_version()
 
@@ -28,6 +30,7 @@ Balance = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 class TopKRouter(router.TopKRouter):
     """Megatron-core's router, whose experts `choose` picks and which drops nothing; everything else is Megatron's."""
 
+    rows: RouterRows | None = None  # of the next call, where rows are dealt over ranks
     global_balance: Balance | None = None  # the `global_aux_loss`, once somebody has set it
 
     # Without this each rank's first step takes a second more: Megatron compiles this sum of a map, with a bias or
@@ -48,6 +51,32 @@ class TopKRouter(router.TopKRouter):
             self.router_replay: Any = _InPlaceOfReplay(choose)
         # Without this every step copies (for a refusal) and clears two tensors a layer that nothing reads.
         self.global_tokens_per_expert = self.ga_steps = None
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        rows, coefficient = self.rows, self.get_aux_loss_coeff("seq_aux_loss")
+        if rows is None or coefficient == 0:
+            return super()._apply_seq_aux_loss(
+                probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask
+            )
+        # Without this rows are taken for [s, b]: those of all samples would make one sequence.
+        with torch.no_grad():
+            counts_BE = rows.members @ routing_map.float()
+            if self.tp_cp_group.size() > 1:
+                dist.all_reduce(counts_BE, group=self.tp_cp_group)
+        scores_BE = rows.members @ scores_for_aux_loss
+        scale = routing_map.size(1) / (self.topk * rows.length**2 * rows.num_samples)
+        loss = torch.sum(scores_BE * counts_BE) * (coefficient * scale)
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, "seq_load_balancing_loss", self.tp_cp_group, valid_token_count=len(routing_map)
+        )
 
     def _apply_global_aux_loss(
         self,

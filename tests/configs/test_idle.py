@@ -38,6 +38,7 @@ GIVEN: dict[str, tuple[int, list[str]]] = {
     ),
     "model.sentence_head": (1, ["model=bert_moe_tiny"]),
     "model.sliding_window": (1, []),
+    "parallel.context_heads": (2, ["parallel.context=2"]),
     "data.documents": (1, []),
     "model.sliding_window_from": (1, ["model.sliding_window=8"]),
     "moe.group_score_top_k": (1, ["moe.num_groups=2", "moe.group_top_k=1"]),

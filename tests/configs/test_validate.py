@@ -129,7 +129,6 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     (["optimizer.warmup_steps=9", "optimizer.decay_steps=9"], 1, "optimizer.warmup_steps", "optimizer.decay_steps (9)"),
     (["optimizer.schedule=wsd"], 1, "optimizer.wsd_decay_steps", "optimizer.wsd_decay_steps=4"),
     (["optimizer.wsd_decay_steps=4"], 1, "optimizer.wsd_decay_steps", "cosine"),
-    (["parallel.context=2"], 2, "parallel.context", "not available yet"),
     (["optimizer.state_device=hots"], 1, "optimizer.state_device", "optimizer.state_device=host"),
     (["optimizer.state_device=auto", "optimizer.distributed=false"], 1, "optimizer.state_device", "distributed=true"),
     (["optimizer.moment_dtype=bf16", "optimizer.distributed=false"], 1, "optimizer.moment_dtype", "distributed=true"),

@@ -35,7 +35,7 @@ def wrong_values(key: Key) -> Iterator[WrongValue]:
 
 
 def _written(key: Key) -> Iterator[tuple[str, str]]:
-    is_text = str in key.kinds and not key.choices and not key.needed_for
+    is_text = str in key.kinds and not key.choices
     yield "type", "[3]" if is_text else "''" if key.name == "data.corpus" else "some words"
     if not key.nullable:
         yield "null", "null"

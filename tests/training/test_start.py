@@ -253,7 +253,7 @@ def other_value(config: Config, name: str) -> object:
     return {**others, "data.validation_corpora": {"other": "other.txt"}}.get(name, "other")
 
 
-SHARED = [name for name, key in KEYS.items() if not key.architecture and not key.needed_for and len(key.choices) != 1]
+SHARED = [name for name, key in KEYS.items() if not key.architecture and len(key.choices) != 1]
 
 
 def changed_to(name: str, value: object) -> Config:

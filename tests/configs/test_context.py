@@ -1,0 +1,182 @@
+"""Context parallelism in the configuration: what it must divide, who exchanges heads, and what earlier versions said of
+it."""
+
+from __future__ import annotations
+
+import itertools
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs import derived
+from configs.changes import changes
+from configs.compose import compose, load
+from configs.dropped import DROPPED
+from configs.schema import KEYS, Config, ConfigError
+from configs.validate import validate
+from tests.configs import advice
+
+pytestmark = pytest.mark.fast
+
+DATA = Path(__file__).parents[1] / "data"
+BEFORE = DATA / "config_before_context.yaml"  # as commit 66cb8b1 wrote it, the last with parallel.context_kind
+TINY, MOE, BERT = "experiment=gpt_tiny", "experiment=gpt_moe_tiny", "experiment=bert_tiny"
+LATENT = ("model.attention=latent", "model.kv_lora_rank=32", "model.rotary_head_dim=8", "model.value_head_dim=16")
+
+# overrides, world size, the field that the message starts with, what else it must say
+BROKEN: list[tuple[list[str], int, str, str]] = [
+    (["parallel.context=0"], 1, "parallel.context", "at least 1"),
+    (["parallel.context=3"], 3, "parallel.context", "must divide training.micro_batch_size (2) * model.sequence_len"),
+    (["parallel.context=3"], 3, "parallel.context", "128 rows. Try model.sequence_length=63."),
+    (["parallel.context=3", "model.sequence_length=1"], 3, "parallel.context", "Try model.sequence_length=3."),
+    (
+        ["parallel=tp2_sp", "parallel.context=2", "model.sequence_length=63"],
+        4,
+        "parallel.context",
+        "times parallel.tensor (2) must divide",
+    ),
+    (
+        ["parallel.context=4", "parallel.context_heads=3"],
+        4,
+        "parallel.context_heads",
+        "must divide parallel.context (4",
+    ),
+    (["parallel.context=8", "parallel.context_heads=8"], 8, "parallel.context_heads", "4 query heads"),
+    (
+        ["parallel.context=6", "parallel.context_heads=2", "model.num_attention_heads=12", "model.num_query_groups=3"]
+        + ["model.hidden_size=96", "model.sequence_length=96"],
+        6,
+        "parallel.context_heads",
+        "divide its 3 key heads or be a multiple of them. Try parallel.context_heads=1.",
+    ),
+    (
+        ["parallel=tp2_sp", "parallel.context=4", "parallel.context_heads=4"],
+        8,
+        "parallel.context_heads",
+        "a tensor rank's 2 query heads",
+    ),
+    (["parallel.context_heads=2"], 1, "parallel.context_heads", "where parallel.context is 1"),
+    (
+        ["parallel.context=2", "model.attention_dropout=0.1"],
+        2,
+        "model.attention_dropout",
+        "model.attention_dropout=0.0",
+    ),
+    (["parallel.context=2"], 3, "world_size", "parallel.tensor * parallel.pipeline * parallel.context = 1 * 1 * 2 = 2"),
+    (["parallel.context=2", "training.global_batch_size=7"], 4, "training.global_batch_size", "data-parallel size (2)"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "field", "said"), BROKEN)
+def test_wrong_sizes(overrides: list[str], world_size: int, field: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(compose([TINY, *overrides]), world_size)
+    message = str(caught.value)
+    assert message.startswith(f"{field} (") and said in message, message
+    tried = advice.split(message)[1]
+    assert tried
+    for fixes in tried:
+        sizes = [int(fix.partition("=")[2]) for fix in fixes if fix.startswith("WORLD_SIZE")]
+        validate(
+            compose([TINY, *overrides, *(fix for fix in fixes if not fix.startswith("WORLD_SIZE"))]),
+            (sizes or [world_size])[0],
+        )
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_fewer_key_heads_than_ranks_are_replicated(heads: int, groups: int) -> None:
+    words = ["parallel.context=4", f"parallel.context_heads={heads}", f"model.num_query_groups={groups}"]
+    config = compose([TINY, *words])
+    validate(config, 4)
+    assert (derived.context_heads(config), derived.context_places(config)) == (heads, 4 // heads)
+    assert derived.rows_of_rank(config) * 4 == 2 * config.model.sequence_length
+
+
+def sent(rows: int, heads: int, groups: int, dim: int, context: int, ranks: int) -> float:
+    """Numbers that a rank sends of one sample of `rows`, counted chunk by chunk: zig-zag over `context / ranks` places,
+    `ranks` of which exchange heads."""
+    places = context // ranks
+    chunks = 2 * places
+    needed = 0  # pairs of a place and a chunk that lies elsewhere, and that some query of the place attends to
+    for place, chunk in itertools.product(range(places), range(chunks)):
+        needed += chunk not in (place, chunks - 1 - place) and chunk <= chunks - 1 - place
+    ring = needed / places * rows / chunks * max(groups // ranks, 1) * 2 * dim
+    each = rows / context / ranks * (ranks - 1)  # rows times the share of heads that others compute
+    return ring + each * (2 * heads * dim + 2 * max(groups, ranks) * dim)
+
+
+@pytest.mark.parametrize("context", [2, 4, 8, 16])
+@pytest.mark.parametrize("groups", [1, 2, 4, 8, 16])
+def test_the_chosen_heads_send_least(context: int, groups: int) -> None:
+    words = ["model.num_attention_heads=16", "model.hidden_size=256", f"model.num_query_groups={groups}"]
+    words += [f"parallel.context={context}", "training.micro_batch_size=1", "model.sequence_length=1024"]
+    config = compose([TINY, *words])
+    validate(config, context)
+    by_heads = {n: sent(1024, 16, groups, 16, context, n) for n in (1, 2, 4, 8, 16) if context % n == 0}
+    assert derived.context_heads(config) == min(by_heads, key=lambda n: (by_heads[n], n))
+
+
+def test_what_is_chosen_is_allowed_and_one_where_nothing_is_joined() -> None:
+    few = compose([TINY, "parallel.context=8", "training.micro_batch_size=1", "data.documents=separate"])
+    assert derived.context_heads(few) == 1 and derived.context_places(few) == 8
+    for words in ((TINY,), (MOE,), (BERT,), (TINY, *LATENT), (TINY, "training.micro_batch_size=8")):
+        config = compose([*words, "parallel.context=8"])
+        assert derived.context_heads(config) in derived.allowed_context_heads(config)
+    latent = compose([TINY, *LATENT, "parallel.context=4", "training.micro_batch_size=1"])
+    validate(latent, 4)
+    assert derived.context_heads(latent) == 1  # a latent is as wide for one head as for all
+    whole = compose([TINY, "parallel.context=2", "training.micro_batch_size=2"])
+    assert derived.context_heads(whole) == 1  # a sample for each place: nothing travels
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_tokens_of_a_call_are_a_ranks_rows(context: int) -> None:
+    config = compose([MOE, f"parallel.context={context}"])
+    validate(config, context)
+    assert derived.tokens_per_call(config) == derived.rows_of_rank(config) == 128 // context
+
+
+def test_a_stored_config_with_a_dropped_key_loads(tmp_path: Path) -> None:
+    stored = yaml.safe_load(BEFORE.read_text())
+    assert stored["parallel"]["context_kind"] == "none"
+    now = compose([MOE, "parallel.expert=2", "data.documents=separate"])
+    assert changes(load(BEFORE), now) == []
+    stored["parallel"]["context_kind"] = "ring"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+    with pytest.raises(ConfigError, match=r"parallel\.context_kind \(ring\) must be none .*Try parallel\.context"):
+        load(tmp_path / "config.yaml")
+    stored["parallel"] |= {"context_kind": "none", "context_mind": "none"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+    with pytest.raises(ConfigError, match=r"parallel\.context_mind is no known key"):
+        load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "bert", "spike", "dropout"])
+def test_configs_of_old_runs_load(name: str, tmp_path: Path) -> None:
+    with tarfile.open(DATA / "old_runs" / f"{name}.tar.xz") as archive:
+        found = [member for member in archive.getnames() if member.endswith("config.yaml")]
+        archive.extractall(tmp_path, [archive.getmember(member) for member in found], filter="data")
+    assert len(found) == 2
+    for member in found:
+        assert "context_kind: none" in (tmp_path / member).read_text()
+        config = load(tmp_path / member)
+        assert config.parallel.context == 1 and config.parallel.context_heads is None
+
+
+@pytest.mark.parametrize("key", DROPPED)
+def test_a_dropped_key_says_what_replaced_it(key: str) -> None:
+    assert key not in KEYS and DROPPED[key].example in KEYS
+    for word in (f"{key}=none", f"+{key}=ring"):
+        with pytest.raises(ConfigError) as caught:
+            compose([TINY, word])
+        message = str(caught.value)
+        assert message.startswith(f"{key} is no key any more: parallel.context says") and "\n" not in message
+        for fixes in advice.split(message)[1]:
+            validate(compose([TINY, *fixes]), 1)
+
+
+def test_the_defaults_share_nothing() -> None:
+    assert derived.context_heads(Config()) == derived.context_places(Config()) == 1
