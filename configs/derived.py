@@ -305,8 +305,3 @@ def is_added_late(name: str, *, alike: bool, shared: bool, tensor: int, pipeline
     over_tensor = tensor > 1 and (alike or "layernorm" in name or ".router." in name)
     over_pipeline = pipeline > 1 and (shared or "embedding" in name or "output_layer" in name)
     return over_tensor or over_pipeline
-
-
-def context_heads(config: Config) -> int:
-    """stand-in"""
-    return config.parallel.context_heads or 1

@@ -47,7 +47,9 @@ def compare(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     found = {name: grad for result in results for name, grad in result["gradients"].items()}
     assert found.keys() == alone["gradients"].keys()
     for name, grad in alone["gradients"].items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], grad, rtol=1e-4, atol=1e-6, msg=functools.partial("{}: {}".format, name)
+        )
 
 
 EVERY = 3  # of the layouts, for each model; the next model begins with the next layout
