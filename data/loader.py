@@ -5,15 +5,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from configs.schema import ConfigError
 
+PREPARED = "prepared"  # what `prepare` made of a micro-batch, beside it
 TIMEOUT_SECONDS = 600.0  # for a step's micro-batches, before the storage is taken to be gone
+
+
+Prepare = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Samples(Protocol):
@@ -31,7 +35,7 @@ class Loader:
 
     `prefetch` steps are made ahead in a thread (0: none, in the caller). `num_steps`: end after that many (None:
     never). `pin`: in pinned memory, for a run on a GPU. `wait_seconds`: how long `next_step` has waited for
-    data, in all. `close` when done.
+    data, in all. `prepare`: called with each micro-batch, where that is made. `close` when done.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Loader:
         prefetch: int = 4,
         num_steps: int | None = None,
         pin: bool = False,
+        prepare: Prepare | None = None,
     ):
         if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
@@ -59,16 +64,16 @@ class Loader:
         self._global, self._micro = global_batch_size, micro_batch_size
         self._rank, self._world = rank, world_size
         self._steps_left = num_steps
-        self._pin = pin
+        self._pin, self._prepare = pin, prepare
         self._closed = threading.Event()
-        self._queue: queue.Queue[list[dict[str, torch.Tensor]] | BaseException] = queue.Queue(maxsize=max(1, prefetch))
+        self._queue: queue.Queue[list[dict[str, Any]] | BaseException] = queue.Queue(maxsize=max(1, prefetch))
         self._thread: threading.Thread | None = None
         if prefetch > 0:
             arguments = (consumed_samples, num_steps)
             self._thread = threading.Thread(target=self._produce, args=arguments, name="loader", daemon=True)
             self._thread.start()
 
-    def next_step(self) -> list[dict[str, torch.Tensor]]:
+    def next_step(self) -> list[dict[str, Any]]:
         """The micro-batches of the next step, in order. Raises what went wrong in the thread, StopIteration after
         num_steps."""
         if self._closed.is_set():
@@ -106,18 +111,21 @@ class Loader:
                     break
             self._thread.join(timeout=10)
 
-    def _make(self, first_sample: int) -> list[dict[str, torch.Tensor]]:
+    def _make(self, first_sample: int) -> list[dict[str, Any]]:
         step = []
         for begin in range(
             first_sample + self._rank * self._micro, first_sample + self._global, self._world * self._micro
         ):
             arrays = self._samples.batch(range(begin, begin + self._micro))
-            batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            step.append({name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin else batch)
+            batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            prepared = batch if self._prepare is None else self._prepare(batch)
+            if self._pin:
+                batch, prepared = _pinned(batch, prepared)
+            step.append(batch if prepared is batch else {**batch, PREPARED: prepared})
         return step
 
     def _produce(self, first_sample: int, num_steps: int | None) -> None:
-        made: list[dict[str, torch.Tensor]] | BaseException
+        made: list[dict[str, Any]] | BaseException
         while not self._closed.is_set() and num_steps != 0:
             try:
                 made = self._make(first_sample)
@@ -133,3 +141,18 @@ class Loader:
                 return
             first_sample += self._global
             num_steps = None if num_steps is None else num_steps - 1
+
+
+def _pinned(batch: dict[str, Any], prepared: dict[str, Any]) -> list[dict[str, Any]]:
+    """Both in pinned memory, what they share once."""
+    moved: dict[int, Any] = {}
+
+    def pin(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in moved:
+            moved[id(value)] = value.pin_memory()
+        return moved[id(value)]
+
+    first = {name: pin(value) for name, value in batch.items()}
+    return [first, first if prepared is batch else {name: pin(value) for name, value in prepared.items()}]

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from memory.transfer import to_device

@@ -131,9 +131,7 @@ class Dealt:
                 whole = windowed(whole, self._window)
         else:
             whole = Slices(np.full(len(own), FULL), sample, own, lengths, own, self._pieces.keys[piece])
-        keys = [
-            (each.begin, each.end, each.own) for cut in self._cut.values() for each in cut if each.place == place
-        ]
+        keys = [(each.begin, each.end, each.own) for cut in self._cut.values() for each in cut if each.place == place]
         cut = _as_slices(self._parts(place, keys))
         return Slices(*(np.concatenate(pair) for pair in zip(whole.columns, cut.columns)))
 
@@ -198,7 +196,9 @@ class Dealt:
                             break
                         low, high = max(begin, key), min(end, key + num_keys)
                         if low < high:
-                            yield from _clipped(kind, own, queries, low - key, high - key, num_keys, buffer + low - begin)
+                            yield from _clipped(
+                                kind, own, queries, low - key, high - key, num_keys, buffer + low - begin
+                            )
 
     def _squares(self, piece: int, run: _Segment) -> Iterator[tuple[int, int, int, int, int]]:
         """All that the rows of a segment attend to: kind, first query row and number, first key row and number."""

@@ -240,9 +240,7 @@ class SlicePlan:
     ) -> None:
         self.queries, self.heads = Cover(num_samples, length), heads
         own = KeyRows(slices, self.queries, Cover(num_samples, length))
-        others = [
-            KeyRows(each, self.queries, Cover(1, exchange.num_rows), exchange) for each, exchange in rounds
-        ]
+        others = [KeyRows(each, self.queries, Cover(1, exchange.num_rows), exchange) for each, exchange in rounds]
         self.rounds = [own, *others]
 
 

@@ -91,6 +91,7 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
             world_size=topology.data.size,
             consumed_samples=consumed,
             pin=topology.device.type == "cuda",
+            on_host=engine.on_host,
         )
 
     loader, make_validation_loaders = data(position.consumed_samples)
