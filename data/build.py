@@ -10,7 +10,7 @@ import torch
 
 from configs.schema import Config, ConfigError
 from data.corpus import naming_validation
-from data.loader import Loader, Prepare, Samples
+from data.loader import Finish, Loader, finished, Samples
 from data.prepare import PreparedData, TokenFile
 from data.samples import BertSamples, GPTSamples
 from data.split import LEAST_PIECE, LINE_REACH
@@ -28,7 +28,7 @@ def build_data(
     world_size: int,
     consumed_samples: int,
     pin: bool = False,
-    on_host: Prepare | None = None,
+    on_host: Finish | None = None,
 ) -> tuple[Loader, dict[str, Callable[[], Loader]]]:
     """The training loader, which continues after `consumed_samples`, and functions that make a validation loader: of
     what is held out of the corpus, under HELD_OUT, and of each validation corpus, under its name.
@@ -51,8 +51,7 @@ def build_data(
             consumed_samples=consumed,
             prefetch=config.data.prefetch,
             num_steps=num_steps,
-            pin=pin,
-            prepare=on_host,
+            finish=functools.partial(finished, prepare=on_host, pin=pin),
         )
 
     @functools.cache

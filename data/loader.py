@@ -13,11 +13,11 @@ import torch
 
 from configs.schema import ConfigError
 
-PREPARED = "prepared"  # what `prepare` made of a micro-batch, beside it
+PREPARED = "prepared"  # what is made of a micro-batch ahead, beside it
 TIMEOUT_SECONDS = 600.0  # for a step's micro-batches, before the storage is taken to be gone
 
 
-Prepare = Callable[[dict[str, Any]], dict[str, Any]]
+Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Samples(Protocol):
@@ -34,8 +34,8 @@ class Loader:
     with it every loss that is a mean over one, is the same for every number of ranks.
 
     `prefetch` steps are made ahead in a thread (0: none, in the caller). `num_steps`: end after that many (None:
-    never). `pin`: in pinned memory, for a run on a GPU. `wait_seconds`: how long `next_step` has waited for
-    data, in all. `prepare`: called with each micro-batch, where that is made. `close` when done.
+    never). `finish`: what becomes of a micro-batch where it is made. `wait_seconds`: how long `next_step` has waited
+    for data, in all. `close` when done.
     """
 
     def __init__(
@@ -49,8 +49,7 @@ class Loader:
         consumed_samples: int = 0,
         prefetch: int = 4,
         num_steps: int | None = None,
-        pin: bool = False,
-        prepare: Prepare | None = None,
+        finish: Finish | None = None,
     ):
         if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
@@ -64,7 +63,7 @@ class Loader:
         self._global, self._micro = global_batch_size, micro_batch_size
         self._rank, self._world = rank, world_size
         self._steps_left = num_steps
-        self._pin, self._prepare = pin, prepare
+        self._finish = finish
         self._closed = threading.Event()
         self._queue: queue.Queue[list[dict[str, Any]] | BaseException] = queue.Queue(maxsize=max(1, prefetch))
         self._thread: threading.Thread | None = None
@@ -118,10 +117,7 @@ class Loader:
         ):
             arrays = self._samples.batch(range(begin, begin + self._micro))
             batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            prepared = batch if self._prepare is None else self._prepare(batch)
-            if self._pin:
-                batch, prepared = _pinned(batch, prepared)
-            step.append(batch if prepared is batch else {**batch, PREPARED: prepared})
+            step.append(batch if self._finish is None else self._finish(batch))
         return step
 
     def _produce(self, first_sample: int, num_steps: int | None) -> None:
@@ -143,16 +139,19 @@ class Loader:
             num_steps = None if num_steps is None else num_steps - 1
 
 
-def _pinned(batch: dict[str, Any], prepared: dict[str, Any]) -> list[dict[str, Any]]:
-    """Both in pinned memory, what they share once."""
+def finished(batch: dict[str, Any], prepare: Finish | None, pin: bool) -> dict[str, Any]:
+    """A micro-batch with what `prepare` makes of it; `pin`: in pinned memory, what both share once."""
     moved: dict[int, Any] = {}
 
-    def pin(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+    def place(value: Any) -> Any:
+        if not pin or not isinstance(value, torch.Tensor):
             return value
         if id(value) not in moved:
             moved[id(value)] = value.pin_memory()
         return moved[id(value)]
 
-    first = {name: pin(value) for name, value in batch.items()}
-    return [first, first if prepared is batch else {name: pin(value) for name, value in prepared.items()}]
+    prepared = batch if prepare is None else prepare(batch)
+    found = {name: place(value) for name, value in batch.items()}
+    if prepared is not batch:
+        found[PREPARED] = {name: place(value) for name, value in prepared.items()}
+    return found

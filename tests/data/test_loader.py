@@ -204,5 +204,14 @@ def test_batches_are_pinned_only_where_asked(monkeypatch: pytest.MonkeyPatch, pi
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    steps_of(Loader(Counting(), global_batch_size=4, micro_batch_size=2, prefetch=0, pin=pin), 1)
+    steps_of(
+        Loader(
+            Counting(),
+            global_batch_size=4,
+            micro_batch_size=2,
+            prefetch=0,
+            finish=functools.partial(finished, prepare=None, pin=pin),
+        ),
+        1,
+    )
     assert len(pinned) == (2 if pin else 0)
