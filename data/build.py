@@ -10,7 +10,7 @@ import torch
 
 from configs.schema import Config, ConfigError
 from data.corpus import naming_validation
-from data.loader import Finish, Loader, finished, Samples
+from data.loader import Finish, Loader, Samples, finished
 from data.prepare import PreparedData, TokenFile
 from data.samples import BertSamples, GPTSamples
 from data.split import LEAST_PIECE, LINE_REACH
