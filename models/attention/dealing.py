@@ -22,8 +22,9 @@ from models.attention.dealt.places import Part, Places, Work
 from models.attention.dealt.repair import exchange_less, level_rows, level_work
 
 LIMIT, OF = 102, 100  # work of a place: at most LIMIT / OF of the mean
-AIMS = (995, 1010)  # thousandths of the mean work that places are packed to, one try after the other
-UNCUT = 4000  # of a try that cuts nothing for its work
+AIMS = (1010, 985)  # thousandths of the mean work that places are packed to, one try after the other
+MANY = 8  # pieces of a place, from which on what fills a place may be heavier than the lightest: the lower aim first
+UNCUT = 4000  # of a first try that leaves short pieces whole, where all are
 FRACTIONS = 20  # bits of fractions of work that count
 
 
@@ -71,9 +72,10 @@ def deal(
     parts = [Part(rows, its_work, piece, 0) for piece, (rows, its_work) in enumerate(zip(lengths.tolist(), works))]
     enough = _enough(parts, total // number, max(limit, 1))
     best: tuple[int, int, Deal] | None = None
-    for share in AIMS if enough else (UNCUT, *AIMS):
+    aims = AIMS if len(parts) < MANY * number else AIMS[::-1]
+    for share in aims if enough else (UNCUT, *aims):
         places = Places(number, total // number, limit, of_work)
-        pack(places, parts, share * all_work // (1000 * number))
+        pack(places, parts, share * all_work // (1000 * number), cut=share != UNCUT)
         level_rows(places)
         level_work(places)
         exchange_less(places)

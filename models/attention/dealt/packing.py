@@ -126,12 +126,15 @@ class _Packing:
         return (low, head(low)) if low else (high or min(room, part.rows), 0)
 
 
-def pack(places: Places, parts: list[Part], cap: int) -> None:
+def pack(places: Places, parts: list[Part], cap: int, *, cut: bool) -> None:
     """The heaviest first, to the place that will have the least work if the rest fills it evenly; tails, where the
-    whole is too much, and the rest in its turn. What fits nowhere and is short makes a place's rows too many."""
+    whole is too much, and the rest in its turn. What fits nowhere and is short makes a place's rows too many.
+
+    cap: the work to pack a place to. cut: else short pieces stay whole, too.
+    """
     number, left = len(places.left), places.left
     packing = _Packing(places, parts, cap)
-    negligible, crumb = packing.pool_work // NEGLIGIBLE, places.rows // CRUMB
+    negligible, crumb = packing.pool_work // NEGLIGIBLE, places.rows // (CRUMB if cut else 1)
     order: list[tuple[int, int]] = []  # places, the one to be filled next first
     waiting = [(-places.rows, place) for place in range(number)]  # those that lack fewer rows than a part has
     homeless = []

@@ -11,8 +11,10 @@ from models.attention.dealt.pairs import cost_of, deal_anew, joined
 from models.attention.dealt.places import Part, Places
 
 MOST_TRIED = 20_000  # sums of pieces that are looked at for a place
-MOST_FREE = 12  # parts of two places that are dealt anew, each one of which may be cut
-MOST_PAIRS = 24  # of places that are dealt anew for fewer exchanged rows
+FEW = 8  # places
+MOST_FREE = 10  # parts of two places that are dealt anew, each one of which may be cut
+MOST_PAIRS = 80  # of places that are dealt anew for fewer exchanged rows
+MOST_PARTS = 80_000  # pairs times parts
 MOST_LEVELLED = 40  # of places that are dealt anew for level work
 MOST_TRADED = 8  # times that places trade rows, by the number of places
 MOST_SPLIT = 26  # parts of two places, all choices of which are looked at
@@ -207,7 +209,7 @@ def level_work(places: Places) -> None:
     """Bring the work of places that are over the limit down to it: pairs of places are dealt anew; when MOST_LEVELLED
     were, or where that does not help, rows change places."""
     number = len(places.left)
-    most = min(MOST_FREE, 8 + 16 // number)
+    most = MOST_FREE if number <= FEW else MOST_FREE - 2
     tried = 0
     if number == 2 and max(places.work) > places.limit:
         _split(places, 0, 1)
@@ -227,7 +229,9 @@ def level_work(places: Places) -> None:
                 tried += 1
                 if found := deal_anew(places, place, other, most):
                     break
-        if not found and not _trade(places, place, others[0]):
+        if found or any(_trade(places, place, other) for other in others[:4]):
+            stuck.clear()
+        else:
             stuck.add(place)
 
 
@@ -259,7 +263,9 @@ def _trade(places: Places, most: int, least: int) -> bool:
         rows = (low + high) // 2
         low, high = (low, rows) if moved(rows) >= wanted else (rows + 1, high)
     before = places.work[most]
-    if not low or moved(low) <= 0 or places.work[least] + moved(low) >= before:
+    while low and places.work[least] + moved(low) >= before:
+        low //= 2
+    if not low or moved(low) <= 0:
         return False
     kept = [part for part in (*places.parts[most], *places.fixed[most]) if part != long]
     others = [part for part in (*places.parts[least], *places.fixed[least]) if part != short]
@@ -278,11 +284,13 @@ def _trade(places: Places, most: int, least: int) -> bool:
 def exchange_less(places: Places) -> None:
     """Deal pairs of places anew, those first that exchange most."""
     number = len(places.left)
-    most = min(MOST_FREE, 8 + 16 // number)
+    most = MOST_FREE if number <= FEW else MOST_FREE - 2
     tried = 0
     costs = [cost_of(places, place) for place in range(number)]
     done: set[tuple[int, int]] = set()
-    while tried < MOST_PAIRS:
+    held = sum(len(parts) for parts in (*places.parts, *places.fixed))
+    allowed = min(MOST_PAIRS, MOST_PARTS // held)
+    while tried < allowed:
         order = sorted(range(number), key=lambda each: (-costs[each], each))
         pairs = [
             (one, other)
@@ -300,5 +308,5 @@ def exchange_less(places: Places) -> None:
                 done = {pair for pair in done if one not in pair and other not in pair}
                 done.add((min(one, other), max(one, other)))
                 break
-            if tried >= MOST_PAIRS:
+            if tried >= allowed:
                 return
