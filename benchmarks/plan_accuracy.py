@@ -269,8 +269,10 @@ TIER_CASES = [
 
 
 # Samples that do not stay whole.
-_SHARED = ("model.num_layers=2", "training.micro_batch_size=1", "training.global_batch_size=4")
-_SHARED += ("model.sequence_length=2048", "optimizer.distributed=false")
+_SHARED = (
+    *("model.num_layers=2", "model.sequence_length=2048", "optimizer.distributed=false"),
+    *("training.micro_batch_size=1", "training.global_batch_size=4"),
+)
 
 
 def _shared(preset: str, layout: str, context: int, heads: int, *overrides: str, ranks: int = 0) -> Case:

@@ -64,9 +64,8 @@ def _sharing(plan: RunPlan, shared: SharedRows, tokens: int) -> list[str]:
         f"heads {size(sent['heads'])}, keys and values with their gradients {size(sent['rounds'])}"
     )
     if shared.places > 1 and not any(shared.received):
-        lines.append(
-            f"  documents stay whole on their places{'' if shared.is_known else UNKNOWN}: no keys and values are sent"
-        )
+        by = "" if shared.is_known else UNKNOWN
+        lines.append(f"  documents stay whole on their places{by}: no keys and values are sent")
     elif shared.places > 1:
         low, high = min(shared.received), max(shared.received)
         by = ", by the documents' lengths" if plan.config.data.documents == "separate" else ""

@@ -168,12 +168,11 @@ def test_exchanged_bytes(
 
 
 def test_tensor_ranks_share_heads_first() -> None:
-    config = config_of(
-        "parallel.tensor=2", "parallel.context=4", "parallel.context_heads=2", "model.num_query_groups=4"
-    )
+    layout = ["parallel.context=4", "parallel.context_heads=2", "model.num_query_groups=4"]
+    config = config_of("parallel.tensor=2", *layout)
     shared = shared_rows(config)
     assert (shared.heads, shared.places) == (2, 2)
-    whole = config_of("parallel.context=4", "parallel.context_heads=2", "model.num_query_groups=4")
+    whole = config_of(*layout)
     parts, every = layer_exchange(config, shared), layer_exchange(whole, shared_rows(whole))
     assert {kind: 2 * number for kind, number in parts.items()} == every
 
