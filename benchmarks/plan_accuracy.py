@@ -268,7 +268,11 @@ TIER_CASES = [
 ]
 
 
-_SHARED = (*_TWO_LAYERS, "model.sequence_length=1024", "optimizer.distributed=false")
+# Samples that do not stay whole.
+_SHARED = (
+    *("model.num_layers=2", "model.sequence_length=2048", "optimizer.distributed=false"),
+    *("training.micro_batch_size=1", "training.global_batch_size=4"),
+)
 
 
 def _shared(preset: str, layout: str, context: int, heads: int, *overrides: str, ranks: int = 0) -> Case:
@@ -293,7 +297,7 @@ CONTEXT_CASES = [
         ranks=4,
     ),
     _shared("gpt_small", ", PP2, full recompute", 2, 1, "parallel.pipeline=2", "training.recompute=full", ranks=4),
-    _shared("bert_small", "", 2, 1),
+    _shared("bert_small", "", 2, 1, "model.attention_dropout=0.0"),
     _shared("gpt_moe_small", ", EP2", 2, 1, "parallel.expert=2"),
     _shared("gpt_moe_small", ", EP4, 4 chunks", 2, 2, "parallel.expert=4", "moe.pipeline_degree=4", ranks=4),
 ]

@@ -20,7 +20,8 @@ from models.blueprint.sharing import context_heads, context_places, rows_of_rank
 try:
     from models.attention.dealing import Deal, deal, exchanged_rows
 except ImportError:  # it is being written
-    from simulator.context.zigzag import Deal, deal, exchanged_rows  # type: ignore[assignment]
+    from simulator.context.zigzag import ZigzagDeal as Deal  # type: ignore[assignment]
+    from simulator.context.zigzag import deal, exchanged_rows  # type: ignore[assignment]
 
 Lengths = Sequence[int] | np.ndarray
 

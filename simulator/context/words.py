@@ -9,6 +9,7 @@ from simulator.context.rows import SharedRows
 from simulator.context.sizes import ContextSize, context_sizes, layer_exchange
 from simulator.run_plan import RunPlan
 
+UNKNOWN = ", were samples of one document (the corpus is not prepared)"
 LONG = 2**15  # tokens of a micro-batch: from here on a plan says what context ranks would do
 
 
@@ -63,11 +64,12 @@ def _sharing(plan: RunPlan, shared: SharedRows, tokens: int) -> list[str]:
         f"heads {size(sent['heads'])}, keys and values with their gradients {size(sent['rounds'])}"
     )
     if shared.places > 1 and not any(shared.received):
-        lines.append("  every sample stays whole on a place: no keys and values are sent")
+        by = "" if shared.is_known else UNKNOWN
+        lines.append(f"  documents stay whole on their places{by}: no keys and values are sent")
     elif shared.places > 1:
         low, high = min(shared.received), max(shared.received)
         by = ", by the documents' lengths" if plan.config.data.documents == "separate" else ""
-        by = by if shared.is_known else ", with samples of one document, the most it can be"
+        by = by if shared.is_known else UNKNOWN
         lines.append(
             f"  attention takes up to {shared.rounds} round(s); a place of {shared.rows * shared.heads:,} rows is sent "
             f"keys and values of {low:,.0f} to {high:,.0f} others{by}"

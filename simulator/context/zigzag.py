@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
+class ZigzagDeal:
     """Runs of rows, int64 `[m]` each: whose they are, the first row of the micro-batch, and how many."""
 
     num_places: int
@@ -18,7 +18,7 @@ class Deal:
     length: np.ndarray
 
 
-def deal(lengths: np.ndarray, num_places: int, *, keys: np.ndarray | None = None) -> Deal:
+def deal(lengths: np.ndarray, num_places: int, *, keys: np.ndarray | None = None) -> ZigzagDeal:
     """Deal rows of pieces that lie one after the other."""
     found: list[tuple[int, int, int]] = []
     begin = 0
@@ -29,10 +29,10 @@ def deal(lengths: np.ndarray, num_places: int, *, keys: np.ndarray | None = None
                 found.append((min(number, 2 * num_places - 1 - number), first, end - first))
         begin += length
     columns = np.array(found, dtype=np.int64).reshape(-1, 3).T
-    return Deal(num_places, *(np.ascontiguousarray(column) for column in columns))
+    return ZigzagDeal(num_places, *(np.ascontiguousarray(column) for column in columns))
 
 
-def exchanged_rows(found: Deal, lengths: np.ndarray, keys: np.ndarray | None = None) -> np.ndarray:
+def exchanged_rows(found: ZigzagDeal, lengths: np.ndarray, keys: np.ndarray | None = None) -> np.ndarray:
     """Key rows int64 [num_places] that rows of a place attend to and that it does not hold."""
     ends = np.cumsum(lengths)
     piece = np.searchsorted(ends, found.first, side="right")

@@ -168,10 +168,11 @@ def test_exchanged_bytes(
 
 
 def test_tensor_ranks_share_heads_first() -> None:
-    config = config_of("parallel.tensor=2", "parallel.context=4", "model.num_query_groups=4")
+    layout = ["parallel.context=4", "parallel.context_heads=2", "model.num_query_groups=4"]
+    config = config_of("parallel.tensor=2", *layout)
     shared = shared_rows(config)
-    assert (shared.heads, shared.places) == (2, 2)  # a tensor rank has two key heads
-    whole = config_of("parallel.context=4", "parallel.context_heads=2", "model.num_query_groups=4")
+    assert (shared.heads, shared.places) == (2, 2)
+    whole = config_of(*layout)
     parts, every = layer_exchange(config, shared), layer_exchange(whole, shared_rows(whole))
     assert {kind: 2 * number for kind, number in parts.items()} == every
 
@@ -278,8 +279,9 @@ def test_a_plan_of_short_samples_has_no_word_of_context() -> None:
 
 def test_a_plan_says_whose_lengths_it_knows() -> None:
     overrides = ["parallel.context=2", "parallel.context_heads=1", "data.documents=separate"]
-    assert "with samples of one document, the most it can be" in context_in_words(plan_of(2, *overrides))
-    known = plan_of(2, *overrides, attended_share=0.4, documents=[[700, 324, 1024]])
+    overrides.append("training.micro_batch_size=1")
+    assert "were samples of one document" in context_in_words(plan_of(2, *overrides))
+    known = plan_of(2, *overrides, attended_share=0.4, documents=[[700, 324]])
     assert "by the documents' lengths" in context_in_words(known)
 
 
