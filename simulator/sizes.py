@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from configs import derived
+from configs.derived import context_heads, rows_of_rank
 from configs.schema import Config
 from models.blueprint.operation import (
     BOOLEAN,
@@ -20,7 +21,6 @@ from models.blueprint.operation import (
     axis_sizes,
     unknown,
 )
-from models.blueprint.sharing import context_heads, rows_of_rank
 
 FP32, INT64 = 4, 8
 

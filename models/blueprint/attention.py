@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from configs import derived
+from configs.derived import context_heads, context_places
 from configs.schema import Config
 from models.blueprint.operation import (
     CONTEXT,
@@ -21,7 +22,6 @@ from models.blueprint.operation import (
     Tensor,
 )
 from models.blueprint.pieces import column_linear, copy, norm, own_rows, recomputed, row_linear
-from models.blueprint.sharing import context_heads, context_places
 
 MODULE = "self_attention"
 

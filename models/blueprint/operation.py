@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from configs import derived
+from configs.derived import context_heads
 from configs.schema import Config
-from models.blueprint.sharing import context_heads
 
 TENSOR, EXPERT, EXPERT_TENSOR = "tensor", "expert", "expert_tensor"  # axes of ranks
 # Ranks that share sequences: all of them, those of one place, which exchange heads for rows, and these with the tensor

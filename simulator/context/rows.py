@@ -14,14 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs import derived
+from configs.derived import context_heads, context_places, rows_of_rank
 from configs.schema import Config
-from models.blueprint.sharing import context_heads, context_places, rows_of_rank
-
-try:
-    from models.attention.dealing import Deal, deal, exchanged_rows
-except ImportError:  # it is being written
-    from simulator.context.zigzag import ZigzagDeal as Deal  # type: ignore[assignment]
-    from simulator.context.zigzag import deal, exchanged_rows  # type: ignore[assignment]
+from models.attention.dealing import Deal, deal, exchanged_rows
 
 Lengths = Sequence[int] | np.ndarray
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs import derived
+from configs.derived import rows_of_rank
 from configs.rules import first_problem
 from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import walk
-from models.blueprint.sharing import rows_of_rank
 from simulator.communication import of_context
 from simulator.context.rows import Lengths, SharedRows, shared_rows
 from simulator.memory import rank_memory

@@ -33,7 +33,6 @@ TRIED: dict[str, tuple[int, str]] = {
     "launch/submit.py": (4, "launch/test_submit"),
     "memory/budgets.py": (2, "memory/test_budgets simulator/test_tiers"),
     "memory/disk.py": (3, "memory/test_disk"),
-    "models/attention/layers.py": (1, "parallel/test_context"),
     "models/convert.py": (1, "models/test_huggingface"),
     "models/folder.py": (2, "models/test_huggingface"),
     "models/specs.py": (2, "models/test_build"),
