@@ -21,13 +21,13 @@ def main(config: Config) -> int:
     from configs.validate import planned_world_size
 
     if config.plan:
-        from data.pieces import planned_share
+        from data.pieces import planned_pieces, planned_share
         from data.vocabulary import expected_vocab_size
         from simulator import text as plan_text
 
         signals.of_this_process.restore(ignore=False)
         ranks, vocab_size = planned_world_size(config, world_size()), expected_vocab_size(config)
-        return plan_text.show(config, ranks, vocab_size, planned_share(config))
+        return plan_text.show(config, ranks, vocab_size, planned_share(config), planned_pieces(config))
     from parallel import card
 
     card.set_environment(config)

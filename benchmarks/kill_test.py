@@ -87,11 +87,18 @@ MOVING = (
     *("moe.placement.policy=quota", "moe.placement.extra_slots=2", "moe.placement.interval=1"),
 )
 RECORDED = ("moe.placement.record=true", "optimizer.bucket_parameters=65536", "optimizer.early_update=always")
+CONTEXT = ("model.attention_dropout=0",)  # attention over slices has none
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "single": (1, []),
     "ep2": (2, ["parallel.expert=2", "training.precision=bf16"]),
     "tp2": (2, ["parallel.tensor=2", "parallel.sequence=true", "optimizer.distributed=false"]),
     "pp2_ep2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
+    "cp2": (2, ["parallel.context=2", *CONTEXT]),
+    "cp2_ep2": (
+        2,
+        ["parallel.context=2", "parallel.expert=2", "data.documents=separate", "training.precision=bf16", *CONTEXT],
+    ),
+    "cp4_ep4": (4, ["parallel.context=4", "parallel.context_heads=2", "parallel.expert=4", *CONTEXT]),
     # Routers that no loss balances, copies in most calls, homes that move whenever it pays.
     "moves": (2, ["parallel.expert=2", *MOVING]),
     "pp2_moves": (4, ["parallel.pipeline=2", "parallel.expert=2", "optimizer.bucket_parameters=65536", *MOVING]),

@@ -114,8 +114,8 @@ MUTANTS = [
         "learned positions count in the sample",
         "attention",
         "models/gpt.py",
-        "position_ids(tokens, self.context) if positions is None else positions",
-        "position_ids(tokens, self.context)",
+        "position_ids(tokens) if positions is None else positions",
+        "position_ids(tokens)",
         ("models/test_separate.py::test_separate_is_one_by_one[learned]",),
     ),
     Mutant(

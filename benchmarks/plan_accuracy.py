@@ -12,6 +12,9 @@ Where tiers hold optimizer state, "optimizer" is what the device holds of it: re
 what the tensors of its tiers of the host take, with the inputs of layers that wait there, and its file: on a CPU memory
 of the same kind, told apart by whose it is.
 
+Where context ranks share sequences, "exchanged" is what they send each other for attention: all bytes of all ranks, to
+be as planned.
+
 The routers of a fresh model spread tokens about evenly, as the plan assumes.
 """
 
@@ -31,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from benchmarks.context_bytes import ContextBytes
 from benchmarks.tables import table
 from configs.schema import Config
 from tests import distributed
@@ -61,6 +65,7 @@ def _case(preset: str, layout: str, ranks: int, *overrides: str) -> Case:
 _TWO_LAYERS = ("model.num_layers=2", "training.micro_batch_size=2", "training.global_batch_size=4")
 # Samples long enough that the layers, and not copies of gradients, are the most.
 _APART = ("data.documents=separate", "model.sequence_length=1024", "optimizer.distributed=false")
+_SELECTIVE = "training.recompute=selective"
 _WINDOW = ("model.sliding_window=64",)
 _LATENT = tuple(
     f"model.{key}"
@@ -263,6 +268,41 @@ TIER_CASES = [
 ]
 
 
+# Samples that do not stay whole.
+_SHARED = (
+    *("model.num_layers=2", "model.sequence_length=2048", "optimizer.distributed=false"),
+    *("training.micro_batch_size=1", "training.global_batch_size=4"),
+)
+
+
+def _shared(preset: str, layout: str, context: int, heads: int, *overrides: str, ranks: int = 0) -> Case:
+    sizes = f"parallel.context={context}", f"parallel.context_heads={heads}"
+    return _case(preset, f"CP{context}, heads over {heads}{layout}", ranks or context, *_SHARED, *sizes, *overrides)
+
+
+CONTEXT_CASES = [
+    _shared("gpt_small", "", 2, 1),
+    _shared("gpt_small", ", documents apart, selective", 2, 1, "data.documents=separate", _SELECTIVE),
+    _shared("gpt_small", ", bf16", 2, 2, "training.precision=bf16"),
+    _shared("gpt_small", ", grouped", 4, 2, "model.num_query_groups=2"),
+    _shared("gpt_small", ", one key head", 4, 4, "model.num_query_groups=1"),
+    _shared("gpt_small", ", one key head", 4, 1, "model.num_query_groups=1"),
+    _shared("gpt_small", ", latent", 2, 2, *_LATENT),
+    _shared(
+        "gpt_small",
+        ", TP2+SP, bf16",
+        2,
+        1,
+        *("parallel.tensor=2", "parallel.sequence=true", "training.precision=bf16"),
+        ranks=4,
+    ),
+    _shared("gpt_small", ", PP2, full recompute", 2, 1, "parallel.pipeline=2", "training.recompute=full", ranks=4),
+    _shared("bert_small", "", 2, 1, "model.attention_dropout=0.0"),
+    _shared("gpt_moe_small", ", EP2", 2, 1, "parallel.expert=2"),
+    _shared("gpt_moe_small", ", EP4, 4 chunks", 2, 2, "parallel.expert=4", "moe.pipeline_degree=4", ranks=4),
+]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # On the ranks
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,7 +356,8 @@ def measure(config: Config) -> dict[str, Any]:
     count = config.training.global_batch_size // (config.training.micro_batch_size * topology.data.size)
     batches = made_up_batches(config, count, VOCAB_SIZE, seed=topology.data.rank)
     train_step(model, batches, 1)
-    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+    exchanged = ContextBytes(topology.expert.group)
+    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter, exchanged:
         train_step(model, batches, 2)
     WORKSPACE.pooled = False
     WORKSPACE._free.clear()  # a pool of host memory, which a GPU's allocator takes the place of
@@ -335,7 +376,7 @@ def measure(config: Config) -> dict[str, Any]:
     finally:
         WORKSPACE.pooled = True
         model.close()
-    return {**bytes_of, "flops": counter.get_total_flops()}
+    return {**bytes_of, "flops": counter.get_total_flops(), "exchanged": exchanged.sent}
 
 
 def _own_tensors(model: Any) -> list[torch.Tensor]:
@@ -434,7 +475,12 @@ def compare(case: Case, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
     config = make_config([f"experiment={case.preset}", "training.device=cpu", *case.overrides, *overrides], case.ranks)
     measured = distributed.run(measure, case.ranks, config, timeout=TIMEOUT)
-    plans = make_plan(config, case.ranks, VOCAB_SIZE, "cpu").memory
+    plan = make_plan(config, case.ranks, VOCAB_SIZE, "cpu")
+    plans = plan.memory
+    exchanged = {
+        "planned": sum(plan.communication[each.stage]["context_exchange"] for each in plans),
+        "measured": sum(each["exchanged"] for each in measured),
+    }
     rank = max(range(case.ranks), key=lambda rank: sum(measured[rank][kind] for kind in KINDS))
     planned = {kind: getattr(plans[rank], kind) for kind in KINDS}
     tokens = config.training.global_batch_size * config.model.sequence_length
@@ -458,7 +504,10 @@ def compare(case: Case, overrides: Sequence[str] = ()) -> dict[str, Any]:
         "ratios": {**ratios, "total": sum(planned.values()) / total},
         "flops": flops,
         "flops_ratio": planned_flops / flops,
-        "passed": worst <= MEMORY_BOUND and abs(planned_flops / flops - 1) <= FLOPS_BOUND,
+        "exchanged": exchanged,
+        "passed": worst <= MEMORY_BOUND
+        and abs(planned_flops / flops - 1) <= FLOPS_BOUND
+        and abs(exchanged["planned"] - exchanged["measured"]) <= case.ranks,  # each rank's mean is a whole number
     }
 
 
@@ -470,22 +519,26 @@ def _row(result: dict[str, Any]) -> list[str]:
         f"{sum(result['measured'].values()) / STORAGE_MIB:.1f}",
     ]
     cells += [f"{result['ratios'][kind]:.3f}" if kind in result["ratios"] else "" for kind in (*KINDS, "total")]
-    return [*cells, f"{result['flops_ratio']:.4f}", "" if result["passed"] else "TOO FAR"]
+    exchanged = result["exchanged"]
+    cells.append(f"{result['flops_ratio']:.4f}")
+    cells.append(f"{exchanged['planned'] / exchanged['measured']:.6f}" if exchanged["measured"] else "")
+    return [*cells, "" if result["passed"] else "TOO FAR"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the first three cases")
+    parser.add_argument("--context", action="store_true", help="the cases with context parallelism")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases, from 0")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides for all cases")
     arguments = parser.parse_args()
-    every = [*CASES, *TIER_CASES]
-    cases = CASES[:3] if arguments.quick else every
+    every = [*CASES, *TIER_CASES, *CONTEXT_CASES]
+    cases = CASES[:3] if arguments.quick else CONTEXT_CASES if arguments.context else every
     if arguments.cases is not None:
         cases = [every[number] for number in arguments.cases]
-    headings = ["preset", "layout", "ranks", "MiB", *KINDS, "total", "FLOPs", ""]
+    headings = ["preset", "layout", "ranks", "MiB", *KINDS, "total", "FLOPs", "exchanged", ""]
     results = []
     try:
         for case in cases:
@@ -499,7 +552,7 @@ def main() -> int:
         distributed.shutdown()
     print(table(headings, [_row(result) for result in results], arguments.markdown))
     passed = sum(result["passed"] for result in results)
-    print(f"{passed} of {len(results)} within 10% of memory by kind and 1% of the operations")
+    print(f"{passed} of {len(results)} within 10% of memory by kind and 1% of the operations, exchanged bytes alike")
     if arguments.json:
         print(json.dumps({"cases": results}))
     return 0 if passed == len(results) else 1

@@ -77,8 +77,24 @@ def attended_share(config: Config) -> float:
 def pipeline_degrees(config: Config) -> tuple[int | None, int | None]:
     """Chunks that an MoE layer's tokens are split into, in its forward and its backward pass; None is chosen by
     measured costs."""
-    forward = None if config.moe.pipeline_degree == "auto" else config.moe.pipeline_degree
-    return forward, forward if config.moe.backward_pipeline_degree is None else config.moe.backward_pipeline_degree
+    moe, least = config.moe, least_pipeline_degree(config)
+    forward = None if moe.pipeline_degree == "auto" else max(moe.pipeline_degree, least)
+    return forward, forward if moe.backward_pipeline_degree is None else max(moe.backward_pipeline_degree, least)
+
+
+def least_pipeline_degree(config: Config) -> int:
+    """The fewest chunks of which none has more tokens than `moe.token_budget`; alike on all ranks, as they all have as
+    many tokens."""
+    budget = config.moe.token_budget
+    return 1 if budget is None else math.ceil(tokens_per_call(config) / budget)
+
+
+def dispatch_bound(config: Config) -> int:
+    """Bytes of a chunk's rows that a rank may receive, and of what it sends back for them, whatever routing does: all
+    tokens of all expert ranks may choose its experts."""
+    degree = min(number or least_pipeline_degree(config) for number in pipeline_degrees(config))
+    tokens = math.ceil(tokens_per_call(config) / degree) * config.parallel.expert
+    return 2 * tokens * config.moe.top_k * config.model.hidden_size * element_size(config)
 
 
 def places_experts(config: Config) -> bool:
@@ -305,8 +321,3 @@ def is_added_late(name: str, *, alike: bool, shared: bool, tensor: int, pipeline
     over_tensor = tensor > 1 and (alike or "layernorm" in name or ".router." in name)
     over_pipeline = pipeline > 1 and (shared or "embedding" in name or "output_layer" in name)
     return over_tensor or over_pipeline
-
-
-def context_heads(config: Config) -> int:
-    """stand-in"""
-    return config.parallel.context_heads or 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from configs.schema import ConfigError
+from configs.schema import KEYS, ConfigError
 from configs.show import show
 
 
@@ -39,9 +39,10 @@ def _section(content: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
         if name not in DROPPED:
             kept[last] = _section(value, f"{name}.") if isinstance(value, Mapping) else value
         elif value not in DROPPED[name].values:
+            example = DROPPED[name].example
             allowed = " or ".join(map(show, DROPPED[name].values))
             raise ConfigError(
                 f"{name} ({show(value)}) must be {allowed} in a configuration of an earlier version; "
-                f"{DROPPED[name].instead}. Try {DROPPED[name].example} in its place."
+                f"{DROPPED[name].instead}. Try {example}={show(KEYS[example].default)} in its place."
             )
     return kept

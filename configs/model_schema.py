@@ -266,6 +266,12 @@ class MoEConfig:
     backward_pipeline_degree: Optional[int] = key(
         None, "chunks of the backward pass; null: pipeline_degree", "free", low=1
     )
+    token_budget: Optional[int] = key(
+        None,
+        "most tokens of a chunk: passes take more chunks than pipeline_degree where that is needed; null: none",
+        "free",
+        low=1,
+    )
     weight_lag: int = key(
         1,
         "chunks by which weight gradients follow input gradients in the backward pass; auto degrees choose their own",

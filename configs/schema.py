@@ -213,7 +213,11 @@ class TrainingConfig:
         form="none, auto or a number greater than 0",
     )
     token_tile: Optional[int] = key(
-        None, "tokens whose logits are there at once. null: all of up to 512, else at most 1/64 or 128", "free", low=1
+        None,
+        "tokens whose logits are there at once, and with recompute=full those that a dense feed-forward layer computes "
+        "at once. null: logits of all of up to 512, else at most 1/64 or 128; feed-forward layers whole",
+        "free",
+        low=1,
     )
     memory_limit_gib: Optional[float] = key(
         None, "of a rank's tensors; what the plan says cannot fit is refused. null: the GPU's memory", "free", above=0

@@ -10,7 +10,7 @@ import torch
 
 from configs.schema import Config, ConfigError
 from data.corpus import naming_validation
-from data.loader import Loader, Samples
+from data.loader import Finish, Loader, Samples, finished
 from data.prepare import PreparedData, TokenFile
 from data.samples import BertSamples, GPTSamples
 from data.split import LEAST_PIECE, LINE_REACH
@@ -21,14 +21,22 @@ HELD_OUT = ""  # the validation documents of data.corpus, among the names of val
 
 
 def build_data(
-    config: Config, prepared: PreparedData, *, rank: int, world_size: int, consumed_samples: int, pin: bool = False
+    config: Config,
+    prepared: PreparedData,
+    *,
+    rank: int,
+    world_size: int,
+    consumed_samples: int,
+    pin: bool = False,
+    on_host: Finish | None = None,
 ) -> tuple[Loader, dict[str, Callable[[], Loader]]]:
     """The training loader, which continues after `consumed_samples`, and functions that make a validation loader: of
     what is held out of the corpus, under HELD_OUT, and of each validation corpus, under its name.
 
-    rank, world_size: of the data-parallel group. pin: batches in pinned memory, for a run on a GPU. Each
-    validation loader gives the same training.eval_batches global batches, or each sample of a validation corpus once
-    where it has fewer. Raises ConfigError for damaged files, too little data, or a vocabulary that does not fit.
+    rank, world_size: of the data-parallel group. pin: batches in pinned memory, for a run on a GPU. on_host: called
+    with each micro-batch, where that is made. Each validation loader gives the same training.eval_batches global
+    batches, or each sample of a validation corpus once where it has fewer. Raises ConfigError for damaged files, too
+    little data, or a vocabulary that does not fit.
     """
     _check_vocabulary(config, prepared)
     training = config.training
@@ -43,7 +51,7 @@ def build_data(
             consumed_samples=consumed,
             prefetch=config.data.prefetch,
             num_steps=num_steps,
-            pin=pin,
+            finish=functools.partial(finished, prepare=on_host, pin=pin),
         )
 
     @functools.cache

@@ -5,15 +5,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from configs.schema import ConfigError
 
+PREPARED = "prepared"  # what is made of a micro-batch ahead, beside it
 TIMEOUT_SECONDS = 600.0  # for a step's micro-batches, before the storage is taken to be gone
+
+
+Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Samples(Protocol):
@@ -30,8 +34,8 @@ class Loader:
     with it every loss that is a mean over one, is the same for every number of ranks.
 
     `prefetch` steps are made ahead in a thread (0: none, in the caller). `num_steps`: end after that many (None:
-    never). `pin`: in pinned memory, for a run on a GPU. `wait_seconds`: how long `next_step` has waited for
-    data, in all. `close` when done.
+    never). `finish`: what becomes of a micro-batch where it is made. `wait_seconds`: how long `next_step` has waited
+    for data, in all. `close` when done.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class Loader:
         consumed_samples: int = 0,
         prefetch: int = 4,
         num_steps: int | None = None,
-        pin: bool = False,
+        finish: Finish | None = None,
     ):
         if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
@@ -59,16 +63,16 @@ class Loader:
         self._global, self._micro = global_batch_size, micro_batch_size
         self._rank, self._world = rank, world_size
         self._steps_left = num_steps
-        self._pin = pin
+        self._finish = finish
         self._closed = threading.Event()
-        self._queue: queue.Queue[list[dict[str, torch.Tensor]] | BaseException] = queue.Queue(maxsize=max(1, prefetch))
+        self._queue: queue.Queue[list[dict[str, Any]] | BaseException] = queue.Queue(maxsize=max(1, prefetch))
         self._thread: threading.Thread | None = None
         if prefetch > 0:
             arguments = (consumed_samples, num_steps)
             self._thread = threading.Thread(target=self._produce, args=arguments, name="loader", daemon=True)
             self._thread.start()
 
-    def next_step(self) -> list[dict[str, torch.Tensor]]:
+    def next_step(self) -> list[dict[str, Any]]:
         """The micro-batches of the next step, in order. Raises what went wrong in the thread, StopIteration after
         num_steps."""
         if self._closed.is_set():
@@ -106,18 +110,18 @@ class Loader:
                     break
             self._thread.join(timeout=10)
 
-    def _make(self, first_sample: int) -> list[dict[str, torch.Tensor]]:
+    def _make(self, first_sample: int) -> list[dict[str, Any]]:
         step = []
         for begin in range(
             first_sample + self._rank * self._micro, first_sample + self._global, self._world * self._micro
         ):
             arrays = self._samples.batch(range(begin, begin + self._micro))
-            batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            step.append({name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin else batch)
+            batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            step.append(batch if self._finish is None else self._finish(batch))
         return step
 
     def _produce(self, first_sample: int, num_steps: int | None) -> None:
-        made: list[dict[str, torch.Tensor]] | BaseException
+        made: list[dict[str, Any]] | BaseException
         while not self._closed.is_set() and num_steps != 0:
             try:
                 made = self._make(first_sample)
@@ -133,3 +137,21 @@ class Loader:
                 return
             first_sample += self._global
             num_steps = None if num_steps is None else num_steps - 1
+
+
+def finished(batch: dict[str, Any], prepare: Finish | None, pin: bool) -> dict[str, Any]:
+    """A micro-batch with what `prepare` makes of it; `pin`: in pinned memory, what both share once."""
+    moved: dict[int, Any] = {}
+
+    def place(value: Any) -> Any:
+        if not pin or not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in moved:
+            moved[id(value)] = value.pin_memory()
+        return moved[id(value)]
+
+    prepared = batch if prepare is None else prepare(batch)
+    found = {name: place(value) for name, value in batch.items()}
+    if prepared is not batch:
+        found[PREPARED] = {name: place(value) for name, value in prepared.items()}
+    return found

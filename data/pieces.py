@@ -18,6 +18,7 @@ from data.prepare import TokenFile, find_prepared
 from data.samples.shared import check_files, of_split
 
 PIECE_LENGTHS = "piece_lengths"  # in a batch of an evaluation
+DRAWN = 16  # micro-batches of which a plan knows the pieces
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -98,6 +99,42 @@ def planned_share(config: Config) -> float | None:
         return None if files is None else corpus_share(config, files)
     except ConfigError:
         return None  # whoever trains is told; a plan needs no corpus
+
+
+def planned_pieces(config: Config) -> list[np.ndarray] | None:
+    """Lengths int64 [n] of the pieces in each of some micro-batches of a config's corpus, where ranks share sequences
+    of separate documents and the corpus is prepared; else None. Makes and writes nothing."""
+    if config.data.documents != "separate" or config.parallel.context == 1:
+        return None
+    try:
+        files = find_prepared(config.data, config.model.family)
+        return None if files is None else drawn_pieces(config, files)
+    except ConfigError:
+        return None  # whoever trains is told; a plan needs no corpus
+
+
+def drawn_pieces(config: Config, files: Sequence[TokenFile]) -> list[np.ndarray]:
+    """Pieces of micro-batches as a blend of files makes them in the mean: documents in any order, laid end to end and
+    cut into samples, so that a sample begins anywhere on one. Raises ConfigError for a damaged file."""
+    check_files(files)
+    draw, length = np.random.default_rng(config.training.seed), config.model.sequence_length
+    every = [document_lengths(file) for file in files]
+    weights = np.array([file.weight if len(lengths) else 0.0 for file, lengths in zip(files, every, strict=True)])
+    found = []
+    for _ in range(DRAWN):
+        chosen = draw.choice(len(files), config.training.micro_batch_size, p=weights / weights.sum())
+        found.append(np.concatenate([_sample(draw, every[number], length) for number in chosen]))
+    return found
+
+
+def _sample(draw: np.random.Generator, lengths: np.ndarray, size: int) -> np.ndarray:
+    first = draw.choice(lengths, p=lengths / lengths.sum())
+    count = 1 + int(np.ceil(2 * size / lengths.mean()))
+    others = draw.choice(lengths, count)
+    while others.sum() < size:
+        others = np.concatenate([others, draw.choice(lengths, count)])
+    ends = np.cumsum(np.concatenate([[draw.integers(1, first + 1)], others]))
+    return np.diff(np.concatenate([[0], ends[ends < size], [size]]))
 
 
 def attended_pairs(config: Config, positions: Any) -> int:

@@ -25,7 +25,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from configs.rotary import switches_at
 from configs.schema import Config
 from models.attention.layers import takes_rows
-from models.attention.rows import SLICES, BatchSlices, DealtSlices, MicroBatchRows, of_padding, share_of_rank
+from models.attention.rows import (
+    SLICES,
+    BatchSlices,
+    DealtSlices,
+    MicroBatchRows,
+    make_plans,
+    of_padding,
+    share_of_rank,
+    spread_over,
+)
 from models.blueprint.ends import NUM_TOKEN_TYPES
 from models.gpt import POSITION_EMBEDDINGS
 from models.loss.token_loss import Targets, targets_of
@@ -157,9 +166,10 @@ class Bert(LanguageModule):
         """Run this stage: see `forward` of this file for shapes."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
         if self.pre_process:
-            positions = position_ids(tokens) if share is None else share.positions
-            hidden = self.embedding(input_ids=tokens, position_ids=positions, tokentype_ids=types)
-        rows = MicroBatchRows(tokens, self.rotary, apart, None if share is None else share.positions)
+            numbers = position_ids(tokens) if share is None else share.positions
+            hidden = self.embedding(input_ids=tokens, position_ids=numbers, tokentype_ids=types)
+        positions = None if share is None else share.positions
+        rows = MicroBatchRows(tokens, self.rotary, apart, positions, spread_over(self.config, self.pg_collection))
         # Megatron's convention: True = masked. Only keys are masked: what a padding position itself computes reaches no
         # loss.
         attention_mask = ~padding_mask[:, None, None, :]
@@ -211,6 +221,7 @@ def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) 
     """
     apart = of_padding(batch["padding_mask"], switches_at(config.model.rotary_scaling))
     if context is None or context.size == 1:
+        make_plans(config, apart)
         return {**batch, SLICES: apart}
     samples, length = batch["tokens"].shape
     found = share_of_rank(config, {**batch, "positions": position_ids(batch["tokens"])}, apart, context)

@@ -12,6 +12,7 @@ import torch
 from configs.schema import Config
 from models import bert, gpt
 from models.blueprint import padded_vocab_size, parts, weights
+from models.feed_forward import tile_feed_forward
 from models.initial_weights import initialize_weights
 from models.loss.output_layer import become_output_layer
 from models.specs import block_spec, resolve_backend
@@ -62,6 +63,8 @@ def build_model(config: Config, topology: Topology, vocab_size: int, *, fill: bo
             parameter.data = parameter.data.to(megatron.params_dtype)
         if chunk.post_process:
             become_output_layer(chunk.output_layer, vocab_size, config.training.token_tile)
+        if config.training.recompute == "full" and config.training.token_tile is not None:
+            tile_feed_forward(chunk, config.training.token_tile)
     if topology.context.size > 1:
         hand_rows_to_routers(chunks)
     if fill:

@@ -21,8 +21,10 @@ from models.attention.rows import (
     BatchSlices,
     DealtSlices,
     MicroBatchRows,
+    make_plans,
     of_documents,
     share_of_rank,
+    spread_over,
 )
 from models.loss.output_layer import LossOutput
 from models.loss.token_loss import Targets, targets_of
@@ -49,7 +51,7 @@ class Gpt(GPTModel):
         apart: BatchSlices | DealtSlices | None = None,
     ) -> torch.Tensor | LossOutput:
         """Run this stage: see `forward` of this file for shapes."""
-        rows = MicroBatchRows(tokens, self.rotary, apart, positions)
+        rows = MicroBatchRows(tokens, self.rotary, apart, positions, spread_over(self.config, self.pg_collection))
         hidden = None  # a later stage: the decoder holds what the previous one sent
         if self.pre_process:
             numbers = position_ids(tokens) if positions is None else positions
@@ -101,12 +103,13 @@ def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) 
 
     With context ranks: this rank's part of it, with positions and slices in any case.
     """
-    is_spread = context is not None and context.size > 1
-    if "positions" not in batch and not is_spread:
+    is_whole = context is None or context.size == 1
+    if is_whole and "positions" not in batch:
         return batch
     positions = batch["positions"] if "positions" in batch else position_ids(batch["tokens"])
     apart = of_documents(positions, switches_at(config.model.rotary_scaling))
-    if not is_spread:
+    if context is None or is_whole:
+        make_plans(config, apart)
         return {**batch, SLICES: apart}
     return share_of_rank(config, {**batch, "positions": positions}, apart, context)
 

@@ -150,6 +150,7 @@ def _moe_spec(config: Config, topology: Topology, backend: Backend) -> ModuleSpe
         all_to_all,
         policy_of(config, topology.device.type),
         config.moe.group_score_top_k,
+        strided=config.moe.token_budget is not None,
     )
 
 

@@ -46,6 +46,7 @@ class Setting:
     most_per_token: int | None = None  # else the most
     placement: LayerPlacement | None = None  # moves assignments to copies of their experts; None: all go home
     comes_again: bool = False  # a call that keeps nothing will come again with a backward pass
+    strided: bool = False  # chunks take every so many-th token
     experts: ExpertCompute = field(default_factory=ExpertCompute)
     timer: PassTimer = field(default_factory=PassTimer)
 
@@ -64,7 +65,10 @@ def routed_experts(
     x [T, H]; probs [T, E] and routing map [T, E] (bool) over the experts of all ranks; `home` are the weights of those
     at home here.
     """
-    choice = route.choose(routing_map_TE, setting.assignments_per_token, setting.most_per_token)
+    turns_T, stride = None, max(plan.degree, plan.backward_degree)
+    if setting.strided and stride > 1 and len(x_TH):
+        turns_T = route.turns(len(x_TH), stride, x_TH.device)
+    choice = route.choose(routing_map_TE, setting.assignments_per_token, setting.most_per_token, turns_T)
     probs_P = probs_TE.reshape(-1).index_select(0, choice.flat)
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_TH, probs_P, *home.given))
     exchange, shared_expert = setting.exchange, setting.shared_expert
@@ -101,7 +105,8 @@ def _spread(
     else:
         cut = route.boundaries(choice.num_tokens, degrees[0])
         comes_again = setting.comes_again and not keep
-        places, copies = placement.place(choice, routing_map_TE, home, keep, comes_again, cut)
+        in_turn_TE = routing_map_TE if choice.turns_T is None else routing_map_TE.index_select(0, choice.turns_T)
+        places, copies = placement.place(choice, in_turn_TE, home, keep, comes_again, cut)
     order = route.dispatch_order(choice, places, degrees, apart)
     num_slots = places.num_slots * (exchange.size if apart else 1)
     del places  # its memory is free while experts compute
@@ -129,6 +134,7 @@ class MixtrainMoELayer(MoELayer):
         plan: Plan | None = None,
         all_to_all: str = "flat",
         placement: Policy | None = None,
+        strided: bool = False,
     ) -> None:
         assert pg_collection is not None, "moe_spec puts it into the layer's spec"
         super().__init__(config, submodules, layer_number, pg_collection)
@@ -137,6 +143,7 @@ class MixtrainMoELayer(MoELayer):
         self.expert_tensor_group = pg_collection.expt_tp
         self.exchange: AllToAll | None = factory.shared(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
         self.placement: LayerPlacement | None = None
+        self._strided = strided
         self._block_rows = None if placement is None else placement.block_rows
         if placement is not None and placement.planner is not None:
             assert self.exchange is not None and config.num_moe_experts is not None
@@ -204,6 +211,7 @@ class MixtrainMoELayer(MoELayer):
             self._most_per_token,
             self.placement,
             comes_again=self.training,
+            strided=self._strided,
             experts=self.expert_compute,
             timer=self.timer,
         )

@@ -1,8 +1,9 @@
 """From the router's choice to sorted indices: which rows travel where, and which rows each expert reads.
 
 Pure functions on tensors of one rank; nothing here communicates. The tokens of a layer are split into chunks of
-consecutive tokens. A token that goes to several experts of one rank is one row of that rank's traffic, with one
-assignment per expert.
+consecutive tokens, or strided: each chunk takes every K-th, so that neighbours, which choose alike, go apart. Strided
+tokens are numbered by their turns, in which a chunk's are consecutive again. A token that goes to several experts of
+one rank is one row of that rank's traffic, with one assignment per expert.
 
 Shapes: T tokens, E experts of the whole layer, P assignments of a token to an expert, Q assignments that this rank
 computes, U unique rows (token, rank), n assignments of a chunk, H hidden size.
@@ -27,17 +28,18 @@ MAX_BYTE, MAX_SHORT = 255, 32767
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen assignments, sorted by token, then expert.
+    """The chosen assignments, sorted by token, then expert; where chunks are strided, by the tokens' turns.
 
     On a GPU the list is as long as it can be, so that no host waits for its length: what capacity dropped stands at its
     end, as assignments of token T.
     """
 
-    tokens: torch.Tensor  # [P] int64
+    tokens: torch.Tensor  # [P] int64, or their turns
     experts: torch.Tensor  # [P] int64, of the whole layer
     flat: torch.Tensor  # [P] int64: token * E + expert
     num_tokens: int
     assignments_per_token: int | None  # where it is the same for all
+    turns_T: torch.Tensor | None = None  # int64: the token that has each turn; None: the one of that number
 
     @property
     def may_be_padded(self) -> bool:
@@ -126,11 +128,28 @@ def boundaries(num_tokens: int, degree: int) -> list[int]:
     return [num_tokens * i // degree for i in range(degree + 1)]
 
 
+def turns(num_tokens: int, stride: int, device: torch.device) -> torch.Tensor:
+    """The tokens 0, K, 2K, ..., 1, K + 1, ... for K = `stride`: int64 [T]."""
+    if num_tokens % stride and num_tokens:
+        return torch.cat(
+            [torch.arange(first, num_tokens, stride, device=device) for first in range(min(stride, num_tokens))]
+        )
+    return torch.arange(num_tokens, device=device).view(-1, stride).t().flatten()
+
+
 def choose(
-    routing_map_TE: torch.Tensor, assignments_per_token: int | None, most_per_token: int | None = None
+    routing_map_TE: torch.Tensor,
+    assignments_per_token: int | None,
+    most_per_token: int | None = None,
+    turns_T: torch.Tensor | None = None,
 ) -> Choice:
     """The assignments of a routing map (bool). `assignments_per_token`, where it is the same for all, or the most that
-    a token may have, keeps a GPU's list short."""
+    a token may have, keeps a GPU's list short. `turns_T`: in the order of these tokens."""
+    if turns_T is not None:
+        choice = choose(routing_map_TE.index_select(0, turns_T), assignments_per_token, most_per_token)
+        tokens_P = turns_T.index_select(0, choice.tokens.clamp(max=choice.num_tokens - 1))
+        flat_P = choice.experts.add(tokens_P, alpha=routing_map_TE.size(1)).clamp(max=routing_map_TE.numel() - 1)
+        return replace(choice, flat=flat_P, turns_T=turns_T)
     num_tokens, num_experts = routing_map_TE.shape
     flat_map = routing_map_TE.reshape(-1)
     if flat_map.device.type == "cuda":

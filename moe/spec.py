@@ -25,15 +25,22 @@ def moe_spec(
     all_to_all: str = "flat",
     placement: Policy | None = None,
     group_score_top_k: int | None = None,
+    strided: bool = False,
 ) -> ModuleSpec:
     """MoE in place of a feed-forward layer, over the process groups of a Topology.
 
     The shared expert is made of `linear`, the backend's parallel linear layers; `activation` is swiglu, gelu or
-    gelu_tanh.
+    gelu_tanh; `strided`: chunks take every so many-th token.
     """
     return ModuleSpec(
         module=MixtrainMoELayer,
-        params={"pg_collection": groups, "plan": plan, "all_to_all": all_to_all, "placement": placement},
+        params={
+            "pg_collection": groups,
+            "plan": plan,
+            "all_to_all": all_to_all,
+            "placement": placement,
+            "strided": strided,
+        },
         submodules=MoESubmodules(
             experts=ModuleSpec(module=StackedExperts, params={"activation": activation}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from parallel.topology import Axis
 
-# [b, s]
+# all `[b, s]`
 ALONG_THE_SEQUENCE = ("tokens", "labels", "loss_mask", "types", "padding_mask", "positions", "piece_lengths")
 
 

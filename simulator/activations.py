@@ -1,8 +1,8 @@
 """What one micro-batch's pass through a part of the model keeps and takes: the blueprint's operations on a memory tape.
 
-Shapes in the comments: T tokens of a micro-batch (of one sample s of them), of which a rank has T / tensor under
-sequence parallelism outside of the linear layers; H hidden size. On a CPU, attention and RMSNorm are those that torch
-has there; a GPU's kernels keep less.
+Shapes in the comments: T tokens of a micro-batch (of one sample s of them), of which context ranks have a share each;
+under sequence parallelism a rank has T / tensor of that outside of the linear layers; H hidden size. On a CPU,
+attention and RMSNorm are those that torch has there; a GPU's kernels keep less.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from configs import derived
 from configs.schema import Config
 from models import blueprint
 from models.attention.slices import SHORT_BACKWARD
-from models.blueprint.operation import INPUT, ModelOperation, Weight, unknown
+from models.blueprint.operation import HEADS, INPUT, ModelOperation, Weight, unknown
 from models.loss.tiles import BLOCK_NUMBERS, HALF_GROUP, WIDE_GROUP, token_tile
 from moe.chunk_plan import STRATEGIES, Plan
 from moe.planning import footprint
 from moe.planning.inputs import fullest_load, initial_plan
+from simulator.context.rows import shared_rows
 from simulator.flops import computes_slices, has_fused_attention
 from simulator.memory_tape import MemoryProfile, OperationBytes, Tape, TapeTensor, recomputed
 from simulator.sizes import FP32, INT64, Sizes
@@ -28,6 +29,8 @@ ROPE_WORK_IN_PIECES = 2.75  # Megatron-core's, of latent attention: the turned h
 # of a token: logits, probabilities, maps; chosen experts with their scores
 ROUTER_EXPERT_BYTES, ROUTER_ASSIGNMENT_BYTES = (17, 12)
 MERGED = 4  # times an output in fp32: the sum so far, the one that is added, and both with their weights
+# times a round's keys and values: those that leave and those that come, of two rounds at once; their gradients
+ROUND_BUFFERS, ROUND_GRADIENTS = 4, 2
 LABEL_BYTES = 13  # of a token: label, mask, target
 PLAIN = (
     "add",
@@ -57,7 +60,8 @@ class Activations:
     def __init__(self, config: Config, vocab_size: int, device: str, plan: Plan | None = None) -> None:
         self.config, self.vocab_size, self.on_gpu = config, vocab_size, device == "cuda"
         self.fused_attention, self.by_slices = has_fused_attention(config, device), computes_slices(config, device)
-        self.sizes = Sizes(config)
+        self.sizes, self.shared = Sizes(config), shared_rows(config)
+        self.by_positions = config.data.documents == "separate" or config.parallel.context > 1
         self.tile = token_tile(self.sizes.tokens, config.training.token_tile)
         self.is_one_tile = self.tile == self.sizes.tokens
         self.load = fullest_load(config, device) if derived.is_moe(config) else None
@@ -69,6 +73,7 @@ class Activations:
             "column_linear": self._column_linear,
             "dropout": self._dropout,
             "embedding": self._embedding,
+            "exchange": self._exchange,
             "experts": self._experts,
             "norm": self._norm,
             "pooler": self._pooler,
@@ -88,7 +93,7 @@ class Activations:
         """
         tape, state = Tape(), None
         self._to_leave = leaving
-        if self.config.data.documents == "separate" and self.config.model.position_embedding == "rope":
+        if self.by_positions and self.config.model.position_embedding == "rope":
             # The micro-batch's rows keep their cosines and sines, of latent attention their angles.
             element = FP32 if self.config.model.attention == "latent" else 2 * self.sizes.element
             tape.new(self.sizes.tokens * derived.rotary_dim(self.config) * element)
@@ -215,7 +220,7 @@ class Activations:
         size = self.sizes.bytes(operation.output)
         if self.config.model.attention != "latent":
             return self._apply(tape, operation, held, OperationBytes(during=size, work=ROPE_WORK * size))
-        rows = self.sizes.tokens if self.config.data.documents == "separate" else self.sizes.length
+        rows = self.sizes.tokens if self.by_positions else self.sizes.length
         tables = 2 * rows * operation.channels * self.sizes.element
         takes = OperationBytes(kept=tables, during=2 * size, work=int(ROPE_WORK_IN_PIECES * size))
         return self._apply(tape, operation, held, takes)
@@ -248,7 +253,8 @@ class Activations:
 
     def _attention(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         if self.fused_attention:
-            sums = self.sizes.tokens * self.config.model.num_attention_heads // self.config.parallel.tensor * FP32
+            heads = self.config.model.num_attention_heads // self.sizes.ranks[HEADS]
+            sums = self.sizes.place_tokens * heads * FP32
             takes = OperationBytes(kept=sums)
             if self.by_slices:
                 takes = self._slices(sums, operation, held)
@@ -261,16 +267,35 @@ class Activations:
         output, given = self.sizes.bytes(operation.output), sum(held[name].bytes for name in operation.inputs)
         wide, rows = FP32 // self.sizes.element, self.sizes.length
         takes_wide = 0
-        slides = derived.attended_share(self.config) < 1
+        slides, rounds = derived.attended_share(self.config) < 1, self.shared.rounds > 1
+        # of documents of other lengths than samples some are cut
+        rounds |= self.shared.places > 1 and self.config.data.documents == "separate"
         if slides:
             rows = min(rows, self.config.model.sliding_window or rows)
+        if rounds:  # a place has two runs of a sample
+            rows = min(rows, rows // (2 * self.shared.places))
         if wide > 1 and not self.on_gpu and rows < SHORT_BACKWARD:  # then the way back computes in fp32
             takes_wide = wide * (given + 2 * output)
-        if not slides:
+        if not slides and not rounds:
             return OperationBytes(kept=sums, during=output + sums, work=2 * given + takes_wide)
-        # each row of a sliding window has two or three slices
-        during = MERGED * wide * output + 3 * sums
-        return OperationBytes(kept=sums, during=during, work=(1 + 2 * wide) * given + takes_wide)
+        # each row of a sliding window has two or three slices, as one with keys before its run
+        during, work = MERGED * wide * output + 3 * sums, (1 + 2 * wide) * given + takes_wide
+        if rounds:
+            *_, key, value = (held[name].bytes for name in operation.inputs)
+            of_round = int(min(1.0, max(self.shared.received) / self.sizes.place_tokens) * (key + value))
+            during += ROUND_BUFFERS * of_round
+            work += (ROUND_BUFFERS + ROUND_GRADIENTS) * of_round
+        return OperationBytes(kept=sums, during=during, work=work)
+
+    def _exchange(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
+        """Heads for rows, or rows for heads: all tensors go in one buffer, and come in another."""
+        sizes = [self.sizes.bytes(tensor) for tensor in operation.outputs]
+        buffers = max(sum(sizes), sum(held[name].bytes for name in operation.inputs))
+        last, outputs = len(sizes) - 1, list[TapeTensor]()
+        for number, (name, size) in enumerate(zip(operation.inputs, sizes, strict=True)):
+            takes = OperationBytes(during=buffers, work=2 * buffers) if number == last else OperationBytes()
+            outputs.append(tape.apply(size, [held[name]], takes=takes))
+        return outputs
 
     def _unfused_attention(self, tape: Tape, query: TapeTensor, key: TapeTensor, value: TapeTensor) -> TapeTensor:
         """The scores are made, one by one, in fp32."""

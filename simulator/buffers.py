@@ -2,7 +2,7 @@
 distributed optimizer lay them out.
 
 Parameters lie one after the other in reverse order, each on a multiple of 64 numbers, and each bucket is filled up so
-that every data parallel rank owns as much.
+that every rank with the same weights owns as much.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from configs import derived
 from configs.schema import Config
 from models.blueprint import parts
-from simulator.parameters import Parameter, parameters
+from simulator.parameters import Parameter, parameters, state_ranks
 
 ALIGNMENT = 64  # numbers: Megatron-core's _ParamAndGradBuffer starts parameters at multiples
 BUCKET_MULTIPLE = 128
@@ -92,10 +91,7 @@ def _padded(number: int, multiple: int) -> int:
 
 def buffers(config: Config, vocab_size: int, world_size: int, stage: int) -> dict[str, list[Buffer]]:
     """The stage's buffers by model chunk: "dense", and "expert" for the experts under expert parallelism."""
-    sizes = {
-        "dense": derived.data_parallel_size(config, world_size),
-        "expert": derived.expert_data_parallel_size(config, world_size),
-    }
+    sizes = state_ranks(config, world_size)
     result: dict[str, list[Buffer]] = {"dense": [], "expert": []}
     for index, part in enumerate(parts(config)[stage]):
         whole = index > 0 or stage > 0 or not config.parallel.overlap_grad_reduce

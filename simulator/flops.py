@@ -9,7 +9,8 @@ predicted. MFU everywhere is made of it.
 The machine's (`executed_flops_per_token`) is what PyTorch's FlopCounterMode counts over a step on all ranks: the full
 square, the fused attention's backward pass with its scores computed again (2.5 times the forward), whatever
 training.recompute and moe.memory_strategy compute again, the padding, and what every tensor rank computes alike. Of
-separate documents it counts the squares' share that attends. On a CPU in half precision, where moe/experts computes an
+separate documents it counts the squares' share that attends; of sequences that context ranks share, the squares of the
+runs that these got, and all that lies before them. On a CPU in half precision, where moe/experts computes an
 expert's rows in blocks of a few sizes, half a step of these for each block. Both leave out look-ups, norms, softmax and
 sums.
 
@@ -26,6 +27,7 @@ from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import ModelOperation, unknown, walk
 from moe.experts.sizes import BLOCK_ROWS, STEP_ROWS
+from simulator.context.rows import SharedRows, shared_rows
 
 # Categories by the beginning of an operation's name, the first that fits.
 CATEGORIES = {
@@ -54,7 +56,7 @@ OTHERS = (  # that have none, or none that are counted
         "multiply",
         "norm",
     ),
-    *("reshape", "rotary", "scatter", "select", "split", "sum", "vocabulary_embedding"),
+    *("exchange", "reshape", "rotary", "scatter", "select", "split", "sum", "vocabulary_embedding"),
 )
 
 
@@ -68,8 +70,9 @@ def computes_slices(config: Config, device: str) -> bool:
     model = config.model
     if model.attention_dropout > 0:
         return False
+    apart = config.data.documents == "separate" or config.parallel.context > 1
     slides = derived.attended_share(config) < 1
-    return model.family == "bert" or config.data.documents == "separate" or slides or _is_padded(config, device)
+    return model.family == "bert" or apart or slides or _is_padded(config, device)
 
 
 def _is_padded(config: Config, device: str) -> bool:
@@ -108,15 +111,21 @@ def training_flops_per_token(config: Config, vocab_size: int, attended_share: fl
 
 
 def executed_flops_per_token(
-    config: Config, padded_vocab_size: int, device: str, attended_share: float | None = None
+    config: Config,
+    padded_vocab_size: int,
+    device: str,
+    attended_share: float | None = None,
+    shared: SharedRows | None = None,
 ) -> float:
-    """Operations of forward and backward pass that all ranks together carry out, divided by the tokens."""
+    """Operations of forward and backward pass that all ranks together carry out, divided by the tokens. `shared`: as
+    in simulator/communication.py."""
+    squares = (shared or shared_rows(config)).squares
     counts: dict[str, dict[float, float]] = {}  # by category: by how often they run, those of the forward pass
     for category, operation, forwards in _counted(config, padded_vocab_size):
         times = _times(config, operation.kind, device) + forwards - 1
         flops = operation.flops * _copies(config, operation.kind)
         if operation.kind == "attention":
-            flops *= _computed_share(config, device, attended_share)
+            flops *= squares * _computed_share(config, device, attended_share)
         of_category = counts.setdefault(category, {})
         of_category[times] = of_category.get(times, 0.0) + flops
     if device == "cpu" and config.training.precision != "fp32" and "experts" in counts:

@@ -32,7 +32,7 @@ from simulator.activations import Activations
 from simulator.buffers import Buffer, buffers
 from simulator.layer_inputs import LayerInputPlan, layer_inputs
 from simulator.memory_tape import MemoryProfile
-from simulator.parameters import Place, places
+from simulator.parameters import Place, places, state_ranks
 from simulator.sizes import FP32, Sizes
 from simulator.tiers import TierPlan, least_host_bytes, left
 
@@ -94,7 +94,7 @@ def rank_memory(
         """By stage: activations of the device, and layer inputs on the host, which has so much room for them."""
         inputs = [layer_inputs(config, world_size, stage, room) for stage in range(stages)]
         live = [activations_of_stage(config, activations, world_size, stage, inputs[stage]) for stage in range(stages)]
-        alone = derived.data_parallel_size(config, world_size) == 1
+        alone = state_ranks(config, world_size)["dense"] == 1
         after = [_after_backward(config, of_stage, device, alone) for of_stage in static]
         return [max(pair) for pair in zip(live, after, strict=True)], [plan.host for plan in inputs]
 
@@ -118,7 +118,7 @@ def rank_memory(
     def state(place: Place) -> int:
         if place.rank in found:
             return found[place.rank].device_bytes
-        return optimizer(place.stage, "dense", place.data) + optimizer(place.stage, "expert", place.expert_data)
+        return optimizer(place.stage, "dense", place.data_context) + optimizer(place.stage, "expert", place.expert_data)
 
     return [
         RankMemory(
@@ -301,7 +301,7 @@ def _at_least(config: Config, vocab_size: int, world_size: int, memory: Sequence
     tiers, found = TierPlan(config, vocab_size, world_size, rooms), dict[tuple[int, ...], float]()
     for rank, place in zip(memory, places(config, world_size), strict=True):
         beside = rank.total - rank.optimizer
-        key = (place.stage, place.data, place.expert_data, beside)
+        key = (place.stage, place.data_context, place.expert_data, beside)
         if key not in found:
             least = least_host_bytes(tiers.request(place), left(rooms, beside))
             found[key] = rank.host if least is None else rank.host_activations + least

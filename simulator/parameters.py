@@ -1,7 +1,7 @@
 """Who holds what: the parameters of each pipeline stage, and the place of every rank, without process groups.
 
-Ranks are laid out as parallel/topology.py has Megatron-core do it: tensor fastest, then data, pipeline; experts fold
-over the same ranks: expert tensor fastest, then expert, expert data, pipeline.
+Ranks are laid out as parallel/topology.py has Megatron-core do it: tensor fastest, then context, data, pipeline;
+experts fold over the same ranks: expert tensor fastest, then expert, expert data, pipeline.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's coordinates."""
+    """A rank's coordinates; `data_context` among those that hold the same dense weights."""
 
     rank: int
     tensor: int
+    context: int
     data: int
+    data_context: int
     stage: int
     expert: int
     expert_data: int
@@ -55,13 +57,23 @@ class Place:
 
 def places(config: Config, world_size: int) -> Iterator[Place]:
     """The place of every rank."""
-    tensor, stages = config.parallel.tensor, config.parallel.pipeline
+    tensor, context, stages = config.parallel.tensor, config.parallel.context, config.parallel.pipeline
     split, experts = derived.expert_tensor_size(config), config.parallel.expert
     per_stage = world_size // stages
     for rank in range(world_size):
         stage, inner = divmod(rank, per_stage)
         folded = inner // split
-        yield Place(rank, inner % tensor, inner // tensor, stage, folded % experts, folded // experts)
+        copy = inner // tensor
+        expert, expert_data = folded % experts, folded // experts
+        yield Place(rank, inner % tensor, copy % context, copy // context, copy, stage, expert, expert_data)
+
+
+def state_ranks(config: Config, world_size: int) -> dict[str, int]:
+    """Ranks that share the gradients and the optimizer's state of "dense" weights, and of "expert" ones."""
+    return {
+        "dense": derived.data_parallel_size(config, world_size) * config.parallel.context,
+        "expert": derived.expert_data_parallel_size(config, world_size),
+    }
 
 
 def parameters(config: Config, part: blueprint.Part, vocab_size: int) -> list[Parameter]:

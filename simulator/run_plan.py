@@ -10,6 +10,7 @@ import copy
 import ctypes
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from moe.placement_map import PlacementMap
 from optim.arrangement.arrange import Capacity
 from parallel.pipeline import layers_of_stage
 from simulator import communication
+from simulator.context.rows import Lengths, SharedRows, shared_rows
+from simulator.context.sizes import layer_exchange, layouts
 from simulator.flops import (
     executed_flops_per_token,
     forward_flops_per_token,
@@ -61,6 +64,12 @@ class RunPlan:
     prediction: StepPrediction | None
     rooms: Capacity = Capacity()  # what a rank may use of each memory tier
     attended_share: float | None = None  # of separate documents, as simulator/flops.py has it; None: not known
+    documents: Sequence[Lengths] | None = None  # their lengths in some micro-batches, where context ranks share them
+
+    @property
+    def shared(self) -> SharedRows:
+        """What context ranks do with a micro-batch."""
+        return shared_rows(self.config, self.documents)
 
     @property
     def worst(self) -> RankMemory:
@@ -91,7 +100,7 @@ class RunPlan:
             "flops": {
                 "forward_per_token": forward_flops_per_token(config, vocab, share),
                 "training_per_token": training_flops_per_token(config, vocab, share),
-                "executed_per_token": executed_flops_per_token(config, padded, self.device, share),
+                "executed_per_token": executed_flops_per_token(config, padded, self.device, share, self.shared),
                 "forward_operations": forward_operations(config, vocab),
             },
             "attended_share": share,
@@ -103,6 +112,7 @@ class RunPlan:
                 for place in places(config, self.world_size)
             ],
             "communication_per_step": self.communication,
+            "context": {**asdict(self.shared), "sent_in_a_layer": layer_exchange(config, self.shared)},
             "prediction": None if self.prediction is None else asdict(self.prediction),
             "unexportable": self.unexportable,
         }
@@ -115,15 +125,17 @@ def make_plan(
     device: str | None = None,
     device_memory: float | None = None,
     attended_share: float | None = None,
+    documents: Sequence[Lengths] | None = None,
 ) -> RunPlan:
     """The plan of a checked config. `device`: by default where it would train if it were started here;
-    `device_memory`: bytes that a GPU has; `attended_share`: of the corpus; where they are known. Raises
-    ConfigError."""
+    `device_memory`: bytes that a GPU has; `attended_share`: of the corpus; `documents`: their lengths in some
+    micro-batches of it, one list each; where they are known. Raises ConfigError."""
     device = device or device_type(config)
     padded = padded_vocab_size(vocab_size, config.parallel.tensor)
     every = [p for of_stage in parts(config) for part in of_stage for p in parameters(config, part, vocab_size)]
-    sent = communication.bytes_per_step(config, vocab_size, world_size, device)
-    reduced = max(stage["gradient_reduction"] + stage["parameter_gather"] for stage in sent)
+    shared = shared_rows(config, documents)
+    sent = communication.bytes_per_step(config, vocab_size, world_size, device, shared)
+    most = {kind: max(stage[kind] for stage in sent) for kind in communication.KINDS}
     of = rooms(config, world_size, device_memory)
     return RunPlan(
         config,
@@ -134,9 +146,10 @@ def make_plan(
         sum(parameter.active for parameter in every),
         rank_memory(config, vocab_size, world_size, device, rooms=of),
         sent,
-        predict_step(config, padded, world_size, device, reduced, attended_share),
+        predict_step(config, padded, world_size, device, most, attended_share),
         of,
         attended_share,
+        documents,
     )
 
 
@@ -250,7 +263,8 @@ def out_of_memory(plan: RunPlan, limit: float, beside: str = "") -> str:
 
 
 def what_fits(plan: RunPlan, limit: float) -> str | None:
-    """Overrides with which every rank stays under `limit` bytes: the largest micro-batch, or recomputation, or both."""
+    """Overrides with which every rank stays under `limit` bytes: the largest micro-batch, recomputation, both, or more
+    ranks for each sequence."""
     config, size = plan.config, plan.config.training.micro_batch_size
     if max(rank.weights + rank.gradients + rank.optimizer for rank in plan.memory) > limit:
         return None  # whatever the batch
@@ -274,6 +288,23 @@ def what_fits(plan: RunPlan, limit: float) -> str | None:
                 fix = [f"training.micro_batch_size={number}"] if number != size else []
                 fix += [f"training.recompute={recompute}"] if recompute != config.training.recompute else []
                 return f"{' '.join(fix)} ({_size(most)})"
+    return _wider_context(plan, limit, kinds)
+
+
+def _wider_context(plan: RunPlan, limit: float, kinds: Sequence[str]) -> str | None:
+    """More ranks for each sequence, with the least recomputation."""
+    own = plan.config.parallel.context
+    for recompute in kinds:
+        asked = copy.deepcopy(plan.config)
+        asked.training.recompute = recompute
+        for changed in layouts(asked, plan.world_size):
+            if changed.parallel.context <= own or changed.parallel.context % own:
+                continue
+            memory = rank_memory(changed, plan.vocab_size, plan.world_size, plan.device, rooms=plan.rooms)
+            most = max(rank.total for rank in memory)
+            if most <= limit and not over_budget(memory, plan.rooms):
+                more = f" training.recompute={recompute}" if recompute != plan.config.training.recompute else ""
+                return f"parallel.context={changed.parallel.context}{more} ({_size(most)})"
     return None
 
 

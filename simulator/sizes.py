@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from configs import derived
+from configs.derived import context_heads, rows_of_rank
 from configs.schema import Config
 from models.blueprint.operation import (
     BOOLEAN,
@@ -11,6 +12,7 @@ from models.blueprint.operation import (
     OWN_PREDICTED,
     OWN_TOKENS,
     PEER_TOKENS,
+    PLACE_TOKENS,
     PREDICTED,
     SAMPLES,
     SCALAR,
@@ -30,7 +32,8 @@ class Sizes:
     def __init__(self, config: Config) -> None:
         parallel = config.parallel
         self.samples, self.length = config.training.micro_batch_size, config.model.sequence_length
-        self.tokens = self.samples * self.length
+        self.tokens = rows_of_rank(config)  # of all its tensor ranks
+        self.place_tokens = self.tokens * context_heads(config)
         self.own_tokens = self.tokens // parallel.tensor if parallel.sequence else self.tokens
         self.element = derived.element_size(config)
         self.ranks = axis_sizes(config)
@@ -45,6 +48,7 @@ class Sizes:
             PEER_TOKENS: peers,
             SAMPLES: self.samples,
             SCALAR: 1,
+            PLACE_TOKENS: self.place_tokens,
         }
         self._bytes = {MODEL: self.element, FLOAT32: FP32, BOOLEAN: 1}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class StepPrediction:
     reduction_seconds: float
     bubble: float  # share of a stage's time in which it waits for others
     measured_on: str
+    context_seconds: float = 0.0  # of exchanges between context ranks, as if nothing hid them
 
 
 def measured_costs(config: Config, device: str) -> tuple[LayerCosts, str] | None:
@@ -77,16 +79,28 @@ def measured_costs(config: Config, device: str) -> tuple[LayerCosts, str] | None
     return None
 
 
+def measured_rates(config: Config, device: str) -> tuple[float, float] | None:
+    """Bytes a second of an exchange and operations a second of the experts' products, as measured; None if they were
+    not."""
+    found = measured_costs(config, device)
+    return None if found is None else (1 / found[0].exchange.beta, _rate(config, found[0], device))
+
+
+def _rate(config: Config, layer: LayerCosts, device: str) -> float:
+    load, matrices = layer_shape(config, device).even(), 3 if config.model.activation == "swiglu" else 2
+    return 2 * matrices * load.hidden_size * load.width * load.assignments / layer.forward(load.assignments)
+
+
 def predict_step(
     config: Config,
     padded_vocab_size: int,
     world_size: int,
     device: str,
-    reduced: int,
+    sent: Mapping[str, int],
     attended_share: float | None = None,
 ) -> StepPrediction | None:
-    """What a step should take; None without measured costs. `reduced` are the bytes that a rank sends to reduce
-    gradients; `attended_share` as in simulator/flops.py.
+    """What a step should take; None without measured costs. `sent`: the bytes that a rank sends in a step, by kind;
+    `attended_share` as in simulator/flops.py.
 
     Raises ConfigError if on some stage no plan of the MoE layers fits their memory budget, as the run does.
     """
@@ -102,8 +116,7 @@ def predict_step(
             call = _call(config, layer, load, limits(config, device, world_size, stage))
             passes = call.forward * (2 if training.recompute == "full" else 1) + call.backward
             calls += micro_batches * num_layers * passes / stages
-    matrices = 3 if config.model.activation == "swiglu" else 2
-    rate = 2 * matrices * load.hidden_size * load.width * load.assignments / layer.forward(load.assignments)
+    rate = _rate(config, layer, device)
     forward = forward_operations(config, padded_vocab_size)
     inside = forward["experts"] + forward["shared_expert"]
     times = 4 if training.recompute == "full" else 3
@@ -111,9 +124,11 @@ def predict_step(
     other = others * training.global_batch_size * config.model.sequence_length / world_size / rate
     chunks = config.parallel.virtual_pipeline or 1
     waiting = (stages - 1) / (micro_batches * chunks)
-    reduction = reduced * layer.exchange.beta
-    busy = calls + other
-    return StepPrediction(busy * (1 + waiting) + reduction, calls, other, reduction, waiting / (1 + waiting), hardware)
+    reduction = (sent["gradient_reduction"] + sent["parameter_gather"]) * layer.exchange.beta
+    context = sent["context_exchange"] * layer.exchange.beta
+    busy = calls + other + context
+    seconds = busy * (1 + waiting) + reduction
+    return StepPrediction(seconds, calls, other, reduction, waiting / (1 + waiting), hardware, context)
 
 
 def _call(config: Config, layer: LayerCosts, load: LayerLoad, chosen: Limits) -> CallPrediction:

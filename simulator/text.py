@@ -15,6 +15,8 @@ from moe.placement_map import PlacementMap
 from optim.arrangement.arrange import Arrangement
 from parallel.pipeline import layers_of_stage
 from simulator.communication import KINDS as SENT_KINDS
+from simulator.context.rows import Lengths
+from simulator.context.words import context_in_words, count, size, table
 from simulator.flops import executed_flops_per_token, forward_flops_per_token, training_flops_per_token
 from simulator.memory import KINDS
 from simulator.parameters import places
@@ -24,10 +26,16 @@ from simulator.step_time import ASSUMED, engine_seconds
 MOST_GROUPS = 8  # expert groups or data ranks of a stage that are drawn one by one
 
 
-def show(config: Config, world_size: int, vocab_size: int, attended_share: float | None = None) -> int:
+def show(
+    config: Config,
+    world_size: int,
+    vocab_size: int,
+    attended_share: float | None = None,
+    documents: Sequence[Lengths] | None = None,
+) -> int:
     """Print the plan that `plan=true` or `plan=json` asks for; the exit status. Raises ConfigError where it does not
     fit the limit or the budgets."""
-    plan = make_plan(config, world_size, vocab_size, attended_share=attended_share)
+    plan = make_plan(config, world_size, vocab_size, attended_share=attended_share, documents=documents)
     if launched().rank == 0:
         print(json.dumps(plan.as_dict()) if config.plan == "json" else text(plan), flush=True)
     refuse_what_cannot_fit(plan)
@@ -36,7 +44,15 @@ def show(config: Config, world_size: int, vocab_size: int, attended_share: float
 
 def text(plan: RunPlan) -> str:
     """Everything, one section after the other."""
-    sections = [_model(plan), _layout(plan), _memory(plan), _tiers(plan), _communication(plan), _time(plan)]
+    sections = [
+        _model(plan),
+        _layout(plan),
+        context_in_words(plan),
+        _memory(plan),
+        _tiers(plan),
+        _communication(plan),
+        _time(plan),
+    ]
     sections += [idle.ready(plan.config), no_export(plan.unexportable)]
     return "\n\n".join(section for section in sections if section)
 
@@ -46,35 +62,10 @@ def no_export(why: str | None) -> str:
     return "" if why is None else f"no export to Hugging Face: {why}"
 
 
-def size(num_bytes: float) -> str:
-    """Bytes in the unit that suits them."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.2f} {name}"
-    return f"{num_bytes:.0f} B"
-
-
-def count(number: float) -> str:
-    """A number with the letter of its power of a thousand."""
-    for unit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g} {letter}"
-    return f"{number:.3g} "
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
-    lines = [
-        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [headings, *rows]
-    ]
-    return "\n".join(lines)
-
-
 def _model(plan: RunPlan) -> str:
     config, vocab = plan.config, plan.vocab_size
     padded, share = padded_vocab_size(vocab, config.parallel.tensor), plan.attended_share
-    executed = executed_flops_per_token(config, padded, plan.device, share)
+    executed = executed_flops_per_token(config, padded, plan.device, share, plan.shared)
     tokens = config.training.global_batch_size * config.model.sequence_length
     flops = training_flops_per_token(config, vocab, share)
     square = "full attention square" if share is None else f"{share:.3g} of the attention square"
@@ -110,6 +101,7 @@ def _layout(plan: RunPlan) -> str:
         "pipeline": parallel.pipeline,
         "virtual": parallel.virtual_pipeline or 1,
         "data": derived.data_parallel_size(config, plan.world_size),
+        "context": parallel.context,
         "tensor": parallel.tensor,
     }
     if derived.is_moe(config):
@@ -132,7 +124,9 @@ def _layout(plan: RunPlan) -> str:
         ]
         if len(groups) > MOST_GROUPS:
             lines.append(f"    ... and {len(groups) - MOST_GROUPS} more like these")
-    if parallel.tensor > 1:
+    if parallel.context > 1:
+        lines.append("  In brackets: ranks with parts of the same samples, tensor ranks side by side.")
+    elif parallel.tensor > 1:
         lines.append("  In brackets: tensor ranks, which hold the parts of the same weights.")
     return "\n".join(lines)
 
@@ -165,10 +159,16 @@ def _memory(plan: RunPlan) -> str:
         rows.append(
             [str(stage), str(worst.rank), *(size(getattr(worst, kind)) for kind in KINDS), size(worst.total), mark]
         )
-    lines = ["Memory of a rank (the fullest of each stage):", _table(["stage", "rank", *KINDS, "total", ""], rows)]
+    lines = ["Memory of a rank (the fullest of each stage):", table(["stage", "rank", *KINDS, "total", ""], rows)]
     if host := max(rank.host_activations for rank in plan.memory):
         lines.append(f"  Layer inputs on the host come beside these: up to {size(host)} a rank.")
     lines.append("  Tensors alone: a GPU's libraries and its allocator's gaps come on top, some GiB.")
+    if derived.is_moe(plan.config) and plan.config.parallel.expert > 1:
+        bound = size(derived.dispatch_bound(plan.config))
+        lines.append(
+            f"  Dispatch of a chunk, to a rank and back, never takes more than {bound}, whatever routing does "
+            "(moe.token_budget)."
+        )
     if derived.places_experts(plan.config):
         copies, slots = derived.copy_bytes(plan.config), plan.config.moe.placement.extra_slots
         blocks = derived.block_rows(plan.config) is not None
@@ -261,7 +261,7 @@ def _engine(plan: RunPlan, tiers: Arrangement) -> str:
 def _communication(plan: RunPlan) -> str:
     rows = [[str(stage), *(size(sent[kind]) for kind in SENT_KINDS)] for stage, sent in enumerate(plan.communication)]
     headings = ["stage", *(kind.replace("_", " ") for kind in SENT_KINDS)]
-    return "\n".join(["Sent by a rank in a step:", _table(headings, rows)])
+    return "\n".join(["Sent by a rank in a step:", table(headings, rows)])
 
 
 def _time(plan: RunPlan) -> str:
@@ -284,6 +284,7 @@ def _time(plan: RunPlan) -> str:
         "the rest": prediction.other_seconds,
         "reduction": prediction.reduction_seconds,
     }
+    seconds |= {"context's exchanges": prediction.context_seconds} if config.parallel.context > 1 else {}
     pieces = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
     return (
         f"Step time: predicted {prediction.step_seconds:.3g} s, {tokens / prediction.step_seconds:,.0f} tokens/s "

@@ -41,11 +41,11 @@ class TierPlan:
     def of(self, place: Place, beside: int) -> Arrangement:
         """A rank's, where `beside` bytes of its device are taken by all else. What does not fit is arranged in the
         least memory all the same."""
-        return self._arranged(place.stage, place.data, place.expert_data, beside)
+        return self._arranged(place.stage, place.data_context, place.expert_data, beside)
 
     def request(self, place: Place) -> TierRequest:
         """A rank's buckets."""
-        return self._request(place.stage, place.data, place.expert_data)
+        return self._request(place.stage, place.data_context, place.expert_data)
 
     def _arrange(self, stage: int, data: int, expert_data: int, beside: int) -> Arrangement:
         asked = self._request(stage, data, expert_data)

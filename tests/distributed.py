@@ -36,7 +36,7 @@ import psutil
 from tests.waits import LONG, POLL
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_RANKS = 4
+MAX_RANKS = 8
 PRETENDED = "pretended"  # a backend: gloo between ranks that have tests/cuda's device
 MEETING_TIMEOUT = 60.0  # seconds that ranks have to connect, which takes milliseconds; not counted against the call
 GRACE = 10.0  # seconds that the other ranks have to end once one of them has failed

@@ -3,6 +3,9 @@
 FP32_LOSS = 1e-5  # per-step loss of two layouts of one fp32 run, over 20 steps
 FP32_GRAD_NORM = 1e-4  # per-step gradient norm of the same
 TOKEN_LOSS = 1e-6  # loss and gradients of the output layer in tiles against full logits, fp32
+# one sequence over several ranks against one process: first step's gradient norm in fp32; in bf16 that and each loss
+CONTEXT_GRAD_NORM = 1e-6
+CONTEXT_BF16 = 1e-3
 PLACEMENT_LOSS = 1e-6  # per-step loss of an fp32 run whose experts' copies take part, against the static run's
 BF16_LOSS = 1e-2  # per-step loss of two layouts of one bf16 run, over 20 steps
 ORACLE_LOGITS = 1e-5  # fp32 logits against the Hugging Face implementation of the same weights

@@ -117,6 +117,11 @@ class Engine:
         for placement in self._placements:
             placement.begin_passes(num_backwards)
 
+    def on_host(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What this rank needs of a micro-batch of the host, which its data rank's context ranks share: the model's
+        `on_host`. Also in the loader's thread."""
+        return self.family.on_host(self.config, batch, self.topology.context)  # type: ignore[no-any-return]
+
     def mark(self) -> Mark:
         """What passes change beside gradients, as it is now, to be put back."""
         return Mark(self._buffers, self.optimizer)

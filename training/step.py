@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from configs import derived
 from configs.schema import Config
+from data.loader import PREPARED
 from data.pieces import attended_pairs, share_of
 from memory.transfer import to_device
 from models.attention.rows import SLICES
@@ -152,13 +153,13 @@ def evaluate(
 
 
 def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
-    """Logits [batch, sequence, vocabulary] in fp32, this rank's slice of the vocabulary; None off the last stage. Context
-    ranks each get all rows."""
+    """Logits [batch, sequence, vocabulary] in fp32, all rows of this rank's slice of the vocabulary; None off the last
+    stage."""
     context = engine.topology.context
     made: list[Batch] = []
 
     def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        made[:] = [engine.family.on_host(engine.config, next(iterator), context)]
+        made[:] = [engine.on_host(next(iterator))]
         output = engine.family.forward(chunk, _to_device(engine, made[0]))
         return output, lambda output, non_loss_data=True: output
 
@@ -197,7 +198,7 @@ def _run(
     scale = len(batches) * topology.data.size / counts[0].clamp(min=1)
     losses = _no_losses(engine)
     loss_grad = None if forward_only else _loss_grad(engine, scale, len(batches))
-    batches = [engine.family.on_host(config, batch, topology.context) for batch in batches]
+    batches = [batch.get(PREPARED) or engine.on_host(batch) for batch in batches]
 
     def forward_step(iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         number, batch = next(iterator)
@@ -335,5 +336,6 @@ def _report_routers(engine: Engine, report: RouterReport, num_micro_batches: int
     tokens = micro_batches * config.training.micro_batch_size * config.model.sequence_length
     layers = torch.tensor(derived.moe_layer_pattern(config), dtype=torch.bool)
     result.tokens_per_expert = report.tokens_per_expert
-    result.by_layer, means = in_metrics(report, layers, tokens, micro_batches, config.moe.top_k, topology.tensor.size)
+    holders = topology.tensor.size * topology.context.size
+    result.by_layer, means = in_metrics(report, layers, tokens, micro_batches, config.moe.top_k, holders)
     result.extra.update(means)

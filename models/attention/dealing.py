@@ -12,18 +12,19 @@ it.
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from models.attention.dealing_repair import Part, Places, level_rows, level_work
+from models.attention.dealt.packing import pack
+from models.attention.dealt.places import Part, Places, Work
+from models.attention.dealt.repair import exchange_less, level_rows, level_work
 
 LIMIT, OF = 102, 100  # work of a place: at most LIMIT / OF of the mean
-NEGLIGIBLE = 500  # a part of 1 / NEGLIGIBLE of a place's work goes where rows are missing, whatever the work
+AIMS = (1010, 985)  # thousandths of the mean work that places are packed to, one try after the other
+MANY = 8  # pieces of a place, from which on what fills a place may be heavier than the lightest: the lower aim first
+UNCUT = 4000  # of a first try that leaves short pieces whole, where all are
 FRACTIONS = 20  # bits of fractions of work that count
 
 
@@ -63,19 +64,36 @@ def deal(
     lengths = np.asarray(lengths, dtype=np.int64)
     _check(lengths, num_places, work, keys)
     number, total = num_places, int(lengths.sum())
-    work_of, works = _work_functions(lengths, work, keys)
+    of_work = Work(_whole(work, lengths), None if keys is None else np.asarray(keys, dtype=np.int64).tolist())
+    pieces = np.arange(len(lengths))
+    works = of_work.of_each(pieces, np.zeros_like(lengths), lengths).tolist()
     all_work = sum(works)
-
-    def cut(piece: int, row: int) -> int:
-        return row if keys is None else int(keys[piece])
-
     limit = LIMIT * all_work // (OF * number)
-    places = Places(number, total // number, limit, work_of, cut)
-    short = _cut_long(places, lengths.tolist(), works)
-    _pack(places, short)
-    level_rows(places)
-    level_work(places)
-    return _in_runs(places, lengths)
+    parts = [Part(rows, its_work, piece, 0) for piece, (rows, its_work) in enumerate(zip(lengths.tolist(), works))]
+    enough = _enough(parts, total // number, max(limit, 1))
+    best: tuple[int, int, Deal] | None = None
+    aims = AIMS if len(parts) < MANY * number else AIMS[::-1]
+    for share in aims if enough else (UNCUT, *aims):
+        places = Places(number, total // number, limit, of_work)
+        pack(places, parts, share * all_work // (1000 * number), cut=share != UNCUT)
+        level_rows(places)
+        level_work(places)
+        exchange_less(places)
+        found = _in_runs(places, lengths)
+        over = max(max(places.work) - limit, 0)
+        exchanged = int(exchanged_rows(found, lengths, keys).sum())
+        if best is None or (over, exchanged) < best[:2]:
+            best = (over, exchanged, found)
+        if not over and exchanged <= enough:
+            break
+    assert best is not None
+    return best[2]
+
+
+def _enough(parts: list[Part], rows: int, limit: int) -> int:
+    """The exchanged rows if every piece were on as few places as its rows and work ask for, and each of those but one
+    received it as a whole."""
+    return sum((max(-(-part.rows // rows), -(-part.work // limit)) - 1) * part.rows for part in parts)
 
 
 def _check(lengths: np.ndarray, num_places: int, work: np.ndarray | None, keys: np.ndarray | None) -> None:
@@ -90,137 +108,12 @@ def _check(lengths: np.ndarray, num_places: int, work: np.ndarray | None, keys: 
         raise ValueError("keys takes 1 to the piece's rows for each piece")
 
 
-def _work_functions(
-    lengths: np.ndarray, work: np.ndarray | None, keys: np.ndarray | None
-) -> tuple[Callable[[int, int, int], int], list[int]]:
-    """The work of a piece's rows from a first to behind a last, in whole numbers, and of every piece."""
-    if keys is not None:
-        by_piece = np.asarray(keys, dtype=np.int64).tolist()
-        return (lambda piece, begin, end: by_piece[piece] * (end - begin)), (lengths * keys).tolist()
-    if work is None:
-        of_pieces = (lengths * (lengths + 1) // 2).tolist()
-        return (lambda piece, begin, end: (end * (end + 1) - begin * (begin + 1)) // 2), of_pieces
-    if np.issubdtype(np.asarray(work).dtype, np.integer):
-        whole = np.asarray(work, dtype=np.int64)
-    else:
-        most = math.frexp(float(work[int(lengths.max())]) * len(lengths))[1]
-        whole = np.rint(np.ldexp(np.asarray(work, dtype=np.float64), min(FRACTIONS, 60 - most))).astype(np.int64)
-    return (lambda piece, begin, end: int(whole[end]) - int(whole[begin])), whole[lengths].tolist()
-
-
-# -- long pieces -------------------------------------------------------------------------------------------------------
-
-
-def _cut_long(places: Places, lengths: list[int], works: list[int]) -> list[Part]:
-    """Cut tails, with heads, off the pieces that are too much for a place, one to each empty place, until the rest is
-    not. Returns what is not placed."""
-    rows, limit = places.left[0], places.limit
-    pieces = range(len(lengths))
-    is_long = [length > rows or work > limit for length, work in zip(lengths, works)]
-    short = [Part(lengths[piece], works[piece], piece, 0) for piece in pieces if not is_long[piece]]
-    filler = _Filler(short)
-    empty = 0
-    for piece in sorted((piece for piece in pieces if is_long[piece]), key=lambda piece: (-works[piece], piece)):
-        begin, end = 0, lengths[piece]
-        while empty < len(places.left) and (end - begin > rows or places.work_of(piece, begin, end) > limit):
-            tail, head = _tail(places, filler, piece, begin, end)
-            places.add(empty, places.part(piece, end - tail, end), fixed=True)
-            if head:
-                places.add(empty, places.part(piece, begin, begin + head), fixed=True)
-            filler.used += rows - tail - head
-            begin, end = begin + head, end - tail
-            empty += 1
-        if begin < end:
-            short.append(places.part(piece, begin, end))
-    return short
-
-
-class _Filler:
-    """The lightest of the whole pieces, which fill the places of long pieces."""
-
-    def __init__(self, short: list[Part]) -> None:
-        self.rows, self.work = [0], [0]
-        for part in sorted(short, key=lambda part: (part.work // part.rows, part)):
-            self.rows.append(self.rows[-1] + part.rows)
-            self.work.append(self.work[-1] + part.work)
-        self.used = 0
-
-    def left(self) -> int:
-        return self.rows[-1] - self.used
-
-    def of(self, rows: int) -> int:
-        """The work of the next rows."""
-        return self._until(self.used + rows) - self._until(self.used)
-
-    def _until(self, rows: int) -> int:
-        i = bisect_right(self.rows, rows) - 1
-        if i + 1 == len(self.rows):
-            return self.work[-1]
-        share = rows - self.rows[i]
-        return self.work[i] + (self.work[i + 1] - self.work[i]) * share // (self.rows[i + 1] - self.rows[i])
-
-
-def _tail(places: Places, filler: _Filler, piece: int, begin: int, end: int) -> tuple[int, int]:
-    """Rows of the longest tail that a place takes, and of the head that it takes beside: what else fills it considered,
-    its work is within the limit."""
-    rows, work_of = places.left[-1], places.work_of
-    length, work = end - begin, work_of(piece, begin, end)
-    needed = max(-(-length // rows), -(-work // max(places.limit, 1)))
-    others = max((needed - 1) * rows, length - rows)
-
-    def head(tail: int) -> int:
-        return min(max(0, rows - tail - filler.left(), length - tail - others), rows - tail)
-
-    low, high = 1, min(rows, length - 1)
-    while low < high:
-        tail = (low + high + 1) // 2
-        beside = head(tail)
-        found = work_of(piece, end - tail, end) + work_of(piece, begin, begin + beside)
-        if found + filler.of(rows - tail - beside) <= places.limit:
-            low = tail
-        else:
-            high = tail - 1
-    return low, min(head(low), length - low)
-
-
-# -- short pieces ------------------------------------------------------------------------------------------------------
-
-
-def _pack(places: Places, parts: list[Part]) -> None:
-    """The longest first, each whole to the place that will have the least work if the rest fills it evenly; those that
-    fit nowhere make a place's rows too many."""
-    parts = sorted(parts, key=lambda part: (-part.work, -part.rows, part.piece, part.begin))
-    pool_rows, pool_work = sum(part.rows for part in parts), sum(part.work for part in parts)
-    number, left, work = len(places.left), places.left, places.work
-    negligible = places.limit // NEGLIGIBLE
-    homeless = []
-    heap: list[tuple[int, int]] = []
-    by_rows = False
-    for index, part in enumerate(parts):
-        if not by_rows and (index % number == 0 or part.work <= negligible):
-            by_rows = part.work <= negligible
-            if by_rows:
-                heap = [(-left[place], place) for place in range(number)]
-            else:
-                heap = [(work[place] + left[place] * pool_work // pool_rows, place) for place in range(number)]
-            heapq.heapify(heap)
-        aside = []
-        while heap and left[heap[0][1]] < part.rows:
-            aside.append(heapq.heappop(heap))
-            if by_rows:
-                break
-        pool_rows, pool_work = pool_rows - part.rows, pool_work - part.work
-        if heap and left[heap[0][1]] >= part.rows:
-            place = heap[0][1]
-            places.add(place, part)
-            key = -left[place] if by_rows else work[place] + left[place] * pool_work // max(pool_rows, 1)
-            heapq.heapreplace(heap, (key, place))
-        else:
-            homeless.append(part)
-        for entry in aside:
-            heapq.heappush(heap, entry)
-    for part in homeless:
-        places.add(max(range(number), key=lambda place: (left[place], -place)), part)
+def _whole(work: np.ndarray | None, lengths: np.ndarray) -> np.ndarray | None:
+    """Work in whole numbers: fractions keep FRACTIONS bits where there is room."""
+    if work is None or np.issubdtype(np.asarray(work).dtype, np.integer):
+        return None if work is None else np.asarray(work, dtype=np.int64)
+    most = math.frexp(float(work[int(lengths.max())]) * len(lengths))[1]
+    return np.rint(np.ldexp(np.asarray(work, dtype=np.float64), min(FRACTIONS, 60 - most))).astype(np.int64)
 
 
 # -- what was dealt ----------------------------------------------------------------------------------------------------

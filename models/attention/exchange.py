@@ -102,7 +102,7 @@ class HeadExchange:
         self.ranks = range(first, first + heads)
 
     def key_heads(self, number: int) -> list[slice]:
-        """Of so many key heads those that each rank of the place computes with."""
+        """The key heads of so many that each rank of the place computes with."""
         if number % self.size == 0:
             each = number // self.size
             return [slice(i * each, (i + 1) * each) for i in range(self.size)]
@@ -110,7 +110,7 @@ class HeadExchange:
         return [slice(i // shared, i // shared + 1) for i in range(self.size)]
 
     def query_heads(self, number: int) -> list[slice]:
-        """Of so many query heads those that each rank of the place computes with."""
+        """The query heads of so many that each rank of the place computes with."""
         each = number // self.size
         return [slice(i * each, (i + 1) * each) for i in range(self.size)]
 

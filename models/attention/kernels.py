@@ -29,9 +29,9 @@ class KernelDemandError(RuntimeError):
     """A kernel of CUDA would refuse what it is given; a pretended device and FakeTensor would not."""
 
 
-def takes_launches(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether one kernel computes all slices of a launch, whatever their lengths."""
-    width = max(query.size(-1), value.size(-1))
+def takes_launches(query: torch.Tensor, width: int) -> bool:
+    """Whether one kernel computes all slices of a launch, whatever their lengths. width: channels of a value."""
+    width = max(query.size(-1), width)
     return query.is_cuda and query.dtype in HALF and _aligned(width) <= FLASH_WIDTH
 
 

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -27,7 +30,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from models.attention.rows import MicroBatchRows
+from models.attention.latents import LatentShape, attend_latents
+from models.attention.rows import DealtSlices, MicroBatchRows
 from models.attention.sliced import SlicePlan, attend
 from models.pointwise.rotary import rotate, split_and_rotate
 
@@ -108,6 +112,15 @@ class RowAngles:
         return (self.rows.angles, self.rows.factor) if self._with_factor else self.rows.angles
 
 
+class KeptProjection(ColumnParallelLinear):
+    """A projection whose weight others multiply with. Its hooks are called, so that whoever changes the weight is
+    waited for."""
+
+    def forward(self, _: None) -> torch.Tensor:
+        """The weight of this tensor rank."""
+        return self.weight
+
+
 class LatentAttention(MLASelfAttention):
     """Megatron-core's multi-head latent attention with our rotary positions, and right gradients under tensor
     parallelism.
@@ -125,6 +138,8 @@ class LatentAttention(MLASelfAttention):
         self.rotary_pos_emb = RowAngles(with_factor=self.config.rope_type == "yarn")
         if self.config.tensor_model_parallel_size > 1:
             self.linear_kv_down_proj.register_forward_hook(self._gather)
+        if self.config.context_parallel_size > 1:
+            self.linear_kv_up_proj.__class__ = KeptProjection
 
     def forward(
         self,
@@ -135,6 +150,8 @@ class LatentAttention(MLASelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden `[s, b, h]` -> the same without the bias, and the bias."""
         self.rotary_pos_emb.rows = packed_seq_params
+        if packed_seq_params is not None and isinstance(packed_seq_params.apart, DealtSlices):
+            return self._over_ranks(hidden_states, packed_seq_params)
         others["packed_seq_params"] = _for_core(self.core_attention, packed_seq_params)
         return super().forward(hidden_states, attention_mask, **others)
 
@@ -148,6 +165,48 @@ class LatentAttention(MLASelfAttention):
     ) -> tuple[torch.Tensor, ...]:
         """Call Megatron-core's without the rows: it takes packed sequences for one sample."""
         return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, None, **others)
+
+    def _over_ranks(self, hidden: torch.Tensor, rows: MicroBatchRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`forward` where context ranks share the rows: they exchange latents and the turned rotary keys."""
+        config, core = self.config, self.core_attention
+        compressed = hidden
+        if config.q_lora_rank is not None:
+            compressed, _ = self.linear_q_down_proj(hidden)
+            if compressed.size(-1) != config.q_lora_rank:
+                compressed = gather_from_tensor_model_parallel_region(compressed)
+                if config.sequence_parallel:
+                    compressed = scatter_to_sequence_parallel_region(compressed)
+            compressed = self.q_layernorm(compressed)
+        query, _ = (self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj)(compressed)
+        query = query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        both, _ = self.linear_kv_down_proj(hidden)
+        latent, rotary = both.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        latent = self.kv_layernorm(latent)
+        if config.sequence_parallel:
+            latent, rotary = (
+                gather_from_sequence_parallel_region(each, group=self.tp_group) for each in (latent, rotary)
+            )
+        else:  # its heads are the tensor ranks'; the rotary key was copied where it was gathered
+            latent = copy_to_tensor_model_parallel_region(latent)
+        plain, turned = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        query = torch.cat([plain, self._turned(turned, rows)], dim=-1)
+        latents = torch.cat([latent.unsqueeze(2), self._turned(rotary.unsqueeze(2), rows)], dim=-1)
+        weight = self.linear_kv_up_proj(None)
+        shape, plan = LatentShape(config.kv_lora_rank, config.qk_head_dim), rows.plan(core.window)
+
+        def attend_all(query: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+            return attend_latents(query, latents, weight, shape, plan, core.softmax_scale).flatten(2)
+
+        if self.checkpoint_core_attention and self.training:
+            return self.linear_proj(tensor_parallel.checkpoint(attend_all, False, query, latents))
+        return self.linear_proj(attend_all(query, latents))
+
+    def _turned(self, x: torch.Tensor, rows: MicroBatchRows) -> torch.Tensor:
+        """Rotary channels `[s, 1, heads, p]` turned by their rows' angles, as Megatron-core does it."""
+        assert rows.angles is not None
+        factor = rows.factor if self.config.rope_type == "yarn" else 1.0
+        group = self.pg_collection.cp  # nothing is done over it
+        return apply_rotary_pos_emb(x, rows.angles, config=self.config, mscale=factor, cp_group=group)
 
     def _gather(
         self, _module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]

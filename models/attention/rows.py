@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs import derived
 from configs.schema import Config
@@ -24,6 +27,7 @@ from models.attention.slices import FULL, Slices
 from models.pointwise.frequencies import Rotary
 from models.pointwise.rotary import tables
 from parallel.context import cut_batch
+from parallel.megatron.router_rows import RouterRows
 from parallel.topology import Axis
 
 SLICES = "slices"  # what a batch calls its own
@@ -51,14 +55,15 @@ class BatchSlices:
 
 class DealtSlices:
     """A micro-batch's slices of which this rank has a part: `rows` int64 `[r]`, the rows that it holds, counted
-    through the micro-batch. `length` is s."""
+    through the micro-batch, of `num_samples` samples of `length` tokens."""
 
     def __init__(self, whole: BatchSlices, context: Axis, heads: int, work: np.ndarray | None = None) -> None:
         """`heads`: ranks of a place; `work`: as models/attention/dealing.py takes it."""
         found = whole.found
         keys = found.keys if found.kind[0] == FULL else None
         self._pieces = Pieces(found.queries, keys)
-        self.length, self._context, self._heads = whole.length, context, heads
+        self.length, self.num_samples = whole.length, whole.num_samples
+        self._context, self._heads = context, heads
         place, head = divmod(context.rank, heads)
         self._place, self._deal = place, deal(found.queries, context.size // heads, work=work, keys=keys)
         here = self._deal.rows(place)
@@ -100,8 +105,27 @@ def of_padding(padding_mask: torch.Tensor, switches_at: int | None = None) -> Ba
 
 def share_of_rank(config: Config, batch: dict[str, Any], apart: BatchSlices, context: Axis) -> dict[str, Any]:
     """A micro-batch's rows that this rank holds of those that context ranks share, with their slices."""
-    dealt = DealtSlices(apart, context, derived.context_heads(config))
+    work = _work(config, int(apart.found.queries.max()))
+    dealt = DealtSlices(apart, context, derived.context_heads(config), work)
+    make_plans(config, dealt)
     return {**cut_batch(batch, dealt.rows), SLICES: dealt}
+
+
+def _work(config: Config, longest: int) -> np.ndarray | None:
+    """Keys that the first rows of a piece attend to in all layers together, int64 `[longest + 1]`; None: where all
+    layers have all of them."""
+    if config.model.sliding_window is None:
+        return None
+    keys, pattern = np.arange(longest + 1), derived.window_pattern(config)
+    slide = sum(pattern)
+    return np.cumsum(slide * np.minimum(keys, config.model.sliding_window) + (len(pattern) - slide) * keys)
+
+
+def make_plans(config: Config, apart: BatchSlices | DealtSlices) -> None:
+    """Make what the layers will ask for, which is host's work."""
+    pattern = derived.window_pattern(config)
+    for window in {config.model.sliding_window if slides else None for slides in pattern}:
+        apart.plan(window)
 
 
 @functools.lru_cache(maxsize=8)
@@ -122,10 +146,11 @@ class MicroBatchRows:
         rotary: Rotary | None = None,
         apart: BatchSlices | DealtSlices | None = None,
         positions: torch.Tensor | None = None,
+        spread_over: dist.ProcessGroup | None = None,
     ) -> None:
         """tokens: int64 `[b, s]` of the device; positions: the same, of each token in its piece; None: in its
-        sample."""
-        self.apart = apart
+        sample. spread_over: the tensor ranks between whose layers each has a part of the rows; None: all have all."""
+        self.apart, self._spread_over = apart, spread_over
         self._rotary, self._positions = rotary, positions
         self._shape, self._device = tokens.shape, tokens.device
         self._length = tokens.size(1) if apart is None else apart.length
@@ -136,6 +161,16 @@ class MicroBatchRows:
         """The slices of layers with this sliding window; None: without."""
         apart = of_joined(*self._shape) if self.apart is None else self.apart
         return apart.plan(window)
+
+    @functools.cached_property
+    def routed(self) -> RouterRows | None:
+        """Which rows the routers of experts get; None: all of the micro-batch."""
+        if not isinstance(self.apart, DealtSlices):
+            return None
+        ids = to_device(self.apart.rows, self._device)
+        if self._spread_over is not None:
+            ids = ids.chunk(self._spread_over.size())[self._spread_over.rank()]
+        return RouterRows(ids, self.apart.num_samples, self.apart.length)
 
     @property
     def factor(self) -> float:
@@ -173,3 +208,8 @@ class MicroBatchRows:
         if self.apart is not None and self.apart.is_long is not None:
             index = index + to_device(self.apart.is_long, self._device) * self._length
         return index.t()
+
+
+def spread_over(config: TransformerConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
+    """The tensor ranks that each have a part of the rows between the layers' products; None: all have all."""
+    return groups.tp if config.sequence_parallel else None

@@ -21,88 +21,10 @@ from torch.autograd.function import once_differentiable
 from memory.transfer import to_device
 from models.attention import kernels
 from models.attention.exchange import ArrivingRows, ComingGradients, HeadExchange, RowExchange
+from models.attention.row_runs import Cover, RowIndex, RowRuns, Rows, rows_of
 from models.attention.slices import ANTI_CAUSAL, FULL, Slices, SliceShape
 
-
-class RowRuns:
-    """Where the rows of slices of equal length lie, for one side of them: first rows and samples, int64 `[m]`.
-
-    `is_first`: no slice before them has any of these rows.
-    """
-
-    def __init__(self, first: np.ndarray, sample: np.ndarray, length: int, is_first: bool) -> None:
-        self.first, self.sample, self.length, self.is_first = first, sample, length, is_first
-        self._index: RowIndex | None = None
-
-    def view(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The rows of `x` `[s, b, ...]` as `[m, length, ...]` without a copy, where they lie evenly."""
-        m, first, sample = len(self.first), int(self.first[0]), int(self.sample[0])
-        if m == 1:
-            return x[first : first + self.length, sample].unsqueeze(0)
-        if (self.first == first).all() and (np.diff(self.sample) == 1).all():
-            return x[first : first + self.length, sample : sample + m].transpose(0, 1)
-        if (self.sample == sample).all() and (np.diff(self.first) == self.length).all():
-            return x[first : first + m * self.length, sample].unflatten(0, (m, self.length))
-        return None
-
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of `x` `[s, b, ...]`: `[m, length, ...]`."""
-        found = self.view(x)
-        return self.index.take(x).unflatten(0, (-1, self.length)) if found is None else found
-
-    def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write `values` `[m, length, ...]` to the rows of `x` `[s, b, ...]`."""
-        found = self.view(x)
-        if found is not None:
-            found.copy_(values)
-        else:
-            self.index.put(x, values.flatten(0, 1))
-
-    @property
-    def index(self) -> RowIndex:
-        """The same rows one by one."""
-        if self._index is None:
-            lengths = np.full(len(self.first), self.length)
-            self._index = RowIndex(*rows_of(self.first, lengths, self.sample), self.is_first)
-        return self._index
-
-
-class RowIndex:
-    """Rows one by one: row and sample of each, int64 `[t]`. `is_all`: they are all that there are, in their order."""
-
-    def __init__(self, rows: np.ndarray, samples: np.ndarray, is_first: bool, is_all: bool = False) -> None:
-        self.is_first, self._is_all = is_first, is_all
-        self._rows, self._samples = rows, samples
-        self._on: dict[torch.device, Any] = {}
-
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of `x` `[s, b, ...]`: `[t, ...]`."""
-        return x[self._index(x.device)]
-
-    def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write `values` `[t, ...]` to the rows of `x` `[s, b, ...]`."""
-        x[self._index(x.device)] = values.to(x.dtype)
-
-    def _index(self, device: torch.device) -> Any:
-        if self._is_all:
-            return slice(None), 0  # nothing is copied
-        if device not in self._on:
-            self._on[device] = tuple(to_device(torch.from_numpy(each), device) for each in (self._rows, self._samples))
-        return self._on[device]
-
-
-Rows = RowRuns | RowIndex
 Inputs = kernels.Triple  # query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, b, g, v]`
-
-
-def rows_of(
-    first: np.ndarray, lengths: np.ndarray, sample: np.ndarray, flips: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Row and sample of each row of runs, one run after the other; `flips`: each from its last row to its first."""
-    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    if flips:
-        within = np.repeat(lengths, lengths) - 1 - within
-    return np.repeat(first, lengths) + within, np.repeat(sample, lengths)
 
 
 @dataclass(frozen=True)
@@ -174,6 +96,9 @@ class SliceLaunch:
         return self._lengths[device]
 
 
+Parts = Sequence[SliceLaunch] | Sequence[SliceBatch]
+
+
 class KeyRows:
     """Slices over the keys of one round: this rank's own, or those that an exchange brings. `keys`: how often they are
     in slices."""
@@ -243,34 +168,10 @@ class SlicePlan:
         others = [KeyRows(each, self.queries, Cover(1, exchange.num_rows), exchange) for each, exchange in rounds]
         self.rounds = [own, *others]
 
-
-class Cover:
-    """How often each row of each sample is in slices, `[b, s]`."""
-
-    def __init__(self, num_samples: int, length: int) -> None:
-        self.counts = np.zeros((num_samples, length), np.int64)
-        self.is_mixed = False  # some slices have both rows that were there before and others
-
-    def add(self, sample: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> bool:
-        """Count the rows of slices that share none; whether all of them are new."""
-        steps = np.zeros((self.counts.shape[0], self.counts.shape[1] + 1), np.int64)
-        np.add.at(steps, (sample, first), 1)
-        np.add.at(steps, (sample, first + lengths), -1)
-        rows = steps.cumsum(1)[:, :-1] > 0
-        before = self.counts[rows] > 0
-        self.is_mixed |= bool(before.any()) and not bool(before.all())
-        self.counts += rows
-        return not before.any()
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether some row is in several."""
-        return bool((self.counts > 1).any())
-
-    @property
-    def is_written(self) -> bool:
-        """Whether each row is written before it is read."""
-        return not self.is_mixed and bool((self.counts > 0).all())
+    def parts(self, query: torch.Tensor, width: int) -> list[Parts]:
+        """What kernels compute, by round. width: channels of a value."""
+        takes_launches = kernels.takes_launches(query, width)
+        return [each.launches if takes_launches else each.batches for each in self.rounds]
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float) -> torch.Tensor:
@@ -287,14 +188,10 @@ class _Sliced(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float
     ) -> torch.Tensor:
-        takes_launches = kernels.takes_launches(query, value)
-        ctx.parts = [each.launches if takes_launches else each.batches for each in plan.rounds]
-        merged, ctx.seeds = _Merged(plan.queries, query, value.size(-1)), []
-        for parts, keys in zip(ctx.parts, _keys_of_rounds(plan, key, value)):
-            for part in parts:
-                output, sums, seeds = part.forward((query, *keys), scale)
-                merged.add(part.queries, output, sums)
-                ctx.seeds.append(seeds)
+        ctx.parts = plan.parts(query, value.size(-1))
+        merged, ctx.seeds = Merged(plan.queries, query, value.size(-1)), []
+        for parts, keys in zip(ctx.parts, keys_of_rounds(plan, key, value)):
+            ctx.seeds += merged.add_all(parts, (query, *keys), scale)
         output, sums = merged.output.to(query.dtype), merged.sums
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.plan, ctx.scale = plan, scale
@@ -305,28 +202,43 @@ class _Sliced(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         query, key, value, output, sums = ctx.saved_tensors
         plan: SlicePlan = ctx.plan
-        of_query, seeds = _AddedUp(query, plan.queries), iter(ctx.seeds)
-        gets_more = any(each.gets_more for each in plan.rounds)
-        own: list[_AddedUp] = []
-        coming: ComingGradients | None = None
-        for each, parts, keys in zip(plan.rounds, ctx.parts, _keys_of_rounds(plan, key, value)):
-            found = [_AddedUp(x, each.keys, in_fp32=gets_more and not own) for x in keys]
+        of_query, seeds = AddedUp(query, plan.queries), iter(ctx.seeds)
+        home = HomeGradients(plan)
+        for each, parts, keys in zip(plan.rounds, ctx.parts, keys_of_rounds(plan, key, value)):
+            found = [AddedUp(x, each.keys, in_fp32=each.exchange is None and home.gets_more) for x in keys]
             for part in parts:
                 grads = part.backward(grad, (query, *keys), (output, sums, next(seeds)), ctx.scale)
                 for side, rows, of_rows in zip((of_query, *found), (part.queries, part.keys, part.keys), grads):
                     side.add(rows, of_rows)
-            if each.exchange is None:
-                own = found
-                continue
-            if coming is not None:
-                coming.add_to(*(side.grad for side in own))
-            coming = each.exchange.bring_home(*(side.grad.to(x.dtype) for side, x in zip(found, keys)))
-        if coming is not None:
-            coming.add_to(*(side.grad for side in own))
-        return *(side.grad.to(x.dtype) for side, x in zip((of_query, *own), (query, key, value))), None, None
+            home.send(each, found[0].grad, found[1].grad, key.dtype)
+        return of_query.grad.to(query.dtype), *(each.to(key.dtype) for each in home.collect()), None, None
 
 
-def _keys_of_rounds(
+class HomeGradients:
+    """Gradients of keys and values on their way to where these lie: a round's travel while the next computes."""
+
+    def __init__(self, plan: SlicePlan) -> None:
+        self.gets_more = any(each.gets_more for each in plan.rounds)
+        self._own: list[torch.Tensor] = []
+        self._coming: ComingGradients | None = None
+
+    def send(self, round_: KeyRows, key_grad: torch.Tensor, value_grad: torch.Tensor, dtype: torch.dtype) -> None:
+        """A round's, after those before it; the first is this rank's own, in fp32 where others' are added."""
+        if round_.exchange is None:
+            self._own = [key_grad, value_grad]
+            return
+        if self._coming is not None:
+            self._coming.add_to(*self._own)
+        self._coming = round_.exchange.bring_home(key_grad.to(dtype), value_grad.to(dtype))
+
+    def collect(self) -> list[torch.Tensor]:
+        """The gradients of this rank's keys and values."""
+        if self._coming is not None:
+            self._coming.add_to(*self._own)
+        return self._own
+
+
+def keys_of_rounds(
     plan: SlicePlan, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of each round; those of the next one are on their way while a round computes."""
@@ -338,7 +250,7 @@ def _keys_of_rounds(
         yield keys
 
 
-class _Merged:
+class Merged:
     """The output and the sums of all slices so far: in fp32 where a row has several."""
 
     def __init__(self, cover: Cover, query: torch.Tensor, width: int) -> None:
@@ -347,6 +259,15 @@ class _Merged:
         dtype = torch.float32 if cover.is_shared else query.dtype
         self.output = make(shape, dtype=dtype, device=query.device)
         self.sums = query.new_full(shape[:3], -torch.inf, dtype=torch.float32)
+
+    def add_all(self, parts: Parts, inputs: Inputs, scale: float) -> list[Any]:
+        """Compute parts of a plan and put them in; what their backward passes ask for."""
+        found = []
+        for part in parts:
+            output, sums, seeds = part.forward(inputs, scale)
+            self.add(part.queries, output, sums)
+            found.append(seeds)
+        return found
 
     def add(self, rows: Rows, output: torch.Tensor, sums: torch.Tensor) -> None:
         """Put in output `[..., n, v]` and sums `[..., n]` of some rows."""
@@ -366,7 +287,7 @@ def _merge(
     return output * kept + other.float() * added, total
 
 
-class _AddedUp:
+class AddedUp:
     """The gradient of one input: in fp32 where a row gets several."""
 
     def __init__(self, x: torch.Tensor, cover: Cover, in_fp32: bool = False) -> None:

@@ -6,8 +6,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from configs import derived
+from configs.derived import context_heads, context_places
 from configs.schema import Config
-from models.blueprint.operation import OWN_TOKENS, TENSOR, TOKENS, Collective, ModelOperation, Tensor
+from models.blueprint.operation import (
+    CONTEXT,
+    CONTEXT_HEADS,
+    HEADS,
+    OWN_TOKENS,
+    PLACE_TOKENS,
+    SCALAR,
+    TENSOR,
+    TOKENS,
+    Collective,
+    ModelOperation,
+    Tensor,
+)
 from models.blueprint.pieces import column_linear, copy, norm, own_rows, recomputed, row_linear
 
 MODULE = "self_attention"
@@ -63,7 +76,7 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
     elif model.position_embedding == "rope":
         channels = int(head * model.rotary_fraction)
         query, key = then(query, [_rotated(query, channels)]), then(key, [_rotated(key, channels)])
-    operations.append(_core(config, query, key, value, heads * head, channels=2 * head))
+    operations += _core(config, query, key, value, (head, head))
     return operations + row_linear(
         config,
         f"{MODULE}.linear_proj",
@@ -132,7 +145,7 @@ def _latent(config: Config, x: str, output: str) -> list[ModelOperation]:
         ModelOperation("concatenate", MODULE, outputs=(query,), passes=(plain_query.name, query_turn.output.name)),
         ModelOperation("concatenate", MODULE, (key_turn.output.name,), (key,), passes=(plain_key.name,)),
         copy(MODULE, value_part.name, value, frees=done),
-        _core(config, query, key, value, heads * value_dim, channels=head + rotating + value_dim),
+        *_core(config, query, key, value, (head + rotating, value_dim)),
     ]
     frees = ("context", query.name, key.name, value.name, *held)
     return operations + row_linear(config, f"{MODULE}.linear_proj", "context", output, heads * value_dim, frees=frees)
@@ -169,18 +182,64 @@ def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[
     ]
 
 
-def _core(config: Config, query: Tensor, key: Tensor, value: Tensor, width: int, channels: int) -> ModelOperation:
-    """Scores, softmax and weighted sum; counted with their full square."""
-    names = query.name, key.name, value.name
-    core = ModelOperation(
-        "attention",
-        f"{MODULE}.core_attention",
-        names,
-        (_heads("context", width),),
-        saved=(*names, "context"),
-        flops=2.0 * config.model.num_attention_heads * channels * config.model.sequence_length,
+def _core(config: Config, query: Tensor, key: Tensor, value: Tensor, channels: tuple[int, int]) -> list[ModelOperation]:
+    """Scores, softmax and weighted sum; counted with their full square. `channels`: of a key's and of a value's
+    head.
+
+    Context ranks exchange heads for rows before it and rows for heads behind it, keys and values in rounds within.
+    """
+    heads, ranks = config.model.num_attention_heads, config.parallel.tensor * context_heads(config)
+    given, exchanges = (query, key, value), context_heads(config) > 1
+    output = _heads("context", heads * channels[1])
+    operations, attended = list[ModelOperation](), output
+    key_heads = max(key.width // channels[0], ranks)  # fewer than ranks are there several times
+    if exchanges:
+        given = (
+            _exchanged(query.name, query.width),
+            _exchanged(key.name, key_heads * channels[0]),
+            _exchanged(value.name, key_heads * channels[1]),
+        )
+        attended = _exchanged("context", output.width)
+        inputs = query.name, key.name, value.name
+        operations.append(
+            ModelOperation("exchange", f"{MODULE}.heads", inputs, given, collectives=_both_ways("all_to_all", *given))
+        )
+    names: tuple[str, ...] = tuple(tensor.name for tensor in given)
+    row = Tensor("key_value", key_heads * sum(channels), SCALAR, HEADS)
+    # Going back, keys and values come again, and their gradients go home.
+    rounds = (*_both_ways("rounds", row), Collective("rounds", CONTEXT, row, is_backward=True))
+    operations.append(
+        ModelOperation(
+            "attention",
+            f"{MODULE}.core_attention",
+            names,
+            (attended,),
+            saved=(*names, attended.name),
+            flops=2.0 * heads * sum(channels) * config.model.sequence_length,
+            collectives=rounds if context_places(config) > 1 else (),
+        )
     )
-    return recomputed(core.name, names, [core]) if config.training.recompute == "selective" else core
+    if exchanges:
+        collectives = _both_ways("all_to_all", attended)
+        frees = (*names, attended.name)
+        operations.append(
+            ModelOperation(
+                "exchange", f"{MODULE}.heads", (attended.name,), (output,), frees=frees, collectives=collectives
+            )
+        )
+    if config.training.recompute == "selective":
+        return [recomputed(f"{MODULE}.core_attention", (query.name, key.name, value.name), operations)]
+    return operations
+
+
+def _exchanged(name: str, width: int) -> Tensor:
+    """All rows of a place for this rank's share of the heads."""
+    return Tensor(f"{name}.exchanged", width, PLACE_TOKENS, HEADS)
+
+
+def _both_ways(kind: str, *wholes: Tensor) -> tuple[Collective, ...]:
+    axis = CONTEXT_HEADS if kind == "all_to_all" else CONTEXT
+    return tuple(Collective(kind, axis, whole, is_backward) for is_backward in (False, True) for whole in wholes)
 
 
 def _heads(name: str, width: int) -> Tensor:

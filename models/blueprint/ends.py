@@ -63,7 +63,7 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOpera
         add("tokentype_embeddings", NUM_TOKEN_TYPES)
     if model.position_embedding == "learned":
         add("position_embeddings", model.sequence_length)
-    if config.training.micro_batch_size > 1:  # [b, s, h] -> [s, b, h]
+    if config.training.micro_batch_size > 1 and config.parallel.context == 1:  # [b, s, h] -> [s, b, h]
         operations.append(copy("embedding", state.name, Tensor("transposed", size), frees=(state.name,)))
         state = operations[-1].output
     if sequence:

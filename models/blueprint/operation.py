@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from configs import derived
+from configs.derived import context_heads
 from configs.schema import Config
 
 TENSOR, EXPERT, EXPERT_TENSOR = "tensor", "expert", "expert_tensor"  # axes of ranks
-# Rows of a tensor: the tokens of a micro-batch, this rank's own of them, those of all its expert tensor peers, samples,
-# one; the tokens that predict something, this rank's own of them.
+# Ranks that share sequences: all of them, those of one place, which exchange heads for rows, and these with the tensor
+# ranks, over all of which the heads lie.
+CONTEXT, CONTEXT_HEADS, HEADS = "context", "context_heads", "heads"
+# Rows of a tensor: the tokens of a micro-batch (of context ranks, this one's share), this rank's own of them, those of
+# all its expert tensor peers, those of all context ranks of its place, samples, one; the tokens that predict something,
+# this rank's own of them.
 TOKENS, OWN_TOKENS, PEER_TOKENS, SAMPLES, SCALAR = "tokens", "own_tokens", "peer_tokens", "samples", "scalar"
 PREDICTED, OWN_PREDICTED = "predicted", "own_predicted"
+PLACE_TOKENS = "place_tokens"
 # Kinds of numbers: `training.precision`, always fp32, or a byte for true and false.
 MODEL, FLOAT32, BOOLEAN = "model", "float32", "boolean"
 
@@ -77,10 +83,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Collective:
-    """What an operation has to exchange: `kind` is all_reduce, all_gather, reduce_scatter or all_to_all.
+    """What an operation has to exchange: `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or rounds.
 
     `whole` is what is reduced, what has been gathered, or what is scattered; of an all_to_all, what each rank has of
-    it.
+    it; of rounds, one of the rows that are sent.
     """
 
     kind: str
@@ -136,6 +142,9 @@ def axis_sizes(config: Config) -> dict[str, int]:
         TENSOR: config.parallel.tensor,
         EXPERT: config.parallel.expert,
         EXPERT_TENSOR: derived.expert_tensor_size(config),
+        CONTEXT: config.parallel.context,
+        CONTEXT_HEADS: context_heads(config),
+        HEADS: config.parallel.tensor * context_heads(config),
     }
 
 

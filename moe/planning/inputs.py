@@ -15,11 +15,12 @@ from parallel.pipeline import layers_of_stage, most_in_flight
 
 
 def initial_plan(config: Config) -> Plan:
-    """The plan that the MoE layers are built with: what the config fixes; what is left to the planner begins as one
-    chunk that is kept."""
+    """The plan that the MoE layers are built with: what the config fixes; what is left to the planner begins as
+    few chunks, one without moe.token_budget, that are kept."""
     degree, backward_degree = derived.pipeline_degrees(config)
     strategy = "keep" if config.moe.memory_strategy == "auto" else config.moe.memory_strategy
-    return Plan(degree or 1, backward_degree or 1, strategy, config.moe.weight_lag)
+    least = derived.least_pipeline_degree(config)
+    return Plan(degree or least, backward_degree or least, strategy, config.moe.weight_lag)
 
 
 def layer_shape(config: Config, device: str) -> Shape:
@@ -103,13 +104,19 @@ def limits(config: Config, device: str, world_size: int, stage: int) -> Limits:
     # On a host there is no faster memory to bring things back to.
     automatic = tuple(name for name, strategy in STRATEGIES.items() if device != "cpu" or not strategy.offloads)
     return Limits(
-        degrees=DEGREES if degree is None else (degree,),
-        backward_degrees=DEGREES if backward_degree is None else (backward_degree,),
+        degrees=_degrees(config) if degree is None else (degree,),
+        backward_degrees=_degrees(config) if backward_degree is None else (backward_degree,),
         strategies=automatic if moe.memory_strategy == "auto" else (moe.memory_strategy,),
         memory_budget=None if moe.memory_budget is None else int(moe.memory_budget * 2**20),
         live_calls=live_calls(config, world_size, stage),
         slot_bytes=slot_bytes(config, stage),
     )
+
+
+def _degrees(config: Config) -> tuple[int, ...]:
+    """What may be chosen, with chunks within moe.token_budget."""
+    least = derived.least_pipeline_degree(config)
+    return (least, *(degree for degree in DEGREES if degree > least))
 
 
 def trial_policy(config: Config) -> TrialPolicy:

@@ -92,24 +92,32 @@ class ChunkCompute:
 
 
 class ChunkedResult:
-    """A tensor like `like` [T, H] that chunks of rows make up; where there is one chunk, that is it."""
+    """A tensor like `like` [T, H] that chunks of rows make up; where there is one chunk, that is it. `turns_T`: where
+    rows go that are counted by turns."""
 
-    def __init__(self, like: torch.Tensor) -> None:
-        self._like = like
+    def __init__(self, like: torch.Tensor, turns_T: torch.Tensor | None = None) -> None:
+        self._like, self._turns_T = like, turns_T
         self._result: torch.Tensor | None = None
+        self._first = 0  # of the rows that `room` was asked for
 
     def room(self, first: int, count: int) -> torch.Tensor | None:
         """Where `count` rows from `first` on are to be written; None where they are all: anywhere."""
         if self._result is None:
-            if count == len(self._like):
+            if count == len(self._like) and self._turns_T is None:
                 return None
             self._result = WORKSPACE.lend(self._like.shape, self._like)
+        if self._turns_T is not None:
+            self._first = first
+            return WORKSPACE.take((count, self._like.size(1)), self._like)
         return self._result[first : first + count]
 
     def put(self, rows: torch.Tensor) -> None:
         """Take rows that have been written: to `room`, or anywhere where they are all."""
         if self._result is None:
             self._result = rows
+        elif self._turns_T is not None:
+            self._result.index_copy_(0, self._turns_T[self._first : self._first + len(rows)], rows)
+            WORKSPACE.give(rows)
 
     def tensor(self) -> torch.Tensor:
         """All of them."""

@@ -40,7 +40,7 @@ class LocalCall:
         x_TH: torch.Tensor,
         both: bool,
     ) -> None:
-        self.plan, self.strategy, self.experts = plan, strategy, experts
+        self.plan, self.strategy, self.experts, self.turns_T = plan, strategy, experts, choice.turns_T
         passes = local_chunks(choice, pass_degrees(plan, both), weights.num_experts)
         if needs_host_ends(weights.home):
             route.read_ends([chunk for chunks in passes for chunk in chunks])
@@ -94,9 +94,10 @@ def local_chunks(choice: Choice, degrees: Sequence[int], num_experts: int) -> li
     return made
 
 
-def _rows_of_layer(chunk: Chunk) -> torch.Tensor:
+def _rows_of_layer(call: LocalCall, chunk: Chunk) -> torch.Tensor:
     """The rows [n] of the chunk's assignments, counted from the layer's first."""
-    return chunk.rows + chunk.first_row if chunk.first_row else chunk.rows
+    rows_n = chunk.rows + chunk.first_row if chunk.first_row else chunk.rows
+    return rows_n if call.turns_T is None else call.turns_T.index_select(0, rows_n)
 
 
 class _LocalForward:
@@ -105,7 +106,7 @@ class _LocalForward:
     def __init__(self, call: LocalCall, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> None:
         self.call, self.x_TH = call, x_TH
         self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype, call.chunks)
-        self.result = ChunkedResult(x_TH)
+        self.result = ChunkedResult(x_TH, call.turns_T)
 
     def run(self) -> torch.Tensor:
         operations = program.local_forward(self.call.plan.degree, self.call.strategy)
@@ -115,7 +116,9 @@ class _LocalForward:
     def experts(self, operation: program.LocalExperts) -> None:
         chunk, preactivation = self.call.chunks[operation.chunk], self.call.preactivations.out(operation.chunk)
         room = self.result.room(chunk.first_row, chunk.num_rows)
-        sums_RH, preactivation = self.compute.sums(self.x_TH, _rows_of_layer(chunk), chunk, preactivation, room)
+        sums_RH, preactivation = self.compute.sums(
+            self.x_TH, _rows_of_layer(self.call, chunk), chunk, preactivation, room
+        )
         self.call.preactivations.put(operation.chunk, preactivation)
         self.result.put(sums_RH)
 
@@ -140,7 +143,7 @@ class _LocalBackward:
     ) -> None:
         self.call, self.x_TH, self.output_grad_TH, self.grads = call, x_TH, output_grad_TH, grads
         self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype, call.backward_chunks)
-        self.result = ChunkedResult(x_TH)
+        self.result = ChunkedResult(x_TH, call.turns_T)
         self.preactivation: torch.Tensor | None = None  # of the chunk that is computed
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,7 +158,7 @@ class _LocalBackward:
     def grads_of_chunk(self, operation: program.LocalGrads) -> None:
         chunk = self.call.backward_chunks[operation.chunk]
         self.preactivation = self.call.preactivations.get(operation.chunk, chunk)
-        rows_n = _rows_of_layer(chunk)
+        rows_n = _rows_of_layer(self.call, chunk)
         room = self.result.room(chunk.first_row, chunk.num_rows)
         rows_grad, work = self.compute.input_grads(
             self.x_TH, rows_n, chunk, self.preactivation, self.output_grad_TH, rows_n, self.grads, room

@@ -66,9 +66,7 @@ class SpreadCall:
         self.num_assignments = sum(self.forward_sizes.assignments.send)  # of this rank's tokens
         row_tokens_U = order.row_tokens(sum(self.forward_sizes.sends.total_rows()), self.num_assignments)
         turns_U = order.assignments[: self.num_assignments] if order.apart else None
-        orders = [
-            each.send_order(row_tokens_U, choice.num_tokens, exchange.rank, turns_U) for each in dict.fromkeys(sizes)
-        ]
+        orders = [each.send_order(row_tokens_U, choice, exchange.rank, turns_U) for each in dict.fromkeys(sizes)]
         self.forward_order, self.backward_order = orders[0], orders[-1]
         self.shared = None if shared_expert is None else _SharedGraph(shared_expert)
         self.rows: restore.Rows | None = None  # from the forward pass on
@@ -130,7 +128,7 @@ class _Pass(ABC):
         self.message: Handle | None = None  # what travels of all assignments
         self.combines: dict[int, Handle] = {}
         self.shared_TH: torch.Tensor | None = None
-        self.result = ChunkedResult(tensors["rows"])
+        self.result = ChunkedResult(tensors["rows"], call.choice.turns_T)
 
     def finish(self) -> torch.Tensor:
         """Wait for what is still being sent; the result, with what the shared expert adds."""

@@ -13,7 +13,7 @@ import torch
 from memory.transfer import lists_to_device
 from moe import route
 from moe.alltoall.flat import AllToAll, ExchangeCounts
-from moe.route import ChunkOffsets, Chunks, DispatchOrder, Sum
+from moe.route import Choice, ChunkOffsets, Chunks, DispatchOrder, Sum
 from parallel.trace import named
 
 
@@ -64,7 +64,7 @@ class PassSizes:
         ]
 
     def send_order(
-        self, row_tokens_U: torch.Tensor, num_tokens: int, rank: int, turns_U: torch.Tensor | None = None
+        self, row_tokens_U: torch.Tensor, choice: Choice, rank: int, turns_U: torch.Tensor | None = None
     ) -> SendOrder:
         """The order of the rows that `rank`, this one, sends. `turns_U`: see `route.combine_sums`."""
         slices = [self.sends.slices(self.sends.rows, chunk) for chunk in range(self.degree)]
@@ -72,12 +72,14 @@ class PassSizes:
         listed = route.cut_list(
             row_tokens_U, [part for i in range(self.degree) for part in (*others[i], slices[i][rank])]
         )
+        if choice.turns_T is not None:
+            listed = choice.turns_T.index_select(0, listed)
         sizes = [size for i, rows in enumerate(self.sends.total_rows()) for size in _split(rows, slices[i][rank])]
         parts = listed.split(sizes)
         shifts = None
         if self.degree > 1:
             shifts = torch.repeat_interleave(*self.tables[2:], output_size=len(row_tokens_U))
-        sums = route.combine_sums(row_tokens_U, num_tokens, self.sends, shifts, turns_U)
+        sums = route.combine_sums(row_tokens_U, choice.num_tokens, self.sends, shifts, turns_U)
         return SendOrder(list(parts[::2]), list(parts[1::2]), sums)
 
     def chunks(self, rank_rows_Q: torch.Tensor, slots_Q: torch.Tensor, num_slots: int) -> Chunks:

@@ -93,6 +93,33 @@ def open_buffer(param: torch.nn.Parameter) -> tuple[torch.Tensor, bool]:
     return param.main_grad, is_old  # type: ignore[attr-defined]
 
 
+class GradientSum:
+    """A weight's gradient that a backward pass makes in parts, added up in fp32: in its buffer, where it has one."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter, self._has_buffer = parameter, hasattr(parameter, "main_grad")
+        if self._has_buffer:
+            self._sum, self._writes_over = open_buffer(parameter)  # type: ignore[arg-type]
+        else:
+            self._sum, self._writes_over = torch.empty_like(parameter, dtype=torch.float32), True
+
+    def add(self, grad: torch.Tensor, rows: slice = slice(None)) -> None:
+        """One part's, of these rows of the weight: always the same."""
+        if self._writes_over:
+            if len(grad) < len(self._sum):
+                self._sum.zero_()
+            self._sum[rows].copy_(grad)
+            self._writes_over = False
+        else:
+            self._sum[rows].add_(grad)
+
+    def for_autograd(self) -> torch.Tensor:
+        """What autograd brings the parameter's hooks: one that means nothing where its buffer has it."""
+        if self._writes_over:  # there was no part
+            self._sum.zero_()
+        return self._parameter.detach() if self._has_buffer else self._sum.to(self._parameter.dtype)
+
+
 def add_gradient(param: torch.nn.Parameter, grad: torch.Tensor, gate: Gate | None) -> None:
     """Add a micro-batch's gradient to the step's. The first is written over the last step's, which `gate` waits for:
     an update may still read it."""

@@ -17,7 +17,8 @@ TRIED: dict[str, tuple[int, str]] = {
     "checkpoint/start.py": (2, "training/test_another_model training/test_start"),
     "configs/advice.py": (1, "configs/test_validate configs/test_wrong_values test_wrong_configs configs/test_idle"),
     "configs/compose.py": (5, "test_wrong_configs configs/test_compose"),
-    "configs/mistakes.py": (9, "test_wrong_configs"),
+    "configs/dropped.py": (1, "configs/test_context"),
+    "configs/mistakes.py": (10, "test_wrong_configs configs/test_context"),
     "configs/presets.py": (1, "configs/test_compose"),
     "configs/ranks.py": (5, "configs/test_ranks"),  # a launcher
     "configs/values.py": (1, "configs/test_wrong_values"),
@@ -32,7 +33,6 @@ TRIED: dict[str, tuple[int, str]] = {
     "launch/submit.py": (4, "launch/test_submit"),
     "memory/budgets.py": (2, "memory/test_budgets simulator/test_tiers"),
     "memory/disk.py": (3, "memory/test_disk"),
-    "models/attention/layers.py": (1, "parallel/test_context"),
     "models/convert.py": (1, "models/test_huggingface"),
     "models/folder.py": (2, "models/test_huggingface"),
     "models/specs.py": (2, "models/test_build"),

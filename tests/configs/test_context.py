@@ -146,7 +146,9 @@ def test_a_stored_config_with_a_dropped_key_loads(tmp_path: Path) -> None:
     assert changes(load(BEFORE), now) == []
     stored["parallel"]["context_kind"] = "ring"
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
-    with pytest.raises(ConfigError, match=r"parallel\.context_kind \(ring\) must be none .*Try parallel\.context"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.context_kind \(ring\) must be none .*Try parallel\.context=1 in its place\."
+    ):
         load(tmp_path / "config.yaml")
     stored["parallel"] |= {"context_kind": "none", "context_mind": "none"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))

@@ -119,7 +119,9 @@ def test_what_stands_ready_is_named(needs: idle.Needs) -> None:
 
 def other_or(name: str) -> Any:
     """As `other`, also for a text and a budget."""
-    return "body" if name == "data.text_key" else 64.0 if "budget" in name else other(name)
+    if name == "data.text_key":
+        return "body"
+    return 64.0 if "_budget" in name and float in KEYS[name].kinds else other(name)
 
 
 @pytest.mark.parametrize("model", presets_by_group()["model"])

@@ -1,3 +1,4 @@
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ import torch
 
 from configs.schema import Config, ConfigError
 from data.build import HELD_OUT, build_data, entropy, label_counts, unigram_entropy
-from data.loader import Loader
+from data.loader import Loader, finished
 from data.prepare import prepare
 from tests.waits import LONG, until
 
@@ -204,5 +205,6 @@ def test_batches_are_pinned_only_where_asked(monkeypatch: pytest.MonkeyPatch, pi
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    steps_of(Loader(Counting(), global_batch_size=4, micro_batch_size=2, prefetch=0, pin=pin), 1)
+    finish = functools.partial(finished, prepare=None, pin=pin)
+    steps_of(Loader(Counting(), global_batch_size=4, micro_batch_size=2, prefetch=0, finish=finish), 1)
     assert len(pinned) == (2 if pin else 0)

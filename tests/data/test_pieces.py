@@ -19,6 +19,7 @@ from data.pieces import (
     corpus_share,
     document_lengths,
     expected_share,
+    planned_pieces,
     planned_share,
     share_of,
     summary,
@@ -133,7 +134,15 @@ def test_a_plan_uses_the_lengths_once_they_are_there(config, tmp_path: Path) -> 
     assert forward[0] - forward[1] == pytest.approx(scores / 2 * (1 - share))
     executed = [plan["flops"]["executed_per_token"] for plan in (joined, separate)]
     assert executed[0] - executed[1] == pytest.approx(3.5 * scores * (1 - share))
+    assert planned_pieces(whole) is None  # nobody shares sequences
+    whole.parallel.context, whole.training.micro_batch_size = 2, 3
+    pieces = planned_pieces(whole)
+    assert pieces is not None and all(each.sum() == 3 * 64 and each.min() > 0 for each in pieces)
+    found = sum(float((each * (each + 1)).sum()) for each in pieces) / (len(pieces) * 3 * 64 * 65)
+    assert found == pytest.approx(share, rel=0.2)
+    whole.parallel.context = 1
     whole.data.documents = "joined"
+    assert planned_pieces(whole) is None
     assert planned_share(whole) is None and "separate documents" not in text(make_plan(whole, 1, 400, "cpu"))
     whole.data.documents, whole.data.corpus = "separate", str(tmp_path / "nowhere.txt")
     assert planned_share(whole) is None

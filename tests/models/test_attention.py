@@ -8,7 +8,6 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from configs.schema import ConfigError
 from models.attention.layers import ScaledDotProductAttention
 from models.transformer_config import transformer_config
 from parallel.topology import initialize
@@ -76,11 +75,3 @@ def test_tensor_ranks_draw_their_own_dropout() -> None:
     assert moved_0 and moved_1
     assert torch.equal(eval_0, eval_1)
     assert not torch.equal(train_0, train_1)
-
-
-def test_context_parallelism_is_refused() -> None:
-    config = transformer_config(make_config({"parallel": {"context": 2}}))
-    with pytest.raises(ConfigError, match=r"parallel.context \(2\)"):
-        ScaledDotProductAttention(
-            config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self"
-        )

@@ -1,14 +1,19 @@
-"""Context parallelism: one sequence over several ranks computes what one process computes, gradients included."""
+"""Context parallelism: one sequence over several ranks computes what one process computes, gradients included.
+
+benchmarks/context_parity.py meets every pair of options; here every model meets some layouts, and every layout models.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed import run
-from tests.models.helpers import make_config, random_batch, run_model
+from tests.models.helpers import Batch, make_config, random_batch, run_model
 from tests.models.test_separate import LATENT, LONGROPE, MODEL, MOE, PIECES, SEPARATE, VOCAB_SIZE, batch_of
 
 Overrides = dict[str, dict[str, Any]]
@@ -42,23 +47,51 @@ def compare(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     found = {name: grad for result in results for name, grad in result["gradients"].items()}
     assert found.keys() == alone["gradients"].keys()
     for name, grad in alone["gradients"].items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], grad, rtol=1e-4, atol=1e-6, msg=functools.partial("{}: {}".format, name)
+        )
 
 
-@pytest.mark.parametrize("documents", ["joined", "separate"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("context", CONTEXTS)
+EVERY = 3  # of the layouts, for each model; the next model begins with the next layout
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    """Layout, model and documents: joined and separate in turns, and joined alone for BERT."""
+    layouts = list(CONTEXTS)
+    for i, model in enumerate(MODELS):
+        for turn, layout in enumerate(layouts[i % EVERY :: EVERY]):
+            yield layout, model, "separate" if model != "bert" and (i + turn) % 2 else "joined"
+
+
+def batch_for(model: str, documents: str) -> Batch:
+    return random_batch(VOCAB_SIZE, 4, 24) if model == "bert" or documents == "joined" else batch_of(PIECES)
+
+
+def changes_of(model: str, documents: str) -> list[Overrides]:
+    return [GPT, *MODELS[model], *([SEPARATE] if documents == "separate" else [])]
+
+
+@functools.cache
+def computed_alone(model: str, documents: str) -> dict[str, Any]:
+    """What one process computes."""
+    config = make_config(*changes_of(model, documents))
+    return run(run_model, 1, config, VOCAB_SIZE, batch_for(model, documents))[0]
+
+
+@pytest.mark.parametrize(("context", "model", "documents"), cases())
 def test_context_ranks_compute_what_one_process_does(context: str, model: str, documents: str) -> None:
-    changes = [GPT, *MODELS[model]]
-    batch = random_batch(VOCAB_SIZE, 4, 24) if model == "bert" or documents == "joined" else batch_of(PIECES)
-    if model == "bert" and documents == "separate":
-        pytest.skip("BERT knows no documents")
-    changes += [SEPARATE] if documents == "separate" else []
     ranks, layout = CONTEXTS[context]
-    alone = run(run_model, 1, make_config(*changes), VOCAB_SIZE, batch)[0]
-    results = run(run_model, ranks, make_config(*changes, layout), VOCAB_SIZE, batch)
+    alone = computed_alone(model, documents)
+    config = make_config(*changes_of(model, documents), layout)
+    results = run(run_model, ranks, config, VOCAB_SIZE, batch_for(model, documents))
     compare(results, alone)
     for result in results:
         if result["logits"] is not None and result["data_rank"] == 0:
             whole = alone["logits"][: len(result["logits"])]
             torch.testing.assert_close(result["logits"], whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.fast
+def test_every_model_layout_and_kind_of_documents_is_met() -> None:
+    layouts, models, documents = (set(each) for each in zip(*cases()))
+    assert layouts == set(CONTEXTS) and models == set(MODELS) and documents == {"joined", "separate"}

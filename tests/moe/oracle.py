@@ -152,6 +152,7 @@ def ours(
     num_ranks: int = 1,
     placement: LayerPlacement | None = None,
     block_rows: int | None = None,
+    strided: bool = False,
 ) -> list[torch.Tensor]:
     """The same by `routed_experts` on one of `num_ranks` ranks, which holds its part of the experts."""
     num_local = case.num_experts // num_ranks
@@ -162,7 +163,7 @@ def ours(
     weights = Slab(fc1, fc2, fc1_bias, fc2_bias, case.activation, block_rows)
     assignments_per_token = None if case.routing == "dropped" else case.top_k
     function = shared_expert(leaves[-2:] if case.shared else [])
-    setting = Setting(exchange, function, assignments_per_token, placement=placement)
+    setting = Setting(exchange, function, assignments_per_token, placement=placement, strided=strided)
     output = routed_experts(x, probs, given.routing_map, weights, plan, setting)
     return [output.detach(), *_gradients(output, leaves, given.output_grad)]
 

@@ -1,56 +1,58 @@
-"""The ranks' parts of a sequence, without processes: together they are the whole, and work is even under a causal
-mask."""
+"""The rows that context ranks hold of a micro-batch: what they are cut out of it, and put together again."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
 from configs import derived
 from configs.schema import Config, ModelConfig, MoEConfig, ParallelConfig, TrainingConfig
-from parallel.context import cut_batch, position_ids, positions
-from parallel.topology import Axis
+from parallel.context import ALONG_THE_SEQUENCE, all_rows, cut_batch, position_ids
+from parallel.topology import initialize
+from tests.distributed import run
 
-NO_GROUP: Any = None  # nothing here communicates
-
-
-def axes(size: int) -> list[Axis]:
-    return [Axis(rank, size, NO_GROUP) for rank in range(size)]
+SAMPLES, LENGTH = 3, 8
 
 
-def test_one_rank_has_it_all() -> None:
-    (alone,) = axes(1)
-    batch = {"tokens": torch.arange(12).view(2, 6), "sentence_label": torch.zeros(2)}
-    assert cut_batch(batch, alone) is batch
-    assert position_ids(batch["tokens"], alone).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+def test_positions_of_whole_samples() -> None:
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    assert position_ids(tokens).tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_parts_are_the_whole_and_equal_work(size: int) -> None:
-    length = 12
-    parts = [positions(length, axis) for axis in axes(size)]
-    assert torch.cat(parts).sort().values.tolist() == list(range(length))
-    # Under a causal mask position i attends to i + 1 tokens.
-    assert len({int((part + 1).sum()) for part in parts}) == 1
-
-
-def test_a_cut_batch_knows_its_positions() -> None:
-    tokens = 100 + torch.arange(8).repeat(3, 1)
+def test_a_cut_batch_is_one_sample_of_its_rows() -> None:
+    number = torch.arange(SAMPLES * LENGTH).view(SAMPLES, LENGTH)
     batch = {
-        "tokens": tokens,
-        "labels": tokens + 1,
-        "loss_mask": tokens.float(),
-        "padding_mask": torch.ones(3, 8, dtype=torch.bool),
-        "sentence_label": torch.arange(3),
+        **{name: 100 * i + number for i, name in enumerate(ALONG_THE_SEQUENCE)},
+        "sentence_label": torch.arange(SAMPLES),
     }
-    for axis, here in zip(axes(2), ([0, 1, 6, 7], [2, 3, 4, 5]), strict=True):
-        cut = cut_batch(batch, axis)
-        assert position_ids(cut["tokens"], axis).tolist() == [here] * 3
-        assert cut["tokens"].tolist() == [[100 + i for i in here]] * 3 and torch.equal(cut["labels"], cut["tokens"] + 1)
-        assert cut["loss_mask"].shape == (3, 4)
-        assert cut["padding_mask"] is batch["padding_mask"] and cut["sentence_label"] is batch["sentence_label"]
+    rows = torch.tensor([1, 0, 9, 23])  # in their own order, of several samples
+    cut = cut_batch(batch, rows)
+    for i, name in enumerate(ALONG_THE_SEQUENCE):
+        assert cut[name].tolist() == [[100 * i + row for row in rows.tolist()]], name
+    assert cut["sentence_label"] is batch["sentence_label"] and cut.keys() == batch.keys()
+
+
+def gathered(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
+    """What a rank has of all rows, once each has put its own in."""
+    context = initialize(Config(parallel=ParallelConfig(context=size))).context
+    order = torch.randperm(SAMPLES * LENGTH, generator=torch.Generator().manual_seed(0))
+    rows = order.chunk(size)[context.rank]
+    return all_rows(_row_values(rows).to(dtype), rows, context, SAMPLES), rows.tolist()
+
+
+def _row_values(rows: torch.Tensor) -> torch.Tensor:
+    """Something of each row that says which it is: `[r, 2]`."""
+    return torch.stack([rows, -rows], dim=1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_all_ranks_have_all_rows_in_the_order_of_the_micro_batch(size: int, dtype: torch.dtype) -> None:
+    found = run(gathered, size, size, dtype)
+    expected = _row_values(torch.arange(SAMPLES * LENGTH)).to(dtype).view(SAMPLES, LENGTH, 2)
+    for whole, _ in found:
+        assert whole.dtype == dtype and torch.equal(whole, expected)
+    assert sorted(row for _, rows in found for row in rows) == list(range(SAMPLES * LENGTH))
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,8 @@ def _places(config: Any) -> tuple[int, ...]:
     from parallel import topology
 
     place = topology.initialize(config)
-    return place.rank, place.tensor.rank, place.data.rank, place.pipeline.rank, place.expert.rank
+    context = place.context.rank, place.data_context.rank
+    return place.rank, place.tensor.rank, place.data.rank, *context, place.pipeline.rank, place.expert.rank
 
 
 @pytest.mark.parametrize(
@@ -119,12 +120,15 @@ def _places(config: Any) -> tuple[int, ...]:
         ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2"],
         ["parallel.pipeline=2", "parallel.expert=2"],
         ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2", "parallel.expert_tensor=2"],
+        ["parallel.context=2", "parallel.expert=4"],
+        ["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2"],
     ],
 )
 def test_places_are_those_of_the_process_groups(layout: list[str]) -> None:
     config = make_config(["experiment=gpt_moe_tiny", *layout], 4)
     expected = distributed.run(_places, 4, config)
-    assert [(p.rank, p.tensor, p.data, p.stage, p.expert) for p in places(config, 4)] == expected
+    found = [(p.rank, p.tensor, p.data, p.context, p.data_context, p.stage, p.expert) for p in places(config, 4)]
+    assert found == expected
 
 
 @pytest.mark.parametrize(("pipeline", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 8), (2, 3, 2)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,13 +11,10 @@ import torch
 
 from data.pieces import PIECE_LENGTHS, bucket_name, piece_lengths
 from data.samples import GPTSamples
-from parallel.topology import Axis
 from tests.data.test_samples import numbered
 from training.loss_buckets import BY, LossBuckets, bucket_sums, mean_losses
 
 pytestmark = pytest.mark.fast
-
-ALONE = Axis(0, 1, cast(Any, None))
 
 
 def test_names_are_ranges_of_powers_of_two() -> None:
@@ -50,7 +46,7 @@ def test_means_are_those_of_single_tokens(tmp_path: Path, separate: bool) -> Non
         losses[2, 25] = torch.nan  # of a token that nobody predicts
         if separate:
             batch[PIECE_LENGTHS] = torch.from_numpy(piece_lengths(batch["positions"]))
-        table.add(losses, batch, ALONE)
+        table.add(losses, batch)
         for row in range(3):
             for column in range(32):
                 if not batch["loss_mask"][row, column]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from data.build import HELD_OUT, entropy, label_counts
+from data.loader import PREPARED
 from data.pieces import PIECE_LENGTHS, piece_lengths
 from training import step
 from training.callbacks.logging.console import stamp
@@ -82,4 +83,6 @@ def _with_lengths(batch: Batch) -> Batch:
     if "positions" not in batch:
         return batch
     lengths = torch.from_numpy(piece_lengths(batch["positions"]))
-    return {**batch, PIECE_LENGTHS: lengths.pin_memory() if batch["positions"].is_pinned() else lengths}
+    lengths = lengths.pin_memory() if batch["positions"].is_pinned() else lengths
+    # What the loader prepared of it knows no lengths: it is prepared again.
+    return {**{name: value for name, value in batch.items() if name != PREPARED}, PIECE_LENGTHS: lengths}

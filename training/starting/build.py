@@ -19,7 +19,7 @@ from configs.ranks import launched
 from configs.rules import idle
 from configs.schema import Config, ConfigError
 from data.build import build_data
-from data.pieces import corpus_share
+from data.pieces import corpus_share, drawn_pieces
 from data.prepare import PreparedData, prepare
 from data.prepare.advice import lone_documents
 from data.tokenizer import load_tokenizer
@@ -91,6 +91,7 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
             world_size=topology.data.size,
             consumed_samples=consumed,
             pin=topology.device.type == "cuda",
+            on_host=engine.on_host,
         )
 
     loader, make_validation_loaders = data(position.consumed_samples)
@@ -156,7 +157,10 @@ def _prepare(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:
     )
     if config.data.documents == "separate" and launch.rank == 0:  # whose plan is written and said
         share = corpus_share(config, prepared.train)
-        expected = run_plan.make_plan(config, launch.world_size, vocab_size, device.type, attended_share=share)
+        pieces = drawn_pieces(config, prepared.train) if config.parallel.context > 1 else None
+        expected = run_plan.make_plan(
+            config, launch.world_size, vocab_size, device.type, attended_share=share, documents=pieces
+        )
     if launch.rank == 0:
         for note in [*prepared.notes, *lone_documents(prepared, config.model.sentence_head)]:
             print(f"data: {note}", flush=True)

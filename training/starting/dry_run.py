@@ -80,10 +80,12 @@ def _made_up_mask(tokens: int, share: float) -> torch.Tensor:
 @contextmanager
 def _left_as_it_was(engine: Engine) -> Iterator[None]:
     device, mark = engine.topology.device, engine.mark()
-    yield  # what fails in a backward pass leaves buffers that cannot be cleared, and ends the start in any case
-    for chunk in engine.chunks:
-        chunk.zero_grad_buffer()
-    mark.restore()
+    try:
+        yield
+        for chunk in engine.chunks:  # what fails within a backward pass leaves buffers that nobody can clear
+            chunk.zero_grad_buffer()
+    finally:
+        mark.restore()
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

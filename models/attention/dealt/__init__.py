@@ -1,0 +1,1 @@
+"""How rows are dealt: pieces are packed, change places, and are cut."""
