@@ -2,8 +2,9 @@
 
 A place holds rows of a micro-batch as models/attention/dealing.py deals them. It gets the key rows that some query of
 its attends to and no others: in a round those of owners at certain distances before it, so that each place sends to as
-many as it gets from. Rounds are short, so that what they bring comes while others compute. Made on the host by numpy, alike on all ranks, from where documents begin. Rows are counted
-through the micro-batch, or through a place's own (its rows in their order).
+many as it gets from. Rounds are short, so that what they bring comes while others compute. Made on the host by numpy,
+alike on all ranks, from where documents begin. Rows are counted through the micro-batch, or through a place's own (its
+rows in their order).
 """
 
 from __future__ import annotations
@@ -127,8 +128,14 @@ class Dealt:
         self._whole, self._cut = segments.only(is_whole), segments.only(~is_whole)
         self._transfers = self._all_transfers()
         most = int(self.received.sum(1).max(initial=0))
-        self._round_rows = min(self.place_rows, max(round_rows, -(-most // ROUNDS)))
+        self._round_rows = max(1, min(self.place_rows, max(round_rows, -(-most // ROUNDS))))
         self._transfers = _in_parts(self._transfers, self._round_rows)
+
+    @property
+    def ahead(self) -> int:
+        """Of how many rounds after the one that computes rows may be on their way, alike for all places: with its own
+        they are at most twice what a place has."""
+        return max(1, 2 * self.place_rows // self._round_rows - 1)
 
     @property
     def received(self) -> np.ndarray:
