@@ -356,7 +356,7 @@ def measure(config: Config) -> dict[str, Any]:
     count = config.training.global_batch_size // (config.training.micro_batch_size * topology.data.size)
     batches = made_up_batches(config, count, VOCAB_SIZE, seed=topology.data.rank)
     train_step(model, batches, 1)
-    exchanged = ContextBytes(topology.expert.group)
+    exchanged = ContextBytes(topology.context.group)
     with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter, exchanged:
         train_step(model, batches, 2)
     WORKSPACE.pooled = False

@@ -162,6 +162,14 @@ def rows_of_rank(config: Config) -> int:
     return config.training.micro_batch_size * config.model.sequence_length // config.parallel.context
 
 
+def feed_forward_tile(config: Config) -> int | None:
+    """Rows of a rank that a dense feed-forward layer computes at once; None: all of them."""
+    training, tensor = config.training, config.parallel.tensor if config.parallel.sequence else 1
+    if training.recompute != "full" or training.token_tile is None:
+        return None
+    return training.token_tile if rows_of_rank(config) // tensor > training.token_tile else None
+
+
 def context_places(config: Config) -> int:
     """Groups of context ranks that rows are dealt to; the ranks of a group exchange heads for rows, the groups keys and
     values."""

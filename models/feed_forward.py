@@ -71,11 +71,22 @@ class _Tiled(torch.autograd.Function):
         rows, *parameters = ctx.saved_tensors
         rows_grad, sums = torch.empty_like(rows), [GradientSum(each) for each in parameters]
         for part, of_part, found in zip(*(each.split(ctx.tile) for each in (rows, grad, rows_grad))):
-            part = part.detach().requires_grad_()
-            with torch.enable_grad():
-                output, _ = ctx.layer._whole(part)
-            of_rows, *of_parameters = torch.autograd.grad(output, [part, *parameters], of_part)
-            found.copy_(of_rows)
-            for each, of_parameter in zip(sums, of_parameters):
-                each.add(of_parameter)
+            found.copy_(_add_gradients(ctx.layer, part, of_part, sums, parameters))
         return rows_grad, None, None, *(each.for_autograd() for each in sums)
+
+
+def _add_gradients(
+    layer: FeedForward,
+    rows: torch.Tensor,
+    grad: torch.Tensor,
+    sums: list[GradientSum],
+    parameters: list[torch.Tensor],
+) -> torch.Tensor:
+    """Add a tile's gradients of the weights; that of its rows. Nothing of them is left beside the next tile's."""
+    rows = rows.detach().requires_grad_()
+    with torch.enable_grad():
+        output, _ = layer._whole(rows)
+    of_rows, *of_parameters = torch.autograd.grad(output, [rows, *parameters], grad)
+    for each, of_parameter in zip(sums, of_parameters):
+        each.add(of_parameter)
+    return of_rows

@@ -13,24 +13,21 @@ from collections.abc import Callable, Sequence
 from configs import derived
 from configs.schema import Config
 from models import blueprint
-from models.attention.slices import SHORT_BACKWARD
-from models.blueprint.operation import HEADS, INPUT, ModelOperation, Weight, unknown
+from models.blueprint.operation import INPUT, ModelOperation, Weight, unknown
 from models.loss.tiles import BLOCK_NUMBERS, HALF_GROUP, WIDE_GROUP, token_tile
 from moe.chunk_plan import STRATEGIES, Plan
 from moe.planning import footprint
 from moe.planning.inputs import fullest_load, initial_plan
+from simulator.context.attention import AttentionBytes
 from simulator.context.rows import shared_rows
 from simulator.flops import computes_slices, has_fused_attention
-from simulator.memory_tape import MemoryProfile, OperationBytes, Tape, TapeTensor, recomputed
+from simulator.memory_tape import MemoryProfile, OperationBytes, Tape, TapeTensor, profile, recomputed
 from simulator.sizes import FP32, INT64, Sizes
 
 ROPE_WORK = 2  # times a tensor's bytes: its gradient, and the crossed halves beside it
 ROPE_WORK_IN_PIECES = 2.75  # Megatron-core's, of latent attention: the turned halves and their sums
 # of a token: logits, probabilities, maps; chosen experts with their scores
 ROUTER_EXPERT_BYTES, ROUTER_ASSIGNMENT_BYTES = (17, 12)
-MERGED = 4  # times an output in fp32: the sum so far, the one that is added, and both with their weights
-# times a round's keys and values: those that leave and those that come, of two rounds at once; their gradients
-ROUND_BUFFERS, ROUND_GRADIENTS = 4, 2
 LABEL_BYTES = 13  # of a token: label, mask, target
 PLAIN = (
     "add",
@@ -60,7 +57,8 @@ class Activations:
     def __init__(self, config: Config, vocab_size: int, device: str, plan: Plan | None = None) -> None:
         self.config, self.vocab_size, self.on_gpu = config, vocab_size, device == "cuda"
         self.fused_attention, self.by_slices = has_fused_attention(config, device), computes_slices(config, device)
-        self.sizes, self.shared = Sizes(config), shared_rows(config)
+        self.sizes = Sizes(config)
+        self.attention = AttentionBytes(config, self.sizes, shared_rows(config), self.on_gpu)
         self.by_positions = config.data.documents == "separate" or config.parallel.context > 1
         self.tile = token_tile(self.sizes.tokens, config.training.token_tile)
         self.is_one_tile = self.tile == self.sizes.tokens
@@ -74,13 +72,16 @@ class Activations:
             "dropout": self._dropout,
             "embedding": self._embedding,
             "exchange": self._exchange,
+            "expansion": lambda *_: (),  # what it makes is a part of the attention's
             "experts": self._experts,
+            "latent_attention": self._latent_attention,
             "norm": self._norm,
             "pooler": self._pooler,
             "recomputed": self._recomputed,
             "rotary": self._rotary,
             "router": self._router,
             "split": self._split,
+            "tiled": self._tiled,
             "token_loss": self._token_loss,
             "vocabulary_embedding": self._vocabulary_embedding,
         }
@@ -175,6 +176,27 @@ class Activations:
             self._to_leave -= 1
         return [output]
 
+    def _tiled(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
+        """One tile of a rank's rows after the other; going back each is computed again, with all its weights' gradients
+        beside it until they are added to the buffers."""
+        (name,) = operation.inputs
+        whole, tile = self.sizes, derived.feed_forward_tile(self.config)
+        assert tile is not None, "a layer in tiles"
+
+        def body(inner: Tape, rows: TapeTensor) -> TapeTensor:
+            return self._run(inner, operation.body, {name: rows})
+
+        self.sizes = Sizes(self.config, tile)
+        rows = TapeTensor(held[name].bytes * tile // whole.own_tokens)
+        first = Tape(keeps=False)
+        body(first, first.new(rows.bytes))
+        again = profile(body, rows)
+        self.sizes = whole
+        matrices = [self._weight_bytes(part.weights) for part in operation.body]
+        beside = sum(matrices) - next((size for size in matrices if size), 0)  # the first one's is counted in its pass
+        work = held[name].bytes + max(again.forward, again.backward + beside)
+        return self._apply(tape, operation, held, OperationBytes(during=first.peak - rows.bytes, work=work))
+
     def _vocabulary_embedding(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         weight = self._weight_bytes(operation.weights)
         # Tied to an output layer that gives its own to autograd: the sum of both gradients is a third one.
@@ -253,39 +275,18 @@ class Activations:
 
     def _attention(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         if self.fused_attention:
-            heads = self.config.model.num_attention_heads // self.sizes.ranks[HEADS]
-            sums = self.sizes.place_tokens * heads * FP32
-            takes = OperationBytes(kept=sums)
+            takes = OperationBytes(kept=self.attention.sums)
             if self.by_slices:
-                takes = self._slices(sums, operation, held)
+                given = [held[name].bytes for name in operation.inputs]
+                takes = self.attention.of_slices(given, self.sizes.bytes(operation.output))
             return self._apply(tape, operation, held, takes)
         query, key, value = (held[name] for name in operation.inputs)
         return [self._unfused_attention(tape, query, key, value)]
 
-    def _slices(self, sums: int, operation: ModelOperation, held: Held) -> OperationBytes:
-        """Beside its result a pass holds what the kernel gave; what is merged, or added up, is so in fp32."""
-        output, given = self.sizes.bytes(operation.output), sum(held[name].bytes for name in operation.inputs)
-        wide, rows = FP32 // self.sizes.element, self.sizes.length
-        takes_wide = 0
-        slides, rounds = derived.attended_share(self.config) < 1, self.shared.rounds > 1
-        # of documents of other lengths than samples some are cut
-        rounds |= self.shared.places > 1 and self.config.data.documents == "separate"
-        if slides:
-            rows = min(rows, self.config.model.sliding_window or rows)
-        if rounds:  # a place has two runs of a sample
-            rows = min(rows, rows // (2 * self.shared.places))
-        if wide > 1 and not self.on_gpu and rows < SHORT_BACKWARD:  # then the way back computes in fp32
-            takes_wide = wide * (given + 2 * output)
-        if not slides and not rounds:
-            return OperationBytes(kept=sums, during=output + sums, work=2 * given + takes_wide)
-        # each row of a sliding window has two or three slices, as one with keys before its run
-        during, work = MERGED * wide * output + 3 * sums, (1 + 2 * wide) * given + takes_wide
-        if rounds:
-            *_, key, value = (held[name].bytes for name in operation.inputs)
-            of_round = int(min(1.0, max(self.shared.received) / self.sizes.place_tokens) * (key + value))
-            during += ROUND_BUFFERS * of_round
-            work += (ROUND_BUFFERS + ROUND_GRADIENTS) * of_round
-        return OperationBytes(kept=sums, during=during, work=work)
+    def _latent_attention(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
+        query, latents = (held[name].bytes for name in operation.inputs)
+        takes = self.attention.of_latents(query, latents, self.sizes.bytes(operation.output))
+        return self._apply(tape, operation, held, takes)
 
     def _exchange(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         """Heads for rows, or rows for heads: all tensors go in one buffer, and come in another."""

@@ -119,7 +119,7 @@ def of_operations(
                     number = _passes(config, even_load(config, device), forwards)[traffic.ROWS] if is_spread else 0.0
                 elif collective.kind in ("all_to_all", "rounds"):
                     shared = shared or shared_rows(config)
-                    number = passes * _between_context_ranks(collective, sizes, shared)
+                    number = passes * _between_context_ranks(collective, sizes, shared, block.slides)
                 elif collective.kind in RINGS:
                     number = (
                         passes
@@ -134,7 +134,8 @@ def of_operations(
 
 
 def of_context(config: Config, operations: Sequence[ModelOperation], shared: SharedRows) -> dict[str, float]:
-    """What context ranks send for operations and one micro-batch, forward and backward: of "heads" and of "rounds"."""
+    """What context ranks send for a layer's operations and one micro-batch, forward and backward: of "heads" and of
+    "rounds", the latter in the mean of all layers."""
     sizes, result = Sizes(config), {"heads": 0.0, "rounds": 0.0}
     for operation, forwards in walk(operations):
         for collective in operation.collectives:
@@ -145,9 +146,11 @@ def of_context(config: Config, operations: Sequence[ModelOperation], shared: Sha
     return result
 
 
-def _between_context_ranks(collective: Collective, sizes: Sizes, shared: SharedRows) -> float:
-    """Exchanges of heads, and of rounds of keys and values."""
-    share = _share(sizes.ranks[CONTEXT_HEADS]) if collective.kind == "all_to_all" else shared.mean_received
+def _between_context_ranks(
+    collective: Collective, sizes: Sizes, shared: SharedRows, slides: bool | None = None
+) -> float:
+    """Exchanges of heads, and of rounds of keys and values, of a layer that slides or not; None: of the mean layer."""
+    share = _share(sizes.ranks[CONTEXT_HEADS]) if collective.kind == "all_to_all" else shared.mean_received(slides)
     return share * sizes.bytes(collective.whole)
 
 

@@ -42,7 +42,11 @@ CATEGORIES = {
     "pooler": "sentence_head",
 }
 # kinds of operations that have some
-PRODUCTS = ("column_linear", "row_linear", "linear", "attention", "router", "experts", "pooler", "token_loss")
+PRODUCTS = (
+    *("column_linear", "row_linear", "linear", "attention", "latent_attention", "expansion"),
+    *("router", "experts", "pooler", "token_loss"),
+)
+ATTENTION = ("attention", "latent_attention")
 OTHERS = (  # that have none, or none that are counted
     *(
         "add",
@@ -119,13 +123,15 @@ def executed_flops_per_token(
 ) -> float:
     """Operations of forward and backward pass that all ranks together carry out, divided by the tokens. `shared`: as
     in simulator/communication.py."""
-    squares = (shared or shared_rows(config)).squares
+    shared = shared or shared_rows(config)
     counts: dict[str, dict[float, float]] = {}  # by category: by how often they run, those of the forward pass
     for category, operation, forwards in _counted(config, padded_vocab_size):
         times = _times(config, operation.kind, device) + forwards - 1
         flops = operation.flops * _copies(config, operation.kind)
-        if operation.kind == "attention":
-            flops *= squares * _computed_share(config, device, attended_share)
+        if operation.kind in ATTENTION:
+            flops *= shared.squares * _computed_share(config, device, attended_share)
+        if operation.kind == "expansion":  # of the rows that arrive too
+            flops *= 1 + shared.mean_received() / (shared.rows * shared.heads)
         of_category = counts.setdefault(category, {})
         of_category[times] = of_category.get(times, 0.0) + flops
     if device == "cpu" and config.training.precision != "fp32" and "experts" in counts:
@@ -155,8 +161,10 @@ def _counted(config: Config, vocab_size: int) -> Iterator[tuple[str, ModelOperat
 
 def _times(config: Config, kind: str, device: str) -> float:
     """Forward and backward pass together over the forward pass, each once."""
-    if kind == "attention" and has_fused_attention(config, device):
+    if kind in ATTENTION and has_fused_attention(config, device):
         return 3.5
+    if kind == "expansion":
+        return 4.0  # going back, once more before its gradients
     if kind == "router" and device == "cpu" and config.training.precision == "bf16":
         return 5.0  # its backward pass takes the gradient as a sum of two bf16 numbers
     if kind == "experts" and "recompute" in config.moe.memory_strategy:

@@ -29,10 +29,13 @@ class Sizes:
     """Rows and numbers of a config's tensors on one rank. Raises ValueError for rows, an axis or numbers that it does
     not know."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tile: int | None = None) -> None:
+        """`tile`: so many of a rank's own rows alone; None: all."""
         parallel = config.parallel
         self.samples, self.length = config.training.micro_batch_size, config.model.sequence_length
         self.tokens = rows_of_rank(config)  # of all its tensor ranks
+        if tile is not None:
+            self.tokens = tile * (parallel.tensor if parallel.sequence else 1)
         self.place_tokens = self.tokens * context_heads(config)
         self.own_tokens = self.tokens // parallel.tensor if parallel.sequence else self.tokens
         self.element = derived.element_size(config)

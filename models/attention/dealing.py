@@ -13,6 +13,7 @@ it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,6 +115,13 @@ def _whole(work: np.ndarray | None, lengths: np.ndarray) -> np.ndarray | None:
         return None if work is None else np.asarray(work, dtype=np.int64)
     most = math.frexp(float(work[int(lengths.max())]) * len(lengths))[1]
     return np.rint(np.ldexp(np.asarray(work, dtype=np.float64), min(FRACTIONS, 60 - most))).astype(np.int64)
+
+
+def window_work(slides: Sequence[int], window: int, longest: int) -> np.ndarray:
+    """Keys that the first rows of a piece attend to in all layers together, int64 [longest + 1]; `slides`: by layer,
+    1 where a row attends to the last `window` rows alone, 0 where to all before it."""
+    keys, sliding = np.arange(longest + 1), sum(slides)
+    return np.cumsum(sliding * np.minimum(keys, window) + (len(slides) - sliding) * keys)
 
 
 # -- what was dealt ----------------------------------------------------------------------------------------------------

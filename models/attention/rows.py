@@ -19,7 +19,7 @@ from configs import derived
 from configs.schema import Config
 from memory.transfer import to_device
 from models.attention import slices
-from models.attention.dealing import deal
+from models.attention.dealing import deal, window_work
 from models.attention.exchange import HeadExchange, RowExchange
 from models.attention.rounds import Dealt, Pieces
 from models.attention.sliced import SlicePlan
@@ -106,20 +106,12 @@ def of_padding(padding_mask: torch.Tensor, switches_at: int | None = None) -> Ba
 
 def share_of_rank(config: Config, batch: dict[str, Any], apart: BatchSlices, context: Axis) -> dict[str, Any]:
     """A micro-batch's rows that this rank holds of those that context ranks share, with their slices."""
-    work = _work(config, int(apart.found.queries.max()))
+    work, window = None, config.model.sliding_window
+    if window is not None:
+        work = window_work(derived.window_pattern(config), window, int(apart.found.queries.max()))
     dealt = DealtSlices(apart, context, derived.context_heads(config), work)
     make_plans(config, dealt)
     return {**cut_batch(batch, dealt.rows), SLICES: dealt}
-
-
-def _work(config: Config, longest: int) -> np.ndarray | None:
-    """Keys that the first rows of a piece attend to in all layers together, int64 `[longest + 1]`; None: where all
-    layers have all of them."""
-    if config.model.sliding_window is None:
-        return None
-    keys, pattern = np.arange(longest + 1), derived.window_pattern(config)
-    slide = sum(pattern)
-    return np.cumsum(slide * np.minimum(keys, config.model.sliding_window) + (len(pattern) - slide) * keys)
 
 
 def make_plans(config: Config, apart: BatchSlices | DealtSlices) -> None:

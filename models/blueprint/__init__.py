@@ -89,8 +89,10 @@ def blocks(config: Config, vocab_size: int, part: Part) -> list[Block]:
     transformer = transformer_name(config)
     result = [block("", embedding(config, vocab_size, part.is_last), EMBEDDING_ORDER)] if part.is_first else []
     layers = {kind: layer(config, bool(kind)) for kind in set(part.layers)}
+    slides = derived.window_pattern(config)
     for number, kind in enumerate(part.layers, part.first_layer):
-        result.append(Block(f"{transformer}.layers.{number}.", layers[kind].operations, layers[kind].weights))
+        of = layers[kind]
+        result.append(Block(f"{transformer}.layers.{number}.", of.operations, of.weights, bool(slides[number])))
     if part.is_last:
         result.append(block("", head(config, vocab_size, part.is_first), HEAD_ORDER))
     return result

@@ -19,7 +19,9 @@ from models.blueprint.operation import (
     TOKENS,
     Collective,
     ModelOperation,
+    Split,
     Tensor,
+    Weight,
 )
 from models.blueprint.pieces import column_linear, copy, norm, own_rows, recomputed, row_linear
 
@@ -127,28 +129,63 @@ def _latent(config: Config, x: str, output: str) -> list[ModelOperation]:
     up = "linear_q_proj" if query_rank is None else "linear_q_up_proj"
     sizes = query_rank or model.hidden_size, heads * (head + rotating)
     operations.append(column_linear(config, f"{MODULE}.{up}", queries_from, "queries", sizes))
-    sizes = rank, heads * (head + value_dim)
-    operations.append(column_linear(config, f"{MODULE}.linear_kv_up_proj", "key_value.normed", "keys_values", sizes))
     plain_query, turned_query = _heads("query.plain", heads * head), _heads("query.turned", heads * rotating)
-    plain_key, value_part = _heads("key.plain", heads * head), _heads("value.part", heads * value_dim)
-    query, key, value = (
-        _heads(name, heads * size)
-        for name, size in (("query", head + rotating), ("key", head + rotating), ("value", value_dim))
-    )
+    query = _heads("query", heads * (head + rotating))
     query_turn, key_turn = _rotated(turned_query, rotating), _rotated(turning, rotating)
-    done = ("queries", "keys_values", query_turn.output.name, key_turn.output.name)
-    operations += [
-        ModelOperation("split", f"{MODULE}.{up}", ("queries",), (plain_query, turned_query)),
-        ModelOperation("split", f"{MODULE}.linear_kv_up_proj", ("keys_values",), (plain_key, value_part)),
-        query_turn,
-        key_turn,
-        ModelOperation("concatenate", MODULE, outputs=(query,), passes=(plain_query.name, query_turn.output.name)),
-        ModelOperation("concatenate", MODULE, (key_turn.output.name,), (key,), passes=(plain_key.name,)),
-        copy(MODULE, value_part.name, value, frees=done),
-        *_core(config, query, key, value, (head + rotating, value_dim)),
-    ]
-    frees = ("context", query.name, key.name, value.name, *held)
+    split = ModelOperation("split", f"{MODULE}.{up}", ("queries",), (plain_query, turned_query))
+    joined = ModelOperation("concatenate", MODULE, outputs=(query,), passes=(plain_query.name, query_turn.output.name))
+    if config.parallel.context > 1:
+        operations += [split, query_turn, replace(joined, frees=("queries", query_turn.output.name))]
+        operations += _shared_latents(config, query, key_turn)
+        frees = ("context", query.name, "latents", *held)
+    else:
+        sizes = rank, heads * (head + value_dim)
+        name = f"{MODULE}.linear_kv_up_proj"
+        operations.append(column_linear(config, name, "key_value.normed", "keys_values", sizes))
+        plain_key, value_part = _heads("key.plain", heads * head), _heads("value.part", heads * value_dim)
+        key, value = (_heads(of, heads * size) for of, size in (("key", head + rotating), ("value", value_dim)))
+        done = ("queries", "keys_values", query_turn.output.name, key_turn.output.name)
+        operations += [
+            split,
+            ModelOperation("split", name, ("keys_values",), (plain_key, value_part)),
+            query_turn,
+            key_turn,
+            joined,
+            ModelOperation("concatenate", MODULE, (key_turn.output.name,), (key,), passes=(plain_key.name,)),
+            copy(MODULE, value_part.name, value, frees=done),
+            *_core(config, query, key, value, (head + rotating, value_dim)),
+        ]
+        frees = ("context", query.name, key.name, value.name, *held)
     return operations + row_linear(config, f"{MODULE}.linear_proj", "context", output, heads * value_dim, frees=frees)
+
+
+def _shared_latents(config: Config, query: Tensor, key_turn: ModelOperation) -> list[ModelOperation]:
+    """Attention of latents that context ranks share: they exchange these with the turned rotary keys, and expand a
+    round's rows into keys and values, which nobody keeps."""
+    model, head = config.model, derived.head_dim(config)
+    heads, rank, rotating = model.num_attention_heads, model.kv_lora_rank, model.rotary_head_dim
+    normed, whole = "key_value.normed", Tensor("key_value.whole", rank)
+    operations, frees = list[ModelOperation](), [key_turn.output.name]
+    collectives: tuple[Collective, ...] = (Collective("all_reduce", TENSOR, whole, is_backward=True),)
+    if config.parallel.sequence:
+        collectives = Collective("all_gather", TENSOR, whole), Collective("reduce_scatter", TENSOR, whole, True)
+        operations.append(
+            ModelOperation("gather", f"{MODULE}.kv_layernorm", (normed,), (whole,), collectives=collectives)
+        )
+        normed, collectives = whole.name, ()
+        frees.append(whole.name)
+    latents = Tensor("latents", rank + rotating)
+    joined = ModelOperation(
+        "concatenate", MODULE, (normed, key_turn.output.name), (latents,), frees=tuple(frees), collectives=collectives
+    )
+    operations += [key_turn, joined]
+    weight = Weight(
+        f"{MODULE}.linear_kv_up_proj.weight",
+        (heads * (head + model.value_head_dim), rank),
+        "matrix",
+        (Split(0, TENSOR),),
+    )
+    return operations + _core(config, query, latents, None, (head + rotating, model.value_head_dim), weight)
 
 
 def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[ModelOperation]:
@@ -182,35 +219,49 @@ def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[
     ]
 
 
-def _core(config: Config, query: Tensor, key: Tensor, value: Tensor, channels: tuple[int, int]) -> list[ModelOperation]:
+def _core(
+    config: Config,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    channels: tuple[int, int],
+    expansion: Weight | None = None,
+) -> list[ModelOperation]:
     """Scores, softmax and weighted sum; counted with their full square. `channels`: of a key's and of a value's
-    head.
+    head. `expansion`: makes keys and values of latents, which `key` is then, without a value.
 
     Context ranks exchange heads for rows before it and rows for heads behind it, keys and values in rounds within.
     """
     heads, ranks = config.model.num_attention_heads, config.parallel.tensor * context_heads(config)
-    given, exchanges = (query, key, value), context_heads(config) > 1
+    own = [query, key] if value is None else [query, key, value]
+    given, exchanges, inputs = own, context_heads(config) > 1, tuple(tensor.name for tensor in own)
     output = _heads("context", heads * channels[1])
     operations, attended = list[ModelOperation](), output
-    key_heads = max(key.width // channels[0], ranks)  # fewer than ranks are there several times
+    if expansion is not None:
+        widths, axis = [key.width], None  # all heads come from the same
+    else:
+        key_heads = max(key.width // channels[0], ranks)  # fewer than ranks are there several times
+        widths, axis = [key_heads * size for size in channels], HEADS
     if exchanges:
-        given = (
-            _exchanged(query.name, query.width),
-            _exchanged(key.name, key_heads * channels[0]),
-            _exchanged(value.name, key_heads * channels[1]),
-        )
+        given = [_exchanged(query.name, query.width)]
+        given += [_exchanged(tensor.name, width, axis) for tensor, width in zip(own[1:], widths, strict=True)]
         attended = _exchanged("context", output.width)
-        inputs = query.name, key.name, value.name
-        operations.append(
-            ModelOperation("exchange", f"{MODULE}.heads", inputs, given, collectives=_both_ways("all_to_all", *given))
-        )
+        collectives = _both_ways("all_to_all", *given)
+        operations.append(ModelOperation("exchange", f"{MODULE}.heads", inputs, tuple(given), collectives=collectives))
     names: tuple[str, ...] = tuple(tensor.name for tensor in given)
-    row = Tensor("key_value", key_heads * sum(channels), SCALAR, HEADS)
+    weights: tuple[Weight, ...] = ()
+    if expansion is not None:
+        # The attention makes keys and values itself, and makes them again going back: nothing is kept of them.
+        rows, width = expansion.shape
+        weights = (expansion,)
+        name = expansion.name.removesuffix(".weight")
+        operations.append(ModelOperation("expansion", name, weights=weights, flops=2.0 * rows * width))
+    row = Tensor("key_value", sum(widths), SCALAR, axis)
     # Going back, keys and values come again, and their gradients go home.
     rounds = (*_both_ways("rounds", row), Collective("rounds", CONTEXT, row, is_backward=True))
     operations.append(
         ModelOperation(
-            "attention",
+            "attention" if expansion is None else "latent_attention",
             f"{MODULE}.core_attention",
             names,
             (attended,),
@@ -228,13 +279,13 @@ def _core(config: Config, query: Tensor, key: Tensor, value: Tensor, channels: t
             )
         )
     if config.training.recompute == "selective":
-        return [recomputed(f"{MODULE}.core_attention", (query.name, key.name, value.name), operations)]
+        return [recomputed(f"{MODULE}.core_attention", inputs, operations)]
     return operations
 
 
-def _exchanged(name: str, width: int) -> Tensor:
-    """All rows of a place for this rank's share of the heads."""
-    return Tensor(f"{name}.exchanged", width, PLACE_TOKENS, HEADS)
+def _exchanged(name: str, width: int, axis: str | None = HEADS) -> Tensor:
+    """All rows of a place for this rank's share of the heads; without an axis: of what all heads have."""
+    return Tensor(f"{name}.exchanged", width, PLACE_TOKENS, axis)
 
 
 def _both_ways(kind: str, *wholes: Tensor) -> tuple[Collective, ...]:

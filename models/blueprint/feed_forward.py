@@ -19,12 +19,14 @@ from models.blueprint.operation import (
     Tensor,
     Weight,
 )
-from models.blueprint.pieces import column_linear, copy, hidden, own_rows, recomputed, row_linear, scatter
+from models.blueprint.pieces import column_linear, copy, hidden, own_rows, recomputed, row_linear, scatter, tiled
 
 
 def feed_forward(config: Config, x: str, output: str) -> list[ModelOperation]:
     """A dense layer from the normed state `x`; its `output` still lacks its bias."""
     layers = _linears(config, "mlp", x, output, derived.ffn_hidden_size(config), config.model.linear_bias)
+    if derived.feed_forward_tile(config) is not None:
+        return [tiled("mlp", x, layers)]
     return [recomputed("mlp", (x,), layers)] if config.training.recompute == "selective" else layers
 
 

@@ -100,7 +100,8 @@ class ModelOperation:
     """One step of the forward pass and what follows from it for the backward pass. `inputs`, `passes`, `saved` and
     `frees` name tensors.
 
-    Kind `recomputed` stands around a `body`, whose forward pass runs again in the backward pass.
+    Kinds `recomputed` and `tiled` stand around a `body`, whose forward pass runs again in the backward pass: of all
+    rows, or of so many of a rank's after the others.
     """
 
     kind: str
@@ -131,6 +132,7 @@ class Block:
     prefix: str
     operations: tuple[ModelOperation, ...]
     weights: tuple[Weight, ...]  # in the order of Megatron-core's modules, which is that of the gradient buffers
+    slides: bool = False  # a layer whose attention has the sliding window
 
 
 INPUT = "state"  # the tensor that a block starts from
@@ -160,10 +162,10 @@ def local_shape(weight: Weight, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def walk(operations: Sequence[ModelOperation], forwards: int = 1) -> Iterator[tuple[ModelOperation, int]]:
-    """Every operation with how many times its forward pass runs in a step; `recomputed` ones give way to what they
-    contain."""
+    """Every operation with how many times its forward pass runs in a step; `recomputed` and `tiled` ones give way
+    to what they contain."""
     for operation in operations:
-        if operation.kind == "recomputed":
+        if operation.kind in ("recomputed", "tiled"):
             yield from walk(operation.body, forwards + 1)
         else:
             yield operation, forwards

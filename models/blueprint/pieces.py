@@ -140,3 +140,8 @@ def copy(name: str, x: str, output: Tensor, frees: tuple[str, ...] = ()) -> Mode
 def recomputed(name: str, inputs: tuple[str, ...], body: Sequence[ModelOperation]) -> ModelOperation:
     """Activation checkpointing around a body."""
     return ModelOperation("recomputed", name, inputs, body[-1].outputs, saved=inputs, body=tuple(body))
+
+
+def tiled(name: str, x: str, body: Sequence[ModelOperation]) -> ModelOperation:
+    """A body that is computed in tiles of a rank's rows, and once more going back."""
+    return ModelOperation("tiled", name, (x,), body[-1].outputs, saved=(x,), body=tuple(body))

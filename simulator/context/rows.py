@@ -7,8 +7,7 @@ each has all rows of the place for some of the heads; places exchange key and va
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,8 @@ import numpy as np
 from configs import derived
 from configs.derived import context_heads, context_places, rows_of_rank
 from configs.schema import Config
-from models.attention.dealing import Deal, deal, exchanged_rows
+from models.attention.dealing import Deal, deal, window_work
+from models.attention.rounds import Dealt, Pieces, Round
 
 Lengths = Sequence[int] | np.ndarray
 
@@ -29,39 +29,94 @@ class SharedRows:
     heads: int  # ranks of a place, which exchange heads for rows
     places: int
     rows: int  # of one rank
-    received: tuple[float, ...]  # key and value rows that are sent to each place for one attention
+    # Key and value rows that are sent to each place for one attention: of layers whose rows attend to all before them,
+    # and of those with a sliding window.
+    received: tuple[float, ...]
+    received_sliding: tuple[float, ...]
+    sliding: float  # share of the layers
     rounds: int  # of attention, the place's own rows included: the most
-    squares: float  # of the documents' full squares, what kernels compute: they take their runs' squares whole
+    round_rows: int  # key and value rows that arrive in one of them: the most
+    squares: float  # of the documents' pairs, what kernels compute: they take their runs' squares whole
     is_known: bool = True  # whether by documents' lengths; else by samples of one document, which exchange most
 
     @property
-    def mean_received(self) -> float:
-        """Key and value rows that are sent to a place in the mean: what a place sends as well."""
-        return sum(self.received) / len(self.received)
+    def of_layer(self) -> tuple[float, ...]:
+        """Rows that are sent to each place, the mean of the layers."""
+        pairs = zip(self.received, self.received_sliding, strict=True)
+        return tuple((1 - self.sliding) * whole + self.sliding * part for whole, part in pairs)
+
+    def mean_received(self, slides: bool | None = None) -> float:
+        """Rows that are sent to a place in the mean, which is what it sends as well: of a layer that slides or not;
+        None: of all."""
+        every = self.of_layer if slides is None else self.received_sliding if slides else self.received
+        return sum(every) / self.places
 
 
 def shared_rows(config: Config, micro_batches: Sequence[Lengths] | None = None) -> SharedRows:
     """Deal micro-batches with documents of these lengths; None: each sample is one document."""
     context, heads, places = config.parallel.context, context_heads(config), context_places(config)
-    rows, is_causal = rows_of_rank(config), config.model.family == "gpt"
+    rows, pattern = rows_of_rank(config), derived.window_pattern(config)
+    sliding = sum(pattern) / len(pattern)
     is_known = micro_batches is not None or config.data.documents != "separate"
     if micro_batches is None:
         micro_batches = [[config.model.sequence_length] * config.training.micro_batch_size]
     if places == 1:
-        return SharedRows(context, heads, 1, rows, (0.0,), 1, 1.0, is_known)
-    received, squares, whole, most = np.zeros(places), 0.0, 0.0, 0
+        return SharedRows(context, heads, 1, rows, (0.0,), (0.0,), sliding, 1, 0, 1.0, is_known)
+    windows = {bool(slides): pattern.count(slides) for slides in pattern}
+    received = {slides: np.zeros(places) for slides in (False, True)}
+    computed, pairs, rounds, most = 0.0, 0.0, 1, 0
     for lengths in micro_batches:
-        pieces = np.asarray(lengths, np.int64)
-        keys = None if is_causal else pieces
-        found = deal(pieces, places, keys=keys)
-        of_places = exchanged_rows(found, pieces, keys)
-        received += of_places
-        most = max(most, int(of_places.max()))
-        squares += _squares(found, pieces, is_causal)
-        whole += float((pieces**2).sum())
-    rounds = 1 + math.ceil(most / (rows * heads))
-    means = tuple(float(number) for number in received / len(micro_batches))
-    return SharedRows(context, heads, places, rows, means, rounds, squares / whole, is_known)
+        batch = _Batch(config, np.asarray(lengths, np.int64), places)
+        for slides, layers in windows.items():
+            dealt = batch.dealt(slides)
+            received[slides] += dealt.received.sum(1)
+            of_kernels, of_documents = batch.squares(slides)
+            computed, pairs = computed + layers * of_kernels, pairs + layers * of_documents
+            for each in batch.rounds(slides):
+                rounds, most = max(rounds, 1 + len(each)), max(most, *(of_round.num_keys for of_round in each))
+    means = [tuple((received[slides] / len(micro_batches)).tolist()) for slides in (False, True)]
+    return SharedRows(context, heads, places, rows, *means, sliding, rounds, most, computed / pairs, is_known)
+
+
+class _Batch:
+    """A micro-batch that is dealt as a run deals it."""
+
+    def __init__(self, config: Config, pieces: np.ndarray, places: int) -> None:
+        self._pieces, self._places, self._window = pieces, places, config.model.sliding_window
+        self._is_causal = config.model.family == "gpt"
+        keys = None if self._is_causal else pieces
+        work = None
+        if self._window is not None:
+            work = window_work(derived.window_pattern(config), self._window, int(pieces.max()))
+        self._deal = deal(pieces, places, work=work, keys=keys)
+        self._dealt = {window: Dealt(Pieces(pieces, keys), self._deal, window) for window in (None, self._of(True))}
+
+    def _of(self, slides: bool) -> int | None:
+        """The window of layers that slide, where it makes a difference."""
+        return self._window if slides and self._window is not None and self._window < self._pieces.max() else None
+
+    def dealt(self, slides: bool) -> Dealt:
+        """What each place gets from each."""
+        return self._dealt[self._of(slides)]
+
+    def rounds(self, slides: bool) -> Iterator[list[Round]]:
+        """Of places: of those that get most, where these tell enough."""
+        dealt = self.dealt(slides)
+        rows = dealt.received.sum(1)
+        for place in np.flatnonzero(rows == rows.max()).tolist() if rows.any() else ():
+            yield dealt.rounds(place)[1]
+
+    def squares(self, slides: bool) -> tuple[float, float]:
+        """Pairs that kernels compute, and twice those that attend."""
+        window, pieces = self._of(slides), self._pieces
+        if window is None:
+            return _squares(self._deal, pieces, self._is_causal), float((pieces**2).sum())
+        every = (self.dealt(slides).rounds(place) for place in range(self._places))
+        slices = [each for own, rounds in every for each in (own, *(of_round.slices for of_round in rounds))]
+        short = np.minimum(pieces, window)
+        return float(sum((each.queries * each.keys).sum() for each in slices)), float(
+            (short * (2 * pieces - short)).sum()
+        )
 
 
 def _squares(found: Deal, pieces: np.ndarray, is_causal: bool) -> float:
@@ -75,25 +130,3 @@ def _squares(found: Deal, pieces: np.ndarray, is_causal: bool) -> float:
     length = np.minimum(np.append(cuts[1:], ends[-1]), last) - cuts
     before = cuts - (ends - pieces)[piece] if is_causal else pieces[piece] - length
     return float((length * (length + before)).sum())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Bytes
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def key_value_bytes(config: Config) -> int:
-    """Bytes of one key and value row, of the heads that a rank attends with."""
-    model, ranks = config.model, config.parallel.tensor * context_heads(config)
-    groups = max(1, derived.num_query_groups(config) // ranks)
-    if model.attention == "latent":
-        groups = model.num_attention_heads // ranks
-    return groups * sum(head_channels(config)) * derived.element_size(config)
-
-
-def head_channels(config: Config) -> tuple[int, int]:
-    """Channels of a key's and of a value's head."""
-    head = derived.head_dim(config)
-    if config.model.attention == "latent":
-        return head + config.model.rotary_head_dim, config.model.value_head_dim
-    return head, head

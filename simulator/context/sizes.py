@@ -15,6 +15,7 @@ from models import blueprint
 from models.blueprint.operation import walk
 from simulator.communication import of_context
 from simulator.context.rows import Lengths, SharedRows, shared_rows
+from simulator.flops import ATTENTION
 from simulator.memory import rank_memory
 from simulator.step_time import measured_rates
 
@@ -52,7 +53,7 @@ def attention_flops(config: Config, attended_share: float | None = None) -> floa
     times = sum(
         (forwards + BACKWARD) * operation.flops
         for operation, forwards in walk(blueprint.layer(config, False).operations)
-        if operation.kind == "attention"
+        if operation.kind in ATTENTION
     )
     return times * pairs * rows_of_rank(config) / config.parallel.tensor
 

@@ -63,11 +63,11 @@ def _sharing(plan: RunPlan, shared: SharedRows, tokens: int) -> list[str]:
         f"  a rank sends {size(sum(sent.values()))} for a layer's attention and a micro-batch, forward and backward: "
         f"heads {size(sent['heads'])}, keys and values with their gradients {size(sent['rounds'])}"
     )
-    if shared.places > 1 and not any(shared.received):
+    if shared.places > 1 and not any(shared.of_layer):
         by = "" if shared.is_known else UNKNOWN
         lines.append(f"  documents stay whole on their places{by}: no keys and values are sent")
     elif shared.places > 1:
-        low, high = min(shared.received), max(shared.received)
+        low, high = min(shared.of_layer), max(shared.of_layer)
         by = ", by the documents' lengths" if plan.config.data.documents == "separate" else ""
         by = by if shared.is_known else UNKNOWN
         lines.append(

@@ -1,0 +1,76 @@
+"""What attention by slices takes beside the tensors that it is given (models/attention/sliced.py and latents.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from configs import derived
+from configs.schema import Config
+from models.attention.slices import SHORT_BACKWARD
+from models.blueprint.operation import HEADS
+from simulator.context.rows import SharedRows
+from simulator.memory_tape import OperationBytes
+from simulator.sizes import FP32, Sizes
+
+MERGED = 4  # times an output in fp32: the sum so far, the one that is added, and both with their weights
+# times a round's keys and values: those that leave and those that come, of two rounds at once; their gradients
+ROUND_BUFFERS, ROUND_GRADIENTS = 4, 2
+
+
+class AttentionBytes:
+    """Of one layer's attention on one rank; `sums`: the logs of its sums of exponentials, which are kept."""
+
+    def __init__(self, config: Config, sizes: Sizes, shared: SharedRows, on_gpu: bool) -> None:
+        self.config, self.shared, self.on_gpu = config, shared, on_gpu
+        self.element, self.rows, self.length = sizes.element, sizes.place_tokens, sizes.length
+        self.heads = config.model.num_attention_heads // sizes.ranks[HEADS]
+        self.sums = self.rows * self.heads * FP32
+        self.wide = FP32 // self.element
+
+    def of_slices(self, inputs: Sequence[int], output: int) -> OperationBytes:
+        """Beside its result a pass holds what the kernel gave; what is merged, or added up, is so in fp32. Bytes of
+        query, key and value."""
+        given, wide, rows, sums = sum(inputs), self.wide, self.length, self.sums
+        takes_wide = 0
+        slides, rounds = derived.attended_share(self.config) < 1, self.shared.rounds > 1
+        # of documents of other lengths than samples some are cut
+        rounds |= self.shared.places > 1 and self.config.data.documents == "separate"
+        if slides:
+            rows = min(rows, self.config.model.sliding_window or rows)
+        if rounds:  # a place has two runs of a sample
+            rows = min(rows, rows // (2 * self.shared.places))
+        if wide > 1 and not self.on_gpu and rows < SHORT_BACKWARD:  # then the way back computes in fp32
+            takes_wide = wide * (given + 2 * output)
+        if not slides and not rounds:
+            return OperationBytes(kept=sums, during=output + sums, work=2 * given + takes_wide)
+        # each row of a sliding window has two or three slices, as one with keys before its run
+        during, work = MERGED * wide * output + 3 * sums, (1 + 2 * wide) * given + takes_wide
+        if rounds:
+            *_, key, value = inputs
+            of_round = self._of_round(key + value)
+            during += ROUND_BUFFERS * of_round
+            work += (ROUND_BUFFERS + ROUND_GRADIENTS) * of_round
+        return OperationBytes(kept=sums, during=during, work=work)
+
+    def of_latents(self, query: int, latents: int, output: int) -> OperationBytes:
+        """A round's latents are expanded to keys and values, and again going back; nothing of these is kept."""
+        model, head, wide = self.config.model, derived.head_dim(self.config), self.wide
+        is_merged = self.shared.rounds > 1
+        # of a round, or of the place's own rows, the more: the product, and keys beside it
+        of_channel = max(self.rows, self.shared.round_rows) * self.heads * self.element
+        product, keys = of_channel * (head + model.value_head_dim), of_channel * (head + model.rotary_head_dim)
+        values = of_channel * model.value_head_dim
+        padded = 0 if self.on_gpu else abs(keys - values)  # the CPU's kernel takes values as wide as keys
+        weight = self.heads * (head + model.value_head_dim) * model.kv_lora_rank * self.element
+        of_round = self._of_round(latents)
+        merged = MERGED * wide * output + 3 * self.sums if is_merged else output + self.sums
+        during = product + keys + padded + merged + ROUND_BUFFERS * of_round
+        added = (wide if is_merged else 1) * (query + keys + values)
+        kernel = query + keys + values + query + keys + 2 * padded
+        work = product + keys + added + max(kernel, keys + 2 * product + weight)
+        work += (ROUND_BUFFERS + ROUND_GRADIENTS) * of_round
+        return OperationBytes(kept=self.sums, during=during, work=work)
+
+    def _of_round(self, of_place: int) -> int:
+        """Bytes of the rows that arrive in a round, as many numbers each as a place's `of_place` bytes have."""
+        return of_place * self.shared.round_rows // self.rows
