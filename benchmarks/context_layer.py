@@ -222,7 +222,7 @@ def run(mix: Mix, operations_per_second: float) -> dict[str, float]:
         mock.patch.object(kernels, "launch_backward", virtual.backward),
     ):
         before = time.perf_counter()
-        output = attend(*_inputs, plan, 1.0)
+        output = attend(_inputs[0], _inputs[1], _inputs[2], plan, 1.0)
         torch.autograd.grad(output, _inputs, torch.zeros(1).expand_as(output))
         return {"step": time.perf_counter() - before}
 
@@ -235,16 +235,17 @@ def outputs(mixes: Sequence[Mix]) -> list[tuple[float, float, float]]:
         whole = [torch.randn(tokens, 1, HEADS, 16, generator=generator).requires_grad_() for _ in range(3)]
         target = torch.randn(tokens, 1, HEADS, 16, generator=generator)
         positions = np.concatenate([np.arange(each) for each in mix.lengths])[None]
-        alone = attend(*whole, BatchSlices(slices.of_documents(positions), 1, tokens).plan(None), 0.25)
+        apart = BatchSlices(slices.of_documents(positions), 1, tokens)
+        alone = attend(whole[0], whole[1], whole[2], apart.plan(None), 0.25)
         expected = torch.autograd.grad((alone * target).sum(), whole)
         part = _plan(mix)
         own = [each.detach()[part.rows].requires_grad_() for each in whole]
-        output = attend(*own, part.plan(None), 0.25)
+        output = attend(own[0], own[1], own[2], part.plan(None), 0.25)
         loss = (output * target[part.rows]).sum()
         grads = torch.autograd.grad(loss, own)
         total = loss.detach().clone()
         dist.all_reduce(total)
-        apart = [(grad - each[part.rows]).abs().max() for grad, each in zip(grads, expected)]
+        gradients_apart = [(grad - each[part.rows]).abs().max() for grad, each in zip(grads, expected)]
         off = (output - alone[part.rows]).abs().max()
-        found.append((float(total), float(off), float(torch.stack(apart).max())))
+        found.append((float(total), float(off), float(torch.stack(gradients_apart).max())))
     return found

@@ -168,10 +168,10 @@ def main(arguments: list[str] | None = None) -> int:
         distributed.shutdown()
     print(report([*apart, *joined, *wide, two[0], two[2]], options.markdown))
     figures = {
-        "apart_loss": difference(*apart, "loss"),
-        "joined_loss": difference(*joined, "loss"),
-        "apart_norm": difference(*apart, "grad_norm"),
-        "joined_norm": difference(*joined, "grad_norm"),
+        "apart_loss": difference(apart[0], apart[1], "loss"),
+        "joined_loss": difference(joined[0], joined[1], "loss"),
+        "apart_norm": difference(apart[0], apart[1], "grad_norm"),
+        "joined_norm": difference(joined[0], joined[1], "grad_norm"),
         "exponent_with_ranks": exponent(wide),
         "exponent_on_two": exponent(two),
     }

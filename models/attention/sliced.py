@@ -272,8 +272,8 @@ def keys_of_rounds(
         while len(leaving) > 1 and sum(rows for _, rows in leaving) > len(key):
             leaving.popleft()[0].wait_sent()
         yield i, keys
-    for each, _ in leaving:
-        each.wait_sent()
+    for sent, _ in leaving:
+        sent.wait_sent()
 
 
 class Merged:
