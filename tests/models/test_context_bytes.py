@@ -67,7 +67,7 @@ def dealt_of(case: Case) -> Dealt:
 
 
 def whole_plan(case: Case) -> SlicePlan:
-    """Of one process."""
+    """What one process computes."""
     pieces, sample = pieces_of(case), np.zeros(len(LENGTHS[case[0]]), np.int64)
     is_causal = pieces.keys is None
     kind = np.full_like(sample, CAUSAL if is_causal else FULL)
