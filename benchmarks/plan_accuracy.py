@@ -268,6 +268,7 @@ TIER_CASES = [
 ]
 
 
+_TILES = ("training.recompute=full", "training.token_tile=256")
 # Samples that do not stay whole.
 _SHARED = (
     *("model.num_layers=2", "model.sequence_length=2048", "optimizer.distributed=false"),
@@ -300,6 +301,9 @@ CONTEXT_CASES = [
     _shared("bert_small", "", 2, 1, "model.attention_dropout=0.0"),
     _shared("gpt_moe_small", ", EP2", 2, 1, "parallel.expert=2"),
     _shared("gpt_moe_small", ", EP4, 4 chunks", 2, 2, "parallel.expert=4", "moe.pipeline_degree=4", ranks=4),
+    _shared("gpt_small", ", latent, bf16", 2, 1, *_LATENT, "training.precision=bf16"),
+    _shared("gpt_small", ", one layer of two with a window", 2, 1, *_WINDOW, "model.sliding_window_from=1"),
+    _shared("gpt_small", ", tiles", 2, 1, *_TILES),
 ]
 
 

@@ -13,8 +13,8 @@ from simulator.memory_tape import OperationBytes
 from simulator.sizes import FP32, Sizes
 
 MERGED = 4  # times an output in fp32: the sum so far, the one that is added, and both with their weights
-# times a round's keys and values: those that leave and those that come, of two rounds at once; their gradients
-ROUND_BUFFERS, ROUND_GRADIENTS = 4, 2
+# times a round's keys and values: those that leave and those that come; gradients that come home
+ROUND_BUFFERS, ROUND_GRADIENTS = 2, 1
 
 
 class AttentionBytes:

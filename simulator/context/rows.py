@@ -74,8 +74,11 @@ def shared_rows(config: Config, micro_batches: Sequence[Lengths] | None = None) 
             computed, pairs = computed + layers * of_kernels, pairs + layers * of_documents
             for each in batch.rounds(slides):
                 rounds, most = max(rounds, 1 + len(each)), max(most, *(of_round.num_keys for of_round in each))
-    means = [tuple((received[slides] / len(micro_batches)).tolist()) for slides in (False, True)]
-    return SharedRows(context, heads, places, rows, *means, sliding, rounds, most, computed / pairs, is_known)
+    whole, part = (tuple(float(rows) for rows in received[slides] / len(micro_batches)) for slides in (False, True))
+    if not sliding:
+        part = whole
+    squares = computed / pairs
+    return SharedRows(context, heads, places, rows, whole, part, sliding, rounds, most, squares, is_known)
 
 
 class _Batch:
