@@ -112,7 +112,7 @@ def dealing_rows(ranks: int, variants: dict[str, Variant], found: Rounds) -> lis
 def of_ranks(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """All that is measured on so many ranks, each a node."""
     with Cluster(nodes=ranks, rate=options.rate) as cluster:
-        rate = measured_rate(cluster)
+        rate = max(measured_rate(cluster) for _ in range(3))  # less is somebody else's load
         words = in_words(cluster, rate)
         small = zipf(SMALL, DOCUMENTS // 4)
         numbers = cluster.call(outputs, [Mix(small, DEALT), Mix(small, ZIG_ZAG), Mix((SMALL,))])

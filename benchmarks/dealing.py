@@ -8,7 +8,7 @@ of the rows that places receive, beside the bound, sum over pieces of (k - 1) x 
 k = max(ceil(rows / (n / places)), ceil(work / (1.02 x mean work))), and beside zig-zag, which cuts every document in
 2 x places chunks and gives each place the r-th from both ends; `above` in how many seeds the bound was not kept. The
 bound is 0 where every piece fits on a place by itself, even where no whole pieces make equal rows. `ms` is the median
-over seeds of the least of the rounds, one thread. Computed, except the time.
+over seeds of the least of the rounds, in time of the processor, one thread. Computed, except the time.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def measure(
         lengths = pieces(mix, rows, samples, seed, corpus)
         times = []
         for _ in range(rounds):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             found = deal(lengths, places)
-            times.append(time.perf_counter() - begin)
+            times.append(time.thread_time() - begin)
         work = work_of(found, lengths)
         most = max(most, float(work.max() * places / work.sum()))
         exchanged.append(int(exchanged_rows(found, lengths).sum()))

@@ -288,8 +288,7 @@ def _shape(engine: Engine, num_samples: int, length: int) -> dict[str, int]:
 def _to_device(engine: Engine, batch: dict[str, Any]) -> dict[str, Any]:
     device = engine.topology.device
     return {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
+        key: to_device(value, device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
     }
 
 

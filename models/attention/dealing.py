@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from models.attention.dealt.packing import pack
-from models.attention.dealt.places import Part, Places, Work
+from models.attention.dealt.places import DealtPart, DealtPlaces, DealtWork
 from models.attention.dealt.repair import exchange_less, level_rows, level_work
 
 LIMIT, OF = 102, 100  # work of a place: at most LIMIT / OF of the mean
@@ -65,21 +65,21 @@ def deal(
     lengths = np.asarray(lengths, dtype=np.int64)
     _check(lengths, num_places, work, keys)
     number, total = num_places, int(lengths.sum())
-    of_work = Work(_whole(work, lengths), None if keys is None else np.asarray(keys, dtype=np.int64).tolist())
+    of_work = DealtWork(_whole(work, lengths), None if keys is None else np.asarray(keys, dtype=np.int64).tolist())
     pieces = np.arange(len(lengths))
     works = of_work.of_each(pieces, np.zeros_like(lengths), lengths).tolist()
     all_work = sum(works)
     limit = LIMIT * all_work // (OF * number)
-    parts = [Part(rows, its_work, piece, 0) for piece, (rows, its_work) in enumerate(zip(lengths.tolist(), works))]
+    parts = [DealtPart(rows, its_work, piece, 0) for piece, (rows, its_work) in enumerate(zip(lengths.tolist(), works))]
     enough = _enough(parts, total // number, max(limit, 1))
     best: tuple[int, int, Deal] | None = None
     aims = AIMS if len(parts) < MANY * number else AIMS[::-1]
     for share in aims if enough else (UNCUT, *aims):
-        places = Places(number, total // number, limit, of_work)
+        places = DealtPlaces(number, total // number, limit, of_work)
         pack(places, parts, share * all_work // (1000 * number), cut=share != UNCUT)
         level_rows(places)
         level_work(places)
-        exchange_less(places)
+        exchange_less(places, enough)
         found = _in_runs(places, lengths)
         over = max(max(places.work) - limit, 0)
         exchanged = int(exchanged_rows(found, lengths, keys).sum())
@@ -91,7 +91,7 @@ def deal(
     return best[2]
 
 
-def _enough(parts: list[Part], rows: int, limit: int) -> int:
+def _enough(parts: list[DealtPart], rows: int, limit: int) -> int:
     """The exchanged rows if every piece were on as few places as its rows and work ask for, and each of those but one
     received it as a whole."""
     return sum((max(-(-part.rows // rows), -(-part.work // limit)) - 1) * part.rows for part in parts)
@@ -127,7 +127,7 @@ def window_work(slides: Sequence[int], window: int, longest: int) -> np.ndarray:
 # -- what was dealt ----------------------------------------------------------------------------------------------------
 
 
-def _in_runs(places: Places, lengths: np.ndarray) -> Deal:
+def _in_runs(places: DealtPlaces, lengths: np.ndarray) -> Deal:
     begins = (np.cumsum(lengths) - lengths).tolist()
     place: list[int] = []
     first: list[int] = []

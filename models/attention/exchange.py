@@ -30,13 +30,8 @@ class RowExchange:
         self._group = context.group
         self._sends = {place * heads + head: rows for place, rows in found.sends.items()}
         self._receives = {place * heads + head: number for place, number in found.receives.items()}
-        self.num_rows = found.num_keys
+        self.num_rows, self.num_sent = found.num_keys, sum(map(len, self._sends.values()))
         self._on: dict[torch.device, dict[int, torch.Tensor]] = {}
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether this rank sends any rows, whose gradients come home."""
-        return bool(self._sends)
 
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> ArrivingRows:
         """Send rows of key `[R, 1, g, d]` and value `[R, 1, g, v]`, and have those of others sent."""
@@ -69,10 +64,15 @@ class ArrivingRows:
         self._messages, self._buffer, self._width = messages, buffer, width
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key `[m, 1, g, d]` and value `[m, 1, g, v]`."""
-        self._messages.wait()
+        """Key `[m, 1, g, d]` and value `[m, 1, g, v]`. What this rank sent may still be on its way."""
+        self._messages.wait_received()
         rows = self._buffer.unsqueeze(1)
+        del self._buffer  # the caller's alone
         return rows[..., : self._width], rows[..., self._width :]
+
+    def wait_sent(self) -> None:
+        """Until what this rank sent has left; after `wait`."""
+        self._messages.wait()
 
 
 class ComingGradients:

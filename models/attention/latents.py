@@ -63,10 +63,9 @@ class _SlicedLatents(torch.autograd.Function):
         width = len(part_weight) // heads - shape.plain
         ctx.parts = plan.parts(query, width)
         merged, ctx.seeds = Merged(plan.queries, query, width), []
-        for parts, (rows, _) in zip(ctx.parts, keys_of_rounds(plan, latents, latents[..., :0])):
-            if parts:
-                keys = _expanded(rows, part_weight, heads, shape)
-                ctx.seeds += merged.add_all(parts, (query, *keys), scale)
+        for i, (rows, _) in keys_of_rounds(plan, plan.order, latents, latents[..., :0]):
+            keys = _expanded(rows, part_weight, heads, shape) if ctx.parts[i] else (rows, rows)
+            ctx.seeds.append(merged.add_all(ctx.parts[i], (query, *keys), scale))
         output, sums = merged.output.to(query.dtype), merged.sums
         ctx.save_for_backward(query, latents, weight, output, sums)
         ctx.own, ctx.shape, ctx.plan, ctx.scale = own, shape, plan, scale
@@ -77,22 +76,23 @@ class _SlicedLatents(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         query, latents, weight, output, sums = ctx.saved_tensors
         plan: SlicePlan = ctx.plan
-        of_query, of_weight, seeds = AddedUp(query, plan.queries), GradientSum(weight), iter(ctx.seeds)
-        home, part_weight = HomeGradients(plan), weight[ctx.own].detach().requires_grad_()
-        for each, parts, (rows, empty) in zip(plan.rounds, ctx.parts, keys_of_rounds(plan, latents, latents[..., :0])):
+        of_query, of_weight = AddedUp(query, plan.queries, in_order=not plan.is_spread), GradientSum(weight)
+        home, part_weight = HomeGradients(), weight[ctx.own].detach().requires_grad_()
+        for i, (rows, empty) in keys_of_rounds(plan, plan.backward_order, latents, latents[..., :0]):
+            each = plan.rounds[i]
             rows = rows.detach().requires_grad_()
             with torch.enable_grad():
                 keys = _expanded(rows, part_weight, query.size(2), ctx.shape)
             inputs = query, *(key.detach() for key in keys)
             found = [AddedUp(key, each.keys) for key in inputs[1:]]
-            for part in parts:
-                grads = part.backward(grad, inputs, (output, sums, next(seeds)), ctx.scale)
+            for part, seeds in zip(ctx.parts[i], ctx.seeds[i]):
+                grads = part.backward(grad, inputs, (output, sums, seeds), ctx.scale)
                 for side, of, of_rows in zip((of_query, *found), (part.queries, part.keys, part.keys), grads):
                     side.add(of, of_rows)
             of_keys = [side.grad.to(query.dtype) for side in found]
             rows_grad, weight_grad = torch.autograd.grad(keys, [rows, part_weight], of_keys)
             of_weight.add(weight_grad, ctx.own)
-            if each.exchange is None and home.gets_more:
+            if each.exchange is None and plan.is_spread:
                 rows_grad, empty = rows_grad.float(), empty.float()
             home.send(each, rows_grad, empty, query.dtype)
         of_latents, _ = home.collect()

@@ -27,7 +27,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from models.attention.latents import LatentShape, attend_latents
@@ -133,9 +133,15 @@ class LatentAttention(MLASelfAttention):
     rotary_pos_emb: RowAngles
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        config: MLATransformerConfig = kwargs["config"] if "config" in kwargs else args[0]
+        # Not YaRN: its module makes its angles at once, in pinned memory of a GPU.
+        rope_type, config.rope_type = config.rope_type, "rope"
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            config.rope_type = rope_type
         del self.rotary_pos_emb
-        self.rotary_pos_emb = RowAngles(with_factor=self.config.rope_type == "yarn")
+        self.rotary_pos_emb = RowAngles(with_factor=rope_type == "yarn")
         if self.config.tensor_model_parallel_size > 1:
             self.linear_kv_down_proj.register_forward_hook(self._gather)
         if self.config.context_parallel_size > 1:

@@ -2,8 +2,9 @@
 
 A place holds rows of a micro-batch as models/attention/dealing.py deals them. It gets the key rows that some query of
 its attends to and no others: in a round those of owners at certain distances before it, so that each place sends to as
-many as it gets from. Made on the host by numpy, alike on all ranks, from where documents begin. Rows are counted
-through the micro-batch, or through a place's own (its rows in their order).
+many as it gets from. Rounds are short, so that what they bring comes while others compute. Made on the host by numpy,
+alike on all ranks, from where documents begin. Rows are counted through the micro-batch, or through a place's own (its
+rows in their order).
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from models.attention.dealing import Deal
 from models.attention.slices import ANTI_CAUSAL, CAUSAL, FULL, Slices, windowed
 
 OWN = -1  # the round in which a place computes with its own keys
+# At least so many rounds if they have so many rows: of the rows that a place gets, those of the first round come while
+# it has only its own to compute with, and gradients of those of the last go home while it has nothing to compute.
+ROUNDS, ROUND_ROWS = 8, 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +64,15 @@ class _Segments(NamedTuple):
 
 
 class _Transfers(NamedTuple):
-    """Rows [begin, end) that a place gets from an owner, in whose rows they begin at `own`, int64 `[transfers]`."""
+    """Rows [begin, end) that a place gets from an owner, in whose rows they begin at `own`, int64 `[transfers]` each;
+    `part`: of all that it gets from this owner, counted in parts of a round's rows."""
 
     place: np.ndarray
     owner: np.ndarray
     begin: np.ndarray
     end: np.ndarray
     own: np.ndarray
+    part: np.ndarray
 
     @property
     def rows(self) -> np.ndarray:
@@ -100,9 +106,10 @@ class _Squares(NamedTuple):
 
 
 class Dealt:
-    """The segments of a deal, and which rows each place gets from which, with this sliding window (None: without)."""
+    """The segments of a deal, and which rows each place gets from which, with this sliding window (None: without).
+    A round brings at most `round_rows` rows, or as many as make ROUNDS rounds, and no more than a place has."""
 
-    def __init__(self, pieces: Pieces, deal: Deal, window: int | None = None) -> None:
+    def __init__(self, pieces: Pieces, deal: Deal, window: int | None = None, round_rows: int = ROUND_ROWS) -> None:
         self._pieces, self._first, self._window = pieces, pieces.first, window
         self._num_places = deal.num_places
         self.place_rows = int(pieces.lengths.sum()) // deal.num_places
@@ -120,6 +127,15 @@ class Dealt:
         segments = _Segments(piece, place, begins, ends, own)
         self._whole, self._cut = segments.only(is_whole), segments.only(~is_whole)
         self._transfers = self._all_transfers()
+        most = int(self.received.sum(1).max(initial=0))
+        self._round_rows = max(1, min(self.place_rows, max(round_rows, -(-most // ROUNDS))))
+        self._transfers = _in_parts(self._transfers, self._round_rows)
+
+    @property
+    def ahead(self) -> int:
+        """Of how many rounds after the one that computes rows may be on their way, alike for all places: with its own
+        they are at most twice what a place has."""
+        return max(1, 2 * self.place_rows // self._round_rows - 1)
 
     @property
     def received(self) -> np.ndarray:
@@ -130,9 +146,8 @@ class Dealt:
 
     def rounds(self, place: int) -> tuple[Slices, list[Round]]:
         """A place's slices over its own keys, and its rounds, as many as every other place has."""
-        of_distance = self._round_of_distance()
-        number = of_distance[(self._transfers.place - self._transfers.owner) % self._num_places]
-        count = int(of_distance.max(initial=OWN)) + 1
+        number = self._round_of_transfer()
+        count = int(number.max(initial=OWN)) + 1
         keys, receives = self._arriving(place, number, count)
         slices = self._slices(place, keys, count)
         sends = self._sends(place, number, count)
@@ -163,7 +178,8 @@ class Dealt:
         )
         at = self._cut.only(segment)
         begin, end = np.maximum(at.begin, low[run]), np.minimum(at.end, high[run])
-        return _Transfers(place[run], at.place, begin, end, at.own + begin - at.begin).only(place[run] != at.place)
+        found = _Transfers(place[run], at.place, begin, end, at.own + begin - at.begin, np.zeros_like(run))
+        return found.only(found.place != found.owner)
 
     def _needed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The rows of cut pieces that places attend to, as runs: place, first row and the one behind the last."""
@@ -179,20 +195,22 @@ class Dealt:
         begins[1:] |= low[1:] > end[:-1]
         return place[begins], low[begins], end[np.roll(begins, -1)]
 
-    def _round_of_distance(self) -> np.ndarray:
-        """In which round the rows of owners so many places before come, int64 `[places]`: as many distances in one as
-        bring no place more rows than it has itself."""
-        places = np.arange(self._num_places)
-        of_distance = self.received[places, (places - places[:, None]) % self._num_places]
-        found = np.full(self._num_places, OWN)
+    def _round_of_transfer(self) -> np.ndarray:
+        """In which round each transfer comes, int64 `[transfers]`: the parts of all owners so many places before, as
+        many in one as bring no place more than a round's rows."""
+        place, owner, part, rows = (getattr(self._transfers, name) for name in ("place", "owner", "part", "rows"))
+        number_of_parts = int(part.max(initial=0)) + 1
+        unit = (place - owner) % self._num_places * number_of_parts + part
+        of_unit = np.zeros((self._num_places * number_of_parts, self._num_places), np.int64)
+        np.add.at(of_unit, (unit, place), rows)
+        found = np.full(len(of_unit), OWN)
         number, filled = OWN, np.zeros(0, np.int64)
-        for distance in np.flatnonzero(of_distance.any(1)).tolist():
-            rows = of_distance[distance]
-            if number == OWN or (filled + rows).max() > self.place_rows:
-                number, filled = number + 1, np.zeros_like(rows)
-            filled = filled + rows
-            found[distance] = number
-        return found
+        for each in np.flatnonzero(of_unit.any(1)).tolist():
+            if number == OWN or (filled + of_unit[each]).max() > self._round_rows:
+                number, filled = number + 1, np.zeros(self._num_places, np.int64)
+            filled = filled + of_unit[each]
+            found[each] = number
+        return found[unit]
 
     def _arriving(self, place: int, number: np.ndarray, count: int) -> tuple[_Keys, list[dict[int, int]]]:
         """The keys of cut pieces that a place has in each round, and by round how many rows come from which owner."""
@@ -288,6 +306,20 @@ def _pairs(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     count = np.maximum(end - begin, 0)
     left = np.repeat(np.arange(len(count)), count)
     return left, np.arange(len(left)) + np.repeat(begin - np.cumsum(count) + count, count)
+
+
+def _in_parts(transfers: _Transfers, rows: int) -> _Transfers:
+    """Transfers cut so that all from one owner to one place are in parts of so many rows."""
+    transfers = transfers.only(np.lexsort((transfers.begin, transfers.owner, transfers.place)))
+    place, owner, begin, end, own, _ = transfers
+    is_first = np.ones(len(place), bool)
+    is_first[1:] = (place[1:] != place[:-1]) | (owner[1:] != owner[:-1])
+    before = np.cumsum(end - begin) - (end - begin)
+    before = before - before[np.flatnonzero(is_first)[np.cumsum(is_first) - 1]]
+    cut, part = _pairs(before // rows, -(-(before + end - begin) // rows))
+    skipped = np.maximum(part * rows - before[cut], 0)
+    last = np.minimum((part + 1) * rows - before[cut], (end - begin)[cut])
+    return _Transfers(place[cut], owner[cut], begin[cut] + skipped, begin[cut] + last, own[cut] + skipped, part)
 
 
 def _joined(parts: list[_Squares]) -> _Squares:

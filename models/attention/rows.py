@@ -77,10 +77,11 @@ class DealtSlices:
         if window is not None and window >= self._pieces.lengths.max():
             window = None
         if window not in self._plans:
-            own, rounds = Dealt(self._pieces, self._deal, window).rounds(self._place)
+            dealt = Dealt(self._pieces, self._deal, window)
+            own, rounds = dealt.rounds(self._place)
             exchanges = [(each.slices, RowExchange(each, self._context, self._heads)) for each in rounds]
             heads = HeadExchange(self._context, self._heads) if self._heads > 1 else None
-            self._plans[window] = SlicePlan(own, self._num_rows, 1, exchanges, heads)
+            self._plans[window] = SlicePlan(own, self._num_rows, 1, exchanges, heads, dealt.ahead)
         return self._plans[window]
 
 

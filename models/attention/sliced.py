@@ -10,6 +10,7 @@ Shapes: s sequence, b samples, n query heads, g key/value heads, d channels of a
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,11 +146,6 @@ class KeyRows:
             for shape, each in group.batches()
         ]
 
-    @property
-    def gets_more(self) -> bool:
-        """Whether gradients of keys come back from other ranks."""
-        return self.exchange is not None and self.exchange.takes_part
-
 
 class SlicePlan:
     """How a micro-batch's slices are computed: made once on the host, and used by all layers. `queries`: how often
@@ -162,11 +158,22 @@ class SlicePlan:
         num_samples: int,
         rounds: Sequence[tuple[Slices, RowExchange]] = (),
         heads: HeadExchange | None = None,
+        ahead: int = 1,
     ) -> None:
-        self.queries, self.heads = Cover(num_samples, length), heads
-        own = KeyRows(slices, self.queries, Cover(num_samples, length))
+        """`ahead`: of how many rounds after the one that computes keys are on their way, alike on all ranks."""
+        self.queries, self.heads, self.ahead = Cover(num_samples, length), heads, ahead
+        halves = slices.halves() if rounds else [slices]
+        own = [KeyRows(each, self.queries, Cover(num_samples, length)) for each in halves]
         others = [KeyRows(each, self.queries, Cover(1, exchange.num_rows), exchange) for each, exchange in rounds]
-        self.rounds = [own, *others]
+        self.rounds = [*own, *others]
+        # Keys come while own ones compute; in the backward pass the last gradients also go home meanwhile.
+        self.order = range(len(self.rounds))
+        self.backward_order = [0, *range(len(own), len(self.rounds)), *range(1, len(own))]
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether some keys are on other ranks."""
+        return self.rounds[-1].exchange is not None
 
     def parts(self, query: torch.Tensor, width: int) -> list[Parts]:
         """What kernels compute, by round. width: channels of a value."""
@@ -190,8 +197,8 @@ class _Sliced(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.parts = plan.parts(query, value.size(-1))
         merged, ctx.seeds = Merged(plan.queries, query, value.size(-1)), []
-        for parts, keys in zip(ctx.parts, keys_of_rounds(plan, key, value)):
-            ctx.seeds += merged.add_all(parts, (query, *keys), scale)
+        for i, keys in keys_of_rounds(plan, plan.order, key, value):
+            ctx.seeds.append(merged.add_all(ctx.parts[i], (query, *keys), scale))
         output, sums = merged.output.to(query.dtype), merged.sums
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.plan, ctx.scale = plan, scale
@@ -202,12 +209,12 @@ class _Sliced(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         query, key, value, output, sums = ctx.saved_tensors
         plan: SlicePlan = ctx.plan
-        of_query, seeds = AddedUp(query, plan.queries), iter(ctx.seeds)
-        home = HomeGradients(plan)
-        for each, parts, keys in zip(plan.rounds, ctx.parts, keys_of_rounds(plan, key, value)):
-            found = [AddedUp(x, each.keys, in_fp32=each.exchange is None and home.gets_more) for x in keys]
-            for part in parts:
-                grads = part.backward(grad, (query, *keys), (output, sums, next(seeds)), ctx.scale)
+        of_query, home = AddedUp(query, plan.queries, in_order=not plan.is_spread), HomeGradients()
+        for i, keys in keys_of_rounds(plan, plan.backward_order, key, value):
+            each = plan.rounds[i]
+            found = [AddedUp(x, each.keys, in_fp32=each.exchange is None and plan.is_spread) for x in keys]
+            for part, seeds in zip(ctx.parts[i], ctx.seeds[i]):
+                grads = part.backward(grad, (query, *keys), (output, sums, seeds), ctx.scale)
                 for side, rows, of_rows in zip((of_query, *found), (part.queries, part.keys, part.keys), grads):
                     side.add(rows, of_rows)
             home.send(each, found[0].grad, found[1].grad, key.dtype)
@@ -215,39 +222,58 @@ class _Sliced(torch.autograd.Function):
 
 
 class HomeGradients:
-    """Gradients of keys and values on their way to where these lie: a round's travel while the next computes."""
+    """Gradients of keys and values on their way to where these lie, while later rounds compute: of as many rows as
+    this rank has twice, and of a round."""
 
-    def __init__(self, plan: SlicePlan) -> None:
-        self.gets_more = any(each.gets_more for each in plan.rounds)
+    def __init__(self) -> None:
         self._own: list[torch.Tensor] = []
-        self._coming: ComingGradients | None = None
+        self._coming: deque[tuple[ComingGradients, int]] = deque()
 
     def send(self, round_: KeyRows, key_grad: torch.Tensor, value_grad: torch.Tensor, dtype: torch.dtype) -> None:
-        """A round's, after those before it; the first is this rank's own, in fp32 where others' are added."""
-        if round_.exchange is None:
+        """A round's, in the plan's order backward; this rank's own, of which some come first, in fp32 where others' are
+        added."""
+        exchange = round_.exchange
+        if exchange is not None:
+            coming = exchange.bring_home(key_grad.to(dtype), value_grad.to(dtype))
+            self._coming.append((coming, exchange.num_rows + exchange.num_sent))
+            while len(self._coming) > 1 and sum(rows for _, rows in self._coming) > 2 * len(self._own[0]):
+                self._add_first()
+        elif self._own:
+            for whole, part in zip(self._own, (key_grad, value_grad)):
+                whole += part
+        else:
             self._own = [key_grad, value_grad]
-            return
-        if self._coming is not None:
-            self._coming.add_to(*self._own)
-        self._coming = round_.exchange.bring_home(key_grad.to(dtype), value_grad.to(dtype))
 
     def collect(self) -> list[torch.Tensor]:
         """The gradients of this rank's keys and values."""
-        if self._coming is not None:
-            self._coming.add_to(*self._own)
+        while self._coming:
+            self._add_first()
         return self._own
+
+    def _add_first(self) -> None:
+        self._coming.popleft()[0].add_to(*self._own)
 
 
 def keys_of_rounds(
-    plan: SlicePlan, key: torch.Tensor, value: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each round; those of the next one are on their way while a round computes."""
-    arriving: ArrivingRows | None = None
-    for i in range(len(plan.rounds)):
-        keys = (key, value) if arriving is None else arriving.wait()
-        following = plan.rounds[i + 1].exchange if i + 1 < len(plan.rounds) else None
-        arriving = None if following is None else following.fetch(key, value)
-        yield keys
+    plan: SlicePlan, order: Sequence[int], key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """Each round's number in this order, with its keys and values; those of the rounds after it are on their way while
+    it computes. All ranks start exchanges in the same order, as each pair's messages have no names."""
+    left = deque(each for i in order if (each := plan.rounds[i].exchange) is not None)
+    coming: deque[tuple[ArrivingRows, int]] = deque()
+    leaving: deque[tuple[ArrivingRows, int]] = deque()
+    for i in order:
+        keys = key, value
+        if plan.rounds[i].exchange is not None:
+            leaving.append(coming.popleft())
+            keys = leaving[-1][0].wait()
+        while left and len(coming) < plan.ahead:
+            coming.append((left[0].fetch(key, value), left.popleft().num_sent))
+        while len(leaving) > 1 and sum(rows for _, rows in leaving) > len(key):
+            leaving.popleft()[0].wait_sent()
+        yield i, keys
+    for each, _ in leaving:
+        each.wait_sent()
 
 
 class Merged:
@@ -288,13 +314,14 @@ def _merge(
 
 
 class AddedUp:
-    """The gradient of one input: in fp32 where a row gets several."""
+    """The gradient of one input: in fp32 where a row gets several. `in_order`: slices come in their plan's order."""
 
-    def __init__(self, x: torch.Tensor, cover: Cover, in_fp32: bool = False) -> None:
-        make = torch.empty if cover.is_written else torch.zeros
+    def __init__(self, x: torch.Tensor, cover: Cover, in_fp32: bool = False, in_order: bool = True) -> None:
+        make = torch.empty if cover.is_written and in_order else torch.zeros
         dtype = torch.float32 if in_fp32 or cover.is_shared else x.dtype
-        self.grad = make(x.shape, dtype=dtype, device=x.device)
+        self.grad, self._in_order = make(x.shape, dtype=dtype, device=x.device), in_order
 
     def add(self, rows: Rows, part: torch.Tensor) -> None:
         """Add that of some rows, `[..., heads, channels]`."""
-        rows.put(self.grad, part if rows.is_first else rows.take(self.grad) + part)
+        is_new = rows.is_first and self._in_order
+        rows.put(self.grad, part if is_new else rows.take(self.grad) + part)

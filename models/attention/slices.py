@@ -55,8 +55,18 @@ class Slices:
     @property
     def pairs(self) -> int:
         """How many pairs of a query and a key row count."""
+        return int(self._pairs.sum())
+
+    @property
+    def _pairs(self) -> np.ndarray:
         square, halves = self.queries * self.keys, self.queries * (self.queries + 1) // 2
-        return int(np.where(self.kind == FULL, square, halves).sum())
+        return np.where(self.kind == FULL, square, halves)
+
+    def halves(self) -> list[Slices]:
+        """The first slices and the others, about as many pairs in both; one list where there are none in one."""
+        middle = np.cumsum(self._pairs) - self._pairs / 2
+        is_first = middle <= self._pairs.sum() / 2
+        return [self.only(each) for each in (is_first, ~is_first) if each.any()] or [self]
 
     def only(self, chosen: np.ndarray) -> Slices:
         """The slices that a mask or indices choose."""

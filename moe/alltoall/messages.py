@@ -32,15 +32,26 @@ class Messages:
             operations.append(dist.P2POp(dist.irecv, message, group=group, group_peer=rank))
         operations += [dist.P2POp(dist.isend, each, group=group, group_peer=rank) for each, rank in self._sent]
         self._works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
+        self._num_received = len(operations) - len(self._sent)
 
     def wait(self) -> None:
         """Until everything is where it is to be; on a GPU, once the current stream gets there."""
+        self.wait_received()
         for work in self._works:
             work.wait()
+        self._works, self._sent = [], []
+
+    def wait_received(self) -> None:
+        """Until what comes is there; what is sent must stay as it is until `wait`."""
+        each_has_one = len(self._works) == self._num_received + len(self._sent)  # NCCL has one for all
+        number = self._num_received if each_has_one else len(self._works)
+        for work in self._works[:number]:
+            work.wait()
+        self._works, self._num_received = self._works[number:], 0
         for message, parts in self._arriving:
             for part, piece in zip(parts, message.split([each.nbytes for each in parts]), strict=True):
                 _flat(part).copy_(piece)
-        self._works, self._arriving, self._sent = [], [], []
+        self._arriving = []
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

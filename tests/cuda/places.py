@@ -18,7 +18,7 @@ INTERLEAVED = "megatron/core/pipeline_parallel/schedules.py:forward_backward_pip
 OVER_RANKS = "moe/schedule/over_ranks.py:"
 OFFLOAD = "memory/offload.py:OffloadedTensor."
 STREAM, TIERS = "memory/copy_stream.py:CopyStream._wait", "optim/tiers/tiers.py:Tiers."
-HIERARCHY = "moe/alltoall/hierarchical.py:"
+HIERARCHY, MESSAGES = "moe/alltoall/hierarchical.py:", "moe/alltoall/messages.py:"
 Waits = dict[tuple[str, str], int]  # by kind (see device.py) and place
 
 
@@ -77,6 +77,8 @@ MUTANTS = {
         "wait_event", "memory/completion.py:Completion.order", "layer inputs on the host"
     ),
     "memory that was somebody else's": _mutant("wait_stream", f"{OFFLOAD}fetch", "offload"),
+    "keys that arrive in a round": _mutant("wait", f"{MESSAGES}Messages.wait", "context"),
+    "latents that arrive in a round": _mutant("wait", f"{MESSAGES}Messages.wait", "context, latent attention"),
     "rows that pass through a relay": _mutant("wait", f"{HIERARCHY}_HierarchicalHandle.wait", "hierarchical"),
     "counts of all nodes": _mutant("wait", f"{HIERARCHY}HierarchicalAllToAll.count", "hierarchical"),
     "another stage's activations": _mutant("wait", P2P, "pipeline"),

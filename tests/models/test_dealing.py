@@ -74,7 +74,7 @@ def test_every_row_has_one_place_and_counts_are_those_of_rows(kind: str) -> None
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_work_is_level_and_few_rows_are_exchanged(mix: str) -> None:
-    """Where every piece fits on a place, the bound is 0 and may be out of reach: a quarter of zig-zag's is left then."""
+    """Where every piece fits on a place, the bound is 0 and maybe out of reach: a quarter of zig-zag's then."""
     for samples, number in itertools.product((1, 4), (2, 4, 8, 64)):
         lengths = pieces(mix, 32768, samples, 0, CORPUS)
         found = deal(lengths, number)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from models.attention.dealing import Deal, deal
-from models.attention.rounds import Dealt, Pieces, Round
+from models.attention.rounds import ROUND_ROWS, ROUNDS, Dealt, Pieces, Round
 from models.attention.slices import ANTI_CAUSAL, CAUSAL, Slices
 
 pytestmark = pytest.mark.fast
@@ -70,8 +70,8 @@ def arriving_rows(place: int, number: int, rounds: list[list[Round]], dealt: Dea
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def check(pieces: Pieces, dealt: Deal, window: int | None) -> None:
-    mask, found = mask_of(pieces, window), Dealt(pieces, dealt, window)
+def check(pieces: Pieces, dealt: Deal, window: int | None, round_rows: int = ROUND_ROWS) -> int:
+    mask, found = mask_of(pieces, window), Dealt(pieces, dealt, window, round_rows)
     by_place = [found.rounds(place) for place in range(dealt.num_places)]
     rounds = [each for _, each in by_place]
     assert len({len(each) for each in rounds}) == 1
@@ -82,7 +82,11 @@ def check(pieces: Pieces, dealt: Deal, window: int | None) -> None:
         arrived = [queries]
         for number, each in enumerate(rounds[place]):
             keys = arriving_rows(place, number, rounds, dealt)
-            assert len(keys) == each.num_keys <= found.place_rows
+            assert (
+                len(keys)
+                == each.num_keys
+                <= min(found.place_rows, max(round_rows, -(-received.sum(1).max() // ROUNDS)))
+            )
             count_pairs(counts, each.slices, queries, keys)
             arrived.append(keys)
         others = np.concatenate(arrived[1:]) if arrived[1:] else np.zeros(0, np.int64)
@@ -90,6 +94,7 @@ def check(pieces: Pieces, dealt: Deal, window: int | None) -> None:
         needed = np.setdiff1d(np.flatnonzero(mask[queries].any(0)), queries)
         np.testing.assert_array_equal(np.sort(others), needed)
     np.testing.assert_array_equal(counts, mask)
+    return len(rounds[0])
 
 
 @pytest.mark.parametrize("masks", ["causal", "windows", "keys"])
@@ -103,13 +108,15 @@ def test_every_pair_is_computed_once_and_no_row_comes_in_vain(masks: str, dealin
         keys = rng.integers(1, lengths + 1) if masks == "keys" else None
         window = int(rng.integers(1, 12)) if masks == "windows" else None
         dealt = deal(lengths, num_places, keys=keys) if dealing == "dealt" else scattered(rng, rows, num_places)
-        check(Pieces(lengths, keys), dealt, window)
+        check(Pieces(lengths, keys), dealt, window, int(rng.choice([1, 3, ROUND_ROWS])))
 
 
 def test_one_giant_document_on_many_places() -> None:
     lengths = np.array([960])
-    check(Pieces(lengths), deal(lengths, 16), None)
+    assert check(Pieces(lengths), deal(lengths, 16), None) == 15  # a place's rows come in each
     check(Pieces(lengths), deal(lengths, 16), 100)
+    assert check(Pieces(lengths), deal(lengths, 2), None, 1) == ROUNDS
+    assert check(Pieces(lengths), deal(lengths, 2), None) == 1
 
 
 def test_documents_that_no_place_shares_need_no_rounds() -> None:

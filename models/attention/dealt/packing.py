@@ -6,7 +6,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from models.attention.dealt.places import Part, Places
+from models.attention.dealt.places import DealtPart, DealtPlaces
 
 NEGLIGIBLE = 500  # where the rest is 1 / NEGLIGIBLE of the work, parts go where rows are missing, whatever their work
 SPARE = 32  # a place that lacks less than 1 / SPARE of its work beside the lightest rows counts on them
@@ -16,10 +16,10 @@ CRUMB = 16  # a piece of 1 / CRUMB of a place's rows is not cut before pieces ha
 class _Packing:
     """The pool of parts that are not placed, the heaviest first, and what the lightest of them take.
 
-    Places that have their work already count on the lightest rows of the pool to be filled.
+    DealtPlaces that have their work already count on the lightest rows of the pool to be filled.
     """
 
-    def __init__(self, places: Places, parts: list[Part], cap: int) -> None:
+    def __init__(self, places: DealtPlaces, parts: list[DealtPart], cap: int) -> None:
         self.places, self.cap = places, cap
         self.lengths = [part.rows for part in parts]
         self.rest = [(-part.work, -part.rows, part.piece, part.begin) for part in parts]
@@ -34,21 +34,21 @@ class _Packing:
         self.counting: set[int] = set()  # places
         self.counted = 0  # rows that they lack
 
-    def is_long(self, part: Part) -> bool:
+    def is_long(self, part: DealtPart) -> bool:
         return part.rows > self.places.rows or part.work > self.cap
 
-    def is_whole_and_short(self, part: Part) -> bool:
+    def is_whole_and_short(self, part: DealtPart) -> bool:
         return part.rows == self.lengths[part.piece] and not self.is_long(part)
 
-    def next(self) -> Part:
+    def next(self) -> DealtPart:
         minus_work, minus_rows, piece, begin = heapq.heappop(self.rest)
-        part = Part(-minus_rows, -minus_work, piece, begin)
+        part = DealtPart(-minus_rows, -minus_work, piece, begin)
         self.pool_rows, self.pool_work = self.pool_rows - part.rows, self.pool_work - part.work
         if self.is_whole_and_short(part):
             self.short_rows -= part.rows
         return part
 
-    def back(self, part: Part) -> None:
+    def back(self, part: DealtPart) -> None:
         heapq.heappush(self.rest, (-part.work, -part.rows, part.piece, part.begin))
         self.pool_rows, self.pool_work = self.pool_rows + part.rows, self.pool_work + part.work
 
@@ -81,7 +81,7 @@ class _Packing:
             return self.work[-1] + share * self.cap // self.places.rows
         return self.work[i] + (self.work[i + 1] - self.work[i]) * share // (self.rows[i + 1] - self.rows[i])
 
-    def put(self, place: int, part: Part, *, fixed: bool = False) -> None:
+    def put(self, place: int, part: DealtPart, *, fixed: bool = False) -> None:
         if place in self.counting:
             self.counted -= part.rows
         self.places.add(place, part, fixed=fixed)
@@ -95,14 +95,14 @@ class _Packing:
                 self.counting.add(place)
                 self.counted += left
 
-    def fits(self, place: int, part: Part) -> bool:
+    def fits(self, place: int, part: DealtPart) -> bool:
         beside = self.places.left[place] - part.rows
         if beside < 0:
             return False
         work = self.places.work[place] + part.work
         return work + self.lightest(place, beside) <= self.cap
 
-    def cut(self, place: int, part: Part) -> tuple[int, int]:
+    def cut(self, place: int, part: DealtPart) -> tuple[int, int]:
         """Rows of the longest tail that a place takes, and of the head that it takes beside, where nothing lighter
         fills it."""
         work_of, piece, begin, end = self.places.work_of, part.piece, part.begin, part.begin + part.rows
@@ -126,7 +126,7 @@ class _Packing:
         return (low, head(low)) if low else (high or min(room, part.rows), 0)
 
 
-def pack(places: Places, parts: list[Part], cap: int, *, cut: bool) -> None:
+def pack(places: DealtPlaces, parts: list[DealtPart], cap: int, *, cut: bool) -> None:
     """The heaviest first, to the place that will have the least work if the rest fills it evenly; tails, where the
     whole is too much, and the rest in its turn. What fits nowhere and is short makes a place's rows too many.
 

@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.attention.dealt.places import Part, Places
+from models.attention.dealt.places import DealtPart, DealtPlaces
 
 MOST_TRIED = 128  # cuts inside a part that are looked at
 
 
-class Unit(NamedTuple):
+class KeptTogether(NamedTuple):
     """Parts of one piece that stay together; one part may be cut."""
 
     rows: int
     work: int
-    parts: tuple[Part, ...]
+    parts: tuple[DealtPart, ...]
     owner: int  # 0 and 1; 2: both
 
 
-class Choice(NamedTuple):
+class PairDeal(NamedTuple):
     """What one of two places holds: units, and rows `begin` to `end` of another, which may be none."""
 
     over: int  # work over the limit
@@ -36,7 +36,7 @@ class Choice(NamedTuple):
     end: int
 
 
-def deal_anew(places: Places, one: int, other: int, most: int) -> bool:
+def deal_anew(places: DealtPlaces, one: int, other: int, most: int) -> bool:
     """Deal the parts of two places anew where that exchanges fewer rows, or brings work nearer to the limit. At most
     `most` units change places. The rows of both stay as many as they are."""
     units, kept = _units(places, one, other, most)
@@ -50,7 +50,7 @@ def deal_anew(places: Places, one: int, other: int, most: int) -> bool:
         return False
     before = _over(places, one, other), cost_of(places, one) + cost_of(places, other)
     held = [[*places.parts[each], *places.fixed[each]] for each in (one, other)]
-    found: tuple[list[Part], list[Part]] = ([], [])
+    found: tuple[list[DealtPart], list[DealtPart]] = ([], [])
     for owner in (0, 1):
         found[owner].extend(part for unit in kept[owner] for part in unit.parts)
     for number, unit in enumerate(units):
@@ -76,9 +76,9 @@ def deal_anew(places: Places, one: int, other: int, most: int) -> bool:
     return False
 
 
-def joined(places: Places, parts: list[Part]) -> list[Part]:
+def joined(places: DealtPlaces, parts: list[DealtPart]) -> list[DealtPart]:
     """The parts, those of a piece that lie one after the other as one."""
-    found: list[Part] = []
+    found: list[DealtPart] = []
     for part in sorted(parts, key=lambda part: (part.piece, part.begin)):
         if found and found[-1].piece == part.piece and found[-1].begin + found[-1].rows == part.begin:
             found[-1] = places.part(part.piece, found[-1].begin, part.begin + part.rows)
@@ -87,7 +87,7 @@ def joined(places: Places, parts: list[Part]) -> list[Part]:
     return found
 
 
-def cost_of(places: Places, place: int) -> int:
+def cost_of(places: DealtPlaces, place: int) -> int:
     """The exchanged rows of a place."""
     needed: dict[int, int] = {}
     cost = 0
@@ -104,13 +104,15 @@ def cost_of(places: Places, place: int) -> int:
     return cost + sum(needed.values())
 
 
-def _over(places: Places, one: int, other: int) -> int:
+def _over(places: DealtPlaces, one: int, other: int) -> int:
     return max(places.work[one] - places.limit, places.work[other] - places.limit, 0)
 
 
-def _units(places: Places, one: int, other: int, most: int) -> tuple[list[Unit], tuple[list[Unit], list[Unit]]]:
+def _units(
+    places: DealtPlaces, one: int, other: int, most: int
+) -> tuple[list[KeptTogether], tuple[list[KeptTogether], list[KeptTogether]]]:
     """The units that may change places, the longest and those of both; and what each place keeps."""
-    by_piece: dict[int, list[tuple[Part, int]]] = {}
+    by_piece: dict[int, list[tuple[DealtPart, int]]] = {}
     for owner, place in enumerate((one, other)):
         for part in (*places.parts[place], *places.fixed[place]):
             by_piece.setdefault(part.piece, []).append((part, owner))
@@ -118,7 +120,7 @@ def _units(places: Places, one: int, other: int, most: int) -> tuple[list[Unit],
     for found in by_piece.values():
         if len(found) == 1:
             part, owner = found[0]
-            units.append(Unit(part.rows, part.work, (part,), owner))
+            units.append(KeptTogether(part.rows, part.work, (part,), owner))
             continue
         owners = {owner for _, owner in found}
         parts = joined(places, [part for part, _ in found])
@@ -128,9 +130,9 @@ def _units(places: Places, one: int, other: int, most: int) -> tuple[list[Unit],
             whose = dict(found)
             groups = [((part,), whose.get(part, 2)) for part in parts]
         for group, owner in groups:
-            units.append(Unit(sum(part.rows for part in group), sum(part.work for part in group), group, owner))
+            units.append(KeptTogether(sum(part.rows for part in group), sum(part.work for part in group), group, owner))
     units.sort(key=lambda unit: (unit.owner < 2, -unit.rows, unit.parts))
-    kept: tuple[list[Unit], list[Unit]] = ([], [])
+    kept: tuple[list[KeptTogether], list[KeptTogether]] = ([], [])
     if units[most:] and units[most].owner == 2:
         return [], kept
     shared = sum(unit.owner == 2 for unit in units)
@@ -147,7 +149,7 @@ def _choices(number: int) -> np.ndarray:
     return (np.arange(2**number)[:, None] >> np.arange(number) & 1).astype(bool)
 
 
-def _best(places: Places, units: list[Unit], wanted: int, low: int, high: int) -> Choice | None:
+def _best(places: DealtPlaces, units: list[KeptTogether], wanted: int, low: int, high: int) -> PairDeal | None:
     """The cheapest choice with so many rows, its work from `low` to `high` or as near as may be."""
     number = len(units)
     rows = np.array([unit.rows for unit in units], dtype=np.int64)
@@ -156,12 +158,12 @@ def _best(places: Places, units: list[Unit], wanted: int, low: int, high: int) -
     choices = _choices(number)
     lacking = wanted - choices @ rows
     its_work = choices @ work
-    best: Choice | None = None
+    best: PairDeal | None = None
     exact = np.flatnonzero(lacking == 0)
     if len(exact):
         over = _outside(its_work[exact], low, high)
         first = int(np.argmin(over))
-        best = Choice(int(over[first]), 0, int(exact[first]), -1, 0, 0)
+        best = PairDeal(int(over[first]), 0, int(exact[first]), -1, 0, 0)
         if not best.over:
             return best
     chosen, cut = np.nonzero(~choices & whole & (lacking[:, None] > 0) & (lacking[:, None] < rows))
@@ -180,7 +182,7 @@ def _best(places: Places, units: list[Unit], wanted: int, low: int, high: int) -
     for cost, at, found in ((first_cost, begins, first_work), (last_cost, ends - missing, last_work)):
         over = _outside(found, lower, upper)
         i = int(np.lexsort((cost, over))[0])
-        choice = Choice(int(over[i]), int(cost[i]), int(chosen[i]), int(cut[i]), int(at[i]), int(at[i] + missing[i]))
+        choice = PairDeal(int(over[i]), int(cost[i]), int(chosen[i]), int(cut[i]), int(at[i]), int(at[i] + missing[i]))
         best = choice if best is None or choice < best else best
     if places.keys is not None or best is None:
         return best
@@ -194,7 +196,7 @@ def _best(places: Places, units: list[Unit], wanted: int, low: int, high: int) -
     over, cost = _outside(found, lower[inside], upper[inside]), at + missing[inside]
     i = int(np.lexsort((cost, over))[0])
     k = int(inside[i])
-    choice = Choice(int(over[i]), int(cost[i]), int(chosen[k]), int(cut[k]), int(at[i]), int(at[i] + missing[k]))
+    choice = PairDeal(int(over[i]), int(cost[i]), int(chosen[k]), int(cut[k]), int(at[i]), int(at[i] + missing[k]))
     return choice if choice < best else best
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Part(NamedTuple):
+class DealtPart(NamedTuple):
     """Rows of a piece that lie together, in one place."""
 
     rows: int
@@ -17,7 +17,7 @@ class Part(NamedTuple):
     begin: int
 
 
-class Work:
+class DealtWork:
     """The work of a piece's rows, in whole numbers.
 
     causal: what the first i rows of a piece take, int64 [longest + 1]; null: i(i + 1) / 2. keys: what each row of a
@@ -54,16 +54,16 @@ class Work:
         return low
 
 
-class Places:
+class DealtPlaces:
     """rows: of a place. left: the rows that each lacks; below 0, has too many. work: of each. parts: what may change
     places. fixed: parts of a piece of which a place holds several. limit: the work that a place may have."""
 
-    def __init__(self, number: int, rows: int, limit: int, work: Work) -> None:
+    def __init__(self, number: int, rows: int, limit: int, work: DealtWork) -> None:
         self.rows, self.limit = rows, limit
         self.left = [rows] * number
         self.work = [0] * number
-        self.parts: list[list[Part]] = [[] for _ in range(number)]
-        self.fixed: list[list[Part]] = [[] for _ in range(number)]
+        self.parts: list[list[DealtPart]] = [[] for _ in range(number)]
+        self.fixed: list[list[DealtPart]] = [[] for _ in range(number)]
         self.keys = work.keys
         self.work_of, self.works_of, self.first_rows = work.of, work.of_each, work.first_rows
 
@@ -71,22 +71,22 @@ class Places:
         """The exchanged rows of what lies behind a row of a piece, in a place of its own."""
         return row if self.keys is None else self.keys[piece]
 
-    def part(self, piece: int, begin: int, end: int) -> Part:
-        return Part(end - begin, self.work_of(piece, begin, end), piece, begin)
+    def part(self, piece: int, begin: int, end: int) -> DealtPart:
+        return DealtPart(end - begin, self.work_of(piece, begin, end), piece, begin)
 
-    def add(self, place: int, part: Part, *, fixed: bool = False) -> None:
+    def add(self, place: int, part: DealtPart, *, fixed: bool = False) -> None:
         (self.fixed if fixed else self.parts)[place].append(part)
         self.left[place] -= part.rows
         self.work[place] += part.work
 
-    def move(self, source: int, target: int, parts: Iterable[Part]) -> None:
+    def move(self, source: int, target: int, parts: Iterable[DealtPart]) -> None:
         for part in parts:
             self.parts[source].remove(part)
             self.left[source] += part.rows
             self.work[source] -= part.work
             self.add(target, part)
 
-    def hold(self, place: int, parts: list[Part]) -> None:
+    def hold(self, place: int, parts: list[DealtPart]) -> None:
         """Let a place hold these parts alone."""
         times: dict[int, int] = {}
         for part in parts:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from models.attention.dealt.pairs import cost_of, deal_anew, joined
-from models.attention.dealt.places import Part, Places
+from models.attention.dealt.places import DealtPart, DealtPlaces
 
 MOST_TRIED = 20_000  # sums of pieces that are looked at for a place
 FEW = 8  # places
 MOST_FREE = 10  # parts of two places that are dealt anew, each one of which may be cut
-MOST_PAIRS = 80  # of places that are dealt anew for fewer exchanged rows
-MOST_PARTS = 80_000  # pairs times parts
+MOST_PAIRS, FEW_PAIRS = 160, 8  # of places that are dealt anew for fewer exchanged rows
+MOST_PARTS = 60_000  # pairs times parts
 MOST_LEVELLED = 40  # of places that are dealt anew for level work
 MOST_TRADED = 8  # times that places trade rows, by the number of places
 MOST_SPLIT = 26  # parts of two places, all choices of which are looked at
@@ -24,7 +24,7 @@ MOST_SPLITS = 4  # choices of such parts, where there are more
 # -- equal rows --------------------------------------------------------------------------------------------------------
 
 
-def level_rows(places: Places) -> None:
+def level_rows(places: DealtPlaces) -> None:
     """Give every place its rows exactly: by changes of whole parts, then by cuts."""
     open_places = sorted(range(len(places.left)), key=lambda place: (len(places.parts[place]), place))
     while len(open_places) > 1 and any(places.left[place] for place in open_places):
@@ -39,10 +39,10 @@ def level_rows(places: Places) -> None:
     _cut_surplus(places)
 
 
-def _change(places: Places, place: int, others: list[int]) -> bool:
+def _change(places: DealtPlaces, place: int, others: list[int]) -> bool:
     """Parts change between a place and others until its rows are right; False where none do."""
     surplus = -places.left[place]
-    found: dict[int, list[tuple[int, Part]]] = {}
+    found: dict[int, list[tuple[int, DealtPart]]] = {}
     for other in others:
         for part in places.parts[other]:
             found.setdefault(part.rows, []).append((other, part))
@@ -56,11 +56,11 @@ def _change(places: Places, place: int, others: list[int]) -> bool:
     return False
 
 
-Found = dict[int, list[tuple[int, Part]]]
-Taken = tuple[tuple[int, Part], ...]
+Found = dict[int, list[tuple[int, DealtPart]]]
+Taken = tuple[tuple[int, DealtPart], ...]
 
 
-def _candidates(own: list[Part], found: Found, surplus: int) -> Iterator[tuple[tuple[Part, ...], Taken]]:
+def _candidates(own: list[DealtPart], found: Found, surplus: int) -> Iterator[tuple[tuple[DealtPart, ...], Taken]]:
     """What a place may give and take, so that it gives `surplus` rows more: one for one, then two for one, and one for
     two."""
     most = 8  # parts of equal rows that are tried
@@ -91,8 +91,8 @@ def _candidates(own: list[Part], found: Found, surplus: int) -> Iterator[tuple[t
 
 
 def _moves(
-    places: Places, place: int, given: tuple[Part, ...], taken: Taken
-) -> list[tuple[int, int, list[Part]]] | None:
+    places: DealtPlaces, place: int, given: tuple[DealtPart, ...], taken: Taken
+) -> list[tuple[int, int, list[DealtPart]]] | None:
     """The moves, where the work allows them: what is given goes where something is taken, or to the place that lacks
     most."""
     if taken:
@@ -108,13 +108,13 @@ def _moves(
     return [*taking, (place, target, list(given))]
 
 
-def _give(places: Places, place: int, parts: list[Part]) -> list[tuple[int, int, list[Part]]] | None:
+def _give(places: DealtPlaces, place: int, parts: list[DealtPart]) -> list[tuple[int, int, list[DealtPart]]] | None:
     target = max(range(len(places.left)), key=lambda other: (places.left[other], -other))
     fits = target != place and places.fits(place, target, sum(part.work for part in parts))
     return [(place, target, parts)] if fits else None
 
 
-def _split(places: Places, one: int, other: int) -> None:
+def _split(places: DealtPlaces, one: int, other: int) -> None:
     """Deal the parts of two places anew between them: the first one's rows exact, or as near as parts allow (sums of
     halves, Horowitz and Sahni 1974)."""
     parts = sorted([*places.parts[one], *places.parts[other]], key=lambda part: (part.rows, part.piece, part.begin))
@@ -126,7 +126,7 @@ def _split(places: Places, one: int, other: int) -> None:
             return
 
 
-def _split_some(places: Places, one: int, other: int, free: list[Part]) -> bool:
+def _split_some(places: DealtPlaces, one: int, other: int, free: list[DealtPart]) -> bool:
     """`_split` for some of the parts. Whether both places have their rows, and work within the limit."""
     is_free = set(free)
     own = [part for part in places.parts[one] if part in is_free]
@@ -160,7 +160,7 @@ def _split_some(places: Places, one: int, other: int, free: list[Part]) -> bool:
     return min(found, now) == (0, 0)
 
 
-def _sums(parts: list[Part]) -> tuple[np.ndarray, np.ndarray]:
+def _sums(parts: list[DealtPart]) -> tuple[np.ndarray, np.ndarray]:
     """Rows and work int64 [2 ** parts] of every choice of parts."""
     rows, work = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     for part in parts:
@@ -168,7 +168,7 @@ def _sums(parts: list[Part]) -> tuple[np.ndarray, np.ndarray]:
     return rows, work
 
 
-def _cut_surplus(places: Places) -> None:
+def _cut_surplus(places: DealtPlaces) -> None:
     """Rows of a place that has too many go where some are missing."""
     number = len(places.left)
     while surplus := -min(places.left):
@@ -178,7 +178,7 @@ def _cut_surplus(places: Places) -> None:
         _give_rows(places, source, target, min(surplus, places.left[target]))
 
 
-def _give_rows(places: Places, source: int, target: int, rows: int) -> None:
+def _give_rows(places: DealtPlaces, source: int, target: int, rows: int) -> None:
     """Rows of the source's parts go to the target, by the cut that costs least."""
     held = [*places.parts[source], *places.fixed[source]]
     cuts = []
@@ -205,7 +205,7 @@ def _give_rows(places: Places, source: int, target: int, rows: int) -> None:
 # -- level work, fewer exchanged rows ----------------------------------------------------------------------------------
 
 
-def level_work(places: Places) -> None:
+def level_work(places: DealtPlaces) -> None:
     """Bring the work of places that are over the limit down to it: pairs of places are dealt anew; when MOST_LEVELLED
     were, or where that does not help, rows change places."""
     number = len(places.left)
@@ -235,11 +235,11 @@ def level_work(places: Places) -> None:
             stuck.add(place)
 
 
-def _trade(places: Places, most: int, least: int) -> bool:
+def _trade(places: DealtPlaces, most: int, least: int) -> bool:
     """Last rows of one place's heaviest part for first rows of the other's lightest, as many as bring it to the
     limit, or to the other's work."""
 
-    def ends(place: int) -> list[tuple[int, int, Part]]:
+    def ends(place: int) -> list[tuple[int, int, DealtPart]]:
         held = [*places.parts[place], *places.fixed[place]]
         return [
             (
@@ -281,15 +281,16 @@ def _trade(places: Places, most: int, least: int) -> bool:
     return True
 
 
-def exchange_less(places: Places) -> None:
-    """Deal pairs of places anew, those first that exchange most."""
+def exchange_less(places: DealtPlaces, enough: int) -> None:
+    """Deal pairs of places anew, those first that exchange most; few pairs where no more than enough is exchanged."""
     number = len(places.left)
     most = MOST_FREE if number <= FEW else MOST_FREE - 2
     tried = 0
     costs = [cost_of(places, place) for place in range(number)]
-    done: set[tuple[int, int]] = set()
     held = sum(len(parts) for parts in (*places.parts, *places.fixed))
-    allowed = min(MOST_PAIRS, MOST_PARTS // held)
+    pairs_allowed = MOST_PAIRS // 2 if number <= FEW else FEW_PAIRS if sum(costs) <= enough else MOST_PAIRS
+    allowed = min(pairs_allowed, MOST_PARTS // held)
+    done: set[tuple[int, int]] = set()
     while tried < allowed:
         order = sorted(range(number), key=lambda each: (-costs[each], each))
         pairs = [

@@ -1,0 +1,161 @@
+"""DeepSpeed's ALST (Arctic Long Sequence Training, arXiv 2506.13996) on one GPU, for benchmarks/longest_context.py.
+
+Hugging Face's Llama with torch's causal attention and no mask, under ZeRO-3 in bf16, its optimizer on the host. The
+parts are those of ArcticTraining: checkpoints of layers, their inputs on the host (pinned here, so faster than there),
+the tiled loss (1 GiB of fp32 logits a tile) and the tiled feed-forward layers (a tile of as many tokens as channels),
+both DeepSpeed's own. Ulysses, which exchanges heads between ranks, has nothing to do on one. AdamW is torch's fused
+one on the host, since DeepSpeed's is compiled at its first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+PARTS = ("checkpoints", "layer inputs on host", "tiled loss", "tiled feed-forward")
+TILE_OF_LOGITS = 2**30  # bytes in fp32
+ELEMENT_ON_HOST = 16  # bytes a parameter: fp32 master weight, two moments and gradient
+
+
+class HuggingFaceLlama(torch.nn.Module):
+    """A Llama with a loss; `parts` says how many of PARTS it uses, and may change between steps."""
+
+    def __init__(self, sizes: dict[str, Any], device: torch.device) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        self.parts = 0
+        # It must not shorten a text, nor make a mask or a cache.
+        settings = LlamaConfig(**sizes, attn_implementation="sdpa", use_cache=False)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with device:
+                self.llama: Any = LlamaForCausalLM(settings)
+        finally:
+            torch.set_default_dtype(before)
+        self.llama.gradient_checkpointing_enable()
+        for module in self.llama.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = self._checkpointed
+            if type(module).__name__ == "LlamaMLP":
+                module.forward = functools.partial(self._feed_forward, module)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean loss, fp32 [], of token ids [1, s] and those that follow each."""
+        hidden = self.llama.model(input_ids=tokens, use_cache=False).last_hidden_state
+        count = labels.numel()
+        if self.parts <= PARTS.index("tiled loss"):
+            logits = self.llama.lm_head(hidden).float()
+            return F.cross_entropy(logits.view(count, -1), labels.view(-1))
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+        def of_tile(llama: Any, rows: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+            logits = llama.lm_head(rows).float()
+            return F.cross_entropy(logits, following, reduction="sum") / count
+
+        tiles = math.ceil(4 * count * self.llama.config.vocab_size / TILE_OF_LOGITS)
+        weights = [self.llama.lm_head.weight]
+        loss: torch.Tensor = TiledFusedLogitsLoss.apply(
+            of_tile, self.llama, hidden, labels, None, tiles, weights, "sum"
+        )
+        return loss
+
+    def _checkpointed(self, layer: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        run = functools.partial(checkpoint, layer, *inputs, use_reentrant=True, preserve_rng_state=False, **named)
+        if self.parts <= PARTS.index("layer inputs on host"):
+            return run()
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return run()
+
+    def _feed_forward(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        def whole(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = layer.down_proj(layer.act_fn(layer.gate_proj(rows)) * layer.up_proj(rows))
+            return result
+
+        if self.parts <= PARTS.index("tiled feed-forward"):
+            return whole(layer, hidden)
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+        weights = [layer.down_proj.weight, layer.gate_proj.weight, layer.up_proj.weight]
+        output: torch.Tensor = TiledMLP.apply(whole, layer, hidden, math.ceil(hidden.size(1) / hidden.size(2)), weights)
+        return output
+
+
+class AlstSide:
+    """One engine of DeepSpeed's for all parts and lengths."""
+
+    parts = PARTS
+
+    def __init__(self, sizes: dict[str, Any], device: torch.device, weights_on_host: bool) -> None:
+        import deepspeed
+
+        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29511")
+        deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False)
+        torch.manual_seed(0)
+        self.device = device
+        self.model = HuggingFaceLlama(sizes, device)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        decayed = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(decayed, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        on_host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+        zero = {
+            "stage": 3,
+            "offload_optimizer": on_host,
+            # On one rank a gathered weight is a copy: as few of them as DeepSpeed takes.
+            "stage3_max_live_parameters": 10**8,
+            "stage3_prefetch_bucket_size": 10**7,
+            "reduce_bucket_size": 10**8,
+            "overlap_comm": True,
+            **({"offload_param": on_host} if weights_on_host else {}),
+        }
+        self.engine = deepspeed.initialize(
+            model=self.model,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 1,
+                "gradient_clipping": 1.0,
+                "bf16": {"enabled": True},
+                "zero_optimization": zero,
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "steps_per_print": 10**9,
+            },
+        )[0]
+        self.engine.train()
+
+    def host_bytes(self, part: int, length: int) -> int:
+        """Of state, and of the inputs of all layers."""
+        settings = self.model.llama.config
+        inputs = 2 * settings.num_hidden_layers * settings.hidden_size * length if part >= 1 else 0
+        return ELEMENT_ON_HOST * self.num_parameters + inputs
+
+    def begin(self, part: int, length: int) -> Callable[[], float]:
+        """What takes a step of so many tokens with the first `part + 1` parts, and returns its loss."""
+        self.model.parts = part + 1
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, self.model.llama.config.vocab_size, (1, length + 1), generator=generator)
+        given, following = tokens[:, :-1].to(self.device), tokens[:, 1:].contiguous().to(self.device)
+
+        def step() -> float:
+            loss = self.engine(given, following)
+            self.engine.backward(loss)
+            self.engine.step()
+            return float(loss.detach())
+
+        return step
+
+    def end(self) -> None:
+        """After steps, also failed ones."""
+        self.engine.zero_grad()

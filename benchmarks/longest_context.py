@@ -1,0 +1,356 @@
+"""The longest sequence that one GPU trains on, part by part: `python -m benchmarks.longest_context [--system mixtrain]
+[--model gpt_1b] [--cap-gib 16] [--seconds 150] [--small] [--json]`
+
+One sample of random tokens a step, joined, in bf16. Each row adds one part to the row above. A row's peaks of device
+memory at two short lengths give a line; what it says of the device under the cap, and of the whole one, is called
+predicted. The last row's context is then confirmed: steps at 0.97 of the prediction under the cap, shorter where they
+run out of memory, and one at 1.05 of what the confirmed peak predicts, which should run out. Rows above follow as long
+as the seconds last. The cap is torch's own, so that attention, whose time is quadratic, ends; CUDA's context is beside
+it. What is kept on the host limits the whole device's prediction to 80% of what was free there.
+
+mixtrain is the engine of a training without its callbacks, its weights drawn on the device. alst is DeepSpeed's
+(benchmarks/alst.py), for gpt_1b only: it has no counterpart for experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+GIB = 2**30
+STEP = 256  # lengths are multiples of it
+CONFIRM, SHORTER, OVER = 0.97, (1.0, 0.93, 0.85), 1.05
+OF_HOST = 0.8  # of what is free there
+CONTEXT = GIB  # of the whole device, for CUDA's context and what libraries take
+ASSUMED_SPEED = 2.5e14  # FLOP/s, to tell whether a run still fits in the seconds
+
+MODELS: dict[str, dict[str, int]] = {
+    # Llama 3.2 1B (1.24 billion parameters), and a mixture of 1.29 billion, 0.24 of them for a token.
+    "gpt_1b": {
+        "num_layers": 16,
+        "hidden_size": 2048,
+        "ffn_hidden_size": 8192,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "head_dim": 64,
+        "vocab_size": 128_256,
+    },
+    "moe_small": {
+        "num_layers": 12,
+        "hidden_size": 1024,
+        "ffn_hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_query_groups": 16,
+        "head_dim": 64,
+        "vocab_size": 32_768,
+        "num_experts": 32,
+        "top_k": 4,
+    },
+}
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "head_dim": 8,
+    "vocab_size": 512,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakLine:
+    """Peak memory as a function of a sample's tokens, in bytes."""
+
+    fixed: float
+    per_token: float
+
+    @classmethod
+    def through(cls, shorter: tuple[int, float], longer: tuple[int, float]) -> PeakLine:
+        """Of two (tokens, bytes). Raises ValueError for one length."""
+        if shorter[0] == longer[0]:
+            raise ValueError(f"two lengths are needed, not {shorter[0]} twice")
+        slope = (longer[1] - shorter[1]) / (longer[0] - shorter[0])
+        return cls(shorter[1] - slope * shorter[0], slope)
+
+    def longest(self, room: float) -> int | None:
+        """Tokens that fit in so many bytes, a multiple of STEP, 0 where none do; None where the line does not rise."""
+        if self.per_token <= 0:
+            return None
+        return max(0, int((room - self.fixed) / self.per_token) // STEP * STEP)
+
+
+def of_host(room: float, at_none: float, per_token: float) -> int | None:
+    """Tokens that the host has memory for: of `room` bytes, `at_none` are taken without any. None: all."""
+    return None if per_token <= 0 else max(0, int((room - at_none) / per_token))
+
+
+class TrainedSide(Protocol):
+    """A system whose steps are measured. `parts` are the rows; part i has all parts up to it."""
+
+    parts: Sequence[str]
+    num_parameters: int
+
+    def begin(self, part: int, length: int) -> Callable[[], float]:
+        """What takes a step, and returns its loss."""
+
+    def end(self) -> None:
+        """Let go of what `begin` made."""
+
+    def host_bytes(self, part: int, length: int) -> float:
+        """That steps keep on the host."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The device
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class MeteredDevice:
+    """The memory of the GPU of this process; on a CPU, and on a pretended device, no cap holds."""
+
+    def __init__(self, is_small: bool) -> None:
+        import torch
+
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.has_cap = self.device.type == "cuda" and not is_small
+        self.total = torch.cuda.get_device_properties(0).total_memory if self.device.type == "cuda" else 0
+
+    def cap(self, num_bytes: float) -> None:
+        """Let torch's tensors take no more than this."""
+        import torch
+
+        if self.has_cap:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / self.total))
+
+    def clear(self) -> None:
+        """Give back what nobody holds, and count peaks from here."""
+        import torch
+
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peaks(self) -> tuple[int, int]:
+        """Bytes of tensors and of torch's blocks at most since `clear`; on a CPU those of the process."""
+        import torch
+
+        from training.report.metrics import peak_memory_bytes
+
+        allocated = peak_memory_bytes(self.device)
+        return allocated, torch.cuda.max_memory_reserved() if self.has_cap else allocated
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def attempt(side: TrainedSide, meter: MeteredDevice, part: int, length: int, steps: int) -> dict[str, Any]:
+    """Steps of one length: peaks, seconds of each, the last loss; or `out_of_memory`, or `failed` with the reason."""
+    import torch
+
+    step: Callable[[], float] | None = None
+    found: dict[str, Any] = {"row": side.parts[part], "length": length, "seconds": []}
+    try:
+        meter.clear()
+        step = side.begin(part, length)
+        for _ in range(steps):
+            meter.synchronize()
+            before = time.perf_counter()
+            found["loss"] = step()
+            meter.synchronize()
+            found["seconds"].append(round(time.perf_counter() - before, 6))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        ran_out = isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
+        found["out_of_memory" if ran_out else "failed"] = text
+    found["peak"], found["reserved"] = meter.peaks()
+    step = None  # it may hold the model
+    try:
+        side.end()
+    except Exception as error:
+        found["end_failed"] = f"{type(error).__name__}: {error}"[:300]
+    meter.clear()
+    return found
+
+
+def went_well(found: dict[str, Any]) -> bool:
+    """Whether all steps of an attempt were taken."""
+    return "out_of_memory" not in found and "failed" not in found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Ladder:
+    """All rows of one system."""
+
+    def __init__(
+        self, side: TrainedSide, meter: MeteredDevice, flops: Callable[[int], float], arguments: argparse.Namespace
+    ) -> None:
+        """flops: of a training step of so many tokens, the model's."""
+        from memory import host_memory
+
+        self.side, self.meter, self.flops = side, meter, flops
+        self.cap = arguments.cap_gib * GIB
+        self.is_small, self.end = arguments.small, arguments.began + arguments.seconds
+        self.as_json = arguments.json
+        self.host_room = OF_HOST * host_memory.available()
+        self.fits: dict[int, PeakLine] = {}
+        self.points: dict[int, tuple[int, float]] = {}  # of each row, the longest that was measured
+        self.name = {"system": arguments.system, "model": arguments.model}
+
+    def say(self, what: str, **found: Any) -> None:
+        """A line, at once."""
+        line = {**self.name, "what": what, **found, "left_s": round(self.end - time.monotonic())}
+        print(json.dumps(line) if self.as_json else "  ".join(f"{k} {v}" for k, v in line.items()), flush=True)
+
+    def fit(self, part: int) -> None:
+        """The line of a row, at two lengths and with the whole device."""
+        self.meter.cap(self.meter.total)
+        lengths = (1280, 2560) if self.is_small else (4096, 8192) if part < 2 else (16_384, 32_768)
+        points = []
+        for length in lengths:
+            found = attempt(self.side, self.meter, part, length, steps=2)
+            self.say("measured", **found)
+            if not went_well(found):
+                return
+            points.append((length, float(found["peak"])))
+        self.fits[part], self.points[part] = PeakLine.through(*points), points[-1]
+        self.say("predicted", **self.predicted(part))
+
+    def predicted(self, part: int) -> dict[str, Any]:
+        """What a row's line says of the device under the cap, and of the whole one with this host."""
+        line, none = self.fits[part], self.side.host_bytes(part, 0)
+        host = of_host(self.host_room, none, (self.side.host_bytes(part, 10**6) - none) / 10**6)
+        device = line.longest(self.meter.total - CONTEXT)
+        whole = device if host is None or device is None else min(host, device)
+        return {
+            "row": self.side.parts[part],
+            "fixed_gib": round(line.fixed / GIB, 3),
+            "kib_per_token": round(line.per_token / 1024, 2),
+            "longest_under_cap": line.longest(self.cap),
+            "longest_whole_device": device,
+            "host_has_memory_for": host,
+            "longest_with_this_host": whole,
+        }
+
+    def confirm(self, part: int, over: bool) -> None:
+        """Train at what a row's line predicts under the cap; `over`: and at what should run out of memory."""
+        wanted = self.fits[part].longest(self.cap)
+        if not wanted:
+            return
+        self.meter.cap(self.cap)
+        for share in SHORTER:
+            length = int(CONFIRM * share * wanted) // STEP * STEP
+            expected = self.expected_seconds(length)
+            if expected > self.end - time.monotonic():
+                self.say("not begun", row=self.side.parts[part], length=length, expected_s=round(expected))
+                return
+            steps = 2 if 6 * expected < self.end - time.monotonic() else 1  # the first may set things up
+            found = attempt(self.side, self.meter, part, length, steps)
+            if went_well(found):
+                seconds = max(found["seconds"][-1], 1e-6)
+                flops = self.flops(length) / seconds
+                speed = {"tokens_per_second": round(length / seconds), "tflops": round(flops / 1e12)}
+                self.say("confirmed", **found, **speed, share_of_predicted=round(length / wanted, 3))
+                self.fits[part] = PeakLine.through(self.points[part], (length, found["peak"]))
+                self.say("predicted from the confirmed peak", **self.predicted(part))
+                break
+            self.say("ran out below the prediction" if "out_of_memory" in found else "failed", **found)
+        else:
+            return
+        wanted = self.fits[part].longest(self.cap) or wanted
+        length = int(OVER * wanted) // STEP * STEP
+        if over and self.expected_seconds(length) < self.end - time.monotonic():
+            found = attempt(self.side, self.meter, part, length, steps=1)
+            self.say("over: fits" if went_well(found) else "over: did not fit", **found)
+
+    def expected_seconds(self, length: int) -> float:
+        """Of a step, with what is computed again."""
+        return 0.0 if self.is_small else 4 / 3 * self.flops(length) / ASSUMED_SPEED
+
+    def climb(self) -> None:
+        """All rows, then what confirms them: the last one first."""
+        for part in range(len(self.side.parts)):
+            if time.monotonic() < self.end:
+                self.fit(part)
+        last = len(self.side.parts) - 1
+        for part in sorted(self.fits, reverse=True):
+            if time.monotonic() < self.end and self.meter.has_cap:
+                self.confirm(part, over=part == last)
+
+
+def llama_sizes(sizes: dict[str, int], length: int) -> dict[str, Any]:
+    """A model's sizes in Hugging Face's names, for texts of up to so many tokens."""
+    return {
+        "num_hidden_layers": sizes["num_layers"],
+        "hidden_size": sizes["hidden_size"],
+        "intermediate_size": sizes["ffn_hidden_size"],
+        "num_attention_heads": sizes["num_attention_heads"],
+        "num_key_value_heads": sizes["num_query_groups"],
+        "head_dim": sizes["head_dim"],
+        "vocab_size": sizes["vocab_size"],
+        "max_position_embeddings": length,
+        "tie_word_embeddings": False,  # DeepSpeed's tiled loss fails an assertion of ZeRO-3 on a tied one
+        "rms_norm_eps": 1e-5,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
+    parser.add_argument("--system", choices=("mixtrain", "alst"), default="mixtrain")
+    parser.add_argument("--model", choices=tuple(MODELS), default="gpt_1b")
+    parser.add_argument("--cap-gib", type=float, default=16.0, help="of device memory, for the runs that confirm")
+    parser.add_argument("--seconds", type=float, default=150.0, help="after which nothing is begun")
+    parser.add_argument("--weights", choices=("host", "device"), default="host", help="where alst keeps weights")
+    parser.add_argument("--small", action="store_true", help="tiny sizes and no cap, for a device without speed")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line")
+    arguments = parser.parse_args()
+    if arguments.system == "alst" and arguments.model != "gpt_1b":
+        parser.error(f"--model {arguments.model}: alst has gpt_1b only; DeepSpeed's tiles have no experts")
+    arguments.began = time.monotonic()
+    os.environ.setdefault(ALLOCATOR, "expandable_segments:True")  # as a training sets it, before torch is there
+    from benchmarks.mixtrain_side import MixtrainSide, training_flops
+
+    sizes = dict(MODELS[arguments.model])
+    if arguments.small:
+        sizes |= SMALL | ({"num_experts": 4, "top_k": 2} if "num_experts" in sizes else {})
+    meter = MeteredDevice(arguments.small)
+    side: TrainedSide
+    if arguments.system == "mixtrain":
+        side = MixtrainSide(sizes, meter.device)
+    else:
+        from benchmarks.alst import AlstSide
+
+        side = AlstSide(llama_sizes(sizes, 2**24), meter.device, arguments.weights == "host")
+    ladder = Ladder(side, meter, lambda length: training_flops(sizes, length), arguments)
+    ladder.say(
+        "begun", parameters=side.num_parameters, device_gib=round(meter.total / GIB, 1), cap_gib=arguments.cap_gib
+    )
+    ladder.climb()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

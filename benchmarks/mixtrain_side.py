@@ -1,0 +1,121 @@
+"""Mixtrain's side of benchmarks/longest_context.py: an engine for each configuration and length, built and closed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import parallel  # noqa: F401  before Megatron-core, which warns of what is not installed
+
+# isort: split
+import torch
+
+from configs.compose import compose
+from configs.schema import KEYS, Config
+from configs.validate import validate
+from models.initial_weights import distribution
+from models.weights import logical_tensors
+from parallel import topology
+from simulator.flops import training_flops_per_token
+from training.engine import Engine
+from training.starting.dry_run import made_up_batches
+from training.step import train_step
+
+TILE, BUDGET = 1024, 4096  # tokens
+ELEMENT_ON_HOST = 12  # bytes a parameter: fp32 master weight and two moments
+# The keys of each part. The device's state is by far the most at short lengths, so it goes first.
+PARTS: dict[str, tuple[str, ...]] = {
+    "all on the device": (),
+    "state on host": ("optimizer.state_device=host", "optimizer.engine=host", "optimizer.early_update=never"),
+    "recompute": ("training.recompute=full",),
+    "layer inputs on host": ("training.activation_offload=auto",),
+    "tiles": (f"training.token_tile={TILE}",),
+}
+OF_EXPERTS = {"token budget": (f"moe.token_budget={BUDGET}",)} if "moe.token_budget" in KEYS else {}
+
+
+def config_of(sizes: dict[str, int], length: int, device: str, overrides: Sequence[str] = ()) -> Config:
+    """A model of these sizes, one sample of so many tokens a step. Raises ConfigError."""
+    experts = {"num_experts", "top_k"} & set(sizes)
+    of_model = [f"model.{name}={value}" for name, value in sizes.items() if name not in ("num_experts", "top_k")]
+    of_moe = [f"moe.{name}={sizes[name]}" for name in sorted(experts)]
+    if experts:
+        of_moe += [f"moe.ffn_hidden_size={sizes['ffn_hidden_size']}", "moe.pipeline_degree=1"]
+    config = compose(
+        [
+            *("experiment=llama3_8b", "parallel=single", *of_model, *of_moe, f"model.sequence_length={length}"),
+            f"data.vocab_size={sizes['vocab_size']}",
+            *("model.tie_embeddings=true", "training.micro_batch_size=1", "training.global_batch_size=1"),
+            *("training.precision=bf16", f"training.device={device}", "training.recompute=none", *overrides),
+        ]
+    )
+    validate(config, 1)
+    return config
+
+
+def training_flops(sizes: dict[str, int], length: int) -> float:
+    """Of a step, the model's: nothing that is computed again."""
+    return length * training_flops_per_token(config_of(sizes, length, "cpu"), sizes["vocab_size"])
+
+
+class MixtrainSide:
+    """Trains one configuration after the other."""
+
+    def __init__(self, sizes: dict[str, int], device: torch.device) -> None:
+        self._sizes, self._device = sizes, device.type
+        self._ladder = PARTS | (OF_EXPERTS if "num_experts" in sizes else {})
+        self.parts = list(self._ladder)
+        self._topology = topology.initialize(config_of(sizes, 256, self._device))
+        self._engine: Engine | None = None
+        self.num_parameters = _count(sizes)
+
+    def begin(self, part: int, length: int) -> Callable[[], float]:
+        """What takes a step of so many tokens with the first `part + 1` parts, and returns its loss."""
+        config = config_of(self._sizes, length, self._device, self._keys(part))
+        vocab_size = self._sizes["vocab_size"]
+        with mock.patch("models.build.initialize_weights", _draw):
+            engine = self._engine = Engine(config, self._topology, vocab_size)
+        batches = made_up_batches(config, 1, vocab_size, pin=self._device == "cuda")
+        numbers = itertools.count(1)
+        return lambda: train_step(engine, batches, next(numbers)).loss
+
+    def end(self) -> None:
+        """Close the engine, also of a failed step."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        with contextlib.suppress(Exception):  # what a step that ran out of memory left undone
+            engine.settle()
+        engine.close()
+
+    def host_bytes(self, part: int, length: int) -> float:
+        """Of state, and of the inputs of all layers."""
+        state = ELEMENT_ON_HOST * self.num_parameters if part >= self.parts.index("state on host") else 0
+        kept = part >= self.parts.index("layer inputs on host")
+        return state + (2 * self._sizes["num_layers"] * self._sizes["hidden_size"] * length if kept else 0)
+
+    def _keys(self, part: int) -> list[str]:
+        return [key for name in self.parts[: part + 1] for key in self._ladder[name]]
+
+
+def _count(sizes: dict[str, int]) -> int:
+    hidden, heads, groups, head = (
+        sizes[name] for name in ("hidden_size", "num_attention_heads", "num_query_groups", "head_dim")
+    )
+    experts = sizes.get("num_experts", 1)
+    attention = hidden * head * (2 * heads + 2 * groups)
+    feed_forward = 3 * hidden * sizes["ffn_hidden_size"] * experts + (hidden * experts if experts > 1 else 0)
+    return int(sizes["num_layers"] * (attention + feed_forward + 2 * hidden) + hidden * (sizes["vocab_size"] + 1))
+
+
+def _draw(chunks: Sequence[torch.nn.Module], config: Config) -> None:
+    """Weights of the right distributions, drawn where they are: a billion take a minute on a host."""
+    with torch.no_grad():
+        for item in logical_tensors(chunks):
+            mean, std = distribution(item.name, item.kind, config)
+            if std > 0:
+                item.local.normal_(mean, std)
+            else:
+                item.local.fill_(mean)
