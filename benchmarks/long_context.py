@@ -5,7 +5,8 @@ The models are those of arXiv:2609.14306: hidden size 7168, 384 experts of 2048,
 of 200,000, and 7, 14 or 39 layers that all have experts, on 16, 32 and 64 ranks. Heads are not published: here 64
 query heads and 8 key heads of 128 channels. Nothing runs but the plan. The layout is of keys that everyone has: 8
 tensor ranks with sequence parallelism times context ranks, experts over all ranks, optimizer state and layer
-inputs on the host, full recomputation, and the experts' exchange in chunks of at most 4,096 tokens.
+inputs on the host, full recomputation, and the experts' exchange in chunks of at most 4,096 tokens
+(`moe.token_budget`). State is not updated early: a copy of it would be kept to go back to.
 
 Components stand beside what the article's tables have for one node of 8 GPUs: the experts' exchange of 65,536
 tokens a rank (128 experts, 10 chunks), and the output layer with its loss in fp32, forward and backward, over 8 ranks.
@@ -73,6 +74,7 @@ SAVING = (
     "training.recompute=full",
     "training.activation_offload=auto",
     "moe.memory_strategy=recompute",
+    f"moe.token_budget={CHUNK}",
 )
 # GiB in the article: the whole layer's peak before and after its chunks, and the loss's with full logits and in strips.
 EXCHANGE_THEIRS = (52.66, 21.43)
@@ -111,8 +113,7 @@ def overrides(layers: int, ranks: int) -> list[str]:
     context = ranks // TENSOR
     layout = [f"parallel.tensor={TENSOR}", "parallel.sequence=true", "parallel.pipeline=1"]
     layout += [f"parallel.context={context}", f"parallel.expert={ranks}"]
-    chunks = math.ceil(TOKENS / ranks / CHUNK)
-    sizes = (f"model.num_layers={layers}", f"model.sequence_length={TOKENS}", f"moe.pipeline_degree={chunks}")
+    sizes = f"model.num_layers={layers}", f"model.sequence_length={TOKENS}"
     return [*WIDTHS, *SAVING, *layout, *sizes]
 
 
@@ -165,6 +166,7 @@ def one_layer() -> int:
     """A layer's experts with what goes in, what comes out and their weights, at the article's sizes of one node."""
     layout = ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=1", "parallel.expert=8")
     sizes = ("model.num_layers=1", "model.sequence_length=65536", "moe.num_experts=128", "moe.pipeline_degree=10")
+    sizes = (*sizes, "moe.token_budget=null")
     config = compose([*WIDTHS, *SAVING, *layout, *sizes, "training.global_batch_size=8"])
     validate(config, 8)
     state = 2 * Sizes(config).own_tokens * config.model.hidden_size * derived.element_size(config)

@@ -61,7 +61,7 @@ class _Tiled(torch.autograd.Function):
         ctx.save_for_backward(rows, *parameters)
         ctx.layer, ctx.tile = layer, tile
         output = torch.empty_like(rows)
-        for part, of_part in zip(rows.split(tile), output.split(tile)):
+        for part, of_part in zip(rows.detach().split(tile), output.split(tile)):
             of_part.copy_(layer._whole(part)[0])
         return output
 

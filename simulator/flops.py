@@ -131,7 +131,7 @@ def executed_flops_per_token(
         if operation.kind in ATTENTION:
             flops *= shared.squares * _computed_share(config, device, attended_share)
         if operation.kind == "expansion":  # of the rows that arrive too
-            flops *= 1 + shared.mean_received() / (shared.rows * shared.heads)
+            flops *= shared.own_parts + shared.mean_received() / (shared.rows * shared.heads)
         of_category = counts.setdefault(category, {})
         of_category[times] = of_category.get(times, 0.0) + flops
     if device == "cpu" and config.training.precision != "fp32" and "experts" in counts:

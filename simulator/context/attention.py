@@ -13,8 +13,6 @@ from simulator.memory_tape import OperationBytes
 from simulator.sizes import FP32, Sizes
 
 MERGED = 4  # times an output in fp32: the sum so far, the one that is added, and both with their weights
-# times a round's keys and values: those that leave and those that come, of two rounds at once; their gradients
-ROUND_BUFFERS, ROUND_GRADIENTS = 4, 2
 
 
 class AttentionBytes:
@@ -47,9 +45,8 @@ class AttentionBytes:
         during, work = MERGED * wide * output + 3 * sums, (1 + 2 * wide) * given + takes_wide
         if rounds:
             *_, key, value = inputs
-            of_round = self._of_round(key + value)
-            during += ROUND_BUFFERS * of_round
-            work += (ROUND_BUFFERS + ROUND_GRADIENTS) * of_round
+            forward, backward = self._on_their_way(key + value)
+            during, work = during + forward, work + backward + (0 if takes_wide else given)  # rows that are taken out
         return OperationBytes(kept=sums, during=during, work=work)
 
     def of_latents(self, query: int, latents: int, output: int) -> OperationBytes:
@@ -62,15 +59,20 @@ class AttentionBytes:
         values = of_channel * model.value_head_dim
         padded = 0 if self.on_gpu else abs(keys - values)  # the CPU's kernel takes values as wide as keys
         weight = self.heads * (head + model.value_head_dim) * model.kv_lora_rank * self.element
-        of_round = self._of_round(latents)
+        forward, backward = self._on_their_way(latents)
         merged = MERGED * wide * output + 3 * self.sums if is_merged else output + self.sums
-        during = product + keys + padded + merged + ROUND_BUFFERS * of_round
+        during = product + keys + padded + merged + forward
         added = (wide if is_merged else 1) * (query + keys + values)
         kernel = query + keys + values + query + keys + 2 * padded
         work = product + keys + added + max(kernel, keys + 2 * product + weight)
-        work += (ROUND_BUFFERS + ROUND_GRADIENTS) * of_round
+        work += backward
         return OperationBytes(kept=self.sums, during=during, work=work)
 
-    def _of_round(self, of_place: int) -> int:
-        """Bytes of the rows that arrive in a round, as many numbers each as a place's `of_place` bytes have."""
-        return of_place * self.shared.round_rows // self.rows
+    def _on_their_way(self, of_place: int) -> tuple[int, int]:
+        """Bytes of rows that come and of those that leave, in the forward and in the backward pass: there also of
+        gradients that go home. `of_place`: of all rows that a place has."""
+        shared = self.shared
+        keys = 2 * shared.coming_rows
+        home = min(2 * self.rows + shared.round_rows, 2 * int(max(shared.received)))
+        back = keys + home if shared.rounds > 2 else max(keys, home)  # one round's go home when its keys are used
+        return of_place * keys // self.rows, of_place * back // self.rows

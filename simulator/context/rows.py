@@ -7,7 +7,7 @@ each has all rows of the place for some of the heads; places exchange key and va
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from configs import derived
 from configs.derived import context_heads, context_places, rows_of_rank
 from configs.schema import Config
 from models.attention.dealing import Deal, deal, window_work
-from models.attention.rounds import Dealt, Pieces, Round
+from models.attention.rounds import Dealt, Pieces
 
 Lengths = Sequence[int] | np.ndarray
 
@@ -36,6 +36,8 @@ class SharedRows:
     sliding: float  # share of the layers
     rounds: int  # of attention, the place's own rows included: the most
     round_rows: int  # key and value rows that arrive in one of them: the most
+    coming_rows: int  # that may be on their way to a place at once, with those of the round that computes: the most
+    own_parts: float  # of what a place computes with its own keys, where there are others'; counted for latents
     squares: float  # of the documents' pairs, what kernels compute: they take their runs' squares whole
     is_known: bool = True  # whether by documents' lengths; else by samples of one document, which exchange most
 
@@ -61,21 +63,25 @@ def shared_rows(config: Config, micro_batches: Sequence[Lengths] | None = None) 
     if micro_batches is None:
         micro_batches = [[config.model.sequence_length] * config.training.micro_batch_size]
     if places == 1:
-        return SharedRows(context, heads, 1, rows, (0.0,), (0.0,), sliding, 1, 0, 1.0, is_known)
+        return SharedRows(context, heads, 1, rows, (0.0,), (0.0,), sliding, 1, 0, 0, 1.0, 1.0, is_known)
     windows = {bool(slides): pattern.count(slides) for slides in pattern}
     received = {slides: np.zeros(places) for slides in (False, True)}
-    computed, pairs, rounds, most = 0.0, 0.0, 1, 0
+    computed, pairs, own_parts, most = 0.0, 0.0, 0.0, np.zeros(3, np.int64)
     for lengths in micro_batches:
         batch = _Batch(config, np.asarray(lengths, np.int64), places)
         for slides, layers in windows.items():
-            dealt = batch.dealt(slides)
-            received[slides] += dealt.received.sum(1)
+            received[slides] += batch.dealt(slides).received.sum(1)
             of_kernels, of_documents = batch.squares(slides)
             computed, pairs = computed + layers * of_kernels, pairs + layers * of_documents
-            for each in batch.rounds(slides):
-                rounds, most = max(rounds, 1 + len(each)), max(most, *(of_round.num_keys for of_round in each))
-    means = [tuple((received[slides] / len(micro_batches)).tolist()) for slides in (False, True)]
-    return SharedRows(context, heads, places, rows, *means, sliding, rounds, most, computed / pairs, is_known)
+            most = np.maximum(most, batch.rounds(slides))
+            own_parts += layers * batch.own_parts(slides) / len(pattern) / len(micro_batches)
+    whole, part = (tuple(float(rows) for rows in received[slides] / len(micro_batches)) for slides in (False, True))
+    if not sliding:
+        part = whole
+    squares = computed / pairs
+    rounds, round_rows, coming = most.tolist()
+    found = (sliding, 1 + rounds, round_rows, coming, own_parts, squares)
+    return SharedRows(context, heads, places, rows, whole, part, *found, is_known)
 
 
 class _Batch:
@@ -83,7 +89,7 @@ class _Batch:
 
     def __init__(self, config: Config, pieces: np.ndarray, places: int) -> None:
         self._pieces, self._places, self._window = pieces, places, config.model.sliding_window
-        self._is_causal = config.model.family == "gpt"
+        self._is_causal, self._has_latents = config.model.family == "gpt", config.model.attention == "latent"
         keys = None if self._is_causal else pieces
         work = None
         if self._window is not None:
@@ -99,12 +105,20 @@ class _Batch:
         """What each place gets from each."""
         return self._dealt[self._of(slides)]
 
-    def rounds(self, slides: bool) -> Iterator[list[Round]]:
-        """Of places: of those that get most, where these tell enough."""
+    def rounds(self, slides: bool) -> tuple[int, int, int]:
+        """Rounds in which rows arrive, the most rows of one, and the most that are on their way to a place at once."""
         dealt = self.dealt(slides)
-        rows = dealt.received.sum(1)
-        for place in np.flatnonzero(rows == rows.max()).tolist() if rows.any() else ():
-            yield dealt.rounds(place)[1]
+        received = dealt.received.sum(1)
+        found = dealt.rounds(int(received.argmax()))[1]
+        rows = max((each.num_keys for each in found), default=0)
+        return len(found), rows, min(int(received.max()), (1 + dealt.ahead) * rows)
+
+    def own_parts(self, slides: bool) -> float:
+        """Parts in which a place computes with its own keys, each with latents that are expanded: the mean."""
+        if not self._has_latents:
+            return 1.0
+        every = [self.dealt(slides).rounds(place) for place in range(self._places)]
+        return sum(len(own.halves()) if rounds else 1 for own, rounds in every) / self._places
 
     def squares(self, slides: bool) -> tuple[float, float]:
         """Pairs that kernels compute, and twice those that attend."""

@@ -234,7 +234,7 @@ def test_memory_follows_the_rows_of_a_rank(device: str, heads: str) -> None:
         overrides = [*layout, f"parallel.context={context}", f"model.sequence_length={context * 4096}"]
         needs.append(make_plan(config_of(*overrides), context, VOCAB_SIZE, device).worst.activations)
     exponents = np.diff(np.log(needs)) / math.log(2)
-    assert (abs(exponents) < 0.05).all(), needs
+    assert (abs(exponents) < 0.1).all(), needs  # how many exchange heads differs
     whole = make_plan(config_of(*layout[1:], "model.sequence_length=32768"), 1, VOCAB_SIZE, device).worst.activations
     assert 6 < whole / needs[-1] < 9
 
