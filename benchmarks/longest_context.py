@@ -22,7 +22,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
+
+from benchmarks import tables
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 GIB = 2**30
@@ -322,6 +325,29 @@ def llama_sizes(sizes: dict[str, int], length: int) -> dict[str, Any]:
     }
 
 
+def table(paths: Sequence[Path]) -> str:
+    """What `--json` printed into files, as a table in Markdown."""
+    rows = []
+    for line in (json.loads(text) for path in paths for text in path.read_text().splitlines() if text[:1] == "{"):
+        if line["what"] == "measured":
+            numbers = [f"{line['peak'] / GIB:.2f}", f"{line['reserved'] / GIB:.2f}", f"{line['seconds'][-1]:.2f}", ""]
+        elif line["what"] == "confirmed":
+            speed = f"{line['tokens_per_second']:,} tokens/s, {line['tflops']} TFLOP/s"
+            numbers = [f"{line['peak'] / GIB:.2f}", f"{line['reserved'] / GIB:.2f}", f"{line['seconds'][-1]:.2f}", speed]
+        elif line["what"].startswith("predicted"):
+            slope = f"{line['fixed_gib']:.2f} GiB + {line['kib_per_token']:.2f} KiB a token"
+            longest = line["longest_with_this_host"]
+            numbers = ["", "", "", f"{slope}; whole device and this host: {longest:,} tokens"]
+        elif "row" in line:
+            numbers = ["", "", "", line.get("failed", "")]
+        else:
+            continue
+        length = f"{line['length']:,}" if "length" in line else ""
+        rows.append([line["system"], line["model"], line["row"], line["what"], length, *numbers])
+    headings = ["system", "model", "row", "what", "tokens", "peak GiB", "reserved GiB", "step s", "says"]
+    return tables.table(headings, rows, markdown=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--system", choices=("mixtrain", "alst"), default="mixtrain")
@@ -331,7 +357,11 @@ def main() -> int:
     parser.add_argument("--weights", choices=("host", "device"), default="host", help="where alst keeps weights")
     parser.add_argument("--small", action="store_true", help="tiny sizes and no cap, for a device without speed")
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
+    parser.add_argument("--table", nargs="+", type=Path, help="print what --json wrote into files, and measure nothing")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table(arguments.table))
+        return 0
     if arguments.system == "alst" and arguments.model != "gpt_1b":
         parser.error(f"--model {arguments.model}: alst has gpt_1b only; DeepSpeed's tiles have no experts")
     arguments.began = time.monotonic()
