@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.plan_accuracy import CONTEXT_CASES, Case
+from benchmarks.plan_accuracy import CONTEXT_CASES, Case, compare
 from configs.compose import compose
 from configs.schema import Config, ConfigError
 from models import blueprint
@@ -249,6 +249,17 @@ def test_rounds_and_heads_take_buffers(recompute: str, attention: list[str]) -> 
     alone = make_plan(apart, 1, VOCAB_SIZE, "cuda").worst.activations
     least = 0 if attention == LATENT else alone  # keys and values that are made of latents are not kept
     assert all(least < need < 2 * alone for need in needs), (needs, alone)
+
+
+def test_a_step_takes_what_the_plan_says() -> None:
+    """In tiles, and of layers one with a window."""
+    sizes = ("model.sequence_length=1024", "training.micro_batch_size=1", "training.global_batch_size=2")
+    layout = ("parallel.context=2", "parallel.context_heads=1", "optimizer.distributed=false")
+    windows = ("model.sliding_window=64", "model.sliding_window_from=1")
+    tiles = ("training.recompute=full", "training.token_tile=128", "model.ffn_hidden_size=1024")
+    result = compare(Case("gpt_tiny", "", 2, (*sizes, *layout, *windows, *tiles)))
+    assert result["passed"], result
+    assert result["exchanged"]["planned"] > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
