@@ -90,7 +90,8 @@ class HuggingFaceLlama(torch.nn.Module):
 
 
 class AlstSide:
-    """One engine of DeepSpeed's for all parts and lengths."""
+    """One engine of DeepSpeed's for all parts and lengths; another one after a step that failed, which it would not
+    survive."""
 
     parts = PARTS
 
@@ -102,13 +103,52 @@ class AlstSide:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29511")
         deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False)
+        self.device, self._sizes, self._weights_on_host = device, sizes, weights_on_host
+        self._is_whole = True
+        self._engine: Any = None
+        self._model, self._engine = self._build()
+        self.num_parameters = sum(getattr(each, "ds_numel", each.numel()) for each in self._model.parameters())
+
+    def host_bytes(self, part: int, length: int) -> int:
+        """Of state, of the weights where they lie there, and of the inputs of all layers."""
+        element = ELEMENT_ON_HOST + (2 if self._weights_on_host else 0)
+        layers, hidden = self._sizes["num_hidden_layers"], self._sizes["hidden_size"]
+        return element * self.num_parameters + (2 * layers * hidden * length if part >= 1 else 0)
+
+    def begin(self, part: int, length: int) -> Callable[[], float]:
+        """What takes a step of so many tokens with the first `part + 1` parts, and returns its loss."""
+        if self._engine is None:
+            self._model, self._engine = self._build()
+        self._model.parts = part + 1
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, self._sizes["vocab_size"], (1, length + 1), generator=generator)
+        given, following = tokens[:, :-1].to(self.device), tokens[:, 1:].contiguous().to(self.device)
+
+        def step() -> float:
+            self._is_whole = False
+            loss = self._engine(given, following)
+            self._engine.backward(loss)
+            self._engine.step()
+            self._is_whole = True
+            return float(loss.detach())
+
+        return step
+
+    def end(self) -> None:
+        """After steps, also failed ones."""
+        if not self._is_whole:
+            engine, self._engine, self._model = self._engine, None, None
+            self._is_whole = True
+            engine.destroy()
+
+    def _build(self) -> tuple[Any, Any]:
+        import deepspeed
+
         torch.manual_seed(0)
-        self.device = device
-        self.model = HuggingFaceLlama(sizes, device)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        decayed = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(decayed, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        on_host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+        model = HuggingFaceLlama(self._sizes, self.device)
+        settings = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)  # type: ignore[arg-type]
+        on_host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         zero = {
             "stage": 3,
             "offload_optimizer": on_host,
@@ -117,45 +157,18 @@ class AlstSide:
             "stage3_prefetch_bucket_size": 10**7,
             "reduce_bucket_size": 10**8,
             "overlap_comm": True,
-            **({"offload_param": on_host} if weights_on_host else {}),
+            **({"offload_param": on_host} if self._weights_on_host else {}),
         }
-        self.engine = deepspeed.initialize(
-            model=self.model,
-            optimizer=optimizer,
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": 1,
-                "gradient_clipping": 1.0,
-                "bf16": {"enabled": True},
-                "zero_optimization": zero,
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "steps_per_print": 10**9,
-            },
-        )[0]
-        self.engine.train()
-
-    def host_bytes(self, part: int, length: int) -> int:
-        """Of state, and of the inputs of all layers."""
-        settings = self.model.llama.config
-        inputs = 2 * settings.num_hidden_layers * settings.hidden_size * length if part >= 1 else 0
-        return ELEMENT_ON_HOST * self.num_parameters + inputs
-
-    def begin(self, part: int, length: int) -> Callable[[], float]:
-        """What takes a step of so many tokens with the first `part + 1` parts, and returns its loss."""
-        self.model.parts = part + 1
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, self.model.llama.config.vocab_size, (1, length + 1), generator=generator)
-        given, following = tokens[:, :-1].to(self.device), tokens[:, 1:].contiguous().to(self.device)
-
-        def step() -> float:
-            loss = self.engine(given, following)
-            self.engine.backward(loss)
-            self.engine.step()
-            return float(loss.detach())
-
-        return step
-
-    def end(self) -> None:
-        """After steps, also failed ones."""
-        self.engine.zero_grad()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 10**9,
+        }
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine.train()
+        return model, engine

@@ -1,8 +1,8 @@
 """Attention over context ranks against the critical path of its rounds: `python -m benchmarks.context_exchange
-[--ranks 2 4] [--rate 200mbit] [--rounds 7] [--tokens 8192] [--anyway] [--markdown] [--json]`
+[--ranks 2 4] [--rate 50mbit] [--rounds 7] [--tokens 32768] [--anyway] [--markdown] [--json]`
 
 Links are emulated, the accelerator is virtual: kernels sleep for as long as their pairs take, all else is real, on this
-processor's cores. A step is a forward and a backward pass of attention with two heads of 128 channels in fp32. Its
+processor's cores. A step is a forward and a backward pass of attention with one head of 32 channels in fp32. Its
 communication is what the busiest place sends or gets, by the link's measured rate, its computation what the busiest one
 computes; the accelerator's rate makes their ratio. All variants run in turns.
 
@@ -166,9 +166,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rate", default="200mbit", help="of each rank's link, each way, as tc writes it")
+    parser.add_argument("--rate", default="50mbit", help="of each rank's link, each way, as tc writes it")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=8192, help="of the sample")
+    parser.add_argument("--tokens", type=int, default=32768, help="of the sample")
     parser.add_argument("--anyway", action="store_true", help="keep rounds in which other processes took much")
     parser.add_argument("--markdown", action="store_true", help="print markdown tables")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")

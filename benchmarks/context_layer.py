@@ -22,7 +22,7 @@ from models.attention.sliced import SlicePlan, attend
 from models.attention.slices import CAUSAL, Slices
 from parallel.topology import Axis
 
-HEADS, WIDTH, NUMBER = 2, 128, 4  # channels of keys and of values, bytes of fp32
+HEADS, WIDTH, NUMBER = 1, 32, 4  # channels of keys and of values, bytes of fp32
 ROW_BYTES = 2 * HEADS * WIDTH * NUMBER
 FORWARD, BACKWARD = 4 * HEADS * WIDTH, 10 * HEADS * WIDTH  # operations of a pair of rows
 DEALT, ZIG_ZAG = "dealt", "zig-zag"
@@ -65,8 +65,8 @@ def zipf(tokens: int, documents: int) -> tuple[int, ...]:
 
 
 class Work(NamedTuple):
-    """What each place does: pairs `[places, 1 + rounds]`, its own rows first, and rows that it gets in each round from
-    which, `[rounds, places, owners]`."""
+    """What each place does: pairs `[places, 2 + rounds]`, first and last those of the two parts of its own slices, and
+    rows that it gets in each round from which, `[rounds, places, owners]`."""
 
     pairs: np.ndarray
     rows: np.ndarray
@@ -90,7 +90,11 @@ def work_of(mix: Mix, num_places: int) -> Work:
         for number, each in enumerate(rounds):
             for owner, count in each.receives.items():
                 rows[number, place, owner] = count
-    pairs = [[own.pairs, *(each.slices.pairs for each in rounds)] for own, rounds in by_place]
+    pairs = []
+    for own, rounds in by_place:
+        first, *others = own.halves()
+        last = sum(each.pairs for each in others)
+        pairs.append([first.pairs, *(each.slices.pairs for each in rounds), last])
     return Work(np.array(pairs), rows)
 
 
@@ -113,27 +117,28 @@ def critical_path(work: Work, bytes_per_second: float, operations_per_second: fl
     """Seconds of a forward and a backward pass where nothing waits but for rows: those of a round are on their way once
     the links are free of the rounds before, and are computed with when they are there; gradients go home as soon as
     their round is over and no rows are before them."""
-    start = np.zeros(len(work.pairs))
-    over, _ = _pass(work, Link(len(start), bytes_per_second), start, FORWARD / operations_per_second)
+    start, both = np.zeros(len(work.pairs)), work.pairs.copy()
+    both[:, 0], both[:, -1] = both[:, 0] + both[:, -1], 0
     link = Link(len(start), bytes_per_second)
-    over, ends = _pass(work, link, over, BACKWARD / operations_per_second)
-    gradients = [(ends[place, number + 1], place, owner, rows) for number, place, owner, rows in _messages(work)]
-    return float(
-        max([over.max(), *(link.send(place, owner, b, ready) for ready, place, owner, b in sorted(gradients))])
-    )
+    ends = _pass(Work(both, work.rows), link, start, FORWARD / operations_per_second)
+    link = Link(len(start), bytes_per_second)
+    ends = _pass(work, link, ends[:, -1], BACKWARD / operations_per_second)
+    gradients = [(ends[place, number + 1], place, owner, size) for number, place, owner, size in _messages(work)]
+    home = [link.send(place, owner, size, ready) for ready, place, owner, size in sorted(gradients)]
+    return float(max([ends.max(), *home]))
 
 
-def _pass(work: Work, link: Link, start: np.ndarray, seconds_per_pair: float) -> tuple[np.ndarray, np.ndarray]:
-    """When each place is through with its rounds, `[places]`, and with each, `[places, 1 + rounds]`."""
+def _pass(work: Work, link: Link, start: np.ndarray, seconds_per_pair: float) -> np.ndarray:
+    """When each place is through with each part of its work, `[places, 2 + rounds]`."""
     there = np.zeros(work.pairs.shape)
     for number, place, owner, num_bytes in _messages(work):
         arrival = link.send(owner, place, num_bytes, max(start[owner], start[place]))
         there[place, number + 1] = max(there[place, number + 1], arrival)
-    ends, now = np.zeros(work.pairs.shape), start.copy()
+    ends, now = np.zeros(work.pairs.shape), start
     for number in range(work.pairs.shape[1]):
         now = np.maximum(now, there[:, number]) + work.pairs[:, number] * seconds_per_pair
         ends[:, number] = now
-    return now, ends
+    return ends
 
 
 def _messages(work: Work) -> list[tuple[int, int, int, float]]:
@@ -217,7 +222,7 @@ def run(mix: Mix, operations_per_second: float) -> dict[str, float]:
         mock.patch.object(kernels, "launch_backward", virtual.backward),
     ):
         before = time.perf_counter()
-        output = attend(*_inputs, plan, 1.0)
+        output = attend(_inputs[0], _inputs[1], _inputs[2], plan, 1.0)
         torch.autograd.grad(output, _inputs, torch.zeros(1).expand_as(output))
         return {"step": time.perf_counter() - before}
 
@@ -230,16 +235,17 @@ def outputs(mixes: Sequence[Mix]) -> list[tuple[float, float, float]]:
         whole = [torch.randn(tokens, 1, HEADS, 16, generator=generator).requires_grad_() for _ in range(3)]
         target = torch.randn(tokens, 1, HEADS, 16, generator=generator)
         positions = np.concatenate([np.arange(each) for each in mix.lengths])[None]
-        alone = attend(*whole, BatchSlices(slices.of_documents(positions), 1, tokens).plan(None), 0.25)
+        apart = BatchSlices(slices.of_documents(positions), 1, tokens)
+        alone = attend(whole[0], whole[1], whole[2], apart.plan(None), 0.25)
         expected = torch.autograd.grad((alone * target).sum(), whole)
         part = _plan(mix)
         own = [each.detach()[part.rows].requires_grad_() for each in whole]
-        output = attend(*own, part.plan(None), 0.25)
+        output = attend(own[0], own[1], own[2], part.plan(None), 0.25)
         loss = (output * target[part.rows]).sum()
         grads = torch.autograd.grad(loss, own)
         total = loss.detach().clone()
         dist.all_reduce(total)
-        apart = [(grad - each[part.rows]).abs().max() for grad, each in zip(grads, expected)]
+        gradients_apart = [(grad - each[part.rows]).abs().max() for grad, each in zip(grads, expected)]
         off = (output - alone[part.rows]).abs().max()
-        found.append((float(total), float(off), float(torch.stack(apart).max())))
+        found.append((float(total), float(off), float(torch.stack(gradients_apart).max())))
     return found

@@ -22,12 +22,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
+
+from benchmarks import tables
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 GIB = 2**30
 STEP = 256  # lengths are multiples of it
-CONFIRM, SHORTER, OVER = 0.97, (1.0, 0.93, 0.85), 1.05
+CONFIRM, SHORTER, OVER = 0.97, (1.0, 0.93, 0.8), 1.05
 OF_HOST = 0.8  # of what is free there
 CONTEXT = GIB  # of the whole device, for CUDA's context and what libraries take
 ASSUMED_SPEED = 2.5e14  # FLOP/s, to tell whether a run still fits in the seconds
@@ -99,10 +102,13 @@ def of_host(room: float, at_none: float, per_token: float) -> int | None:
 
 
 class TrainedSide(Protocol):
-    """A system whose steps are measured. `parts` are the rows; part i has all parts up to it."""
+    """A system whose steps are measured; part i of its `parts` has all parts up to it."""
 
-    parts: Sequence[str]
     num_parameters: int
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """Names of the rows."""
 
     def begin(self, part: int, length: int) -> Callable[[], float]:
         """What takes a step, and returns its loss."""
@@ -228,7 +234,9 @@ class Ladder:
     def fit(self, part: int) -> None:
         """The line of a row, at two lengths and with the whole device."""
         self.meter.cap(self.meter.total)
-        lengths = (1280, 2560) if self.is_small else (4096, 8192) if part < 2 else (16_384, 32_768)
+        # Where little is kept, a short sample's peak is that of the tiles, which does not rise with its tokens.
+        shortest = 4096 if part < 2 else 16_384 if part < len(self.side.parts) - 1 else 32_768
+        lengths = (1280, 2560) if self.is_small else (shortest, 2 * shortest)
         points = []
         for length in lengths:
             found = attempt(self.side, self.meter, part, length, steps=2)
@@ -317,6 +325,29 @@ def llama_sizes(sizes: dict[str, int], length: int) -> dict[str, Any]:
     }
 
 
+def table(paths: Sequence[Path]) -> str:
+    """What `--json` printed into files, as a table in Markdown."""
+    rows = []
+    for line in (json.loads(text) for path in paths for text in path.read_text().splitlines() if text[:1] == "{"):
+        if line["what"] == "measured":
+            numbers = [f"{line['peak'] / GIB:.2f}", f"{line['reserved'] / GIB:.2f}", f"{line['seconds'][-1]:.2f}", ""]
+        elif line["what"] == "confirmed":
+            speed = f"{line['tokens_per_second']:,} tokens/s, {line['tflops']} TFLOP/s"
+            numbers = [f"{line['peak'] / GIB:.2f}", f"{line['reserved'] / GIB:.2f}", f"{line['seconds'][-1]:.2f}", speed]
+        elif line["what"].startswith("predicted"):
+            slope = f"{line['fixed_gib']:.2f} GiB + {line['kib_per_token']:.2f} KiB a token"
+            longest = line["longest_with_this_host"]
+            numbers = ["", "", "", f"{slope}; whole device and this host: {longest:,} tokens"]
+        elif "row" in line:
+            numbers = ["", "", "", line.get("failed", "")]
+        else:
+            continue
+        length = f"{line['length']:,}" if "length" in line else ""
+        rows.append([line["system"], line["model"], line["row"], line["what"], length, *numbers])
+    headings = ["system", "model", "row", "what", "tokens", "peak GiB", "reserved GiB", "step s", "says"]
+    return tables.table(headings, rows, markdown=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--system", choices=("mixtrain", "alst"), default="mixtrain")
@@ -326,7 +357,11 @@ def main() -> int:
     parser.add_argument("--weights", choices=("host", "device"), default="host", help="where alst keeps weights")
     parser.add_argument("--small", action="store_true", help="tiny sizes and no cap, for a device without speed")
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
+    parser.add_argument("--table", nargs="+", type=Path, help="print what --json wrote into files, and measure nothing")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table(arguments.table))
+        return 0
     if arguments.system == "alst" and arguments.model != "gpt_1b":
         parser.error(f"--model {arguments.model}: alst has gpt_1b only; DeepSpeed's tiles have no experts")
     arguments.began = time.monotonic()

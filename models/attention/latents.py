@@ -63,7 +63,8 @@ class _SlicedLatents(torch.autograd.Function):
         width = len(part_weight) // heads - shape.plain
         ctx.parts = plan.parts(query, width)
         merged, ctx.seeds = Merged(plan.queries, query, width), []
-        for i, (rows, _) in keys_of_rounds(plan, plan.order, latents, latents[..., :0]):
+        ends, empty = not any(ctx.needs_input_grad), latents[..., :0]
+        for i, (rows, _) in keys_of_rounds(plan, plan.order, latents, empty, ends):
             keys = _expanded(rows, part_weight, heads, shape) if ctx.parts[i] else (rows, rows)
             ctx.seeds.append(merged.add_all(ctx.parts[i], (query, *keys), scale))
         output, sums = merged.output.to(query.dtype), merged.sums
@@ -78,7 +79,8 @@ class _SlicedLatents(torch.autograd.Function):
         plan: SlicePlan = ctx.plan
         of_query, of_weight = AddedUp(query, plan.queries, in_order=not plan.is_spread), GradientSum(weight)
         home, part_weight = HomeGradients(), weight[ctx.own].detach().requires_grad_()
-        for i, (rows, empty) in keys_of_rounds(plan, plan.backward_order, latents, latents[..., :0]):
+        no_values = latents[..., :0]
+        for i, (rows, empty) in keys_of_rounds(plan, plan.backward_order, latents, no_values, ends=True):
             each = plan.rounds[i]
             rows = rows.detach().requires_grad_()
             with torch.enable_grad():

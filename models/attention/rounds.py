@@ -133,7 +133,7 @@ class Dealt:
 
     @property
     def ahead(self) -> int:
-        """Of how many rounds after the one that computes rows may be on their way, alike for all places: with its own
+        """How many rounds after the one that computes may be on their way, alike for all places: with its rows
         they are at most twice what a place has."""
         return max(1, 2 * self.place_rows // self._round_rows - 1)
 

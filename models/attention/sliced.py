@@ -162,6 +162,7 @@ class SlicePlan:
     ) -> None:
         """`ahead`: of how many rounds after the one that computes keys are on their way, alike on all ranks."""
         self.queries, self.heads, self.ahead = Cover(num_samples, length), heads, ahead
+        self.leaving: deque[tuple[ArrivingRows, int]] = deque()  # exchanges, and rows that this rank sends
         halves = slices.halves() if rounds else [slices]
         own = [KeyRows(each, self.queries, Cover(num_samples, length)) for each in halves]
         others = [KeyRows(each, self.queries, Cover(1, exchange.num_rows), exchange) for each, exchange in rounds]
@@ -197,7 +198,7 @@ class _Sliced(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.parts = plan.parts(query, value.size(-1))
         merged, ctx.seeds = Merged(plan.queries, query, value.size(-1)), []
-        for i, keys in keys_of_rounds(plan, plan.order, key, value):
+        for i, keys in keys_of_rounds(plan, plan.order, key, value, ends=not any(ctx.needs_input_grad)):
             ctx.seeds.append(merged.add_all(ctx.parts[i], (query, *keys), scale))
         output, sums = merged.output.to(query.dtype), merged.sums
         ctx.save_for_backward(query, key, value, output, sums)
@@ -210,7 +211,7 @@ class _Sliced(torch.autograd.Function):
         query, key, value, output, sums = ctx.saved_tensors
         plan: SlicePlan = ctx.plan
         of_query, home = AddedUp(query, plan.queries, in_order=not plan.is_spread), HomeGradients()
-        for i, keys in keys_of_rounds(plan, plan.backward_order, key, value):
+        for i, keys in keys_of_rounds(plan, plan.backward_order, key, value, ends=True):
             each = plan.rounds[i]
             found = [AddedUp(x, each.keys, in_fp32=each.exchange is None and plan.is_spread) for x in keys]
             for part, seeds in zip(ctx.parts[i], ctx.seeds[i]):
@@ -255,13 +256,16 @@ class HomeGradients:
 
 
 def keys_of_rounds(
-    plan: SlicePlan, order: Sequence[int], key: torch.Tensor, value: torch.Tensor
+    plan: SlicePlan, order: Sequence[int], key: torch.Tensor, value: torch.Tensor, ends: bool
 ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
     """Each round's number in this order, with its keys and values; those of the rounds after it are on their way while
-    it computes. All ranks start exchanges in the same order, as each pair's messages have no names."""
+    it computes. All ranks start exchanges in the same order, as each pair's messages have no names.
+
+    `ends`: what was sent is waited for in the end; else other passes do, for others may take it only later.
+    """
     left = deque(each for i in order if (each := plan.rounds[i].exchange) is not None)
     coming: deque[tuple[ArrivingRows, int]] = deque()
-    leaving: deque[tuple[ArrivingRows, int]] = deque()
+    leaving = plan.leaving
     for i in order:
         keys = key, value
         if plan.rounds[i].exchange is not None:
@@ -272,8 +276,8 @@ def keys_of_rounds(
         while len(leaving) > 1 and sum(rows for _, rows in leaving) > len(key):
             leaving.popleft()[0].wait_sent()
         yield i, keys
-    for each, _ in leaving:
-        each.wait_sent()
+    while ends and leaving:
+        leaving.popleft()[0].wait_sent()
 
 
 class Merged:

@@ -63,10 +63,32 @@ class Slices:
         return np.where(self.kind == FULL, square, halves)
 
     def halves(self) -> list[Slices]:
-        """The first slices and the others, about as many pairs in both; one list where there are none in one."""
-        middle = np.cumsum(self._pairs) - self._pairs / 2
-        is_first = middle <= self._pairs.sum() / 2
-        return [self.only(each) for each in (is_first, ~is_first) if each.any()] or [self]
+        """The first slices and the others, about as many pairs in both, of which one that has most is cut; one list
+        where there is nothing to cut."""
+        most = int(np.argmax(self._pairs)) if len(self) else 0
+        found = self._with_cut(most) if len(self) and 2 * self._pairs[most] > self.pairs else self
+        middle = np.cumsum(found._pairs) - found._pairs / 2
+        is_first = middle <= found._pairs.sum() / 2
+        return [found.only(each) for each in (is_first, ~is_first) if each.any()] or [self]
+
+    def _with_cut(self, number: int) -> Slices:
+        """The same pairs with one slice cut at half its query rows: a causal square into a full one of half its pairs
+        and two causal ones."""
+        kind, sample, query, queries, key, keys = (int(column[number]) for column in self.columns)
+        above = queries // 2
+        if above == 0 or kind == ANTI_CAUSAL:
+            return self
+        below = query + above, queries - above
+        if kind == FULL:
+            parts = [(FULL, sample, query, above, key, keys), (FULL, sample, *below, key, keys)]
+        else:
+            parts = [
+                (FULL, sample, *below, key, above),
+                (CAUSAL, sample, query, above, key, above),
+                (CAUSAL, sample, *below, key + above, queries - above),
+            ]
+        columns = zip(self.columns, np.array(parts, dtype=np.int64).T)
+        return Slices(*(np.concatenate([each[:number], cut, each[number + 1 :]]) for each, cut in columns))
 
     def only(self, chosen: np.ndarray) -> Slices:
         """The slices that a mask or indices choose."""

@@ -67,7 +67,7 @@ def dealt_of(case: Case) -> Dealt:
 
 
 def whole_plan(case: Case) -> SlicePlan:
-    """Of one process."""
+    """What one process computes."""
     pieces, sample = pieces_of(case), np.zeros(len(LENGTHS[case[0]]), np.int64)
     is_causal = pieces.keys is None
     kind = np.full_like(sample, CAUSAL if is_causal else FULL)
@@ -119,10 +119,10 @@ def _run(case: Case, context: Axis) -> Found:
     factor = torch.randn(ROWS, 1, QUERY_HEADS, VALUES, generator=generator)
     inputs = [each.detach()[here].requires_grad_() for each in whole]
     with mock.patch("torch.distributed.P2POp", Received()) as posted:
-        output = attend(*inputs, plan, SCALE)
+        output = attend(inputs[0], inputs[1], inputs[2], plan, SCALE)
         forward = posted.bytes
         output.backward(factor[here])
-    expected = attend(*whole, whole_plan(case), SCALE)
+    expected = attend(whole[0], whole[1], whole[2], whole_plan(case), SCALE)
     expected.backward(factor)
     pairs = [(output, expected), *((each.grad, of_whole.grad) for each, of_whole in zip(inputs, whole))]
     off = max(float((each - of_whole[here]).detach().abs().max()) for each, of_whole in pairs)

@@ -78,7 +78,8 @@ def check(pieces: Pieces, dealt: Deal, window: int | None, round_rows: int = ROU
     counts, received = np.zeros_like(mask, np.int64), found.received
     for place, (own, _) in enumerate(by_place):
         queries = dealt.rows(place)
-        count_pairs(counts, own, queries, queries)
+        for half in own.halves():
+            count_pairs(counts, half, queries, queries)
         arrived = [queries]
         for number, each in enumerate(rounds[place]):
             keys = arriving_rows(place, number, rounds, dealt)
@@ -117,6 +118,13 @@ def test_one_giant_document_on_many_places() -> None:
     check(Pieces(lengths), deal(lengths, 16), 100)
     assert check(Pieces(lengths), deal(lengths, 2), None, 1) == ROUNDS
     assert check(Pieces(lengths), deal(lengths, 2), None) == 1
+
+
+def test_halves_of_a_place_with_one_document_have_as_many_pairs() -> None:
+    own, _ = Dealt(Pieces(np.array([4096])), deal(np.array([4096]), 2)).rounds(0)
+    first, second = own.halves()
+    assert first.pairs + second.pairs == own.pairs
+    assert abs(first.pairs - second.pairs) < own.pairs / 10
 
 
 def test_documents_that_no_place_shares_need_no_rounds() -> None:

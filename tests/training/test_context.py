@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.context_parity import FACTORS, MOST_ROWS, compare_all, conflict, ranks_of, rows
+from benchmarks.context_parity import FACTORS, MOST_ROWS, compare_all, conflict, ranks_of, rows, short_texts
 from benchmarks.covering import excluded_pairs, pairs_of
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, read_metrics, train_on_ranks
 
 # All of them: python -m benchmarks.context_parity
-ROWS = [1, 2, 4, 6, 11, 14]
+ROWS = [1, 6, 7, 9, 11, 18]
 
 
 def test_rows_of_the_covering_list() -> None:
-    found = compare_all(ROWS, ["training.steps=20"])
+    found = compare_all(ROWS, ["training.steps=20", "training.global_batch_size=4"])
     assert [(each.number, each.failed) for each in found] == [(number, "") for number in ROWS]
     assert [each for each in found if not each.passed] == []
     # Other orders of addition: were every difference zero, the comparison would not compare anything.
@@ -34,6 +34,20 @@ def test_every_pair_of_options_is_in_the_list_or_excluded() -> None:
     }
     assert found == every - without.keys() and without
     assert len(rows()) <= MOST_ROWS and {ranks_of(row) for row in rows()} <= {2, 4, 8}
+
+
+def test_losses_by_where_a_token_stands() -> None:
+    """An evaluation knows positions and lengths of the pieces that ranks share."""
+    with short_texts() as (folder, data):
+        common = ["experiment=gpt_tiny", *data, "data.validation_fraction=0.1", "data.documents=separate"]
+        common += ["checkpoint=off", "training.steps=1", "training.eval_interval=1", "training.eval_batches=2"]
+        alone, shared = (
+            train_on_ranks([*common, *layout, f"run_dir={folder / str(ranks)}"], ranks)[-1]
+            for ranks, layout in ((1, []), (2, ["parallel.context=2"]))
+        )
+    for name in ("validation_loss_by_position", "validation_loss_by_length"):
+        assert shared[name] == pytest.approx(alone[name], rel=FP32_LOSS) and len(alone[name]) > 2
+    assert shared["validation_loss"] == pytest.approx(alone["validation_loss"], rel=FP32_LOSS)
 
 
 TP2 = ["parallel.tensor=2", "parallel.sequence=true"]
@@ -55,6 +69,17 @@ PARTS: dict[str, list[tuple[int, list[str]]]] = {
     ],
 }
 STEPS_OF_A_PART = 2
+
+
+def test_dropout_goes_on_bit_for_bit(data: list[str], tmp_path: Path) -> None:
+    common = ["experiment=gpt_moe_tiny", *data, "parallel.context=2", "parallel.expert=2"]
+    common += ["model.hidden_dropout=0.1", "optimizer.decay_steps=4"]
+    whole = train_on_ranks([*common, "checkpoint=off", "training.steps=4", f"run_dir={tmp_path / 'whole'}"], 2)
+    found: Lines = []
+    for steps in (2, 4):
+        found += train_on_ranks([*common, f"training.steps={steps}", f"run_dir={tmp_path / 'parts'}"], 2)
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in found] == [line[name] for line in whole]
 
 
 @pytest.mark.parametrize("experiment", PARTS)

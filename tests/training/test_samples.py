@@ -28,6 +28,7 @@ LAYOUTS = {
     "PP2": (2, ["parallel.pipeline=2"]),
     "PP2xVPP2": (2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
     "EP2": (2, ["parallel.expert=2"]),
+    "CP2xEP2": (2, ["parallel.context=2", "parallel.expert=2"]),
 }
 
 
