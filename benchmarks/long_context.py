@@ -166,8 +166,7 @@ def one_layer() -> int:
     """A layer's experts with what goes in, what comes out and their weights, at the article's sizes of one node."""
     layout = ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=1", "parallel.expert=8")
     sizes = ("model.num_layers=1", "model.sequence_length=65536", "moe.num_experts=128", "moe.pipeline_degree=10")
-    sizes = (*sizes, "moe.token_budget=null")
-    config = compose([*WIDTHS, *SAVING, *layout, *sizes, "training.global_batch_size=8"])
+    config = compose([*WIDTHS, *SAVING, *layout, *sizes, "moe.token_budget=null", "training.global_batch_size=8"])
     validate(config, 8)
     state = 2 * Sizes(config).own_tokens * config.model.hidden_size * derived.element_size(config)
     weights = 128 // 8 * derived.expert_numbers(config) * derived.element_size(config)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from configs import derived
 from configs.schema import Config
 from models import blueprint
-from models.blueprint.operation import INPUT, ModelOperation, Weight, unknown
+from models.blueprint.operation import CONTEXT_HEADS, INPUT, ModelOperation, Weight, unknown
 from models.loss.tiles import BLOCK_NUMBERS, HALF_GROUP, WIDE_GROUP, token_tile
 from moe.chunk_plan import STRATEGIES, Plan
 from moe.planning import footprint
@@ -289,12 +289,15 @@ class Activations:
         return self._apply(tape, operation, held, takes)
 
     def _exchange(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Heads for rows, or rows for heads: all tensors go in one buffer, and come in another."""
+        """Heads for rows, or rows for heads. What other ranks get is copied; several tensors travel in one message each
+        way, beside their parts."""
         sizes = [self.sizes.bytes(tensor) for tensor in operation.outputs]
-        buffers = max(sum(sizes), sum(held[name].bytes for name in operation.inputs))
+        whole = max(sum(sizes), sum(held[name].bytes for name in operation.inputs))
+        away = whole - whole // self.sizes.ranks[CONTEXT_HEADS]
         last, outputs = len(sizes) - 1, list[TapeTensor]()
+        during, work = (3 * away, max(4 * away, whole + away)) if last else (away, whole + away)
         for number, (name, size) in enumerate(zip(operation.inputs, sizes, strict=True)):
-            takes = OperationBytes(during=buffers, work=2 * buffers) if number == last else OperationBytes()
+            takes = OperationBytes(during=during, work=work) if number == last else OperationBytes()
             outputs.append(tape.apply(size, [held[name]], takes=takes))
         return outputs
 

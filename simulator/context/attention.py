@@ -16,7 +16,7 @@ MERGED = 4  # times an output in fp32: the sum so far, the one that is added, an
 
 
 class AttentionBytes:
-    """Of one layer's attention on one rank; `sums`: the logs of its sums of exponentials, which are kept."""
+    """What one layer's attention takes on one rank; `sums`: the logs of its sums of exponentials, which are kept."""
 
     def __init__(self, config: Config, sizes: Sizes, shared: SharedRows, on_gpu: bool) -> None:
         self.config, self.shared, self.on_gpu = config, shared, on_gpu

@@ -15,8 +15,9 @@ import numpy as np
 from configs import derived
 from configs.derived import context_heads, context_places, rows_of_rank
 from configs.schema import Config
-from models.attention.dealing import Deal, deal, window_work
+from models.attention.dealing import deal, window_work
 from models.attention.rounds import Dealt, Pieces
+from models.attention.slices import Slices
 
 Lengths = Sequence[int] | np.ndarray
 
@@ -89,8 +90,8 @@ class _Batch:
 
     def __init__(self, config: Config, pieces: np.ndarray, places: int) -> None:
         self._pieces, self._places, self._window = pieces, places, config.model.sliding_window
-        self._is_causal, self._has_latents = config.model.family == "gpt", config.model.attention == "latent"
-        keys = None if self._is_causal else pieces
+        self._has_latents = config.model.attention == "latent"
+        keys = None if config.model.family == "gpt" else pieces
         work = None
         if self._window is not None:
             work = window_work(derived.window_pattern(config), self._window, int(pieces.max()))
@@ -117,30 +118,20 @@ class _Batch:
         """Parts in which a place computes with its own keys, each with latents that are expanded: the mean."""
         if not self._has_latents:
             return 1.0
-        every = [self.dealt(slides).rounds(place) for place in range(self._places)]
-        return sum(len(own.halves()) if rounds else 1 for own, rounds in every) / self._places
+        return sum(len(own) for own, _ in self._computed(slides)) / self._places
 
     def squares(self, slides: bool) -> tuple[float, float]:
         """Pairs that kernels compute, and twice those that attend."""
         window, pieces = self._of(slides), self._pieces
+        slices = [each for own, others in self._computed(slides) for each in (*own, *others)]
+        computed = sum(int((each.queries * each.keys).sum()) for each in slices)
         if window is None:
-            return _squares(self._deal, pieces, self._is_causal), float((pieces**2).sum())
-        every = (self.dealt(slides).rounds(place) for place in range(self._places))
-        slices = [each for own, rounds in every for each in (own, *(of_round.slices for of_round in rounds))]
+            return float(computed), float((pieces**2).sum())
         short = np.minimum(pieces, window)
-        return float(sum((each.queries * each.keys).sum() for each in slices)), float(
-            (short * (2 * pieces - short)).sum()
-        )
+        return float(computed), float((short * (2 * pieces - short)).sum())
 
-
-def _squares(found: Deal, pieces: np.ndarray, is_causal: bool) -> float:
-    """Pairs that kernels compute: of each run the square, and all pairs with the rows of its piece before it."""
-    ends = np.cumsum(pieces)
-    cuts = np.union1d(found.first, ends - pieces)  # runs go over pieces' ends
-    run = np.argsort(found.first)
-    owner = np.searchsorted(found.first[run], cuts, side="right") - 1
-    last = (found.first + found.length)[run][owner]
-    piece = np.searchsorted(ends, cuts, side="right")
-    length = np.minimum(np.append(cuts[1:], ends[-1]), last) - cuts
-    before = cuts - (ends - pieces)[piece] if is_causal else pieces[piece] - length
-    return float((length * (length + before)).sum())
+    def _computed(self, slides: bool) -> list[tuple[list[Slices], list[Slices]]]:
+        """By place: slices over its own keys, in the parts in which it computes them, and those over others'."""
+        dealt = self.dealt(slides)
+        every = [dealt.rounds(place) for place in range(self._places)]
+        return [(own.halves() if rounds else [own], [each.slices for each in rounds]) for own, rounds in every]

@@ -64,6 +64,15 @@ MEASURED = [
     ),
     Case("gpt_tiny", "", 2, ("parallel.tensor=2", *LATENT, "model.sliding_window=16", "model.sequence_length=128")),
     Case("gpt_tiny", "", 1, ("training.token_tile=16", "training.precision=bf16", "model.normalization=layernorm")),
+    Case(
+        "gpt_tiny",
+        "",
+        1,
+        (
+            *("training.recompute=full", "training.token_tile=64", "model.ffn_hidden_size=2048"),
+            *("model.sequence_length=256", "training.micro_batch_size=4", "training.precision=bf16"),
+        ),
+    ),
     Case("bert_tiny", "", 2, ("training.token_tile=16", "parallel.tensor=2", "parallel.sequence=true")),
     Case(
         "bert_tiny", "", 1, ("training.recompute=selective", "model.attention_dropout=0.1", "model.hidden_dropout=0.1")
