@@ -21,7 +21,7 @@ BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000  # numbers: its defaul
 
 
 @dataclass(frozen=True)
-class Share:
+class OwnedShare:
     """The elements [start, end) of the `index`-th parameter of a buffer, in the order of the modules; `bucket` is
     Megatron-core's."""
 
@@ -44,7 +44,7 @@ class Buffer:
         """Numbers, padding included."""
         return self.bucket_ends[-1] if self.bucket_ends else 0
 
-    def owned(self, rank: int) -> Iterator[Share]:
+    def owned(self, rank: int) -> Iterator[OwnedShare]:
         """The parts of parameters whose optimizer state this rank has."""
         start = first = 0
         for bucket, end in enumerate(self.bucket_ends):
@@ -53,7 +53,7 @@ class Buffer:
             while first < len(self.ranges) and self.ranges[first][0] < end:
                 begin, stop = self.ranges[first]
                 if max(low, begin) < min(high, stop):
-                    yield Share(len(self.ranges) - 1 - first, bucket, max(low - begin, 0), min(high, stop) - begin)
+                    yield OwnedShare(len(self.ranges) - 1 - first, bucket, max(low - begin, 0), min(high, stop) - begin)
                 first += 1
             start = end
 
