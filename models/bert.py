@@ -49,7 +49,7 @@ Output: TypeAlias = (
 )
 
 
-class Share(NamedTuple):
+class BertShare(NamedTuple):
     """This rank's rows where context ranks share the samples: positions of each in its sample, int64 `[1, s]`, and
     which are first tokens, int64 `[k]`."""
 
@@ -161,7 +161,7 @@ class Bert(LanguageModule):
         padding_mask: torch.Tensor,
         targets: Targets | None = None,
         apart: BatchSlices | DealtSlices | None = None,
-        share: Share | None = None,
+        share: BertShare | None = None,
     ) -> Output:
         """Run this stage: see `forward` of this file for shapes."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
@@ -192,7 +192,7 @@ class Bert(LanguageModule):
         transformed = self.lm_head(self.output_layer.rows(hidden, targets))
         return *self.output_layer(transformed, weight=weight, targets=targets), sentence_logits
 
-    def _pooled(self, hidden: torch.Tensor, share: Share) -> torch.Tensor:
+    def _pooled(self, hidden: torch.Tensor, share: BertShare) -> torch.Tensor:
         """What the pooler makes of the first tokens that this rank holds, none or more: `[k, h]` from `[s, 1, h]`."""
         assert self.pooler is not None
         if self.config.sequence_parallel:  # all tensor ranks go on with the same
@@ -246,7 +246,7 @@ def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
         padding_mask=batch["padding_mask"],
         targets=targets_of(batch),
         apart=batch.get(SLICES),
-        share=Share(batch["positions"], batch["first_rows"]) if "first_rows" in batch else None,
+        share=BertShare(batch["positions"], batch["first_rows"]) if "first_rows" in batch else None,
     )
 
 

@@ -84,7 +84,11 @@ def _tiered(where: str, engine: str, early: str) -> tuple[str, ...]:
     )
 
 
-CONTEXT = ("parallel.context=2", "parallel.context_heads=1", "model.attention_dropout=0")
+# One sample a micro-batch: two would each stay whole on a rank, and nothing would be exchanged.
+CONTEXT = (
+    *("parallel.context=2", "parallel.context_heads=1", "training.micro_batch_size=1"),
+    "model.attention_dropout=0",
+)
 DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
 DENSE, NONE = "model=gpt_tiny", places.waits({}, 0)
 PLACED = ("moe.placement.policy=quota", "moe.placement.extra_slots=2")
@@ -92,7 +96,7 @@ IN_BLOCKS = ("moe.placement.bitwise=true", "moe.placement.block_rows=16", "moe.p
 CLIPPED = "optimizer.clip_grad=0.1"  # in every step
 LAYERS_OFFLOADED = ("training.recompute=full", "training.activation_offload=auto")
 FLAT = places.waits(places.FLAT, NUM_LAYERS * 2)
-FLAT_OF_ALL = places.waits(places.FLAT, NUM_LAYERS * 4)  # where no rank has micro-batches of its own
+FLAT_OF_ALL = places.waits(places.FLAT, NUM_LAYERS * 8)  # where no rank has micro-batches of its own
 CASES = {
     "dense": Case(1, ("model=gpt_tiny",), places.waits({}, 0), "fp32"),
     "experts on one rank": Case(1, _experts(), places.waits({}, 0)),
@@ -186,11 +190,11 @@ CASES = {
     "documents apart, recomputed": Case(
         2, (DENSE, APART, *WINDOW, "parallel.tensor=2", "parallel.sequence=true", *LAYERS_OFFLOADED), NONE
     ),
-    "context": Case(2, (DENSE, APART, *CONTEXT, *WINDOW), NONE),
+    "context": Case(2, (DENSE, *CONTEXT, *WINDOW), NONE),
     "context, fp32": Case(2, (DENSE, *CONTEXT, "model.num_query_groups=2"), NONE, "fp32"),
     "context, latent attention": Case(2, _expert_parallel("keep", *CONTEXT, *LATENT), FLAT_OF_ALL),
     "context by heads": Case(
-        4, _expert_parallel("keep", APART, "parallel.context=4", "parallel.context_heads=2"), FLAT_OF_ALL
+        4, _expert_parallel("keep", *CONTEXT, "parallel.context=4", "parallel.context_heads=2"), FLAT_OF_ALL
     ),
     "context, recomputed": Case(2, (DENSE, APART, *CONTEXT, *LAYERS_OFFLOADED, "training.token_tile=16"), NONE),
     "context, bert": Case(2, ("model=bert_tiny", *CONTEXT), NONE),

@@ -77,8 +77,9 @@ MUTANTS = {
         "wait_event", "memory/completion.py:Completion.order", "layer inputs on the host"
     ),
     "memory that was somebody else's": _mutant("wait_stream", f"{OFFLOAD}fetch", "offload"),
-    "keys that arrive in a round": _mutant("wait", f"{MESSAGES}Messages.wait", "context"),
-    "latents that arrive in a round": _mutant("wait", f"{MESSAGES}Messages.wait", "context, latent attention"),
+    "keys that arrive in a round": _mutant("wait", f"{MESSAGES}Messages.wait_received", "context"),
+    "latents that arrive in a round": _mutant("wait", f"{MESSAGES}Messages.wait_received", "context, latent attention"),
+    "gradients that come home": _mutant("wait", f"{MESSAGES}Messages.wait", "context"),
     "rows that pass through a relay": _mutant("wait", f"{HIERARCHY}_HierarchicalHandle.wait", "hierarchical"),
     "counts of all nodes": _mutant("wait", f"{HIERARCHY}HierarchicalAllToAll.count", "hierarchical"),
     "another stage's activations": _mutant("wait", P2P, "pipeline"),
