@@ -46,7 +46,8 @@ class AttentionBytes:
         if rounds:
             *_, key, value = inputs
             forward, backward = self._on_their_way(key + value)
-            during, work = during + forward, work + backward + (0 if takes_wide else given)  # rows that are taken out
+            taken = given * (wide if takes_wide else 1)  # rows that slices take out of a place's, or their gradients
+            during, work = during + forward, work + backward + taken
         return OperationBytes(kept=sums, during=during, work=work)
 
     def of_latents(self, query: int, latents: int, output: int) -> OperationBytes:
