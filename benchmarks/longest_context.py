@@ -332,8 +332,8 @@ def table(paths: Sequence[Path]) -> str:
         if line["what"] == "measured":
             numbers = [f"{line['peak'] / GIB:.2f}", f"{line['reserved'] / GIB:.2f}", f"{line['seconds'][-1]:.2f}", ""]
         elif line["what"] == "confirmed":
-            speed = f"{line['tokens_per_second']:,} tokens/s, {line['tflops']} TFLOP/s"
-            numbers = [f"{line['peak'] / GIB:.2f}", f"{line['reserved'] / GIB:.2f}", f"{line['seconds'][-1]:.2f}", speed]
+            numbers = [f"{line['peak'] / GIB:.2f}", f"{line['reserved'] / GIB:.2f}", f"{line['seconds'][-1]:.2f}"]
+            numbers.append(f"{line['tokens_per_second']:,} tokens/s, {line['tflops']} TFLOP/s")
         elif line["what"].startswith("predicted"):
             slope = f"{line['fixed_gib']:.2f} GiB + {line['kib_per_token']:.2f} KiB a token"
             longest = line["longest_with_this_host"]

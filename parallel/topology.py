@@ -144,6 +144,9 @@ def initialize(config: Config) -> Topology:
         high_priority_stream_groups=_priority_groups(config),
     )
     topology = _topology(device, layout.virtual_pipeline or 1)
+    if layout.context > 1 and dist.get_backend() == dist.Backend.NCCL:
+        # The first messages between two of its ranks would else wait for the others to set the communicator up.
+        dist.barrier(group=topology.context.group, device_ids=[torch.cuda.current_device()])
     _seed_random_numbers(config, topology)
     return topology
 

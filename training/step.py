@@ -287,9 +287,7 @@ def _shape(engine: Engine, num_samples: int, length: int) -> dict[str, int]:
 
 def _to_device(engine: Engine, batch: dict[str, Any]) -> dict[str, Any]:
     device = engine.topology.device
-    return {
-        key: to_device(value, device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
-    }
+    return {key: to_device(value, device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 def _no_losses(engine: Engine) -> torch.Tensor:
