@@ -69,6 +69,17 @@ class AttentionBytes:
         work += backward
         return OperationBytes(kept=self.sums, during=during, work=work)
 
+    @property
+    def leaving(self) -> int:
+        """Bytes of key and value rows that a place has sent and that others may take only later: until a pass ends."""
+        model, tensor = self.config.model, self.config.parallel.tensor
+        rows = min(self.rows, int(max(self.shared.received)))
+        if model.attention == "latent":
+            return rows * (model.kv_lora_rank + model.rotary_head_dim) * self.element
+        ranks = tensor * self.shared.heads
+        groups = max(1, derived.num_query_groups(self.config) // ranks)
+        return rows * groups * 2 * derived.head_dim(self.config) * self.element
+
     def _on_their_way(self, of_place: int) -> tuple[int, int]:
         """Bytes of rows that come and of those that leave, in the forward and in the backward pass: there also of
         gradients that go home. `of_place`: of all rows that a place has."""
