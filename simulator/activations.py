@@ -98,6 +98,7 @@ class Activations:
             # The micro-batch's rows keep their cosines and sines, of latent attention their angles.
             element = FP32 if self.config.model.attention == "latent" else 2 * self.sizes.element
             tape.new(self.sizes.tokens * derived.rotary_dim(self.config) * element)
+        tape.new(self.attention.leaving)
         if not part.is_first:
             received = tape.new(self.sizes.own_tokens * self.config.model.hidden_size * self.sizes.element)
             state = tape.hold(received)  # the schedule holds what it received

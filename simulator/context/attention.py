@@ -46,7 +46,8 @@ class AttentionBytes:
         if rounds:
             *_, key, value = inputs
             forward, backward = self._on_their_way(key + value)
-            during, work = during + forward, work + backward + (0 if takes_wide else given)  # rows that are taken out
+            taken = given * (wide if takes_wide else 1)  # rows that slices take out of a place's, or their gradients
+            during, work = during + forward, work + backward + taken
         return OperationBytes(kept=sums, during=during, work=work)
 
     def of_latents(self, query: int, latents: int, output: int) -> OperationBytes:
@@ -67,6 +68,17 @@ class AttentionBytes:
         work = product + keys + added + max(kernel, keys + 2 * product + weight)
         work += backward
         return OperationBytes(kept=self.sums, during=during, work=work)
+
+    @property
+    def leaving(self) -> int:
+        """Bytes of key and value rows that a place has sent and that others may take only later: until a pass ends."""
+        model, tensor = self.config.model, self.config.parallel.tensor
+        rows = min(self.rows, int(max(self.shared.received)))
+        if model.attention == "latent":
+            return rows * (model.kv_lora_rank + model.rotary_head_dim) * self.element
+        ranks = tensor * self.shared.heads
+        groups = max(1, derived.num_query_groups(self.config) // ranks)
+        return rows * groups * 2 * derived.head_dim(self.config) * self.element
 
     def _on_their_way(self, of_place: int) -> tuple[int, int]:
         """Bytes of rows that come and of those that leave, in the forward and in the backward pass: there also of
