@@ -214,8 +214,8 @@ class TrainingConfig:
     )
     token_tile: Optional[int] = key(
         None,
-        "tokens whose logits are there at once, and with recompute=full those that a dense feed-forward layer computes "
-        "at once. null: logits of all of up to 512, else at most 1/64 or 128; feed-forward layers whole",
+        "tokens whose logits are there at once; with recompute=full also those that a dense layer takes at once. null: "
+        "logits of all of up to 512, else at most 1/64 or 128; dense layers take all",
         "free",
         low=1,
     )
