@@ -29,19 +29,20 @@ def build_data(
     consumed_samples: int,
     pin: bool = False,
     on_host: Finish | None = None,
+    on_validation: Finish | None = None,
 ) -> tuple[Loader, dict[str, Callable[[], Loader]]]:
     """The training loader, which continues after `consumed_samples`, and functions that make a validation loader: of
     what is held out of the corpus, under HELD_OUT, and of each validation corpus, under its name.
 
     rank, world_size: of the data-parallel group. pin: batches in pinned memory, for a run on a GPU. on_host: called
-    with each micro-batch, where that is made. Each validation loader gives the same training.eval_batches global
-    batches, or each sample of a validation corpus once where it has fewer. Raises ConfigError for damaged files, too
-    little data, or a vocabulary that does not fit.
+    with each micro-batch, where that is made; on_validation: with each of validation. Each validation loader gives the
+    same training.eval_batches global batches, or each sample of a validation corpus once where it has fewer. Raises
+    ConfigError for damaged files, too little data, or a vocabulary that does not fit.
     """
     _check_vocabulary(config, prepared)
     training = config.training
 
-    def loader(samples: Samples, consumed: int, num_steps: int | None) -> Loader:
+    def loader(samples: Samples, consumed: int, num_steps: int | None, prepare: Finish | None) -> Loader:
         return Loader(
             samples,
             global_batch_size=training.global_batch_size,
@@ -51,7 +52,7 @@ def build_data(
             consumed_samples=consumed,
             prefetch=config.data.prefetch,
             num_steps=num_steps,
-            finish=functools.partial(finished, prepare=on_host, pin=pin),
+            finish=functools.partial(finished, prepare=prepare, pin=pin),
         )
 
     @functools.cache
@@ -65,11 +66,11 @@ def build_data(
         return EachOnce(samples, training.global_batch_size, training.eval_batches)
 
     def of_corpus(name: str) -> Loader:
-        return loader(corpus(name), 0, corpus(name).num_steps)
+        return loader(corpus(name), 0, corpus(name).num_steps, on_validation)
 
     makers: dict[str, Callable[[], Loader]] = {name: functools.partial(of_corpus, name) for name in prepared.validation}
     if config.data.validation_fraction > 0:
-        makers = {HELD_OUT: lambda: loader(held_out(), 0, training.eval_batches), **makers}
+        makers = {HELD_OUT: lambda: loader(held_out(), 0, training.eval_batches, on_validation), **makers}
     if training.eval_interval:  # an error now rather than at the first evaluation
         if HELD_OUT in makers:
             _check_validation(config, prepared)
@@ -77,7 +78,7 @@ def build_data(
         check_validation_corpora(config, prepared)
         for name in prepared.validation:
             corpus(name)
-    train_loader = loader(_samples(config, prepared, prepared.train, shuffle=True), consumed_samples, None)
+    train_loader = loader(_samples(config, prepared, prepared.train, shuffle=True), consumed_samples, None, on_host)
     return train_loader, makers
 
 

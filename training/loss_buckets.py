@@ -6,9 +6,11 @@ evaluation's one all-reduce. Shapes: b samples, s tokens of a sample, n buckets.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from data.pieces import PIECE_LENGTHS, bucket_name
+from data.pieces import PIECE_LENGTHS, bucket_name, piece_lengths
 from parallel.context import position_ids
 
 BY = ("position", "length")
@@ -38,6 +40,13 @@ class LossBuckets:
         self.sums[0] += bucket_sums(losses, batch["loss_mask"], positions, self.num_buckets)
         if PIECE_LENGTHS in batch:
             self.sums[1] += bucket_sums(losses, batch["loss_mask"], batch[PIECE_LENGTHS], self.num_buckets)
+
+
+def with_lengths(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch of the host; of separate documents with the length of each token's piece."""
+    if "positions" not in batch:
+        return batch
+    return {**batch, PIECE_LENGTHS: torch.from_numpy(piece_lengths(batch["positions"]))}
 
 
 def mean_losses(sums: torch.Tensor) -> dict[str, dict[str, float]]:

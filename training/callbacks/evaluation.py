@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 
 from data.build import HELD_OUT, entropy, label_counts
-from data.loader import PREPARED
-from data.pieces import PIECE_LENGTHS, piece_lengths
 from training import step
 from training.callbacks.logging.console import stamp
 from training.loss_buckets import LossBuckets, mean_losses
@@ -65,7 +63,7 @@ def evaluate(
             except StopIteration:
                 return
             counts.add_(label_counts([batches], run.vocab_size))
-            yield [_with_lengths(batch) for batch in batches]
+            yield batches
 
     try:
         loss, extra = step.evaluate(run.engine, steps(), buckets)
@@ -76,13 +74,3 @@ def evaluate(
         dist.all_reduce(counts, group=run.topology.data.group)
     by = {} if buckets is None else mean_losses(buckets.sums)
     return loss, extra, entropy(counts), {f"loss_by_{name}": means for name, means in by.items()}
-
-
-def _with_lengths(batch: Batch) -> Batch:
-    """A batch of the host; of separate documents with the length of each token's piece."""
-    if "positions" not in batch:
-        return batch
-    lengths = torch.from_numpy(piece_lengths(batch["positions"]))
-    lengths = lengths.pin_memory() if batch["positions"].is_pinned() else lengths
-    # What the loader prepared of it knows no lengths: it is prepared again.
-    return {**{name: value for name, value in batch.items() if name != PREPARED}, PIECE_LENGTHS: lengths}

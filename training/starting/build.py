@@ -35,6 +35,7 @@ from simulator.flops import training_flops_per_token
 from simulator.text import no_export
 from training import progress
 from training.engine import Engine
+from training.loss_buckets import with_lengths
 from training.resilience.health import Health, SkippedSamples, kept_state
 from training.run import Callback, Run
 from training.starting import beginning, dry_run
@@ -92,6 +93,7 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
             consumed_samples=consumed,
             pin=topology.device.type == "cuda",
             on_host=engine.on_host,
+            on_validation=lambda batch: engine.on_host(with_lengths(batch)),
         )
 
     loader, make_validation_loaders = data(position.consumed_samples)
