@@ -27,12 +27,11 @@ from configs.schema import Config
 from models.attention.layers import takes_rows
 from models.attention.rows import (
     SLICES,
-    BatchSlices,
-    DealtSlices,
     MicroBatchRows,
-    make_plans,
+    RowSlices,
+    is_shared,
     of_padding,
-    share_of_rank,
+    on_rank,
     spread_over,
 )
 from models.blueprint.ends import NUM_TOKEN_TYPES
@@ -160,7 +159,7 @@ class Bert(LanguageModule):
         types: torch.Tensor,
         padding_mask: torch.Tensor,
         targets: Targets | None = None,
-        apart: BatchSlices | DealtSlices | None = None,
+        apart: RowSlices | None = None,
         share: BertShare | None = None,
     ) -> Output:
         """Run this stage: see `forward` of this file for shapes."""
@@ -220,11 +219,10 @@ def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) 
     With context ranks: this rank's part of it, with the labels of the samples whose first tokens it holds.
     """
     apart = of_padding(batch["padding_mask"], switches_at(config.model.rotary_scaling))
-    if context is None or context.size == 1:
-        make_plans(config, apart)
-        return {**batch, SLICES: apart}
+    if not is_shared(context):
+        return on_rank(config, batch, apart, context)
     samples, length = batch["tokens"].shape
-    found = share_of_rank(config, {**batch, "positions": position_ids(batch["tokens"])}, apart, context)
+    found = on_rank(config, {**batch, "positions": position_ids(batch["tokens"])}, apart, context)
     is_first = found["positions"][0] == 0
     found["first_rows"] = is_first.nonzero().flatten()
     if "sentence_label" in batch:

@@ -18,12 +18,11 @@ from configs.schema import Config
 from models.attention.layers import takes_rows
 from models.attention.rows import (
     SLICES,
-    BatchSlices,
-    DealtSlices,
     MicroBatchRows,
-    make_plans,
+    RowSlices,
+    is_shared,
     of_documents,
-    share_of_rank,
+    on_rank,
     spread_over,
 )
 from models.loss.output_layer import LossOutput
@@ -48,7 +47,7 @@ class Gpt(GPTModel):
         tokens: torch.Tensor,
         targets: Targets | None = None,
         positions: torch.Tensor | None = None,
-        apart: BatchSlices | DealtSlices | None = None,
+        apart: RowSlices | None = None,
     ) -> torch.Tensor | LossOutput:
         """Run this stage: see `forward` of this file for shapes."""
         rows = MicroBatchRows(tokens, self.rotary, apart, positions, spread_over(self.config, self.pg_collection))
@@ -103,15 +102,12 @@ def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) 
 
     With context ranks: this rank's part of it, with positions and slices in any case.
     """
-    is_whole = context is None or context.size == 1
-    if is_whole and "positions" not in batch:
-        return batch
-    positions = batch["positions"] if "positions" in batch else position_ids(batch["tokens"])
-    apart = of_documents(positions, switches_at(config.model.rotary_scaling))
-    if context is None or is_whole:
-        make_plans(config, apart)
-        return {**batch, SLICES: apart}
-    return share_of_rank(config, {**batch, "positions": positions}, apart, context)
+    if "positions" not in batch:
+        if not is_shared(context):
+            return batch
+        batch = {**batch, "positions": position_ids(batch["tokens"])}
+    apart = of_documents(batch["positions"], switches_at(config.model.rotary_scaling))
+    return on_rank(config, batch, apart, context)
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | LossOutput:

@@ -117,9 +117,12 @@ def _whole(work: np.ndarray | None, lengths: np.ndarray) -> np.ndarray | None:
     return np.rint(np.ldexp(np.asarray(work, dtype=np.float64), min(FRACTIONS, 60 - most))).astype(np.int64)
 
 
-def window_work(slides: Sequence[int], window: int, longest: int) -> np.ndarray:
+def window_work(slides: Sequence[int], window: int | None, longest: int) -> np.ndarray | None:
     """Keys that the first rows of a piece attend to in all layers together, int64 [longest + 1]; `slides`: by layer,
-    1 where a row attends to the last `window` rows alone, 0 where to all before it."""
+    1 where a row attends to the last `window` rows alone, 0 where to all before it. Without a window None, which `deal`
+    takes for the latter."""
+    if window is None:
+        return None
     keys, sliding = np.arange(longest + 1), sum(slides)
     return np.cumsum(sliding * np.minimum(keys, window) + (len(slides) - sliding) * keys)
 

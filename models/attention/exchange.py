@@ -11,7 +11,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -200,8 +199,3 @@ def _joined(parts: list[torch.Tensor], heads: list[slice]) -> torch.Tensor:
         by_head.setdefault(of.start, []).append(part)
     summed = [functools.reduce(torch.add, (part.float() for part in same)) for _, same in sorted(by_head.items())]
     return torch.cat(summed, dim=2).to(parts[0].dtype)
-
-
-def received_rows(rounds: Sequence[Round]) -> int:
-    """How many rows arrive in all rounds of a pass."""
-    return int(np.sum([each.num_keys for each in rounds]))

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from models.attention.sliced import AddedUp, HomeGradients, Merged, SlicePlan, keys_of_rounds
+from models.attention.sliced import (
+    AddedUp,
+    HomeGradients,
+    Merged,
+    SlicePlan,
+    add_gradients,
+    keys_of_rounds,
+)
 from parallel.megatron.grad_buffers import GradientSum
 
 
@@ -87,10 +94,8 @@ class _SlicedLatents(torch.autograd.Function):
                 keys = _expanded(rows, part_weight, query.size(2), ctx.shape)
             inputs = query, *(key.detach() for key in keys)
             found = [AddedUp(key, each.keys) for key in inputs[1:]]
-            for part, seeds in zip(ctx.parts[i], ctx.seeds[i]):
-                grads = part.backward(grad, inputs, (output, sums, seeds), ctx.scale)
-                for side, of, of_rows in zip((of_query, *found), (part.queries, part.keys, part.keys), grads):
-                    side.add(of, of_rows)
+            sides = of_query, *found
+            add_gradients(ctx.parts[i], ctx.seeds[i], grad, inputs, (output, sums), ctx.scale, sides)
             of_keys = [side.grad.to(query.dtype) for side in found]
             rows_grad, weight_grad = torch.autograd.grad(keys, [rows, part_weight], of_keys)
             of_weight.add(weight_grad, ctx.own)

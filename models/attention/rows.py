@@ -7,7 +7,7 @@ Shapes: b samples, s tokens of a sample.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -33,56 +33,65 @@ from parallel.topology import Axis
 SLICES = "slices"  # what a batch calls its own
 
 
-class BatchSlices:
+class RowSlices:
     """A micro-batch's slices, made once on the host and used by all layers of all model chunks.
 
-    `length` is s. `is_long`: which tokens lie in pieces beyond a length, bool `[b, s]` of the host, where that counts.
+    `num_samples` samples of `length` tokens. `is_long`: which tokens lie in pieces beyond a length, bool of the host,
+    where that counts.
     """
 
-    def __init__(self, found: Slices, num_samples: int, length: int, is_long: torch.Tensor | None = None) -> None:
-        self.found, self.num_samples, self.length, self.is_long = found, num_samples, length, is_long
+    def __init__(self, found: Slices, num_samples: int, length: int, is_long: torch.Tensor | None) -> None:
+        self.num_samples, self.length, self.is_long = num_samples, length, is_long
+        self._longest = int(found.queries.max())
         self._plans: dict[int | None, SlicePlan] = {}
 
     def plan(self, window: int | None) -> SlicePlan:
         """How they are computed where a row attends to the last `window` rows (None: to all) of its slice."""
-        if window is not None and window >= self.found.queries.max():
+        if window is not None and window >= self._longest:
             window = None
         if window not in self._plans:
-            found = self.found if window is None else slices.windowed(self.found, window)
-            self._plans[window] = SlicePlan(found, self.length, self.num_samples)
+            self._plans[window] = self._make(window)
         return self._plans[window]
 
+    def _make(self, window: int | None) -> SlicePlan:
+        raise NotImplementedError
 
-class DealtSlices:
-    """A micro-batch's slices of which this rank has a part: `rows` int64 `[r]`, the rows that it holds, counted
-    through the micro-batch, of `num_samples` samples of `length` tokens."""
+
+class BatchSlices(RowSlices):
+    """All of a micro-batch's slices on one rank."""
+
+    def __init__(self, found: Slices, num_samples: int, length: int, is_long: torch.Tensor | None = None) -> None:
+        super().__init__(found, num_samples, length, is_long)
+        self.found = found
+
+    def _make(self, window: int | None) -> SlicePlan:
+        found = self.found if window is None else slices.windowed(self.found, window)
+        return SlicePlan(found, self.length, self.num_samples)
+
+
+class DealtSlices(RowSlices):
+    """The part of a micro-batch's slices that this rank has of those that context ranks share: `rows` int64 `[r]`, the
+    rows that it holds, counted through the micro-batch."""
 
     def __init__(self, whole: BatchSlices, context: Axis, heads: int, work: np.ndarray | None = None) -> None:
         """`heads`: ranks of a place; `work`: as models/attention/dealing.py takes it."""
         found = whole.found
         keys = found.keys if found.kind[0] == FULL else None
-        self._pieces = Pieces(found.queries, keys)
-        self.length, self.num_samples = whole.length, whole.num_samples
-        self._context, self._heads = context, heads
-        place, head = divmod(context.rank, heads)
-        self._place, self._deal = place, deal(found.queries, context.size // heads, work=work, keys=keys)
-        here = self._deal.rows(place)
+        self._pieces, self._context, self._heads = Pieces(found.queries, keys), context, heads
+        self._place, head = divmod(context.rank, heads)
+        self._deal = deal(found.queries, context.size // heads, work=work, keys=keys)
+        here = self._deal.rows(self._place)
         size = len(here) // heads
         self._num_rows, self.rows = len(here), torch.from_numpy(here[head * size : (head + 1) * size])
-        self.is_long = None if whole.is_long is None else whole.is_long.flatten()[self.rows].unsqueeze(0)
-        self._plans: dict[int | None, SlicePlan] = {}
+        is_long = None if whole.is_long is None else whole.is_long.flatten()[self.rows].unsqueeze(0)
+        super().__init__(found, whole.num_samples, whole.length, is_long)
 
-    def plan(self, window: int | None) -> SlicePlan:
-        """What this rank computes, as `BatchSlices.plan`."""
-        if window is not None and window >= self._pieces.lengths.max():
-            window = None
-        if window not in self._plans:
-            dealt = Dealt(self._pieces, self._deal, window)
-            own, rounds = dealt.rounds(self._place)
-            exchanges = [(each.slices, RowExchange(each, self._context, self._heads)) for each in rounds]
-            heads = HeadExchange(self._context, self._heads) if self._heads > 1 else None
-            self._plans[window] = SlicePlan(own, self._num_rows, 1, exchanges, heads, dealt.ahead)
-        return self._plans[window]
+    def _make(self, window: int | None) -> SlicePlan:
+        dealt = Dealt(self._pieces, self._deal, window)
+        own, rounds = dealt.rounds(self._place)
+        exchanges = [(each.slices, RowExchange(each, self._context, self._heads)) for each in rounds]
+        heads = HeadExchange(self._context, self._heads) if self._heads > 1 else None
+        return SlicePlan(own, self._num_rows, 1, exchanges, heads, dealt.ahead)
 
 
 def of_documents(positions: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
@@ -104,21 +113,23 @@ def of_padding(padding_mask: torch.Tensor, switches_at: int | None = None) -> Ba
     return BatchSlices(slices.of_real_keys(num_keys, length), num_samples, length, is_long)
 
 
-def share_of_rank(config: Config, batch: dict[str, Any], apart: BatchSlices, context: Axis) -> dict[str, Any]:
-    """A micro-batch's rows that this rank holds of those that context ranks share, with their slices."""
-    work, window = None, config.model.sliding_window
-    if window is not None:
-        work = window_work(derived.window_pattern(config), window, int(apart.found.queries.max()))
-    dealt = DealtSlices(apart, context, derived.context_heads(config), work)
-    make_plans(config, dealt)
-    return {**cut_batch(batch, dealt.rows), SLICES: dealt}
+def is_shared(context: Axis | None) -> TypeGuard[Axis]:
+    """Whether other ranks have a part of the micro-batch."""
+    return context is not None and context.size > 1
 
 
-def make_plans(config: Config, apart: BatchSlices | DealtSlices) -> None:
-    """Make what the layers will ask for, which is host's work."""
-    pattern = derived.window_pattern(config)
-    for window in {config.model.sliding_window if slides else None for slides in pattern}:
-        apart.plan(window)
+def on_rank(config: Config, batch: dict[str, Any], apart: BatchSlices, context: Axis | None) -> dict[str, Any]:
+    """A micro-batch with its slices, and what the layers will ask of them; where context ranks share it, the rows of
+    this one."""
+    found: RowSlices = apart
+    if is_shared(context):
+        pattern, longest = derived.window_pattern(config), int(apart.found.queries.max())
+        work = window_work(pattern, config.model.sliding_window, longest)
+        dealt = DealtSlices(apart, context, derived.context_heads(config), work)
+        found, batch = dealt, cut_batch(batch, dealt.rows)
+    for window in {config.model.sliding_window if slides else None for slides in derived.window_pattern(config)}:
+        found.plan(window)
+    return {**batch, SLICES: found}
 
 
 @functools.lru_cache(maxsize=8)
@@ -137,7 +148,7 @@ class MicroBatchRows:
         self,
         tokens: torch.Tensor,
         rotary: Rotary | None = None,
-        apart: BatchSlices | DealtSlices | None = None,
+        apart: RowSlices | None = None,
         positions: torch.Tensor | None = None,
         spread_over: dist.ProcessGroup | None = None,
     ) -> None:

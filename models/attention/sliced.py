@@ -97,7 +97,7 @@ class SliceLaunch:
         return self._lengths[device]
 
 
-Parts = Sequence[SliceLaunch] | Sequence[SliceBatch]
+Parts = Sequence[SliceLaunch | SliceBatch]
 
 
 class KeyRows:
@@ -214,10 +214,8 @@ class _Sliced(torch.autograd.Function):
         for i, keys in keys_of_rounds(plan, plan.backward_order, key, value, ends=True):
             each = plan.rounds[i]
             found = [AddedUp(x, each.keys, in_fp32=each.exchange is None and plan.is_spread) for x in keys]
-            for part, seeds in zip(ctx.parts[i], ctx.seeds[i]):
-                grads = part.backward(grad, (query, *keys), (output, sums, seeds), ctx.scale)
-                for side, rows, of_rows in zip((of_query, *found), (part.queries, part.keys, part.keys), grads):
-                    side.add(rows, of_rows)
+            inputs, sides = (query, *keys), (of_query, *found)
+            add_gradients(ctx.parts[i], ctx.seeds[i], grad, inputs, (output, sums), ctx.scale, sides)
             home.send(each, found[0].grad, found[1].grad, key.dtype)
         return of_query.grad.to(query.dtype), *(each.to(key.dtype) for each in home.collect()), None, None
 
@@ -329,3 +327,20 @@ class AddedUp:
         """Add that of some rows, `[..., heads, channels]`."""
         is_new = rows.is_first and self._in_order
         rows.put(self.grad, part if is_new else rows.take(self.grad) + part)
+
+
+def add_gradients(
+    parts: Parts,
+    seeds: Sequence[Any],
+    grad: torch.Tensor,
+    inputs: Inputs,
+    merged: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    sides: Sequence[AddedUp],
+) -> None:
+    """Compute a round's parts backward from the merged output and sums, and add what they give to the gradients of
+    query, key and value. `seeds`: by part, what its forward pass gave for this."""
+    for part, of_part in zip(parts, seeds):
+        found = part.backward(grad, inputs, (*merged, of_part), scale)
+        for side, rows, of_rows in zip(sides, (part.queries, part.keys, part.keys), found):
+            side.add(rows, of_rows)
