@@ -195,18 +195,21 @@ def allowed_context_heads(config: Config) -> list[int]:
 def shares_query_heads(config: Config, ranks: int) -> bool:
     """Whether a tensor rank's query heads and its key heads can be shared by so many ranks: the latter evenly, or each
     by as many ranks as others."""
-    queries, keys = (heads // config.parallel.tensor for heads in _all_heads(config))
+    queries, keys = heads_of_tensor_rank(config)
     return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
 
 
-def _all_heads(config: Config) -> tuple[int, int]:
-    return config.model.num_attention_heads, num_query_groups(config)
+def heads_of_tensor_rank(config: Config) -> tuple[int, int]:
+    """Query and key heads of one tensor rank."""
+    return config.model.num_attention_heads // config.parallel.tensor, num_query_groups(
+        config
+    ) // config.parallel.tensor
 
 
 def _sent_by_context(config: Config, heads: int) -> float:
     """Numbers that a rank sends in a layer's forward pass, about: samples lie on as few places as they can."""
     model, training, context = config.model, config.training, config.parallel.context
-    queries, keys = (number // config.parallel.tensor for number in _all_heads(config))
+    queries, keys = heads_of_tensor_rank(config)
     places = context // heads
     if model.attention == "latent":  # of a row travels what keys and values are made of, whole
         key_width, value_width = head_dim(config) + model.rotary_head_dim, model.value_head_dim

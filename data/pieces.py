@@ -6,8 +6,8 @@ are of the pairs of samples that are one document each, without a window.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from data.samples.shared import check_files, of_split
 
 PIECE_LENGTHS = "piece_lengths"  # in a batch of an evaluation
 DRAWN = 16  # micro-batches of which a plan knows the pieces
+Made = TypeVar("Made")
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -92,23 +93,21 @@ def corpus_share(config: Config, files: Sequence[TokenFile]) -> float:
 def planned_share(config: Config) -> float | None:
     """`corpus_share` of a config's corpus, where documents are separate and the corpus is prepared; else None. Makes
     and writes nothing."""
-    if config.data.documents != "separate":
-        return None
-    try:
-        files = find_prepared(config.data, config.model.family)
-        return None if files is None else corpus_share(config, files)
-    except ConfigError:
-        return None  # whoever trains is told; a plan needs no corpus
+    return _of_prepared(config, corpus_share)
 
 
 def planned_pieces(config: Config) -> list[np.ndarray] | None:
     """Lengths int64 [n] of the pieces in each of some micro-batches of a config's corpus, where ranks share sequences
     of separate documents and the corpus is prepared; else None. Makes and writes nothing."""
-    if config.data.documents != "separate" or config.parallel.context == 1:
+    return None if config.parallel.context == 1 else _of_prepared(config, drawn_pieces)
+
+
+def _of_prepared(config: Config, make: Callable[[Config, Sequence[TokenFile]], Made]) -> Made | None:
+    if config.data.documents != "separate":
         return None
     try:
         files = find_prepared(config.data, config.model.family)
-        return None if files is None else drawn_pieces(config, files)
+        return None if files is None else make(config, files)
     except ConfigError:
         return None  # whoever trains is told; a plan needs no corpus
 

@@ -1,8 +1,8 @@
 """Which of its chosen tokens an expert with a capacity keeps: by the tokens of the whole micro-batch, in every layout.
 
 Under sequence parallelism the tensor ranks hold them, in the order of their ranks; context ranks in any order, and then
-each token says its turn. A decision looks at the values and
-at the tokens' order alone, never at which of equal values a kernel finds first. So it is the same on every device.
+each token says its turn. A decision looks at the values and at the tokens' order alone, never at which of equal values
+a kernel finds first. So it is the same on every device.
 
 Shapes: T this rank's tokens, E experts, R ranks, K the most that a rank's tokens can take of a capacity.
 """

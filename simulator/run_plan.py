@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ class RunPlan:
     attended_share: float | None = None  # of separate documents, as simulator/flops.py has it; None: not known
     documents: Sequence[Lengths] | None = None  # their lengths in some micro-batches, where context ranks share them
 
-    @property
+    @functools.cached_property
     def shared(self) -> SharedRows:
         """What context ranks do with a micro-batch."""
         return shared_rows(self.config, self.documents)

@@ -68,9 +68,7 @@ def context(config: Config, world_size: int) -> Iterator[Problem]:
         rule = f"must divide parallel.context ({context})"
         yield Problem("parallel.context_heads", rule, set_to("parallel.context_heads", [*fits, None]))
     elif not derived.shares_query_heads(config, heads):
-        queries, keys = (
-            number // parallel.tensor for number in (model.num_attention_heads, derived.num_query_groups(config))
-        )
+        queries, keys = derived.heads_of_tensor_rank(config)
         rule = (
             f"must divide a tensor rank's {queries} query heads, and divide its {keys} key heads or be a multiple of "
             "them"

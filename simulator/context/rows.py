@@ -16,7 +16,7 @@ from configs import derived
 from configs.derived import context_heads, context_places, rows_of_rank
 from configs.schema import Config
 from models.attention.dealing import deal, window_work
-from models.attention.rounds import Dealt, Pieces
+from models.attention.rounds import Dealt, Pieces, Round
 from models.attention.slices import Slices
 
 Lengths = Sequence[int] | np.ndarray
@@ -92,11 +92,10 @@ class _Batch:
         self._pieces, self._places, self._window = pieces, places, config.model.sliding_window
         self._has_latents = config.model.attention == "latent"
         keys = None if config.model.family == "gpt" else pieces
-        work = None
-        if self._window is not None:
-            work = window_work(derived.window_pattern(config), self._window, int(pieces.max()))
-        self._deal = deal(pieces, places, work=work, keys=keys)
-        self._dealt = {window: Dealt(Pieces(pieces, keys), self._deal, window) for window in (None, self._of(True))}
+        work = window_work(derived.window_pattern(config), self._window, int(pieces.max()))
+        found = deal(pieces, places, work=work, keys=keys)
+        self._dealt = {window: Dealt(Pieces(pieces, keys), found, window) for window in (None, self._of(True))}
+        self._rounds: dict[int | None, list[tuple[Slices, list[Round]]]] = {}
 
     def _of(self, slides: bool) -> int | None:
         """The window of layers that slide, where it makes a difference."""
@@ -110,7 +109,7 @@ class _Batch:
         """Rounds in which rows arrive, the most rows of one, and the most that are on their way to a place at once."""
         dealt = self.dealt(slides)
         received = dealt.received.sum(1)
-        found = dealt.rounds(int(received.argmax()))[1]
+        _, found = self._of_places(slides)[int(received.argmax())]
         rows = max((each.num_keys for each in found), default=0)
         return len(found), rows, min(int(received.max()), (1 + dealt.ahead) * rows)
 
@@ -132,6 +131,12 @@ class _Batch:
 
     def _computed(self, slides: bool) -> list[tuple[list[Slices], list[Slices]]]:
         """By place: slices over its own keys, in the parts in which it computes them, and those over others'."""
-        dealt = self.dealt(slides)
-        every = [dealt.rounds(place) for place in range(self._places)]
+        every = self._of_places(slides)
         return [(own.halves() if rounds else [own], [each.slices for each in rounds]) for own, rounds in every]
+
+    def _of_places(self, slides: bool) -> list[tuple[Slices, list[Round]]]:
+        """By place: slices over its own keys, and its rounds."""
+        window = self._of(slides)
+        if window not in self._rounds:
+            self._rounds[window] = [self._dealt[window].rounds(place) for place in range(self._places)]
+        return self._rounds[window]
