@@ -181,7 +181,7 @@ def context_heads(config: Config) -> int:
     which a rank sends least, with separate ones 1, as most of them stay whole on a rank."""
     if config.parallel.context_heads is not None:
         return config.parallel.context_heads
-    if config.data.documents == "separate":
+    if config.parallel.context == 1 or config.data.documents == "separate":
         return 1
     return min(allowed_context_heads(config), key=lambda heads: (_sent_by_context(config, heads), heads))
 

@@ -67,14 +67,24 @@ def rate(hardware: Hardware, group: Group) -> float:
     return own if group.in_node == 1 else min(hardware["inside.rate"], own)
 
 
+def startup_inside(hardware: Hardware, ranks: int) -> float:
+    """Seconds of a gather between ranks of a node beside its bytes: linear between the sizes that figures are of, on
+    with the last slope."""
+    if ranks == 1:
+        return 0.0
+    two, four, eight = (hardware[f"inside.startup_{size}"] for size in (2, 4, 8))
+    if ranks <= 4:
+        return two + (four - two) * (ranks - 2) / 2
+    return max(four, four + (eight - four) * (ranks - 4) / 4)
+
+
 def collective(hardware: Hardware, kind: str, group: Group, num_bytes: float) -> float:
     """Seconds of an all_reduce, all_gather or reduce_scatter of so many bytes, all ranks' together."""
     if group.size == 1 or num_bytes == 0:
         return 0.0
-    times = ROUNDS["all_reduce" if hardware.kind == "cpu" and kind == "reduce_scatter" else kind]
     nodes = math.ceil(group.size / group.in_node)
-    startup = hardware["inside.startup"] * math.log2(group.in_node) + hardware["between.startup"] * math.log2(nodes)
-    return times * (startup + (group.size - 1) / group.size * num_bytes / rate(hardware, group))
+    startup = startup_inside(hardware, group.in_node) + hardware["between.startup"] * math.log2(nodes)
+    return ROUNDS[kind] * (startup + (group.size - 1) / group.size * num_bytes / rate(hardware, group))
 
 
 def exchange(hardware: Hardware, group: Group) -> tuple[float, float]:
@@ -83,7 +93,7 @@ def exchange(hardware: Hardware, group: Group) -> tuple[float, float]:
     if group.size == 1:
         return 0.0, 0.0
     if group.place == INSIDE:
-        return hardware["inside.startup"], 1 / hardware["inside.rate"]
+        return hardware["inside.startup_2"], 1 / hardware["inside.rate"]
     away = (group.size - group.in_node) / (group.size - 1)
     card = away * group.in_node * group.beside / _card(hardware, group.in_node * group.beside)
     return hardware["between.startup"], max(card, (1 - away) / hardware["inside.rate"])
@@ -92,7 +102,7 @@ def exchange(hardware: Hardware, group: Group) -> tuple[float, float]:
 def send(hardware: Hardware, group: Group, num_bytes: float) -> float:
     """Seconds in which a rank sends to the next stage, while the other ranks of its node do."""
     if group.in_node > 1:
-        return hardware["inside.startup"] + num_bytes / hardware["inside.rate"]
+        return hardware["inside.startup_2"] + num_bytes / hardware["inside.rate"]
     return hardware["between.startup"] + num_bytes * group.beside / _card(hardware, group.beside)
 
 

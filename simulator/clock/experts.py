@@ -31,7 +31,7 @@ def costs_of(config: Config, hardware: Hardware, group: Group, load: LayerLoad, 
     matrices = load.hidden_columns + load.width
     element, experts = load.element_size, (config.moe.num_experts or 1) // config.parallel.expert
     rate, each = hardware["device.rate"], hardware["device.operation"]
-    host = 0.0 if hardware["launch.overlaps"] else hardware["launch.operation"]
+    host = min(1.0, hardware["launch.exposed"]) * hardware["launch.operation"]
     weights = experts * load.hidden_size * matrices * element / rate
     operations = STARTED_BY_CHUNK + experts * STARTED_BY_EXPERT[hardware.kind]
 

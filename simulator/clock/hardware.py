@@ -9,14 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from configs.presets import read_mapping
-from configs.schema import ConfigError
-from configs.values import suggest
-
-FOLDER = Path(__file__).resolve().parent.parent.parent / "configs" / "hardware"
 KINDS = ("cuda", "cpu")
 
 # Name of a figure: its unit, what it means, and whether a fit may change it.
@@ -27,14 +21,17 @@ FIGURES: dict[str, tuple[str, str, bool]] = {
     "disk.memory": ("bytes", "scratch disk of a node; 0: none", False),
     "products.fp32": ("FLOP/s", "large matrix products in fp32", True),
     "products.half": ("FLOP/s", "large matrix products in bf16 and fp16", True),
+    "products.tile": ("numbers", "by so many a product's sizes are worse used: each adds this over itself to 1", True),
     "attention.half": ("FLOP/s", "fused attention in bf16 and fp16", True),
     "device.rate": ("bytes/s", "memory that operations read and write", True),
     "device.operation": ("s", "what each operation takes on the device beside its work", True),
     "launch.operation": ("s", "what the host takes to start an operation", True),
-    "launch.overlaps": ("0 or 1", "whether the host starts operations while the device computes", False),
-    "inside.startup": ("s", "of each step of a collective between ranks of a node", True),
+    "launch.exposed": ("share", "of starting operations and computing them, whichever is less, that does not hide", True),
+    "inside.startup_2": ("s", "of a gather between 2 ranks of a node; an all-reduce has it twice", True),
+    "inside.startup_4": ("s", "between 4", True),
+    "inside.startup_8": ("s", "between 8; more ranks go on with this slope", True),
     "inside.rate": ("bytes/s", "that a rank sends to others of its node, each way", True),
-    "between.startup": ("s", "of each step of a collective between nodes", True),
+    "between.startup": ("s", "of a gather between 2 nodes; between n, log2(n) times as much", True),
     "between.rate": ("bytes/s", "that a node's card carries, each way", True),
     "between.shared_by": ("ranks", "of a node that use the same card", False),
     "host.up": ("bytes/s", "from a host to a device", True),
@@ -69,6 +66,11 @@ class Hardware:
 
     def __getitem__(self, name: str) -> float:
         return self.figures[name].value
+
+    def as_stated(self) -> Hardware:
+        """The same machine with what sources say, whatever was fitted."""
+        stated = {name: replace(old, value=old.value if old.stated is None else old.stated, stated=None) for name, old in self.figures.items()}
+        return replace(self, figures=stated, errors=())
 
     def with_values(self, values: Mapping[str, float], source: str) -> Hardware:
         """The same machine, in whose figures a fit found these values."""

@@ -17,6 +17,7 @@ class Task:
     seconds: float
     after: Sequence[int]
     reasons: Mapping[str, float]
+    goes_on: bool = False  # beside the next step, which does not wait for it
     start: float = field(default=-1.0)
 
     @property
@@ -32,10 +33,18 @@ class Loop:
         self.tasks: list[Task] = []
         self._queues: dict[str, deque[int]] = defaultdict(deque)
 
-    def add(self, resource: str, name: str, reasons: Mapping[str, float], after: Sequence[int] = ()) -> int:
+    def add(
+        self,
+        resource: str,
+        name: str,
+        reasons: Mapping[str, float],
+        after: Sequence[int] = (),
+        *,
+        goes_on: bool = False,
+    ) -> int:
         """Put a task at the end of a resource's queue; its number."""
         number = len(self.tasks)
-        self.tasks.append(Task(resource, name, sum(reasons.values()), after, reasons))
+        self.tasks.append(Task(resource, name, sum(reasons.values()), after, reasons, goes_on))
         self._queues[resource].append(number)
         return number
 
@@ -44,10 +53,11 @@ class Loop:
         self.tasks[task].after = (*self.tasks[task].after, other)
 
     def run(self) -> float:
-        """Start every task; when the last is over. Raises RuntimeError where tasks wait for each other."""
+        """Start every task; when the last is over that the next step waits for, but no less than what each resource has
+        to do. Raises RuntimeError where tasks wait for each other."""
         tasks, end = self.tasks, 0.0
         queues = {name: deque(queue) for name, queue in self._queues.items()}
-        free = dict.fromkeys(queues, 0.0)
+        free, busy = dict.fromkeys(queues, 0.0), dict.fromkeys(queues, 0.0)
         waiting: dict[int, list[str]] = defaultdict(list)  # heads of queues by what they wait for
         ready = list(queues)
         while ready:
@@ -66,11 +76,13 @@ class Loop:
                     number = queue.popleft()
                     task.start = begin
                     free[name] = begin + task.seconds
-                    end = max(end, free[name])
+                    busy[name] += task.seconds
+                    if not task.goes_on:
+                        end = max(end, free[name])
                     ready += waiting.pop(number, ())
                     continue
                 break
         left = [tasks[queue[0]].name for queue in queues.values() if queue]
         if left:
             raise RuntimeError(f"tasks wait for each other: {', '.join(left)}")
-        return end
+        return max(end, *busy.values())

@@ -10,11 +10,10 @@ from configs.schema import Config
 from models.blueprint.operation import CONTEXT, CONTEXT_HEADS, EXPERT_TENSOR, TENSOR
 from simulator.clock.axes import Group, collective, exchange
 from simulator.clock.hardware import Hardware
-from simulator.clock.work import BlockWork, PassWork
+from simulator.clock.work import BlockWork, PassWork, Product
 
 Reasons = Counter[str]  # seconds by name in prediction.REASONS
 REASON_OF_AXIS = {TENSOR: "tensor", EXPERT_TENSOR: "tensor", CONTEXT: "context", CONTEXT_HEADS: "context"}
-SHARPNESS = 6  # of the longer of two that go on at once: at equal lengths both take 12% longer
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class PassClock:
     def __init__(self, config: Config, hardware: Hardware, groups: Mapping[str, Group]) -> None:
         self.hardware, self.groups = hardware, groups
         self.products = hardware["products.fp32" if config.training.precision == "fp32" else "products.half"]
+        self.tile = hardware["products.tile"]
         self.attention = self.products if config.training.precision == "fp32" else hardware["attention.half"]
 
     def block(self, work: BlockWork, calls: tuple[Reasons, Reasons] | None = None) -> BlockSeconds:
@@ -46,9 +46,15 @@ class PassClock:
         """What the device computes."""
         rate, each = self.hardware["device.rate"], self.hardware["device.operation"]
         result: Reasons = Counter()
-        result["products"] = work.products / self.products + work.attention / self.attention
-        result["memory"] = (work.bytes + work.product_bytes) / rate + work.started * each
+        products = sum(self.product(each) for each in work.products)
+        result["products"] = products + work.attention / self.attention
+        result["memory"] = work.bytes / rate + work.started * each
         return result
+
+    def product(self, of: Product) -> float:
+        """Seconds of a matrix product."""
+        computing = of.flops / self.products * (1 + self.tile * of.edge)
+        return max(computing, of.bytes / self.hardware["device.rate"])
 
     def of(self, work: PassWork, call: Reasons | None = None) -> Reasons:
         """A pass, with what a call of routed experts takes where it has one."""
@@ -61,6 +67,8 @@ class PassClock:
                 seconds = start + each * sent.num_bytes * (group.size - 1) / group.size
             else:
                 seconds = collective(self.hardware, sent.kind, group, sent.num_bytes)
+            if sent.beside is not None:
+                seconds = max(0.0, seconds - self.product(sent.beside))
             result[f"{REASON_OF_AXIS[sent.axis]}:{group.place}"] += seconds
         if work.rounds:
             group = self.groups[CONTEXT]
@@ -71,15 +79,11 @@ class PassClock:
         return self._with_launches(result, work.started)
 
     def _with_launches(self, result: Reasons, started: int) -> Reasons:
-        """The host starts operations while the device is at earlier ones, or before each."""
+        """The host starts operations while the device is at earlier ones; a share of the shorter is not hidden."""
         launching = started * self.hardware["launch.operation"]
-        if not self.hardware["launch.overlaps"]:
-            result["launches"] += launching
-            return result
         device = sum(result.values())
-        if longest := max(device, launching):
-            shortest = min(device, launching) / longest
-            result["launches"] += longest * (1 + shortest**SHARPNESS) ** (1 / SHARPNESS) - device
+        exposed = min(1.0, self.hardware["launch.exposed"])
+        result["launches"] += max(0.0, launching - device) + exposed * min(device, launching)
         return result
 
 

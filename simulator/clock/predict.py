@@ -20,10 +20,10 @@ from simulator.clock.axes import PIPELINE, groups, send
 from simulator.clock.experts import ExpertCalls
 from simulator.clock.hardware import Hardware
 from simulator.clock.passes import BlockSeconds, PassClock, Reasons
-from simulator.clock.prediction import Prediction, Span
+from simulator.clock.prediction import PlannedSpan, Prediction
 from simulator.clock.schedule import Schedule, StepParts
 from simulator.clock.stages import StageRest, rates, stage_rest
-from simulator.clock.work import MIXTRAIN, BlockWork, Fold, Trainer
+from simulator.clock.work import MIXTRAIN, BlockWork, Fold, Recipe
 from simulator.context.rows import SharedRows, shared_rows
 
 KEPT_WORKS = 4096  # blocks whose work is remembered
@@ -42,15 +42,15 @@ class StepClock:
         *,
         attended_share: float | None = None,
         shared: SharedRows | None = None,
-        trainer: Trainer = MIXTRAIN,
+        recipe: Recipe = MIXTRAIN,
     ) -> None:
         self.config, self.world_size, self.vocab_size = config, world_size, vocab_size
-        self.hardware, self.trainer = hardware, trainer
+        self.hardware, self.recipe = hardware, recipe
         self.groups = groups(config, world_size, int(hardware["ranks_per_node"]))
         self.clock = PassClock(config, hardware, self.groups)
         self.shared = shared or shared_rows(config)
-        self._fold = Fold(config, hardware.kind, self.shared, attended_share, trainer)
-        self._key = _key(config, vocab_size, hardware.kind, attended_share, shared, trainer)
+        self._fold = Fold(config, hardware.kind, self.shared, attended_share, recipe)
+        self._key = _key(config, vocab_size, hardware.kind, attended_share, shared, recipe)
         self._calls: ExpertCalls | None = None
         self._seconds: dict[Any, BlockSeconds] = {}
         self.micro_batches = derived.num_micro_batches(config, world_size)
@@ -131,7 +131,7 @@ class StepClock:
         """The step. `arrangements`: of optimizer state in tiers by stage, where they are known."""
         config = self.config
         rest = stage_rest(
-            config, self.vocab_size, self.world_size, self.hardware, self.groups, self.trainer, arrangements
+            config, self.vocab_size, self.world_size, self.hardware, self.groups, self.recipe, arrangements
         )
         seconds, reasons, spans = self._steps(self._parts(rest), with_spans)
         reasons["step"] += self.hardware["step.startup"]
@@ -144,7 +144,7 @@ class StepClock:
 
     def _parts(self, rest: Sequence[StageRest]) -> StepParts:
         config = self.config
-        beside = self.trainer.reduces_beside and config.parallel.overlap_grad_reduce
+        beside = self.recipe.reduces_beside and config.parallel.overlap_grad_reduce
         state = derived.layer_input_bytes(config)
         return StepParts(
             self.chunks(),
@@ -153,16 +153,16 @@ class StepClock:
             self.groups[PIPELINE].place,
             config.parallel.virtual_pipeline is None,
             beside,
-            derived.overlap_param_gather(config) and self.trainer.reduces_beside,
+            derived.overlap_param_gather(config) and self.recipe.reduces_beside,
         )
 
-    def _steps(self, parts: StepParts, with_spans: bool) -> tuple[float, Reasons, list[Span]]:
+    def _steps(self, parts: StepParts, with_spans: bool) -> tuple[float, Reasons, list[PlannedSpan]]:
         """Many micro-batches are as few and a period of the pipeline, again and again."""
         stages, number = self.config.parallel.pipeline, self.micro_batches
         few = 2 * stages + (number - 2 * stages) % stages
         if number <= few + stages or with_spans:
             schedule = Schedule(self.config, parts, number)
-            spans = [Span(task.resource, task.name, task.start, task.seconds) for task in schedule.loop.tasks]
+            spans = [PlannedSpan(task.resource, task.name, task.start, task.seconds) for task in schedule.loop.tasks]
             return schedule.end, schedule.reasons(), spans if with_spans else []
         first, second = (Schedule(self.config, parts, count) for count in (few, few + stages))
         periods = (number - few) / stages

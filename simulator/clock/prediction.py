@@ -17,7 +17,6 @@ REASONS: dict[str, str] = {
     "expert": "waiting for expert ranks %s",
     "pipeline": "waiting for states of other pipeline stages %s",
     "bubble": "stages with nothing to do while the pipeline fills and drains",
-    "imbalance": "stages that wait for a slower stage",
     "gradients": "reducing gradients %s",
     "weights": "gathering updated weights %s",
     "update": "the optimizer's update on the device",
@@ -29,7 +28,7 @@ REASONS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Span:
+class PlannedSpan:
     """Work of a resource: from `start`, for `seconds`. `track`: a pipeline stage and what of it, such as "stage 0:
     compute" or "stage 0: link between nodes"."""
 
@@ -46,4 +45,4 @@ class Prediction:
     seconds: float
     reasons: Mapping[str, float]  # by name in REASONS, ":inside" or ":between" behind it where that is part of it
     hardware: str
-    spans: tuple[Span, ...] = field(default=(), repr=False)  # where they were asked for
+    spans: tuple[PlannedSpan, ...] = field(default=(), repr=False)  # where they were asked for

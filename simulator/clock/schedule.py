@@ -11,7 +11,7 @@ from optim.arrangement.arrange import NUM_SLOTS
 from parallel.pipeline import passes
 from simulator.clock.loop import Loop, Task
 from simulator.clock.passes import BlockSeconds, Reasons
-from simulator.clock.stages import StageRest
+from simulator.clock.stages import MOST_PIECES, StageRest
 
 # Reasons of waiting, by the resource that is waited for.
 COMPUTE, NEXT, PREVIOUS, GRADIENTS = "compute", "to the next stage", "to the stage before", "between copies"
@@ -55,7 +55,7 @@ class Schedule:
     def _stage(self, stage: int) -> None:
         rest, counts = self.parts.rest[stage], Counter[tuple[bool, int]]()
         gathers, jobs = self._before(stage, rest)
-        tail: list[int] = []
+        tail, last_pieces = list[int](), list[int]()
         for is_forward, chunk in passes(self.config, self.micro_batches, stage):
             number = counts[is_forward, chunk]
             counts[is_forward, chunk] += 1
@@ -67,19 +67,21 @@ class Schedule:
             else:
                 reductions = rest.reductions[chunk] if number == self.micro_batches - 1 else ()
                 beside = self.parts.beside and bool(reductions)
-                pieces = len(reductions) if beside else 1
+                is_last = number == self.micro_batches - 1 and chunk == 0
+                pieces = MOST_PIECES if rest.early and is_last else len(reductions) if beside else 1
                 ends = self._pass(stage, (False, stage, chunk, number), seconds.backward, [[] for _ in range(pieces)])
-                after = ends if beside else [ends[-1]] * len(reductions)
+                last_pieces = ends if is_last else last_pieces
+                share = pieces / max(len(reductions), 1)
+                after = [ends[int((i + 1) * share) - 1] if beside else ends[-1] for i in range(len(reductions))]
                 for reduced, end in zip(reductions, after, strict=True):
                     tail.append(self.loop.add(self._name(stage, GRADIENTS), "reduce gradients", reduced, [end]))
-        last = len(self.loop.tasks) - 1 if not tail else tail[-1]
-        if rest.early:
-            tail += self._jobs(stage, rest, [last])
+        if rest.early:  # those used last have their gradients first
+            self._jobs(stage, rest, last_pieces)
         self._after(stage, rest, tail)
 
     def _before(self, stage: int, rest: StageRest) -> tuple[list[list[list[int]]], list[list[int]]]:
         """Gathers of weights by model chunk, and jobs of buckets, that pieces of the first passes wait for."""
-        jobs = [] if rest.early else self._jobs(stage, rest, [])
+        jobs = [] if rest.early else self._jobs(stage, rest)
         found: list[list[list[int]]] = []
         every: list[int] = []
         for gathers in rest.gathers:
@@ -90,15 +92,25 @@ class Schedule:
             found = [[[every[-1]]] for _ in found]
         return found, [[number] for number in jobs]
 
-    def _jobs(self, stage: int, rest: StageRest, after: list[int]) -> list[int]:
-        """Last tasks of the buckets' jobs, each of which waits for the one that had its slot."""
+    def _jobs(self, stage: int, rest: StageRest, pieces: Sequence[int] = ()) -> list[int]:
+        """Buckets' jobs, each of which waits for the one that had its slot, and with `pieces` of the backward pass for
+        the one that makes its gradients; the tasks behind which the weights are there."""
         ends: list[int] = []
-        for index, job in enumerate(rest.jobs):
-            waits = [*after, *([ends[index - NUM_SLOTS]] if index >= NUM_SLOTS else [])]
+        there: list[int] = []
+        jobs = rest.jobs[::-1] if pieces else rest.jobs
+        for index, job in enumerate(jobs):
+            waits = [ends[index - NUM_SLOTS]] if index >= NUM_SLOTS else []
+            waits += [pieces[index * len(pieces) // len(jobs)]] if pieces else []
+            weights = -1
             for resource, reason, seconds in job.parts:
-                waits = [self.loop.add(self._name(stage, resource), "update a bucket", {reason: seconds}, waits)]
+                goes_on = bool(pieces) or weights >= 0 and resource == "disk"
+                name = self._name(stage, resource)
+                waits = [self.loop.add(name, "update a bucket", {reason: seconds}, waits, goes_on=goes_on)]
+                if not (weights >= 0 and resource == "disk"):
+                    weights = waits[0]
             ends.append(waits[0])
-        return ends
+            there.append(weights)
+        return there
 
     def _pass(
         self, stage: int, key: tuple[bool, int, int, int], seconds: Mapping[str, float], waits: Sequence[Sequence[int]]
@@ -159,8 +171,8 @@ class Schedule:
             result.update(task.reasons)
             now = task.end
         if self.end > now:
-            latest = max(self.loop.tasks, key=lambda task: task.end)
-            self._blame(Task("", "", 0.0, [self.loop.tasks.index(latest)], {}, self.end), now, result)
+            latest = max((task for task in self.loop.tasks if not task.goes_on), key=lambda task: task.end)
+            self._blame(Task("", "", 0.0, [self.loop.tasks.index(latest)], {}, start=self.end), now, result)
         return result
 
     def _blame(self, task: Task, since: float, result: Reasons) -> None:

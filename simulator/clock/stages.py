@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from configs import derived
 from configs.schema import Config
-from models.blueprint import padded_vocab_size
+from models.blueprint import padded_vocab_size, parts
 from optim.arrangement.arrange import Arrangement, Capacity
 from optim.arrangement.planning import Bandwidths, ElementBytes, Way, choose, work
 from simulator.buffers import buffers
 from simulator.clock.axes import DENSE_COPIES, EXPERT_COPIES, Group, collective
 from simulator.clock.hardware import Hardware
-from simulator.clock.work import Trainer
+from simulator.clock.work import Recipe
 from simulator.parameters import places
 from simulator.sizes import FP32
 from simulator.tiers import TierPlan
@@ -24,6 +26,8 @@ MOMENT_BYTES, MASTER_BYTES = 5 * FP32, 2 * FP32
 MOST_PIECES = 8  # into which a pass is cut for what goes on beside it
 GROUP_OF_KIND = {"dense": DENSE_COPIES, "expert": EXPERT_COPIES}
 Seconds = Mapping[str, float]  # by reason
+KEPT = 4096  # layouts whose buckets are remembered
+_ends: OrderedDict[Any, list[dict[str, list[tuple[int, ...]]]]] = OrderedDict()
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,13 @@ def stage_rest(
     world_size: int,
     hardware: Hardware,
     groups: Mapping[str, Group],
-    trainer: Trainer,
+    recipe: Recipe,
     arrangements: Sequence[Arrangement | None] | None,
 ) -> list[StageRest]:
     """By stage. `arrangements`: of optimizer state in tiers, of a rank of each stage; None: as the config asks for it
     where there is room for all."""
     element, distributed = derived.element_size(config), config.optimizer.distributed
+    ends = bucket_ends(config, vocab_size, world_size)
     if arrangements is None:
         arrangements = _arrangements(config, vocab_size, world_size, hardware)
     result = []
@@ -65,20 +70,20 @@ def stage_rest(
         reductions: list[tuple[Seconds, ...]] = []
         gathers: list[tuple[Seconds, ...]] = []
         owned = 0.0
-        of_kind = buffers(config, vocab_size, world_size, stage)
+        of_kind = ends[stage]
         for chunk in range(config.parallel.virtual_pipeline or 1):
             reduced, gathered = list[Seconds](), list[Seconds]()
             for kind, of_chunk in of_kind.items():
                 group, start = groups[GROUP_OF_KIND[kind]], 0
                 name = group.place
-                for end in of_chunk[chunk].bucket_ends:
+                for end in of_chunk[chunk]:
                     numbers, start = end - start, end
                     owned += numbers / (group.size if distributed else 1)
                     if group.size == 1:
                         continue
                     way = "reduce_scatter" if distributed else "all_reduce"
                     reduced.append(
-                        {f"gradients:{name}": collective(hardware, way, group, numbers * trainer.gradient_bytes)}
+                        {f"gradients:{name}": collective(hardware, way, group, numbers * recipe.gradient_bytes)}
                     )
                     if distributed:
                         gathered.append(
@@ -96,6 +101,31 @@ def stage_rest(
         tied = _tied(config, vocab_size, hardware, groups, stage)
         result.append(StageRest(tuple(reductions), tuple(gathers), update, jobs, early, tied))
     return result
+
+
+def bucket_ends(config: Config, vocab_size: int, world_size: int) -> list[dict[str, list[tuple[int, ...]]]]:
+    """Where buckets of gradients end, in numbers of a rank: by stage, kind of weights and model chunk. Stages whose
+    buffers are alike are laid out once."""
+    parallel = config.parallel
+    key = (
+        repr((config.model, config.moe)),
+        *(vocab_size, world_size, parallel.tensor, parallel.sequence, parallel.context, parallel.pipeline),
+        *(parallel.virtual_pipeline, parallel.expert, derived.expert_tensor_size(config), config.optimizer.distributed),
+        parallel.overlap_grad_reduce,
+    )
+    if key not in _ends:
+        kinds: dict[tuple[Any, ...], dict[str, list[tuple[int, ...]]]] = {}
+        found = []
+        for stage, of_stage in enumerate(parts(config)):
+            alike = (*(replace(part, first_layer=0) for part in of_stage), stage == 0)
+            if alike not in kinds:
+                laid_out = buffers(config, vocab_size, world_size, stage)
+                kinds[alike] = {kind: [chunk.bucket_ends for chunk in of_kind] for kind, of_kind in laid_out.items()}
+            found.append(kinds[alike])
+        _ends[key] = found
+        while len(_ends) > KEPT:
+            _ends.popitem(last=False)
+    return _ends[key]
 
 
 def _at_most(seconds: Sequence[Seconds]) -> tuple[Seconds, ...]:

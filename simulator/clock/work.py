@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs import derived
 from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import CONTEXT, EXPERT, ModelOperation, Tensor, unknown, walk
 from simulator.context.rows import SharedRows
-from simulator.flops import ATTENTION, OTHERS, PRODUCTS, computes_slices, has_fused_attention
+from simulator.flops import ATTENTION, OTHERS, PRODUCTS, has_fused_attention
 from simulator.sizes import Sizes
 
 # Operations that the host starts, forward and backward, by kind of operation; others one each way.
@@ -30,37 +30,52 @@ STARTED = {
 }
 # Scores, mask, softmax, dropout and weighted sum, each for itself; passes over the scores.
 UNFUSED_STARTED, UNFUSED_PASSES = (5, 8), (4, 6)
+ROUND_STARTED = (8, 16)  # for a round of keys and values of other context ranks: to pack, slice and merge
+LOGIT_PASSES = 3  # in fp32, each way
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """What a training does that its config does not say; Mixtrain's is the default."""
+class Recipe:
+    """What a trainer does that a config does not say; Mixtrain's is the default."""
 
     fused_attention: bool = True
     gradient_bytes: int = 4  # of a number that is reduced
     reduces_beside: bool = True  # gradients, if parallel.overlap_grad_reduce asks for it
+    hides_tensor: bool = True  # exchanges of tensor ranks in the backward pass go on beside a product
+    early_loss_grads: bool = True  # the loss makes its gradients in the forward pass
 
 
-MIXTRAIN = Trainer()
+MIXTRAIN = Recipe()
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product: floating-point operations, bytes that are read and written, and the sum of one over each of
+    its three sizes, which says how much of its tiles is edge."""
+
+    flops: float
+    bytes: float
+    edge: float
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective on whose end the pass waits: kind, axis, and the bytes of all ranks together."""
+    """A collective on whose end the pass waits: kind, axis, the bytes of all ranks together, and the product that is
+    computed meanwhile."""
 
     kind: str
     axis: str
     num_bytes: float
+    beside: Product | None = None
 
 
 @dataclass(frozen=True)
 class PassWork:
     """Of one rank in one pass of a block. `moe`: a call of routed experts, which are counted by themselves."""
 
-    products: float = 0.0  # floating-point operations
-    attention: float = 0.0  # of fused attention
-    product_bytes: float = 0.0  # that products read and write
-    bytes: float = 0.0  # that other operations read and write
+    products: tuple[Product, ...] = ()
+    attention: float = 0.0  # operations of fused attention
+    bytes: float = 0.0  # that all but products read and write
     started: int = 0  # operations that the host starts
     sent: tuple[Sent, ...] = ()
     rounds: float = 0.0  # bytes of key and value rows that come while attention computes
@@ -70,7 +85,6 @@ class PassWork:
         return PassWork(
             self.products + other.products,
             self.attention + other.attention,
-            self.product_bytes + other.product_bytes,
             self.bytes + other.bytes,
             self.started + other.started,
             self.sent + other.sent,
@@ -97,15 +111,13 @@ class Fold:
     """Goes through blocks of a config. Raises ValueError for a kind of operation that it does not know."""
 
     def __init__(
-        self, config: Config, device: str, shared: SharedRows, attended_share: float | None, trainer: Trainer = MIXTRAIN
+        self, config: Config, device: str, shared: SharedRows, attended_share: float | None, recipe: Recipe = MIXTRAIN
     ) -> None:
-        self.config, self.shared, self.trainer = config, shared, trainer
+        self.config, self.shared, self.recipe = config, shared, recipe
         self.sizes, self.tensor = Sizes(config), config.parallel.tensor
-        self.fused = has_fused_attention(config, device) and trainer.fused_attention
+        self.fused = has_fused_attention(config, device) and recipe.fused_attention
         share = derived.attended_share(config) if attended_share is None else attended_share
-        causal = config.model.family == "gpt" and device == "cuda"
-        sliced = computes_slices(config, device)
-        self.square = share * (0.5 if causal or sliced and config.model.family == "gpt" else 1.0) if self.fused else 1.0
+        self.square = share * (0.5 if config.model.family == "gpt" else 1.0) if self.fused else 1.0
 
     def block(self, block: blueprint.Block) -> BlockWork:
         """What a block does."""
@@ -149,13 +161,20 @@ class Fold:
             flops /= self.tensor if kind != "pooler" and (kind != "linear" or self.config.parallel.sequence) else 1
             if kind == "token_loss":
                 logits = flops / 2 / max(self.config.model.hidden_size, 1)  # this rank's, some times through memory
-                return (
-                    PassWork(flops, 0.0, moved + weights, 4 * logits * 3, started[0], sent[0]),
-                    PassWork(2 * flops, 0.0, 2 * (moved + weights), 4 * logits * 3, started[1], sent[1]),
-                )
+                passes = (4.0 * logits * LOGIT_PASSES,) * 2
+            else:
+                passes = 0.0, 0.0
+            product = Product(flops, float(moved + weights), self._edge(operation, flops))
+            if kind == "token_loss" and self.recipe.early_loss_grads:
+                every = PassWork((product,) * 3, 0.0, sum(passes), sum(started), sent[0] + sent[1])
+                return every, PassWork(started=1)
+            if kind == "column_linear" and self.recipe.hides_tensor:
+                # Without sequence parallelism the sum goes on beside the weights' gradients, with it the gather beside
+                # the input's and the sum beside the weights'.
+                sent = sent[0], tuple(replace(each, beside=product) for each in sent[1])
             return (
-                PassWork(flops, 0.0, moved + weights, 0.0, started[0], sent[0]),
-                PassWork(2 * flops, 0.0, 2 * (moved + weights), 0.0, started[1], sent[1]),
+                PassWork((product,), 0.0, passes[0], started[0], sent[0]),
+                PassWork((product, product), 0.0, passes[1], started[1], sent[1]),
             )
         back = 0 if started[1] == 0 else 2 * moved if kind == "norm" else moved or self._split_bytes(operation)
         return PassWork(bytes=moved, started=started[0], sent=sent[0]), PassWork(
@@ -165,18 +184,31 @@ class Fold:
     def _attention(self, operation: ModelOperation, flops: float, moved: float, rest: tuple) -> tuple[PassWork, PassWork]:  # type: ignore[type-arg]
         started, sent, rounds = rest
         flops *= self.square * self.shared.squares
+        if self.shared.rounds > 1:
+            started = tuple(number + self.shared.rounds * of_round for number, of_round in zip(started, ROUND_STARTED))
         if self.fused:
             return (
-                PassWork(0.0, flops, moved, 0.0, started[0], sent[0], rounds[0]),
-                PassWork(0.0, 2.5 * flops, 3 * moved, 0.0, started[1], sent[1], rounds[1]),
+                PassWork((), flops, moved, started[0], sent[0], rounds[0]),
+                PassWork((), 2.5 * flops, 3 * moved, started[1], sent[1], rounds[1]),
             )
         model = self.config.model
         scores = self.sizes.tokens * model.sequence_length * model.num_attention_heads / self.tensor
         times = [passes * scores * self.sizes.element for passes in UNFUSED_PASSES]
+        head = derived.head_dim(self.config)
+        product = Product(flops, moved + scores * self.sizes.element, 2 / model.sequence_length + 1 / head)
         return (
-            PassWork(flops, 0.0, moved, times[0], UNFUSED_STARTED[0], sent[0], rounds[0]),
-            PassWork(2 * flops, 0.0, 2 * moved, times[1], UNFUSED_STARTED[1], sent[1], rounds[1]),
+            PassWork((product,), 0.0, times[0], UNFUSED_STARTED[0], sent[0], rounds[0]),
+            PassWork((product, product), 0.0, times[1], UNFUSED_STARTED[1], sent[1], rounds[1]),
         )
+
+    def _edge(self, operation: ModelOperation, flops: float) -> float:
+        """Of a product with a weight: rows, inputs and outputs."""
+        matrices = [blueprint.local_shape(w, self.sizes.ranks) for w in operation.weights if len(w.shape) == 2]
+        if not matrices or not flops:
+            return 0.0
+        outputs, inputs = matrices[0]
+        rows = flops / (2.0 * outputs * inputs)
+        return 1 / max(rows, 1.0) + 1 / outputs + 1 / inputs
 
     def _split_bytes(self, operation: ModelOperation) -> float:
         """What the backward pass of a split puts together."""
