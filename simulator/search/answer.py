@@ -22,12 +22,13 @@ class LayoutMemory:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Bytes of each tier that a rank may take, and how the device's limit is called."""
+    """Bytes of each tier that a rank may take, and what limits the device and the host."""
 
     device: float = math.inf
     host: float = math.inf
     disk: float = 0.0
     device_name: str = "the device's memory"
+    host_name: str = "the node's memory"
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ class LayoutSizer:
         self._stages: dict[Hashable, list[_Stage]] = {}
         self._working: dict[Hashable, list[tuple[int, int]]] = {}
         self._of_cell: LayoutCell | None = None
+        self._counts: dict[Hashable, dict[str, int]] = {}
 
     def memory(self, cell: LayoutCell, saving: Saving) -> LayoutMemory:
         """Of the fullest rank, each tier by itself."""
@@ -106,6 +107,19 @@ class LayoutSizer:
         ]
         return LayoutMemory(*(max(numbers) for numbers in zip(*each)))
 
+    def beside_state(self, cell: LayoutCell, saving: Saving, state_leaves: bool) -> int:
+        """Bytes of the fullest rank's device, where state may leave without it."""
+        config = self._short(self.space.layout(cell, saving))
+        element = derived.element_size(config)
+        working = self._work(cell, saving, config, self.rooms.host)
+        return max(
+            stage.numbers * (element + FP32)
+            + live
+            + staying_bytes(config, stage.number)
+            + (0 if state_leaves else stage.state)
+            for stage, (live, _) in zip(self.stages(cell), working, strict=True)
+        )
+
     def least_device_bytes(self, cell: LayoutCell, state_leaves: bool) -> float:
         """Bytes that the fullest rank has at least of weights, gradients and, unless it may leave, state, for every
         layout of the cell's group: those of the mean stage without padding."""
@@ -127,10 +141,6 @@ class LayoutSizer:
                 found["expert" if parameter.is_expert else "dense"] += parameter.local
             self._counts[key] = found
         return {kind: number / cell.group.pipeline for kind, number in self._counts[key].items()}
-
-    @property
-    def _counts(self) -> dict[Hashable, dict[str, int]]:
-        return self.__dict__.setdefault("_counted", {})
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 

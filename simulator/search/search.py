@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from configs.schema import Config
 from simulator.clock.hardware import Hardware
-from simulator.search.answer import LayoutAnswer
+from simulator.search.answer import LayoutAnswer, MemoryLimits
+from simulator.search.explore import LayoutExplorer
+from simulator.search.limits import capacity, memory_limits
+from simulator.search.memory import LayoutSizer
+from simulator.search.runners import runners_up, searched_layout, with_reason
+from simulator.search.space import LayoutSpace
 from simulator.search.timer import LayoutTimer
 
 
@@ -28,4 +33,37 @@ def search_layout(
         ConfigError: where nothing fits: how much is missing on which tier, and the nearest change with which a layout
             fits.
     """
-    raise NotImplementedError
+    assert timer is not None
+    limits = memory_limits(config, world_size, hardware)
+    explorer = layout_explorer(config, world_size, vocab_size, hardware, fixed, timer, limits)
+    explorer.run()
+    best = explorer.best
+    if best is None:
+        raise NotImplementedError
+    counts = explorer.counts()
+    shown = searched_layout(explorer, best, config)
+    others = [
+        with_reason(searched_layout(explorer, each, config), each, best, explorer, limits)
+        for each in runners_up(explorer, best)
+    ]
+    return LayoutAnswer(shown, others, counts, limits, hardware.name, world_size, hardware.errors)
+
+
+def layout_explorer(
+    config: Config,
+    world_size: int,
+    vocab_size: int,
+    hardware: Hardware,
+    fixed: frozenset[str],
+    timer: LayoutTimer,
+    limits: MemoryLimits,
+) -> LayoutExplorer:
+    """All candidates, of which none was looked at."""
+    space = LayoutSpace(config, world_size, fixed, hardware.kind, int(hardware["ranks_per_node"]))
+    return LayoutExplorer(
+        space,
+        LayoutSizer(space, vocab_size, capacity(limits)),
+        limits,
+        lambda asked: timer.predict(asked, world_size, vocab_size, hardware),
+        lambda asked: timer.least(asked, world_size, vocab_size, hardware),
+    )

@@ -200,13 +200,16 @@ class LayoutSpace:
 
     def heads_of(self, group: LayoutGroup, chunks: int | None, micro: int) -> list[int | None]:
         """Context ranks that exchange heads: null's, then others."""
-        if "parallel.context_heads" in self.fixed:
-            return [self.config.parallel.context_heads]
-        if group.context == 1:
-            return [None]
+        if group.context == 1 or "parallel.context_heads" in self.fixed:
+            return [self.first_heads]
         config = self.layout(LayoutCell(group, chunks, None, micro), self._plain)
         chosen = derived.context_heads(config)
         return [None, *(n for n in derived.allowed_context_heads(config) if n != chosen)]
+
+    @property
+    def first_heads(self) -> int | None:
+        """What `heads_of` begins with, in every layout."""
+        return self.config.parallel.context_heads if "parallel.context_heads" in self.fixed else None
 
     def cells(self, group: LayoutGroup) -> Iterator[LayoutCell]:
         """Every layout of a group."""
@@ -216,7 +219,7 @@ class LayoutSpace:
                     yield LayoutCell(group, chunks, heads, micro)
 
     def num_cells(self, group: LayoutGroup) -> int:
-        """How many layouts a group has: as many heads may be exchanged with every micro-batch."""
+        """How many layouts a group has; with every micro-batch as many heads may be exchanged."""
         found = {chunks: self.micros_of(group, chunks) for chunks in self.chunks_of(group)}
         first = next(((chunks, micros[0]) for chunks, micros in found.items() if micros), None)
         return 0 if first is None else sum(map(len, found.values())) * len(self.heads_of(group, *first))

@@ -1,0 +1,223 @@
+"""Best first: what may be fastest is looked at next, until nothing that is left can beat what was found.
+
+A node stands for candidates and has seconds that none of them is below. It is a micro-batch size (and all larger ones)
+of a group and a number of chunks; a layout; a layout with a number of chunks of its MoE layers, before and after its
+memory was counted; a candidate that fits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from configs.schema import Config
+from simulator.clock.prediction import Prediction
+from simulator.search.answer import LayoutMemory, MemoryLimits, SearchCounts
+from simulator.search.memory import LayoutSizer
+from simulator.search.space import LayoutCell, LayoutGroup, LayoutSpace, Saving, is_legal
+
+SAME = 1e-9  # relative difference of seconds that are taken to be the same
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate that fits, with its time."""
+
+    cell: LayoutCell
+    saving: Saving
+    prediction: Prediction
+    memory: LayoutMemory
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """The fastest first; of those as fast, the simplest."""
+        return float(f"{self.prediction.seconds:.9g}"), *simplicity(self.cell, self.saving)
+
+
+@dataclass(frozen=True)
+class Node:
+    """Candidates that take `bound` seconds at least. `rest`: indices of what the micro-batch sizes go on with."""
+
+    kind: str
+    bound: float
+    group: LayoutGroup
+    chunks: int | None
+    cell: LayoutCell | None = None
+    row: tuple[Saving, ...] = ()  # with one degree, what keeps most first
+    index: int = 0
+    base: Prediction | None = None
+    memory: LayoutMemory | None = None
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Before which node it is looked at."""
+        group = self.group
+        used = sum(size > 1 for size in (group.tensor, group.pipeline, group.context, group.expert))
+        return self.bound, used, group.tensor, group.pipeline, group.context, group.expert
+
+
+def simplicity(cell: LayoutCell, saving: Saving) -> tuple[Any, ...]:
+    """Fewer dimensions, less recomputation, no tiers, fewer chunks, small sizes."""
+    group = cell.group
+    dimensions = (group.tensor, group.pipeline, group.context, group.expert, group.expert_tensor or 1)
+    used = sum(size > 1 for size in dimensions) + (cell.chunks is not None) + group.sequence
+    degree = saving.degree if isinstance(saving.degree, int) else 0
+    chosen = (cell.heads is not None, cell.heads or 0, group.expert_tensor is not None)
+    return used, saving.steps, degree, dimensions, cell.chunks or 1, chosen, cell.micro, saving.strategy
+
+
+class LayoutExplorer:
+    """Explores a space. `predict` and `least` take a config; see simulator/search/timer.py."""
+
+    def __init__(
+        self,
+        space: LayoutSpace,
+        sizer: LayoutSizer,
+        limits: MemoryLimits,
+        predict: Callable[[Config], Prediction],
+        least: Callable[[Config], float],
+    ) -> None:
+        self.space, self.sizer, self.limits, self.predict, self.least = space, sizer, limits, predict, least
+        self.found: list[Candidate] = []
+        self.candidates = self.bounded_by_memory = self.too_large = self.timed = 0
+        self._heap: list[tuple[tuple[Any, ...], int, Node]] = []
+        self._number = 0
+        self._begin()
+
+    def counts(self) -> SearchCounts:
+        """What became of all candidates: those that nobody looked at were bounded by time."""
+        rest = self.candidates - self.bounded_by_memory - self.too_large - self.timed
+        return SearchCounts(self.candidates, rest, self.bounded_by_memory, self.too_large, self.timed)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest found."""
+        return min(self.found, key=lambda each: each.rank, default=None)
+
+    def run(self, accepts: Callable[[LayoutGroup], bool] | None = None, most_timed: float = float("inf")) -> None:
+        """Look at nodes until none can be as fast as the best found (among those of groups that are accepted), or so
+        many more were timed."""
+        aside, last = [], self.timed + most_timed
+        own = [each for each in self.found if accepts is None or accepts(each.cell.group)]
+        best = min((each.prediction.seconds for each in own), default=float("inf"))
+        while self._heap and self.timed < last:
+            entry = heapq.heappop(self._heap)
+            node = entry[2]
+            if node.bound > best * (1 + SAME):
+                aside.append(entry)
+                break
+            if accepts is not None and not accepts(node.group):
+                aside.append(entry)
+                continue
+            before = len(self.found)
+            for child in getattr(self, f"_{node.kind}")(node):
+                self._push(child)
+            best = min([best, *(each.prediction.seconds for each in self.found[before:])])
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
+
+    def _push(self, node: Node) -> None:
+        self._number += 1
+        heapq.heappush(self._heap, (node.order, self._number, node))
+
+    def _begin(self) -> None:
+        for group in self.space.groups():
+            cell = next(self.space.cells(group))
+            savings = self.space.legal_savings(cell)
+            count = self.space.num_cells(group) * len(savings)
+            self.candidates += count
+            leaves = any(saving.state_device != "device" for saving in savings)
+            if self.sizer.least_device_bytes(cell, leaves) > self.limits.device:
+                self.bounded_by_memory += count
+                continue
+            for chunks in self.space.chunks_of(group):
+                for node in self._micro_from(group, chunks, 0, 0.0):
+                    self._push(node)
+
+    def _micro_from(self, group: LayoutGroup, chunks: int | None, index: int, bound: float) -> Iterator[Node]:
+        micros = self.space.micros_of(group, chunks)
+        if index < len(micros):
+            cell = LayoutCell(group, chunks, self.space.first_heads, micros[index])
+            savings = self.space.legal_savings(cell)
+            if savings:
+                bound = max(bound, self.least(self.space.layout(cell, savings[0])))
+                yield Node("micro", bound, group, chunks, cell, index=index)
+
+    def _micro(self, node: Node) -> Iterator[Node]:
+        """The next micro-batch size, and the layouts with this one."""
+        yield from self._micro_from(node.group, node.chunks, node.index + 1, node.bound)
+        assert node.cell is not None
+        for heads in self.space.heads_of(node.group, node.chunks, node.cell.micro):
+            cell = replace(node.cell, heads=heads)
+            rows: dict[Any, list[Saving]] = {}
+            for saving in self.space.legal_savings(cell):
+                rows.setdefault((saving.degree, saving.backward_degree), []).append(saving)
+            for row in rows.values():
+                yield replace(node, kind="row", cell=cell, row=tuple(row))
+
+    def _row(self, node: Node) -> Iterator[Node]:
+        """What keeps most, where it fits: nothing else of the row is faster then. Its time bounds the others."""
+        cell, saving = node.cell, node.row[0]
+        assert cell is not None
+        config = self.space.layout(cell, saving)
+        if not is_legal(config, self.space.world_size):
+            self.candidates -= len(node.row)
+            return
+        memory = self._fitting(cell, saving)
+        if memory is None and self._is_hopeless(cell, node.row):
+            self.bounded_by_memory += len(node.row)
+            return
+        if memory is not None:
+            yield replace(node, kind="candidate", row=(saving,), memory=memory)
+        if len(node.row) == 1:
+            self.too_large += memory is None
+            return
+        if memory is None:
+            self.timed += 1
+            base = self.predict(config)
+            device = base.seconds - base.reasons.get("update", 0.0)
+            yield replace(node, kind="walk", bound=max(node.bound, device), base=base)
+        elif any(not saving.is_below(other) for other in node.row[1:]):
+            yield replace(node, kind="walk", base=None)
+
+    def _walk(self, node: Node) -> Iterator[Node]:
+        """Those of a row that fit, and keep more than all others that do."""
+        assert node.cell is not None
+        first, fitting = node.row[0], [node.row[0]] if node.base is None else []
+        for saving in node.row[1:]:
+            if any(other.is_below(saving) for other in fitting):
+                continue
+            memory = self._fitting(node.cell, saving)
+            if memory is None:
+                self.too_large += 1
+                continue
+            fitting.append(saving)
+            bound = node.bound
+            if node.base is not None and first.is_below(saving):
+                leaves = saving.state_device != first.state_device
+                bound = max(bound, node.base.seconds - (node.base.reasons.get("update", 0.0) if leaves else 0.0))
+            yield replace(node, kind="candidate", bound=bound, row=(saving,), memory=memory)
+
+    def _fitting(self, cell: LayoutCell, saving: Saving) -> LayoutMemory | None:
+        memory = self.sizer.memory(cell, saving)
+        limits = self.limits
+        fits = memory.device <= limits.device and memory.host <= limits.host and memory.disk <= limits.disk
+        return memory if fits else None
+
+    def _is_hopeless(self, cell: LayoutCell, row: tuple[Saving, ...]) -> bool:
+        """Whether the device has too little for all that cannot leave it."""
+        most = max(saving.steps[0] for saving in row)
+        leaves = any(saving.state_device != "device" for saving in row)
+        tried = {saving.strategy: saving for saving in row if saving.steps[0] == most}
+        least = min(self.sizer.beside_state(cell, saving, leaves) for saving in tried.values())
+        return least > self.limits.device
+
+    def _candidate(self, node: Node) -> Iterator[Node]:
+        """The time of what fits."""
+        assert node.cell is not None and node.memory is not None
+        self.timed += 1
+        prediction = self.predict(self.space.layout(node.cell, node.row[0]))
+        self.found.append(Candidate(node.cell, node.row[0], prediction, node.memory))
+        yield from ()
