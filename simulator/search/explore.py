@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from configs import derived
 from configs.schema import Config
 from simulator.clock.prediction import Prediction
 from simulator.search.answer import LayoutMemory, MemoryLimits, SearchCounts
+from simulator.search.floor import LayoutFloor
 from simulator.search.memory import LayoutSizer
 from simulator.search.space import LayoutCell, LayoutGroup, LayoutSpace, Saving, is_legal
 
@@ -47,7 +49,6 @@ class Node:
     cell: LayoutCell | None = None
     row: tuple[Saving, ...] = ()  # with one degree, what keeps most first
     index: int = 0
-    base: Prediction | None = None
     memory: LayoutMemory | None = None
 
     @property
@@ -78,10 +79,13 @@ class LayoutExplorer:
         limits: MemoryLimits,
         predict: Callable[[Config], Prediction],
         least: Callable[[Config], float],
+        floor: LayoutFloor,
     ) -> None:
         self.space, self.sizer, self.limits, self.predict, self.least = space, sizer, limits, predict, least
+        self.floor = floor
         self.found: list[Candidate] = []
-        self.candidates = self.bounded_by_memory = self.too_large = self.timed = 0
+        self.candidates = self.bounded_by_memory = self.too_large = self.timed = self.bounds = 0
+        self._rows_of: dict[int, list[tuple[Saving, ...]]] = {}
         self._heap: list[tuple[tuple[Any, ...], int, Node]] = []
         self._number = 0
         self._begin()
@@ -133,72 +137,92 @@ class LayoutExplorer:
                 self.bounded_by_memory += count
                 continue
             for chunks in self.space.chunks_of(group):
-                for node in self._micro_from(group, chunks, 0, 0.0):
+                for node in self._micro_from(group, chunks, 0):
                     self._push(node)
 
-    def _micro_from(self, group: LayoutGroup, chunks: int | None, index: int, bound: float) -> Iterator[Node]:
+    def _micro_from(self, group: LayoutGroup, chunks: int | None, index: int) -> Iterator[Node]:
+        """Larger micro-batches have a larger floor: the pipeline waits longer."""
         micros = self.space.micros_of(group, chunks)
         if index < len(micros):
             cell = LayoutCell(group, chunks, self.space.first_heads, micros[index])
-            savings = self.space.legal_savings(cell)
-            if savings:
-                bound = max(bound, self.least(self.space.layout(cell, savings[0])))
+            rows = self._rows(cell)
+            if rows:
+                bound = self.floor.seconds(cell, [row[0] for row in rows], self.space.first_heads)
                 yield Node("micro", bound, group, chunks, cell, index=index)
+
+    def _rows(self, cell: LayoutCell) -> list[tuple[Saving, ...]]:
+        """The savings that the rules allow, by degree."""
+        key = id(savings := self.space.legal_savings(cell))
+        if key not in self._rows_of:
+            rows: dict[Any, list[Saving]] = {}
+            for saving in savings:
+                rows.setdefault((saving.degree, saving.backward_degree), []).append(saving)
+            self._rows_of[key] = [tuple(row) for row in rows.values()]
+        return self._rows_of[key]
 
     def _micro(self, node: Node) -> Iterator[Node]:
         """The next micro-batch size, and the layouts with this one."""
-        yield from self._micro_from(node.group, node.chunks, node.index + 1, node.bound)
+        yield from self._micro_from(node.group, node.chunks, node.index + 1)
         assert node.cell is not None
         for heads in self.space.heads_of(node.group, node.chunks, node.cell.micro):
             cell = replace(node.cell, heads=heads)
-            rows: dict[Any, list[Saving]] = {}
-            for saving in self.space.legal_savings(cell):
-                rows.setdefault((saving.degree, saving.backward_degree), []).append(saving)
-            for row in rows.values():
-                yield replace(node, kind="row", cell=cell, row=tuple(row))
+            used = derived.context_heads(self.space.layout(cell, self._rows(cell)[0][0]))
+            for row in self._rows(cell):
+                bound = max(node.bound, self.floor.seconds(cell, [row[0]], used))
+                yield replace(node, kind="row", cell=cell, row=row, bound=bound)
 
     def _row(self, node: Node) -> Iterator[Node]:
-        """What keeps most, where it fits: nothing else of the row is faster then. Its time bounds the others."""
-        cell, saving = node.cell, node.row[0]
-        assert cell is not None
-        config = self.space.layout(cell, saving)
+        """A closer bound, of this layout alone."""
+        assert node.cell is not None
+        config = self.space.layout(node.cell, node.row[0])
         if not is_legal(config, self.space.world_size):
             self.candidates -= len(node.row)
             return
-        memory = self._fitting(cell, saving)
-        if memory is None and self._is_hopeless(cell, node.row):
+        yield replace(node, kind="sized", bound=max(node.bound, self._least(node.cell, node.row[0])))
+
+    def _least(self, cell: LayoutCell, saving: Saving) -> float:
+        self.bounds += 1
+        closer = self.floor.closer(cell, saving)
+        return self.least(self.space.layout(cell, saving)) if closer is None else closer
+
+    def _sized(self, node: Node) -> Iterator[Node]:
+        """What keeps most, where it fits: nothing else of the row is faster then. Else what saves more, each with a
+        bound of its own."""
+        assert node.cell is not None
+        first = node.row[0]
+        memory = self._fitting(node.cell, first)
+        if memory is not None:
+            yield replace(node, kind="candidate", row=(first,), memory=memory)
+            rest = [saving for saving in node.row if not first.is_below(saving)]
+        elif self._is_hopeless(node.cell, node.row):
             self.bounded_by_memory += len(node.row)
             return
-        if memory is not None:
-            yield replace(node, kind="candidate", row=(saving,), memory=memory)
-        if len(node.row) == 1:
-            self.too_large += memory is None
-            return
-        if memory is None:
-            self.timed += 1
-            base = self.predict(config)
-            device = base.seconds - base.reasons.get("update", 0.0)
-            yield replace(node, kind="walk", bound=max(node.bound, device), base=base)
-        elif any(not saving.is_below(other) for other in node.row[1:]):
-            yield replace(node, kind="walk", base=None)
+        else:
+            self.too_large += 1
+            rest = list(node.row[1:])
+        parts: dict[Any, list[Saving]] = {}
+        for saving in rest:
+            parts.setdefault((saving.recompute, saving.offload, saving.strategy), []).append(saving)
+        for part in parts.values():
+            yield replace(node, kind="saved", row=tuple(part), bound=max(node.bound, self._least(node.cell, part[0])))
 
-    def _walk(self, node: Node) -> Iterator[Node]:
-        """Those of a row that fit, and keep more than all others that do."""
+    def _saved(self, node: Node) -> Iterator[Node]:
+        """The tiers and engines that fit, for layers that are kept alike; of two of which one keeps more, that."""
         assert node.cell is not None
-        first, fitting = node.row[0], [node.row[0]] if node.base is None else []
-        for saving in node.row[1:]:
+        leaves = any(saving.state_device != "device" for saving in node.row)
+        if self.sizer.beside_state(node.cell, node.row[0], leaves) > self.limits.device:
+            self.bounded_by_memory += len(node.row)
+            return
+        fitting: list[Saving] = []
+        for saving in node.row:
             if any(other.is_below(saving) for other in fitting):
                 continue
             memory = self._fitting(node.cell, saving)
             if memory is None:
                 self.too_large += 1
-                continue
-            fitting.append(saving)
-            bound = node.bound
-            if node.base is not None and first.is_below(saving):
-                leaves = saving.state_device != first.state_device
-                bound = max(bound, node.base.seconds - (node.base.reasons.get("update", 0.0) if leaves else 0.0))
-            yield replace(node, kind="candidate", bound=bound, row=(saving,), memory=memory)
+            else:
+                fitting.append(saving)
+                yield replace(node, kind="candidate", row=(saving,), memory=memory)
 
     def _fitting(self, cell: LayoutCell, saving: Saving) -> LayoutMemory | None:
         memory = self.sizer.memory(cell, saving)

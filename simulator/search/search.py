@@ -6,6 +6,7 @@ from configs.schema import Config
 from simulator.clock.hardware import Hardware
 from simulator.search.answer import LayoutAnswer, MemoryLimits
 from simulator.search.explore import LayoutExplorer
+from simulator.search.floor import LayoutFloor
 from simulator.search.limits import capacity, memory_limits
 from simulator.search.memory import LayoutSizer
 from simulator.search.runners import runners_up, searched_layout, with_reason
@@ -60,10 +61,14 @@ def layout_explorer(
 ) -> LayoutExplorer:
     """All candidates, of which none was looked at."""
     space = LayoutSpace(config, world_size, fixed, hardware.kind, int(hardware["ranks_per_node"]))
+    rows = timer.rows
     return LayoutExplorer(
         space,
         LayoutSizer(space, vocab_size, capacity(limits)),
         limits,
         lambda asked: timer.predict(asked, world_size, vocab_size, hardware),
         lambda asked: timer.least(asked, world_size, vocab_size, hardware),
+        LayoutFloor(
+            space, hardware, None if rows is None else lambda asked: rows(asked, world_size, vocab_size, hardware)
+        ),
     )

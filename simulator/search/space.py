@@ -6,6 +6,7 @@ to each other. A key that the user gave has its one value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -204,7 +205,16 @@ class LayoutSpace:
             return [self.first_heads]
         config = self.layout(LayoutCell(group, chunks, None, micro), self._plain)
         chosen = derived.context_heads(config)
-        return [None, *(n for n in derived.allowed_context_heads(config) if n != chosen)]
+        found = [n for n in derived.allowed_context_heads(config) if self._is_own(group, n, micro)]
+        return [None if n == chosen else n for n in sorted(found, key=lambda n: (n != chosen, n))]
+
+    def _is_own(self, group: LayoutGroup, heads: int, micro: int) -> bool:
+        """Whether a layout is none of fewer context ranks by another name: places that have whole samples, or share
+        them by twos, do what as many copies do. Documents of unequal length are dealt evenly by more places."""
+        given = {"parallel.context", "parallel.context_heads", "training.micro_batch_size"} & self.fixed
+        if given or (self.config.data.documents == "separate" and self.config.model.family == "gpt"):
+            return True
+        return math.gcd(group.context // heads, micro) == 1
 
     @property
     def first_heads(self) -> int | None:
@@ -219,10 +229,15 @@ class LayoutSpace:
                     yield LayoutCell(group, chunks, heads, micro)
 
     def num_cells(self, group: LayoutGroup) -> int:
-        """How many layouts a group has; with every micro-batch as many heads may be exchanged."""
+        """How many layouts a group has."""
         found = {chunks: self.micros_of(group, chunks) for chunks in self.chunks_of(group)}
-        first = next(((chunks, micros[0]) for chunks, micros in found.items() if micros), None)
-        return 0 if first is None else sum(map(len, found.values())) * len(self.heads_of(group, *first))
+        micros = [micro for each in found.values() for micro in each]
+        if not micros or group.context == 1 or "parallel.context_heads" in self.fixed:
+            return len(micros)
+        chunks = next(chunks for chunks, each in found.items() if each)
+        config = self.layout(LayoutCell(group, chunks, None, micros[0]), self._plain)
+        heads = derived.allowed_context_heads(config)
+        return sum(self._is_own(group, number, micro) for micro in micros for number in heads)
 
     # -- ways to save memory -------------------------------------------------------------------------------------------
 
