@@ -29,7 +29,7 @@ def clock_timer(attended_share: float | None = None) -> LayoutTimer:
 
         def stages(layers: list[LayerKind], count: int) -> list[float]:
             few = _model_of(config, layers, count)
-            clock = StepClock(few, world_size, vocab_size, hardware, attended_share=attended_share)
+            clock = StepClock(few, count * world_size, vocab_size, hardware, attended_share=attended_share)
             return [(_sum(of[0].forward) + _sum(of[0].backward)) / number for of in clock.chunks()]
 
         kinds = sorted(set(zip(derived.moe_layer_pattern(config), derived.window_pattern(config))))

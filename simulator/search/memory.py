@@ -57,9 +57,7 @@ class _Profiles:
         count = len(part.layers)
         if leaving or count <= FEW + 1 or len(set(part.layers)) > 1 or self._slides_apart(part):
             return self.activations.profile(part, leaving)
-        one, two = (
-            self.activations.profile(replace(part, layers=part.layers[:number])) for number in (FEW - 1, FEW)
-        )
+        one, two = (self.activations.profile(replace(part, layers=part.layers[:number])) for number in (FEW - 1, FEW))
         step = two.kept - one.kept
         if two.forward - one.forward != step or two.backward - one.backward != step:
             return self.activations.profile(part)

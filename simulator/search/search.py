@@ -5,8 +5,10 @@ from __future__ import annotations
 from configs.schema import Config
 from simulator.clock.hardware import Hardware
 from simulator.search.answer import LayoutAnswer, MemoryLimits
+from simulator.search.clock_timer import clock_timer
 from simulator.search.explore import LayoutExplorer
 from simulator.search.floor import LayoutFloor
+from simulator.search.impossible import Asked, refusal
 from simulator.search.limits import capacity, memory_limits
 from simulator.search.memory import LayoutSizer
 from simulator.search.runners import runners_up, searched_layout, with_reason
@@ -34,13 +36,14 @@ def search_layout(
         ConfigError: where nothing fits: how much is missing on which tier, and the nearest change with which a layout
             fits.
     """
-    assert timer is not None
+    if timer is None:
+        timer = clock_timer()
     limits = memory_limits(config, world_size, hardware)
     explorer = layout_explorer(config, world_size, vocab_size, hardware, fixed, timer, limits)
     explorer.run()
     best = explorer.best
     if best is None:
-        raise NotImplementedError
+        raise refusal(Asked(config, world_size, vocab_size, hardware, fixed))
     counts = explorer.counts()
     shown = searched_layout(explorer, best, config)
     others = [
