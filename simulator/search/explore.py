@@ -8,7 +8,7 @@ memory was counted; a candidate that fits.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,8 +132,7 @@ class LayoutExplorer:
             savings = self.space.legal_savings(cell)
             count = self.space.num_cells(group) * len(savings)
             self.candidates += count
-            leaves = any(saving.state_device != "device" for saving in savings)
-            if self.sizer.least_device_bytes(cell, leaves) > self.limits.device:
+            if self.sizer.least_device_bytes(cell, _leaves(savings)) > self.limits.device:
                 self.bounded_by_memory += count
                 continue
             for chunks in self.space.chunks_of(group):
@@ -154,19 +153,21 @@ class LayoutExplorer:
         """The savings that the rules allow, by degree."""
         key = id(savings := self.space.legal_savings(cell))
         if key not in self._rows_of:
-            rows: dict[Any, list[Saving]] = {}
-            for saving in savings:
-                rows.setdefault((saving.degree, saving.backward_degree), []).append(saving)
-            self._rows_of[key] = [tuple(row) for row in rows.values()]
+            self._rows_of[key] = _parts(savings, lambda saving: (saving.degree, saving.backward_degree))
         return self._rows_of[key]
 
     def _micro(self, node: Node) -> Iterator[Node]:
         """The next micro-batch size, and the layouts with this one."""
-        yield from self._micro_from(node.group, node.chunks, node.index + 1)
         assert node.cell is not None
+        savings = self.space.legal_savings(node.cell)
+        least = self.sizer.staying_bytes(node.cell, _leaves(savings))
+        if least + self.sizer.working_floor(node.cell, savings) > self.limits.device:
+            self.bounded_by_memory += len(savings) * self.space.num_cells(node.group, node.chunks, node.index)
+            return
+        yield from self._micro_from(node.group, node.chunks, node.index + 1)
         for heads in self.space.heads_of(node.group, node.chunks, node.cell.micro):
             cell = replace(node.cell, heads=heads)
-            used = derived.context_heads(self.space.layout(cell, self._rows(cell)[0][0]))
+            used = derived.context_heads(self.space.layout(cell, savings[0]))
             for row in self._rows(cell):
                 bound = max(node.bound, self.floor.seconds(cell, [row[0]], used))
                 yield replace(node, kind="row", cell=cell, row=row, bound=bound)
@@ -186,31 +187,35 @@ class LayoutExplorer:
         return self.least(self.space.layout(cell, saving)) if closer is None else closer
 
     def _sized(self, node: Node) -> Iterator[Node]:
-        """What keeps most, where it fits: nothing else of the row is faster then. Else what saves more, each with a
-        bound of its own."""
+        """What keeps most, where it fits: nothing else of the row is faster then. Else what saves more."""
         assert node.cell is not None
         first = node.row[0]
-        memory = self._fitting(node.cell, first)
+        memory = None if self._keeps_too_much(node.cell, [first]) else self._fitting(node.cell, first)
         if memory is not None:
             yield replace(node, kind="candidate", row=(first,), memory=memory)
             rest = [saving for saving in node.row if not first.is_below(saving)]
-        elif self._is_hopeless(node.cell, node.row):
-            self.bounded_by_memory += len(node.row)
-            return
         else:
             self.too_large += 1
             rest = list(node.row[1:])
-        parts: dict[Any, list[Saving]] = {}
-        for saving in rest:
-            parts.setdefault((saving.recompute, saving.offload, saving.strategy), []).append(saving)
-        for part in parts.values():
-            yield replace(node, kind="saved", row=tuple(part), bound=max(node.bound, self._least(node.cell, part[0])))
+        for part in _parts(rest, lambda saving: (saving.recompute, saving.offload, saving.strategy)):
+            yield replace(node, kind="saved", row=part)
 
     def _saved(self, node: Node) -> Iterator[Node]:
-        """The tiers and engines that fit, for layers that are kept alike; of two of which one keeps more, that."""
+        """Layers that are kept alike, unless what they keep is more than the device has room for."""
         assert node.cell is not None
-        leaves = any(saving.state_device != "device" for saving in node.row)
-        if self.sizer.beside_state(node.cell, node.row[0], leaves) > self.limits.device:
+        if self._keeps_too_much(node.cell, node.row):
+            self.bounded_by_memory += len(node.row)
+        else:
+            yield replace(node, kind="tiers", bound=max(node.bound, self._least(node.cell, node.row[0])))
+
+    def _keeps_too_much(self, cell: LayoutCell, row: Sequence[Saving]) -> bool:
+        least = self.sizer.staying_bytes(cell, _leaves(row)) + self.sizer.kept_floor(cell, row[0])
+        return least > self.limits.device
+
+    def _tiers(self, node: Node) -> Iterator[Node]:
+        """The tiers and engines that fit; of two of which one keeps more, that."""
+        assert node.cell is not None
+        if self.sizer.beside_state(node.cell, node.row[0], _leaves(node.row)) > self.limits.device:
             self.bounded_by_memory += len(node.row)
             return
         fitting: list[Saving] = []
@@ -230,14 +235,6 @@ class LayoutExplorer:
         fits = memory.device <= limits.device and memory.host <= limits.host and memory.disk <= limits.disk
         return memory if fits else None
 
-    def _is_hopeless(self, cell: LayoutCell, row: tuple[Saving, ...]) -> bool:
-        """Whether the device has too little for all that cannot leave it."""
-        most = max(saving.steps[0] for saving in row)
-        leaves = any(saving.state_device != "device" for saving in row)
-        tried = {saving.strategy: saving for saving in row if saving.steps[0] == most}
-        least = min(self.sizer.beside_state(cell, saving, leaves) for saving in tried.values())
-        return least > self.limits.device
-
     def _candidate(self, node: Node) -> Iterator[Node]:
         """The time of what fits."""
         assert node.cell is not None and node.memory is not None
@@ -245,3 +242,16 @@ class LayoutExplorer:
         prediction = self.predict(self.space.layout(node.cell, node.row[0]))
         self.found.append(Candidate(node.cell, node.row[0], prediction, node.memory))
         yield from ()
+
+
+def _leaves(savings: Sequence[Saving]) -> bool:
+    """Whether optimizer state may leave the device."""
+    return any(saving.state_device != "device" for saving in savings)
+
+
+def _parts(savings: Sequence[Saving], key: Callable[[Saving], Any]) -> list[tuple[Saving, ...]]:
+    """Savings that are alike in something, in their order."""
+    found: dict[Any, list[Saving]] = {}
+    for saving in savings:
+        found.setdefault(key(saving), []).append(saving)
+    return [tuple(part) for part in found.values()]

@@ -47,13 +47,22 @@ class _Stage:
 
 
 class _Profiles:
-    """Profiles of parts, those of many equal layers from few."""
+    """Profiles of parts: one of parts that are alike, and those of many equal layers from few."""
 
     def __init__(self, activations: Activations) -> None:
         self.activations = activations
+        self._found: dict[Hashable, MemoryProfile] = {}
+        self._pattern = derived.window_pattern(activations.config)
 
     def profile(self, part: Part, leaving: int = 0) -> MemoryProfile:
         """As Activations has it."""
+        slides = tuple(self._pattern[part.first_layer : part.first_layer + len(part.layers)])
+        key = part.layers, slides, part.is_first, part.is_last, leaving
+        if key not in self._found:
+            self._found[key] = self._profile(part, leaving)
+        return self._found[key]
+
+    def _profile(self, part: Part, leaving: int) -> MemoryProfile:
         count = len(part.layers)
         if leaving or count <= FEW + 1 or len(set(part.layers)) > 1 or self._slides_apart(part):
             return self.activations.profile(part, leaving)
@@ -65,8 +74,7 @@ class _Profiles:
         return MemoryProfile(two.forward + more, two.kept + more, two.backward + more)
 
     def _slides_apart(self, part: Part) -> bool:
-        pattern = derived.window_pattern(self.activations.config)
-        return len(set(pattern[part.first_layer : part.first_layer + len(part.layers)])) > 1
+        return len(set(self._pattern[part.first_layer : part.first_layer + len(part.layers)])) > 1
 
 
 class LayoutSizer:
@@ -79,6 +87,8 @@ class LayoutSizer:
         self._working: dict[Hashable, list[tuple[int, int]]] = {}
         self._of_cell: LayoutCell | None = None
         self._counts: dict[Hashable, dict[str, int]] = {}
+        self._floors: dict[Hashable, int] = {}
+        self._one_layer: dict[Hashable, dict[int, MemoryProfile]] = {}
 
     def memory(self, cell: LayoutCell, saving: Saving) -> LayoutMemory:
         """Of the fullest rank, each tier by itself."""
@@ -117,6 +127,55 @@ class LayoutSizer:
             + (0 if state_leaves else stage.state)
             for stage, (live, _) in zip(self.stages(cell), working, strict=True)
         )
+
+    def working_floor(self, cell: LayoutCell, savings: Sequence[Saving]) -> int:
+        """Bytes that a layer takes at least while it goes back, of whatever keeps least of its inputs: also in larger
+        micro-batches."""
+        key = replace(cell.group, pipeline=1), cell.heads, cell.micro
+        if key not in self._floors:
+            most = max(saving.steps[0] for saving in savings)
+            degrees = [saving.degree for saving in savings if isinstance(saving.degree, int)]
+            some = {
+                saving.strategy: saving
+                for saving in savings
+                if saving.steps[0] == most and saving.degree == max(degrees, default=saving.degree)
+            }
+            self._floors[key] = min((self._of_layer(cell, saving) for saving in some.values()), default=0)
+        return self._floors[key]
+
+    def _of_layer(self, cell: LayoutCell, saving: Saving) -> int:
+        return max(profile.backward for profile in self._layers(cell, saving).values())
+
+    def _layers(self, cell: LayoutCell, saving: Saving) -> dict[int, MemoryProfile]:
+        """A layer in the middle of the model, dense (0) or with experts (1)."""
+        kept = saving.recompute, saving.degree, saving.backward_degree, saving.strategy
+        key = replace(cell.group, pipeline=1), cell.heads, cell.micro, kept
+        if key not in self._one_layer:
+            config = self._short(self.space.layout(cell, saving))
+            activations = Activations(config, self.vocab_size, self.kind, initial_plan(config))
+            kinds = set(derived.moe_layer_pattern(config))
+            self._one_layer[key] = {kind: activations.profile(Part((kind,), False, False, 1)) for kind in kinds}
+        return self._one_layer[key]
+
+    def kept_floor(self, cell: LayoutCell, saving: Saving) -> int:
+        """Bytes that the first stage keeps at least of its layers between passes: of as many micro-batches as there are
+        stages, where there are so many."""
+        layers = self._layers(cell, saving)
+        if saving.offload != "none":
+            return max(profile.backward for profile in layers.values())
+        config = self.space.config
+        copies = self.world_size // (cell.group.tensor * cell.group.pipeline * cell.group.context)
+        count = config.training.global_batch_size // (copies * cell.micro)
+        chunks, pattern = cell.chunks or 1, derived.moe_layer_pattern(config)
+        size = len(pattern) // (cell.group.pipeline * chunks)
+        first = range(0, len(pattern), size * cell.group.pipeline)
+        kept = sum(layers[kind].kept for start in first for kind in pattern[start : start + size])
+        return kept * min(count, cell.group.pipeline)
+
+    def staying_bytes(self, cell: LayoutCell, state_leaves: bool) -> int:
+        """Bytes of weights, gradients and, unless it may leave, state of the fullest rank."""
+        element = derived.element_size(self.space.config)
+        return max(of.numbers * (element + FP32) + (0 if state_leaves else of.state) for of in self.stages(cell))
 
     def least_device_bytes(self, cell: LayoutCell, state_leaves: bool) -> float:
         """Bytes that the fullest rank has at least of weights, gradients and, unless it may leave, state, for every

@@ -214,7 +214,8 @@ class LayoutSpace:
         given = {"parallel.context", "parallel.context_heads", "training.micro_batch_size"} & self.fixed
         if given or (self.config.data.documents == "separate" and self.config.model.family == "gpt"):
             return True
-        return math.gcd(group.context // heads, micro) == 1
+        places = group.context // heads
+        return places == 1 or (micro < places and math.gcd(places, micro) == 1)
 
     @property
     def first_heads(self) -> int | None:
@@ -228,15 +229,16 @@ class LayoutSpace:
                 for heads in self.heads_of(group, chunks, micro):
                     yield LayoutCell(group, chunks, heads, micro)
 
-    def num_cells(self, group: LayoutGroup) -> int:
-        """How many layouts a group has."""
-        found = {chunks: self.micros_of(group, chunks) for chunks in self.chunks_of(group)}
+    def num_cells(self, group: LayoutGroup, chunks: int | None = 0, first: int = 0) -> int:
+        """How many layouts a group has; with `chunks` other than 0, those with so many and the micro-batch sizes from
+        index `first`."""
+        wanted = self.chunks_of(group) if chunks == 0 else [chunks]
+        found = {number: self.micros_of(group, number)[first:] for number in wanted}
         micros = [micro for each in found.values() for micro in each]
         if not micros or group.context == 1 or "parallel.context_heads" in self.fixed:
             return len(micros)
-        chunks = next(chunks for chunks, each in found.items() if each)
-        config = self.layout(LayoutCell(group, chunks, None, micros[0]), self._plain)
-        heads = derived.allowed_context_heads(config)
+        some = next(number for number, each in found.items() if each)
+        heads = derived.allowed_context_heads(self.layout(LayoutCell(group, some, None, micros[0]), self._plain))
         return sum(self._is_own(group, number, micro) for micro in micros for number in heads)
 
     # -- ways to save memory -------------------------------------------------------------------------------------------

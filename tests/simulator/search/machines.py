@@ -59,9 +59,7 @@ def _passes(config: Config, world_size: int, vocab_size: int, hardware: Hardware
     rows = derived.rows_of_rank(config)
     efficiency = rows / (rows + 64)
     sent = bytes_per_step(config, vocab_size, world_size, hardware.kind)
-    exchanged = max(
-        stage["tensor_parallel"] + stage["context_exchange"] + stage["expert_all_to_all"] for stage in sent
-    )
+    exchanged = max(stage["tensor_parallel"] + stage["context_exchange"] + stage["expert_all_to_all"] for stage in sent)
     layers = {"none": 0.0, "selective": 0.05, "full": 0.3}[config.training.recompute]
     return {
         "products": flops / hardware["products.half"] / efficiency,
@@ -78,9 +76,7 @@ def _predict(config: Config, world_size: int, vocab_size: int, hardware: Hardwar
     reasons["bubble"] = passes * (stages - 1) / (count * chunks)
     parameters = 1e6 / config.parallel.tensor / stages
     reasons["update"] = 1e-8 * parameters if config.optimizer.state_device == "device" else 0.0
-    reasons["host_update"] = parameters * (
-        OF_TIER[config.optimizer.state_device] + OF_ENGINE[config.optimizer.engine]
-    )
+    reasons["host_update"] = parameters * (OF_TIER[config.optimizer.state_device] + OF_ENGINE[config.optimizer.engine])
     if config.training.activation_offload != "none":
         reasons["host_link"] = 0.02 * passes
     if config.moe.num_experts is not None:

@@ -115,7 +115,11 @@ def test_what_changes_losses_stays() -> None:
     answer = search_layout(config, 12, VOCAB, machine(), frozenset(), SIMPLE)
     for layout in [answer.best, *answer.runners_up]:
         found = layout.config
-        assert (found.training.global_batch_size, found.model, found.optimizer.moment_dtype) == (24, config.model, "bf16")
+        assert (found.training.global_batch_size, found.model, found.optimizer.moment_dtype) == (
+            24,
+            config.model,
+            "bf16",
+        )
         assert found.moe.capacity_factor == config.moe.capacity_factor and found.data == config.data
 
 
@@ -134,7 +138,9 @@ def test_all_keys_given_leave_one_candidate() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3, 7])
 def test_odd_numbers_of_ranks(world_size: int) -> None:
-    config = compose(["experiment=gpt_tiny", f"training.global_batch_size={2 * world_size}", "model.sequence_length=63"])
+    config = compose(
+        ["experiment=gpt_tiny", f"training.global_batch_size={2 * world_size}", "model.sequence_length=63"]
+    )
     answer = search_layout(config, world_size, VOCAB, machine(), frozenset(), SIMPLE)
     validate(answer.best.config, world_size)
 
