@@ -6,7 +6,6 @@ to each other. A key that the user gave has its one value.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -209,13 +208,13 @@ class LayoutSpace:
         return [None if n == chosen else n for n in sorted(found, key=lambda n: (n != chosen, n))]
 
     def _is_own(self, group: LayoutGroup, heads: int, micro: int) -> bool:
-        """Whether a layout is none of fewer context ranks by another name: places that have whole samples, or share
-        them by twos, do what as many copies do. Documents of unequal length are dealt evenly by more places."""
+        """Whether places share one sample, or there is one place: those that have whole samples, or share them by
+        twos, do what as many copies do. Documents of unequal length are dealt evenly by more places; and what the user
+        gave is searched as it is."""
         given = {"parallel.context", "parallel.context_heads", "training.micro_batch_size"} & self.fixed
         if given or (self.config.data.documents == "separate" and self.config.model.family == "gpt"):
             return True
-        places = group.context // heads
-        return places == 1 or (micro < places and math.gcd(places, micro) == 1)
+        return group.context == heads or micro == 1
 
     @property
     def first_heads(self) -> int | None:
