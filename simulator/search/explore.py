@@ -100,13 +100,13 @@ class LayoutExplorer:
         """The fastest found."""
         return min(self.found, key=lambda each: each.rank, default=None)
 
-    def run(self, accepts: Callable[[LayoutGroup], bool] | None = None, most_timed: float = float("inf")) -> None:
+    def run(self, accepts: Callable[[LayoutGroup], bool] | None = None, most_bounds: float = float("inf")) -> None:
         """Look at nodes until none can be as fast as the best found (among those of groups that are accepted), or so
-        many more were timed."""
-        aside, last = [], self.timed + most_timed
+        many more were bounded closely."""
+        aside, last = [], self.bounds + most_bounds
         own = [each for each in self.found if accepts is None or accepts(each.cell.group)]
         best = min((each.prediction.seconds for each in own), default=float("inf"))
-        while self._heap and self.timed < last:
+        while self._heap and self.bounds < last:
             entry = heapq.heappop(self._heap)
             node = entry[2]
             if node.bound > best * (1 + SAME):
@@ -160,12 +160,13 @@ class LayoutExplorer:
         """The next micro-batch size, and the layouts with this one."""
         assert node.cell is not None
         savings = self.space.legal_savings(node.cell)
-        least = self.sizer.staying_bytes(node.cell, _leaves(savings))
-        if least + self.sizer.working_floor(node.cell, savings) > self.limits.device:
+        room = self.limits.device - self.sizer.staying_bytes(node.cell, _leaves(savings))
+        numbers = self.space.heads_of(node.group, node.chunks, node.cell.micro)
+        if room < 0 or (numbers and self.sizer.has_no_room(replace(node.cell, heads=numbers[0]), savings, room)):
             self.bounded_by_memory += len(savings) * self.space.num_cells(node.group, node.chunks, node.index)
             return
         yield from self._micro_from(node.group, node.chunks, node.index + 1)
-        for heads in self.space.heads_of(node.group, node.chunks, node.cell.micro):
+        for heads in numbers:
             cell = replace(node.cell, heads=heads)
             used = derived.context_heads(self.space.layout(cell, savings[0]))
             for row in self._rows(cell):

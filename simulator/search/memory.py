@@ -87,7 +87,6 @@ class LayoutSizer:
         self._working: dict[Hashable, list[tuple[int, int]]] = {}
         self._of_cell: LayoutCell | None = None
         self._counts: dict[Hashable, dict[str, int]] = {}
-        self._floors: dict[Hashable, int] = {}
         self._one_layer: dict[Hashable, dict[int, MemoryProfile]] = {}
 
     def memory(self, cell: LayoutCell, saving: Saving) -> LayoutMemory:
@@ -128,20 +127,14 @@ class LayoutSizer:
             for stage, (live, _) in zip(self.stages(cell), working, strict=True)
         )
 
-    def working_floor(self, cell: LayoutCell, savings: Sequence[Saving]) -> int:
-        """Bytes that a layer takes at least while it goes back, of whatever keeps least of its inputs: also in larger
+    def has_no_room(self, cell: LayoutCell, savings: Sequence[Saving], room: float) -> bool:
+        """Whether a layer takes more while it goes back, whatever keeps least of its inputs: also in larger
         micro-batches."""
-        key = replace(cell.group, pipeline=1), cell.heads, cell.micro
-        if key not in self._floors:
-            most = max(saving.steps[0] for saving in savings)
-            degrees = [saving.degree for saving in savings if isinstance(saving.degree, int)]
-            some = {
-                saving.strategy: saving
-                for saving in savings
-                if saving.steps[0] == most and saving.degree == max(degrees, default=saving.degree)
-            }
-            self._floors[key] = min((self._of_layer(cell, saving) for saving in some.values()), default=0)
-        return self._floors[key]
+        most = max(saving.steps[0] for saving in savings)
+        degrees = [saving.degree for saving in savings if isinstance(saving.degree, int)]
+        least = max(degrees, default=savings[0].degree)
+        some = {each.strategy: each for each in savings if each.steps[0] == most and each.degree == least}
+        return all(self._of_layer(cell, saving) > room for saving in some.values())
 
     def _of_layer(self, cell: LayoutCell, saving: Saving) -> int:
         return max(profile.backward for profile in self._layers(cell, saving).values())

@@ -15,7 +15,7 @@ from simulator.search.explore import Candidate, LayoutExplorer
 from simulator.search.space import SEARCHED, LayoutGroup
 from simulator.search.words import size, why_slower
 
-MOST_TIMED = 16  # for each other structure, beside what the search itself has timed
+MOST_BOUNDS = 250  # closer bounds of each other structure, beside what the search itself has looked at
 
 # What runners-up differ in from the best: of a layout's group, and of what is saved.
 GROUPS: dict[str, Callable[[LayoutGroup], Any]] = {
@@ -41,7 +41,7 @@ def runners_up(explorer: LayoutExplorer, best: Candidate) -> list[Candidate]:
         def differs(group: LayoutGroup, of: Callable[[LayoutGroup], Any] = of, own: Any = own) -> bool:
             return bool(of(group) != own)
 
-        explorer.run(differs, MOST_TIMED)
+        explorer.run(differs, MOST_BOUNDS)
         chosen += _first([each for each in explorer.found if differs(each.cell.group)])
     chosen += _first([each for each in explorer.found if _saved(each) != _saved(best)])
     once = {(each.cell, each.saving): each for each in chosen}
