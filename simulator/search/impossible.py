@@ -76,7 +76,7 @@ def closest(asked: Asked) -> Closest | None:
         asked.config, asked.world_size, asked.fixed, asked.hardware.kind, int(asked.hardware["ranks_per_node"])
     )
     sizer = LayoutSizer(space, asked.vocab_size, capacity(limits))
-    cells = []
+    cells: list[tuple[float, int, LayoutCell]] = []
     for group in space.groups():
         for chunks in {None, *space.chunks_of(group)[-2:]} & set(space.chunks_of(group)):
             if micros := space.micros_of(group, chunks):

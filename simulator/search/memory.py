@@ -8,7 +8,7 @@ each; that is checked where it is used.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ class _Stage:
     the fullest rank, and the buckets of ranks whose state lies in tiers."""
 
     number: int
-    buffers: Mapping[str, Sequence[Buffer]]
+    buffers: dict[str, list[Buffer]]
     numbers: int
     state: int
     buckets: Sequence[tuple[Sequence[int], Sequence[bool]]]
@@ -282,7 +282,7 @@ class LayoutSizer:
             for stage in self.stages(cell):
                 inputs = layer_inputs(config, self.world_size, stage.number, room)
                 live = activations_of_stage(config, profiles, self.world_size, stage.number, inputs)
-                after = after_backward_bytes(config, dict(stage.buffers), self.kind, alone)
+                after = after_backward_bytes(config, stage.buffers, self.kind, alone)
                 found.append((max(live, after), inputs.host))
             self._working[key] = found
         return self._working[key]

@@ -93,8 +93,8 @@ def why_slower(loser: Prediction, best: Prediction) -> str:
         return "as fast, and splits the model over more dimensions or keeps less"
     own = loser.reasons[name]
     return (
-        f"{slower:.1%} slower: {own / loser.seconds:.0%} of the step {verb(name)} "
-        f"({best.reasons.get(name, 0.0) / best.seconds:.0%} of the best's)"
+        f"{slower:.1%} slower: {own / loser.seconds:.1%} of the step {verb(name)} "
+        f"({best.reasons.get(name, 0.0) / best.seconds:.1%} of the best's)"
     )
 
 

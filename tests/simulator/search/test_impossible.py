@@ -21,7 +21,7 @@ QUICK = ["parallel.context=1", "optimizer.engine=auto", "moe.pipeline_degree=1",
 # Overrides that are no keys of the search, given keys, ranks, MB of a device.
 REQUESTS = [
     ([DENSE], ["parallel.tensor=3"], 4, 9999),
-    ([DENSE], ["parallel.pipeline=4"], 4, 9999),
+    ([DENSE], ["parallel.pipeline=3"], 6, 9999),
     ([DENSE], ["training.micro_batch_size=16"], 2, 9999),
     ([DENSE], ["parallel.context=3"], 4, 9999),
     ([DENSE], ["parallel.expert=2"], 4, 9999),
@@ -30,7 +30,7 @@ REQUESTS = [
     ([DENSE], [], 11, 9999),
     ([MOE], ["parallel.expert=3"], 4, 9999),
     ([MOE], ["parallel.sequence=false", "parallel.tensor=2"], 4, 9999),
-    ([MOE], ["parallel.expert=1", "parallel.expert_tensor=2"], 4, 9999),
+    ([MOE], ["parallel.expert=1", "parallel.expert_tensor=2", "parallel.tensor=1"], 4, 9999),
     ([BERT], ["parallel.tensor=8"], 8, 9999),
     ([DENSE], ["optimizer.state_device=device", "parallel.tensor=1", "parallel.pipeline=1"], 2, 2.1),
     ([DENSE], ["training.recompute=none", "training.micro_batch_size=8"], 1, 6),
