@@ -50,7 +50,7 @@ class Asked:
 
     @property
     def limits(self) -> MemoryLimits:
-        """Of a rank."""
+        """What a rank may take."""
         return memory_limits(self.config, self.world_size, self.hardware)
 
     def with_values(self, values: dict[str, Any]) -> Asked:
@@ -185,6 +185,11 @@ def _change(asked: Asked, nearest: Closest | None) -> str | None:
     for ranks in _other_ranks(asked, nearest):
         if found := _fitting(replace(asked, world_size=ranks)):
             return f"Try {ranks} ranks ({size(found.memory.device)} each)"
+    for ranks in _other_ranks(asked, nearest) if given else []:
+        free = replace(asked, world_size=ranks, fixed=asked.fixed - set(given))
+        if found := _fitting(free):
+            keys = _differences(free, found, tuple(given))
+            return f"Try {ranks} ranks with {' '.join(keys)} ({size(found.memory.device)} each)"
     return _larger_limit(asked, nearest)
 
 

@@ -35,7 +35,7 @@ FEW = 3  # equal layers after which each adds the same
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _SizedStage:
     """What layouts with the same parameters share of a stage: `number` of it, its buffers' numbers, bytes of state of
     the fullest rank, and the buckets of ranks whose state lies in tiers."""
 
@@ -55,7 +55,7 @@ class _Profiles:
         self._pattern = derived.window_pattern(activations.config)
 
     def profile(self, part: Part, leaving: int = 0) -> MemoryProfile:
-        """As Activations has it."""
+        """The same that Activations finds."""
         slides = tuple(self._pattern[part.first_layer : part.first_layer + len(part.layers)])
         key = part.layers, slides, part.is_first, part.is_last, leaving
         if key not in self._found:
@@ -83,14 +83,14 @@ class LayoutSizer:
     def __init__(self, space: LayoutSpace, vocab_size: int, rooms: Capacity) -> None:
         self.space, self.vocab_size, self.rooms = space, vocab_size, rooms
         self.world_size, self.kind = space.world_size, space.kind
-        self._stages: dict[Hashable, list[_Stage]] = {}
+        self._stages: dict[Hashable, list[_SizedStage]] = {}
         self._working: dict[Hashable, list[tuple[int, int]]] = {}
         self._of_cell: LayoutCell | None = None
         self._counts: dict[Hashable, dict[str, int]] = {}
         self._one_layer: dict[Hashable, dict[int, MemoryProfile]] = {}
 
     def memory(self, cell: LayoutCell, saving: Saving) -> LayoutMemory:
-        """Of the fullest rank, each tier by itself."""
+        """What the fullest rank needs, each tier by itself."""
         config = self._short(self.space.layout(cell, saving))
         stages, element = self.stages(cell), derived.element_size(config)
         working = self._work(cell, saving, config, self.rooms.host)
@@ -201,7 +201,7 @@ class LayoutSizer:
         size = count * config.training.micro_batch_size * copies
         return with_keys(config, {"training.global_batch_size": size})
 
-    def stages(self, cell: LayoutCell) -> list[_Stage]:
+    def stages(self, cell: LayoutCell) -> list[_SizedStage]:
         """One stage of each kind."""
         group = cell.group
         key = group.tensor, group.sequence, group.pipeline, cell.chunks, group.expert, group.expert_tensor
@@ -234,7 +234,7 @@ class LayoutSizer:
         for number in kinds.values():
             yield self._stage(config, number, sorted(pairs.get(number, ())))
 
-    def _stage(self, config: Config, number: int, pairs: Sequence[tuple[int, int]]) -> _Stage:
+    def _stage(self, config: Config, number: int, pairs: Sequence[tuple[int, int]]) -> _SizedStage:
         found = buffers(config, self.vocab_size, self.world_size, number)
         local = [parameters(config, part, self.vocab_size) for part in parts(config)[number]]
         element = derived.element_size(config)
@@ -262,7 +262,7 @@ class LayoutSizer:
                     seen.add(entry)
                     buckets.append(entry)
         numbers = sum(buffer.size for kind in found.values() for buffer in kind)
-        return _Stage(number, found, numbers, state, buckets)
+        return _SizedStage(number, found, numbers, state, buckets)
 
     def _arranged(self, config: Config, stage: _Stage, beside: int) -> list[Arrangement]:
         requests = [tier_request(config, numels, late) for numels, late in stage.buckets]

@@ -257,7 +257,7 @@ class LayoutSpace:
         return "full" if offloads else "none", "none", 1, None, "keep", "host" if tier else "device", "auto"
 
     def savings(self, is_spread: bool) -> list[Saving]:
-        """Those of layouts whose experts are spread over ranks, or are not; what keeps most first."""
+        """Ways of layouts whose experts are spread over ranks, or are not; what keeps most first."""
         if is_spread not in self._savings:
             found = list(self._all_savings(is_spread))
             self._savings[is_spread] = sorted(found, key=lambda saving: (sum(saving.steps), saving.steps))
@@ -301,7 +301,7 @@ class LayoutSpace:
         return with_keys(self.config, dict(zip(LAYOUT_KEYS, layout, strict=True)) | saving.values())
 
     def legal_savings(self, cell: LayoutCell) -> list[Saving]:
-        """Those that the rules allow. Of a layout these rules look at no more than whether experts are spread, and
+        """Ways that the rules allow. Of a layout these rules look at no more than whether experts are spread, and
         whether the MiB that a user gives layer inputs hold one."""
         is_spread = cell.group.expert > 1
         found = self.savings(is_spread)

@@ -53,7 +53,7 @@ def test_advice_works(number: int) -> None:
         search_layout(compose([*overrides, *given]), world_size, VOCAB, hardware, fixed, SIMPLE)
     message = str(error.value)
     assert "\n" not in message
-    found = re.search(r"Try (?:(\d+) ranks|(.*?)) \(", message)
+    found = re.search(r"Try (?:(\d+) ranks(?: with)? ?)?(.*?) ?\(", message)
     assert found, message
     keys = shlex.split(found[2] or "")
     ranks = int(found[1] or world_size)
