@@ -264,7 +264,7 @@ class LayoutSizer:
         numbers = sum(buffer.size for kind in found.values() for buffer in kind)
         return _SizedStage(number, found, numbers, state, buckets)
 
-    def _arranged(self, config: Config, stage: _Stage, beside: int) -> list[Arrangement]:
+    def _arranged(self, config: Config, stage: _SizedStage, beside: int) -> list[Arrangement]:
         requests = [tier_request(config, numels, late) for numels, late in stage.buckets]
         return [arrange(asked, left(self.rooms, beside)) or least(asked) for asked in requests]
 
