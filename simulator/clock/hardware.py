@@ -12,6 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from configs.presets import read_mapping
+from configs.schema import ConfigError
+from configs.values import suggest
+
 FOLDER = Path(__file__).resolve().parent.parent.parent / "configs" / "hardware"
 KINDS = ("cuda", "cpu")
 
