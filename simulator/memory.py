@@ -37,6 +37,7 @@ from simulator.sizes import FP32, Sizes
 from simulator.tiers import TierPlan, least_host_bytes, left
 
 UNLIMITED = Capacity()
+TOLERANCE = 0.1  # of the plan's memory: a device is given up on only where this much less would not fit either
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 
@@ -88,14 +89,14 @@ def rank_memory(
     activations = Activations(config, vocab_size, device, plan)
     stages = config.parallel.pipeline
     static = [buffers(config, vocab_size, world_size, stage) for stage in range(stages)]
-    staying = [_staying(config, stage) for stage in range(stages)]
+    staying = [staying_bytes(config, stage) for stage in range(stages)]
 
     def working(room: float) -> tuple[list[int], list[int]]:
         """By stage: activations of the device, and layer inputs on the host, which has so much room for them."""
         inputs = [layer_inputs(config, world_size, stage, room) for stage in range(stages)]
         live = [activations_of_stage(config, activations, world_size, stage, inputs[stage]) for stage in range(stages)]
         alone = state_ranks(config, world_size)["dense"] == 1
-        after = [_after_backward(config, of_stage, device, alone) for of_stage in static]
+        after = [after_backward_bytes(config, of_stage, device, alone) for of_stage in static]
         return [max(pair) for pair in zip(live, after, strict=True)], [plan.host for plan in inputs]
 
     most, leaving = working(rooms.host)
@@ -136,7 +137,7 @@ def rank_memory(
     ]
 
 
-def _staying(config: Config, stage: int) -> int:
+def staying_bytes(config: Config, stage: int) -> int:
     """The buffer that sequence parallelism gathers into, slots for copies of experts, the angles of rotary positions of
     each model chunk, and the mask of a sliding window with dropout."""
     model, of_stage = config.model, parts(config)[stage]
@@ -151,7 +152,7 @@ def _staying(config: Config, stage: int) -> int:
     return result + slot_bytes(config, stage)
 
 
-def _after_backward(config: Config, of_stage: dict[str, list[Buffer]], device: str, alone: bool) -> int:
+def after_backward_bytes(config: Config, of_stage: dict[str, list[Buffer]], device: str, alone: bool) -> int:
     """On a CPU gloo's reduce-scatter, and in fp32 the optimizer of one rank (`alone`), works on a copy of all that is
     reduced, and clipping on one of each parameter's gradient in turn; on a GPU nothing is copied."""
     if device != "cpu":

@@ -36,7 +36,7 @@ from simulator.flops import (
     forward_operations,
     training_flops_per_token,
 )
-from simulator.memory import KINDS, RankMemory, budgets_of_node, needed_budgets, over_budget, rank_memory
+from simulator.memory import KINDS, TOLERANCE, RankMemory, budgets_of_node, needed_budgets, over_budget, rank_memory
 from simulator.parameters import Place, parameters, places
 from simulator.step_time import StepPrediction, predict_step
 from simulator.tiers import left
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 PLAN_FILE = "plan.json"
 GIB = 2**30
-TOLERANCE = 0.1  # of the plan's memory: a device is given up on only where this much less would not fit either
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from models.attention.rounds import Dealt, Pieces, Round
 from models.attention.slices import Slices
 
 Lengths = Sequence[int] | np.ndarray
+KEPT = 1024  # dealt micro-batches that are remembered: a search of layouts asks for the same again and again
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,25 @@ class SharedRows:
         return sum(every) / self.places
 
 
+_OF_SAMPLES: dict[tuple[object, ...], SharedRows] = {}
+
+
 def shared_rows(config: Config, micro_batches: Sequence[Lengths] | None = None) -> SharedRows:
     """Deal micro-batches with documents of these lengths; None: each sample is one document."""
+    if micro_batches is not None:
+        return _shared_rows(config, micro_batches)
+    model = config.model
+    key = (config.parallel.context, context_heads(config), config.training.micro_batch_size, config.data.documents)
+    key += (model.family, model.sequence_length, model.attention, model.sliding_window)
+    key += (tuple(derived.window_pattern(config)),)
+    if key not in _OF_SAMPLES:
+        if len(_OF_SAMPLES) >= KEPT:
+            _OF_SAMPLES.clear()
+        _OF_SAMPLES[key] = _shared_rows(config, None)
+    return _OF_SAMPLES[key]
+
+
+def _shared_rows(config: Config, micro_batches: Sequence[Lengths] | None) -> SharedRows:
     context, heads, places = config.parallel.context, context_heads(config), context_places(config)
     rows, pattern = rows_of_rank(config), derived.window_pattern(config)
     sliding = sum(pattern) / len(pattern)

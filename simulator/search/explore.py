@@ -1,0 +1,258 @@
+"""Best first: what may be fastest is looked at next, until nothing that is left can beat what was found.
+
+A node stands for candidates and has seconds that none of them is below. It is a micro-batch size (and all larger ones)
+of a group and a number of chunks; a layout; a layout with a number of chunks of its MoE layers, before and after its
+memory was counted; a candidate that fits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from configs import derived
+from configs.schema import Config
+from simulator.clock.prediction import Prediction
+from simulator.search.answer import LayoutMemory, MemoryLimits, SearchCounts
+from simulator.search.floor import LayoutFloor
+from simulator.search.memory import LayoutSizer
+from simulator.search.space import LayoutCell, LayoutGroup, LayoutSpace, Saving, is_legal
+
+SAME = 1e-9  # relative difference of seconds that are taken to be the same
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate that fits, with its time."""
+
+    cell: LayoutCell
+    saving: Saving
+    prediction: Prediction
+    memory: LayoutMemory
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """The fastest first; of those as fast, the simplest."""
+        return float(f"{self.prediction.seconds:.9g}"), *simplicity(self.cell, self.saving)
+
+
+@dataclass(frozen=True)
+class Node:
+    """Candidates that take `bound` seconds at least. `rest`: indices of what the micro-batch sizes go on with."""
+
+    kind: str
+    bound: float
+    group: LayoutGroup
+    chunks: int | None
+    cell: LayoutCell | None = None
+    row: tuple[Saving, ...] = ()  # with one degree, what keeps most first
+    index: int = 0
+    memory: LayoutMemory | None = None
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Before which node it is looked at."""
+        group = self.group
+        used = sum(size > 1 for size in (group.tensor, group.pipeline, group.context, group.expert))
+        return self.bound, used, group.tensor, group.pipeline, group.context, group.expert
+
+
+def simplicity(cell: LayoutCell, saving: Saving) -> tuple[Any, ...]:
+    """Fewer dimensions, less recomputation, no tiers, fewer chunks, small sizes."""
+    group = cell.group
+    dimensions = (group.tensor, group.pipeline, group.context, group.expert, group.expert_tensor or 1)
+    used = sum(size > 1 for size in dimensions) + (cell.chunks is not None) + group.sequence
+    degree = saving.degree if isinstance(saving.degree, int) else 0
+    chosen = (cell.heads is not None, cell.heads or 0, group.expert_tensor is not None)
+    return used, saving.steps, degree, dimensions, cell.chunks or 1, chosen, cell.micro, saving.strategy
+
+
+class LayoutExplorer:
+    """Explores a space. `predict` and `least` take a config; see simulator/search/timer.py."""
+
+    def __init__(
+        self,
+        space: LayoutSpace,
+        sizer: LayoutSizer,
+        limits: MemoryLimits,
+        predict: Callable[[Config], Prediction],
+        least: Callable[[Config], float],
+        floor: LayoutFloor,
+    ) -> None:
+        self.space, self.sizer, self.limits, self.predict, self.least = space, sizer, limits, predict, least
+        self.floor = floor
+        self.found: list[Candidate] = []
+        self.candidates = self.bounded_by_memory = self.too_large = self.timed = self.bounds = 0
+        self._rows_of: dict[int, list[tuple[Saving, ...]]] = {}
+        self._heap: list[tuple[tuple[Any, ...], int, Node]] = []
+        self._number = 0
+        self._begin()
+
+    def counts(self) -> SearchCounts:
+        """What became of all candidates: those that nobody looked at were bounded by time."""
+        rest = self.candidates - self.bounded_by_memory - self.too_large - self.timed
+        return SearchCounts(self.candidates, rest, self.bounded_by_memory, self.too_large, self.timed)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest found."""
+        return min(self.found, key=lambda each: each.rank, default=None)
+
+    def run(self, accepts: Callable[[LayoutGroup], bool] | None = None, most_bounds: float = float("inf")) -> None:
+        """Look at nodes until none can be as fast as the best found (among those of groups that are accepted), or so
+        many more were bounded closely."""
+        aside, last = [], self.bounds + most_bounds
+        own = [each for each in self.found if accepts is None or accepts(each.cell.group)]
+        best = min((each.prediction.seconds for each in own), default=float("inf"))
+        while self._heap and self.bounds < last:
+            entry = heapq.heappop(self._heap)
+            node = entry[2]
+            if node.bound > best * (1 + SAME):
+                aside.append(entry)
+                break
+            if accepts is not None and not accepts(node.group):
+                aside.append(entry)
+                continue
+            before = len(self.found)
+            for child in getattr(self, f"_{node.kind}")(node):
+                self._push(child)
+            best = min([best, *(each.prediction.seconds for each in self.found[before:])])
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
+
+    def _push(self, node: Node) -> None:
+        self._number += 1
+        heapq.heappush(self._heap, (node.order, self._number, node))
+
+    def _begin(self) -> None:
+        for group in self.space.groups():
+            cell = next(self.space.cells(group))
+            savings = self.space.legal_savings(cell)
+            count = self.space.num_cells(group) * len(savings)
+            self.candidates += count
+            if self.sizer.least_device_bytes(cell, _leaves(savings)) > self.limits.device:
+                self.bounded_by_memory += count
+                continue
+            for chunks in self.space.chunks_of(group):
+                for node in self._micro_from(group, chunks, 0):
+                    self._push(node)
+
+    def _micro_from(self, group: LayoutGroup, chunks: int | None, index: int) -> Iterator[Node]:
+        """Larger micro-batches have a larger floor: the pipeline waits longer."""
+        micros = self.space.micros_of(group, chunks)
+        if index < len(micros):
+            cell = LayoutCell(group, chunks, self.space.first_heads, micros[index])
+            rows = self._rows(cell)
+            if rows:
+                bound = self.floor.seconds(cell, [row[0] for row in rows], self.space.first_heads)
+                yield Node("micro", bound, group, chunks, cell, index=index)
+
+    def _rows(self, cell: LayoutCell) -> list[tuple[Saving, ...]]:
+        """The savings that the rules allow, by degree."""
+        key = id(savings := self.space.legal_savings(cell))
+        if key not in self._rows_of:
+            self._rows_of[key] = _parts(savings, lambda saving: (saving.degree, saving.backward_degree))
+        return self._rows_of[key]
+
+    def _micro(self, node: Node) -> Iterator[Node]:
+        """The next micro-batch size, and the layouts with this one."""
+        assert node.cell is not None
+        savings = self.space.legal_savings(node.cell)
+        room = self.limits.device - self.sizer.staying_bytes(node.cell, _leaves(savings))
+        numbers = self.space.heads_of(node.group, node.chunks, node.cell.micro)
+        if room < 0 or (numbers and self.sizer.has_no_room(replace(node.cell, heads=numbers[0]), savings, room)):
+            self.bounded_by_memory += len(savings) * self.space.num_cells(node.group, node.chunks, node.index)
+            return
+        yield from self._micro_from(node.group, node.chunks, node.index + 1)
+        for heads in numbers:
+            cell = replace(node.cell, heads=heads)
+            used = derived.context_heads(self.space.layout(cell, savings[0]))
+            for row in self._rows(cell):
+                bound = max(node.bound, self.floor.seconds(cell, [row[0]], used))
+                yield replace(node, kind="row", cell=cell, row=row, bound=bound)
+
+    def _row(self, node: Node) -> Iterator[Node]:
+        """A closer bound, of this layout alone."""
+        assert node.cell is not None
+        config = self.space.layout(node.cell, node.row[0])
+        if not is_legal(config, self.space.world_size):
+            self.candidates -= len(node.row)
+            return
+        yield replace(node, kind="sized", bound=max(node.bound, self._least(node.cell, node.row[0])))
+
+    def _least(self, cell: LayoutCell, saving: Saving) -> float:
+        self.bounds += 1
+        closer = self.floor.closer(cell, saving)
+        return self.least(self.space.layout(cell, saving)) if closer is None else closer
+
+    def _sized(self, node: Node) -> Iterator[Node]:
+        """What keeps most, where it fits: nothing else of the row is faster then. Else what saves more."""
+        assert node.cell is not None
+        first = node.row[0]
+        memory = None if self._keeps_too_much(node.cell, [first]) else self._fitting(node.cell, first)
+        if memory is not None:
+            yield replace(node, kind="candidate", row=(first,), memory=memory)
+            rest = [saving for saving in node.row if not first.is_below(saving)]
+        else:
+            self.too_large += 1
+            rest = list(node.row[1:])
+        for part in _parts(rest, lambda saving: (saving.recompute, saving.offload, saving.strategy)):
+            yield replace(node, kind="saved", row=part)
+
+    def _saved(self, node: Node) -> Iterator[Node]:
+        """Layers that are kept alike, unless what they keep is more than the device has room for."""
+        assert node.cell is not None
+        if self._keeps_too_much(node.cell, node.row):
+            self.bounded_by_memory += len(node.row)
+        else:
+            yield replace(node, kind="tiers", bound=max(node.bound, self._least(node.cell, node.row[0])))
+
+    def _keeps_too_much(self, cell: LayoutCell, row: Sequence[Saving]) -> bool:
+        least = self.sizer.staying_bytes(cell, _leaves(row)) + self.sizer.kept_floor(cell, row[0])
+        return least > self.limits.device
+
+    def _tiers(self, node: Node) -> Iterator[Node]:
+        """The tiers and engines that fit; of two of which one keeps more, that."""
+        assert node.cell is not None
+        if self.sizer.beside_state(node.cell, node.row[0], _leaves(node.row)) > self.limits.device:
+            self.bounded_by_memory += len(node.row)
+            return
+        fitting: list[Saving] = []
+        for saving in node.row:
+            if any(other.is_below(saving) for other in fitting):
+                continue
+            memory = self._fitting(node.cell, saving)
+            if memory is None:
+                self.too_large += 1
+            else:
+                fitting.append(saving)
+                yield replace(node, kind="candidate", row=(saving,), memory=memory)
+
+    def _fitting(self, cell: LayoutCell, saving: Saving) -> LayoutMemory | None:
+        memory = self.sizer.memory(cell, saving)
+        limits = self.limits
+        fits = memory.device <= limits.device and memory.host <= limits.host and memory.disk <= limits.disk
+        return memory if fits else None
+
+    def _candidate(self, node: Node) -> Iterator[Node]:
+        """The time of what fits."""
+        assert node.cell is not None and node.memory is not None
+        self.timed += 1
+        prediction = self.predict(self.space.layout(node.cell, node.row[0]))
+        self.found.append(Candidate(node.cell, node.row[0], prediction, node.memory))
+        yield from ()
+
+
+def _leaves(savings: Sequence[Saving]) -> bool:
+    """Whether optimizer state may leave the device."""
+    return any(saving.state_device != "device" for saving in savings)
+
+
+def _parts(savings: Sequence[Saving], key: Callable[[Saving], Any]) -> list[tuple[Saving, ...]]:
+    """Savings that are alike in something, in their order."""
+    found: dict[Any, list[Saving]] = {}
+    for saving in savings:
+        found.setdefault(key(saving), []).append(saving)
+    return [tuple(part) for part in found.values()]
