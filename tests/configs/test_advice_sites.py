@@ -48,6 +48,7 @@ TRIED: dict[str, tuple[int, str]] = {
     "training/callbacks/loss_scale.py": (1, "training/test_health"),
     "training/resilience/recovery.py": (1, "training/test_health"),
     "training/starting/activations.py": (1, "training/test_activation_offload"),
+    "training/starting/machine.py": (3, "training/test_layout_choice"),
     "training/starting/preflight.py": (5, "training/test_preflight training/test_another_model"),
 }
 
