@@ -345,6 +345,12 @@ WRONG_RUNS: dict[str, WrongRun] = {
         2,
         ours=True,
     ),
+    "two_ranks_search_for_other_devices": WrongRun(
+        [TINY, "training.device=cpu", "parallel=auto", "hardware=h100_8x"],
+        ("training.device (cpu)", "training.device=auto"),
+        ranks=2,
+        ours=True,
+    ),
     "two_ranks_scalar_for_list": WrongRun(
         [TINY, "training.profile.steps=5"], ("training.profile.steps (5)", "[]"), ranks=2, ours=True
     ),
