@@ -171,6 +171,16 @@ def test_the_machine_is_named_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
     validate(compose([*TINY, tried]), 1)
 
 
+def test_a_run_for_a_machine_of_other_devices_is_refused(tmp_path: Path) -> None:
+    from training.starting import preflight
+
+    config = compose([*TINY, "hardware=h100_8x", f"run_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"hardware \(h100_8x\) must be of cpu"):
+        preflight.check(config)
+    config.hardware = cpu_machine(tmp_path)
+    preflight.check(config)
+
+
 def test_a_search_imports_no_torch() -> None:
     code = (
         "import sys, training.starting.plans, training.starting.layout_choice; "
