@@ -19,9 +19,9 @@ from benchmarks.facts import FACTS, PublishedFact
 from benchmarks.tables import table
 from configs.schema import Config
 from models.blueprint import padded_vocab_size
+from simulator.clock.output.words import held_to
 from simulator.clock.predict import predict_step
 from simulator.clock.prediction import Prediction
-from simulator.clock.words import held_to
 from simulator.flops import training_flops_per_token
 
 UPDATE = ("update", "host_update", "host_link", "disk")  # reasons of an update off the device

@@ -30,8 +30,8 @@ from parallel.pipeline import layers_of_stage
 from simulator import communication
 from simulator.clock import predict as clock
 from simulator.clock.hardware import Hardware
+from simulator.clock.output.words import step_as_dict
 from simulator.clock.prediction import Prediction
-from simulator.clock.words import step_as_dict
 from simulator.context.rows import Lengths, SharedRows, shared_rows
 from simulator.context.sizes import layer_exchange, layouts
 from simulator.flops import (

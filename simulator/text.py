@@ -16,9 +16,9 @@ from moe.placement_map import PlacementMap
 from optim.arrangement.arrange import Arrangement
 from parallel.pipeline import layers_of_stage
 from simulator.clock.hardware import Hardware
-from simulator.clock.trace import FOLDER as TRACES
-from simulator.clock.trace import write_traces
-from simulator.clock.words import step_in_words
+from simulator.clock.output.trace import FOLDER as TRACES
+from simulator.clock.output.trace import write_traces
+from simulator.clock.output.words import step_in_words
 from simulator.communication import KINDS as SENT_KINDS
 from simulator.context.rows import Lengths
 from simulator.context.words import context_in_words, count, size, table

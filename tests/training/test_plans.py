@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from configs.compose import compose, given_keys
-from simulator.clock.words import held_to
+from simulator.clock.output.words import held_to
 from tests.training.test_layout_choice import TINY, searching
 from training.report import timeline
 from training.starting import layout_choice, plans

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.browser import Browser, chromium
 from benchmarks.observability_cost import made_up_run
+from simulator.clock.output.trace import trace_path, write_traces
 from simulator.clock.prediction import Prediction
 from simulator.clock.prediction import Span as StepSpan
-from simulator.clock.trace import trace_path, write_traces
 from tests.training.helpers import read_metrics
 from tests.waits import LONG
 from training.report import environment, page, sources, timeline

@@ -6,8 +6,8 @@ import statistics
 
 from data.pieces import planned_pieces, planned_share
 from simulator.clock.hardware import Hardware
+from simulator.clock.output.words import held_to, shares
 from simulator.clock.prediction import Prediction
-from simulator.clock.words import held_to, shares
 from simulator.run_plan import make_plan
 from simulator.text import write_timeline
 from training.resilience import events

@@ -13,7 +13,7 @@ import yaml
 
 from checkpoint.record import RECORD
 from configs.schema import ConfigError
-from simulator.clock.trace import FOLDER as TRACES
+from simulator.clock.output.trace import FOLDER as TRACES
 from training.report.environment import ENVIRONMENT
 from training.resilience import events
 from training.resilience.status import STATUS

@@ -10,8 +10,8 @@ import zlib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from simulator.clock.trace import FOLDER as PREDICTED_FOLDER
-from simulator.clock.trace import MESSAGE
+from simulator.clock.output.trace import FOLDER as PREDICTED_FOLDER
+from simulator.clock.output.trace import MESSAGE
 
 NAME = re.compile(r"step_(\d+)_rank_(\d+)\.json\.gz")
 MAX_RANKS = 16  # on one picture; evenly chosen where there are more

@@ -20,7 +20,7 @@ from configs.searched import SEARCHED
 from configs.values import as_typed
 from data.vocabulary import expected_vocab_size
 from simulator.clock.hardware import Hardware
-from simulator.clock.words import held_to
+from simulator.clock.output.words import held_to
 from simulator.search.answer import LayoutAnswer
 from simulator.search.search import search_layout
 from training.starting.machine import machine_of, refuse_another_kind
