@@ -104,7 +104,7 @@ def read_trace(path: Path) -> RankSpans:
     index = {name: i for i, name in enumerate(NAMES)}
     spans = []
     for event in device + [event for event in host if event["name"] not in on_device]:
-        name = event["name"] if event["name"] in index or "predicted" not in trace else OTHER
+        name = _known(event["name"]) if "predicted" in trace else event["name"]
         if name in index:
             spans.append((int(name in PARTS), index[name], base + event["ts"], base + event["ts"] + event["dur"]))
     names = ("gloo:", "ncclDevKernel", "ncclKernel")
@@ -112,6 +112,13 @@ def read_trace(path: Path) -> RankSpans:
     for start, end in merged((base + event["ts"], base + event["ts"] + event["dur"]) for event in messages):
         spans.append((2, index["message"], start, end))
     return sorted(spans, key=lambda span: (span[2], -span[3]))
+
+
+def _known(name: str) -> str:
+    """The name of a traced step for one of a predicted step, such as "forward 3 of chunk 1"."""
+    whole = {"update": "optimizer"}.get(name, name)
+    fitting = [known for known in NAMES if whole == known or whole.startswith(f"{known} ")]
+    return max(fitting, key=len, default=OTHER)
 
 
 def merged(intervals: Any) -> list[tuple[float, float]]:
