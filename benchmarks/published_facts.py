@@ -19,8 +19,9 @@ from benchmarks.facts import FACTS, PublishedFact
 from benchmarks.tables import table
 from configs.schema import Config
 from models.blueprint import padded_vocab_size
+from simulator.clock.hardware import Hardware
 from simulator.clock.output.words import held_to
-from simulator.clock.predict import predict_step
+from simulator.clock.predict import StepClock
 from simulator.clock.prediction import Prediction
 from simulator.flops import training_flops_per_token
 
@@ -39,6 +40,11 @@ def figure_of(fact: PublishedFact, config: Config, prediction: Prediction) -> fl
     return sum(seconds for name, seconds in prediction.reasons.items() if name.partition(":")[0] in UPDATE)
 
 
+def predict(fact: PublishedFact, config: Config, machine: Hardware, vocab_size: int) -> Prediction:
+    """The step of a fact's trainer."""
+    return StepClock(config, fact.ranks, vocab_size, machine, trainer=fact.trainer).predict()
+
+
 def row(fact: PublishedFact) -> dict[str, Any]:
     """A fact with what is predicted, and the error in percent of what was published."""
     found: dict[str, Any] = {"name": fact.name, "source": fact.source, "published": fact.published, "unit": fact.unit}
@@ -47,7 +53,7 @@ def row(fact: PublishedFact) -> dict[str, Any]:
     config, machine = fact.config(), fact.machine()
     vocab_size = config.model.vocab_size
     assert vocab_size is not None and padded_vocab_size(vocab_size, config.parallel.tensor) >= vocab_size
-    predicted = figure_of(fact, config, predict_step(config, fact.ranks, vocab_size, machine))
+    predicted = figure_of(fact, config, predict(fact, config, machine, vocab_size))
     error = 100 * (predicted / fact.published - 1)
     return found | {
         "predicted": predicted,

@@ -68,7 +68,7 @@ def test_predictions_are_told_in_the_units_of_the_facts() -> None:
 
 def test_the_table_has_every_fact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made_up = Prediction(4.0, {"products": 4.0}, "a100_8x")
-    monkeypatch.setattr(published_facts, "predict_step", lambda *_: made_up)
+    monkeypatch.setattr(published_facts, "predict", lambda *_: made_up)
     assert published_facts.main(["--json"]) == 0
     out = capsys.readouterr().out
     for fact in FACTS:
