@@ -82,7 +82,7 @@ def checked(content: Mapping[Any, Any], path: Path) -> Hardware:
 def _figure(path: Path, name: str, content: Any) -> Figure:
     key, unit = f"figures.{name}", FIGURES[name][0]
     if not isinstance(content, Mapping):
-        _refuse(path, key, content, "have a value and a source", "value: 1.0e+9 and source: datasheet")
+        _refuse(path, key, content, "have a value and a source", "{value: 1.0e+9, source: datasheet}")
     _only(path, f"{key}.", content, FIGURE_KEYS)
     source = content.get("source")
     if not isinstance(source, str) or not source.strip():

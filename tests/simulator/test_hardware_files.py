@@ -111,6 +111,10 @@ def test_what_is_wrong_in_a_file_is_one_line(name: str, tmp_path: Path) -> None:
     for part in says:
         assert part in message
     tried = message.partition("Try ")[2].rstrip(".")
+    if tried.startswith("{"):
+        _put(changed, key, yaml.safe_load(tried))
+        path.write_text(yaml.safe_dump(changed))
+        assert files.load(str(path)).figures["inside.rate"].source == "datasheet"
     if tried.startswith(("value: ", "stated: ", "kind: ", "about: ", "errors: ")):
         last, _, text = tried.partition(": ")
         _put(changed, key, yaml.safe_load(text) if last in ("value", "stated", "errors") else text)
