@@ -236,6 +236,8 @@ def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) ->
         import torch
 
         limit, slack = float(torch.cuda.get_device_properties(device).total_memory), 1 - TOLERANCE
+    elif plan.hardware is not None and plan.device == "cuda":
+        limit, slack = plan.hardware["device.memory"], 1 - TOLERANCE
     most = limit / slack
     needs = needed_budgets(config, plan.vocab_size, plan.world_size, plan.device, plan.memory, plan.rooms, most)
     if needs is not None:

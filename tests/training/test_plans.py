@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from configs.compose import compose, given_keys
+from configs.schema import ConfigError
 from simulator.clock.output.words import held_to
 from tests.training.test_layout_choice import TINY, searching
 from training.report import timeline
@@ -35,6 +36,14 @@ def test_a_plan_for_a_machine_predicts_a_step(tmp_path: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert "Step time on a100_8x: predicted " in out and "back-test: " in out
     assert str(tmp_path / "run" / "traces_predicted") in out
+
+
+def test_a_plan_that_a_machine_cannot_hold_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan=json", "plan_world_size=8", "hardware=h100_8x", f"run_dir={tmp_path}", "parallel=single"]
+    line = ["experiment=llama3_8b", *asked, "optimizer.distributed=false", "parallel.overlap_param_gather=false"]
+    with pytest.raises(ConfigError, match=r"needs .* GiB on rank 0 .* but the device's memory is 79\."):
+        plans.show(compose(line), given_keys(line))
+    assert max(rank["total"] for rank in json.loads(capsys.readouterr().out)["memory_per_rank"]) > 8.49e10
 
 
 def test_a_plan_without_a_machine_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
