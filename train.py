@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from configs.schema import Config
 
 
-def main(config: Config) -> int:
-    """Build the run of a checked config and train it, or print its plan; the exit status."""
-    from configs.ranks import world_size
-    from configs.validate import planned_world_size
-
+def main(config: Config, given: frozenset[str]) -> int:
+    """Build the run of a checked config and train it, or print its plan; the exit status. `given`: the keys of the
+    command line."""
     if config.plan:
-        from data.pieces import planned_pieces, planned_share
-        from data.vocabulary import expected_vocab_size
-        from simulator import text as plan_text
+        from training.starting import plans
 
         signals.of_this_process.restore(ignore=False)
-        ranks, vocab_size = planned_world_size(config, world_size()), expected_vocab_size(config)
-        return plan_text.show(config, ranks, vocab_size, planned_share(config), planned_pieces(config))
+        return plans.show(config, given)
+    from training.starting import layout_choice
+
+    choice = layout_choice.choose(config, given)
+    if choice is not None:
+        config = choice.config
     from parallel import card
 
     card.set_environment(config)
@@ -35,7 +35,7 @@ def main(config: Config) -> int:
     from training.starting import preflight  # a wrong config and --help need not wait for these either
 
     preflight.check(config)
-    return job.run(config)
+    return job.run(config, choice)
 
 
 if __name__ == "__main__":

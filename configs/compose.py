@@ -31,7 +31,8 @@ from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, parse
 from configs.presets import check_mapping, check_preset, read_mapping
 from configs.ranks import launched
 from configs.schema import KEYS, Config, ConfigError
-from configs.validate import planned_world_size, usable_world_size, validate
+from configs.searched import searches_layout
+from configs.validate import planned_world_size, usable_world_size, validate, validate_for_search
 from configs.values import for_hydra, one_line, set_values, to_config
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -40,6 +41,8 @@ OmegaConf.register_new_resolver("fraction", lambda share, number: round(float(sh
 OmegaConf.register_new_resolver(
     "times", lambda factor, number: float(f"{float(factor) * float(number):.12g}"), replace=True
 )
+
+HIDDEN = "hardware"  # a key whose files stand in a folder of configs/, which Hydra takes for a group
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
@@ -105,8 +108,14 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def run(main: Callable[[Config], int]) -> NoReturn:
-    """Run `main` with the configuration that the command line asks for, then exit with the status it returns.
+def given_keys(overrides: list[str]) -> frozenset[str]:
+    """Dotted names of the keys that a command line sets by themselves, not by a preset. Raises ConfigError."""
+    return frozenset(key for text in overrides if (key := parse(text).key_or_group) in KEYS)
+
+
+def run(main: Callable[[Config, frozenset[str]], int]) -> NoReturn:
+    """Run `main` with the configuration that the command line asks for and the keys that it sets, then exit with the
+    status it returns.
 
     Any `ConfigError`, also one that `main` raises, ends in one line on stderr and exit status 2. `--cfg`, `--info` and
     shell completion are Hydra's. `-m` (`--multirun`) runs the product of comma-separated values, one run after the
@@ -122,16 +131,17 @@ def run(main: Callable[[Config], int]) -> NoReturn:
             _show(args)
             sys.exit(0)
         status = 0
-        for config in configs:
-            status = status or main(config)
+        for config, given in configs:
+            status = status or main(config, given)
     except ConfigError as error:
         _report(str(error))
         sys.exit(exit_status.WRONG_CONFIG)
     sys.exit(status)
 
 
-def _checked_configs(args: argparse.Namespace) -> list[Config] | None:
-    """The configurations to run, or None when Hydra is asked to show something instead."""
+def _checked_configs(args: argparse.Namespace) -> list[tuple[Config, frozenset[str]]] | None:
+    """The configurations to run, each with the keys that its line sets, or None when Hydra is asked to show something
+    instead."""
     for option in ("config_path", "config_name", "experimental_rerun"):
         if getattr(args, option, None) is not None:
             raise ConfigError(
@@ -161,9 +171,13 @@ def _checked_configs(args: argparse.Namespace) -> list[Config] | None:
     launch = launched()
     launch.check_meeting()
     processes = launch.world_size
-    configs = []
+    configs, given = [], []
     for line in lines:
         configs.append(compose(line, args.config_dir))
+        given.append(given_keys(line))
+        if searches_layout(configs[-1]):
+            validate_for_search(configs[-1], given[-1], processes)
+            continue
         used = planned_world_size if configs[-1].plan else usable_world_size
         validate(configs[-1], used(configs[-1], processes))
     run_dirs = [config.run_dir for config in configs]
@@ -172,7 +186,7 @@ def _checked_configs(args: argparse.Namespace) -> list[Config] | None:
         own = f"'name={configs[0].name}_${{{swept}}}'"
         advice = own if "." in swept else "one run after the other, each with a name=... of its own"
         raise ConfigError(f"run_dir ({run_dirs[0]}) must differ between the runs of a sweep. Try {advice}")
-    return configs
+    return list(zip(configs, given, strict=True))
 
 
 def _show(args: argparse.Namespace) -> None:
@@ -182,7 +196,12 @@ def _show(args: argparse.Namespace) -> None:
         raise AssertionError("Hydra was asked to show something, not to run")
 
     as_read = {text: for_hydra(parse(text)) for text in args.overrides}
-    sys.argv = [as_read.get(text, text) for text in sys.argv]
+    hidden = [text for text in args.overrides if parse(text).key_or_group == HIDDEN]
+    if hidden:
+        # The last one counts. It becomes the schema's default, where it is no group's choice to Hydra.
+        default = Config(**{HIDDEN: getattr(compose(hidden, args.config_dir), HIDDEN)})
+        ConfigStore.instance().store(name="schema", node=default)
+    sys.argv = [as_read.get(text, text) for text in sys.argv if text not in hidden]
     hydra_main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=PRIMARY)(never)()
 
 

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from configs import hardware_files
 from configs.keys import Key, get
 from configs.schema import KEYS, Config
 from configs.values import as_typed
@@ -22,6 +23,7 @@ Pretrain GPT or BERT, dense or mixture-of-experts.
   python train.py model=gpt_tiny training.steps=50      the quickstart's training with another model
   bash launch/torchrun.sh --ranks-per-node 2 parallel.expert=2
   python train.py plan=true                             what the run would need, do not run
+  python train.py plan=search plan_world_size=64 hardware=h100_8x     which layout is the fastest
   python train.py --cfg job --resolve                   print the composed config, do not run
   python train.py -m model=gpt_tiny,bert_tiny           one run after the other
   python train.py --config-dir FOLDER experiment=mine   with presets of your own
@@ -37,6 +39,9 @@ def describe(config: Config, groups: Mapping[str, list[str]]) -> str:
     lines = [USAGE, "Groups of presets: group=choice", ""]
     for group, choices in groups.items():
         lines += textwrap.wrap(f"{group}: {', '.join(choices)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    machines = f"hardware: {', '.join(hardware_files.names())}"
+    lines += ["", "Files of a machine's figures, or the path of another: hardware=file", ""]
+    lines += textwrap.wrap(machines, WIDTH, initial_indent="  ", subsequent_indent="    ")
     lines += ["", "Keys: key=value. Each with its value here, what it means, and [what it takes]"]
     section = None
     for name, key in KEYS.items():

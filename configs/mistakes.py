@@ -29,10 +29,11 @@ def _choices(group: str, config_dir: str | None = None) -> list[str]:
 
 
 def _groups(config_dir: str | None = None) -> list[str]:
+    """Folders of presets; configs/hardware, whose files a key names, is none."""
     return [
         name
         for name in (*sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()),)
-        if _choices(name, config_dir)
+        if name not in KEYS and _choices(name, config_dir)
     ]
 
 

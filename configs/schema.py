@@ -20,6 +20,12 @@ class ConfigError(ValueError):
 
 @dataclass
 class ParallelConfig:
+    layout: str = key(
+        "given",
+        "who chooses the layout; auto: a search before the run, which keeps what the command line says",
+        "free",
+        choices=("given", "auto"),
+    )
     tensor: int = key(1, "ranks that every matrix of attention and dense layers is split over", "free", low=1)
     sequence: bool = key(False, "split the activations between them too, over the tensor ranks", "free")
     pipeline: int = key(1, "ranks that the layers are split over", "free", low=1)
@@ -303,12 +309,18 @@ class Config:
     run_dir: str = key("runs/${name}", "folder that the run writes into", "free")
     plan: Any = key(
         False,
-        "true: print what the run needs, and do not run; json: the same for scripts",
+        "true: print what the run needs, and do not run; json: the same for scripts; search: the fastest layout",
         "free",
-        form="true, false or json",
+        form="true, false, json or search",
     )
     plan_world_size: Optional[int] = key(
         None, "number of ranks that plan is for; null: those started, or the fewest that fit the layout", "free", low=1
+    )
+    hardware: Optional[str] = key(
+        None,
+        "file of configs/hardware, or path of another, whose figures predict a step; null: none, or for a search that "
+        "of this machine",
+        "free",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)

@@ -11,6 +11,7 @@ from configs.keys import get
 from configs.rules import first_problem
 from configs.rules.problem import WORLD_SIZE
 from configs.schema import Config, ConfigError
+from configs.searched import smallest
 from configs.show import show
 
 MAX_PLANNED_COPIES = 64  # of the model, tried for a plan that is told no number of ranks
@@ -23,6 +24,21 @@ def validate(config: Config, world_size: int) -> None:
         ConfigError: naming the first field that breaks a rule, its value, the rule, and a value that works.
     """
     _refuse_first_problem(config, world_size)
+
+
+def validate_for_search(config: Config, given: frozenset[str], started: int) -> None:
+    """Check a configuration whose layout is searched for (configs/searched.py): what no layout can put right.
+
+    `given`: the keys of the command line, which stay. Whether a layout of so many ranks is left, the search says.
+    Raises ConfigError.
+    """
+    if config.plan and config.plan_world_size is None and started == 1:
+        raise ConfigError(
+            "plan_world_size (null) must be the number of ranks to search for where no ranks are started. Try "
+            "plan_world_size=8."
+        )
+    changed = smallest(config, given)
+    _refuse_first_problem(changed, _fewest(changed))
 
 
 def validate_for_use(config: Config, world_size: int) -> None:
@@ -65,6 +81,11 @@ def planned_world_size(config: Config, started: int) -> int:
         return max(1, config.plan_world_size)  # what is less, a rule refuses
     if started > 1:
         return started
-    fewest = math.lcm(max(1, derived.model_parallel_size(config)), max(1, derived.expert_model_parallel_size(config)))
+    fewest = _fewest(config)
     sizes = range(fewest, fewest * MAX_PLANNED_COPIES + 1, fewest)
     return next((size for size in sizes if first_problem(config, size) is None), fewest)
+
+
+def _fewest(config: Config) -> int:
+    """Ranks that hold one copy of the model."""
+    return math.lcm(max(1, derived.model_parallel_size(config)), max(1, derived.expert_model_parallel_size(config)))

@@ -15,10 +15,11 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from configs.compose import compose
+from configs.compose import compose, given_keys
 from configs.exit_status import WRONG_CONFIG
 from configs.schema import Config, ConfigError
-from configs.validate import usable_world_size, validate
+from configs.searched import searches_layout
+from configs.validate import usable_world_size, validate, validate_for_search
 
 ARRAY_TASK = "SLURM_ARRAY_TASK_ID"  # what a user's own overrides can refer to: name='a_${oc.env:SLURM_ARRAY_TASK_ID}'
 
@@ -31,7 +32,10 @@ class Job(NamedTuple):
 def compose_for(overrides: Sequence[str], world_size: int) -> Config:
     """Compose and check a command line for that many ranks. Raises ConfigError."""
     config = compose(list(overrides))
-    validate(config, usable_world_size(config, world_size))
+    if searches_layout(config):
+        validate_for_search(config, given_keys(list(overrides)), world_size)
+    else:
+        validate(config, usable_world_size(config, world_size))
     return config
 
 

@@ -34,3 +34,17 @@ def _may_have_gpu() -> bool:
         return bool(driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0)
     except (OSError, AttributeError):
         return False
+
+
+def card_name() -> str | None:
+    """Name of this machine's first NVIDIA GPU, such as "NVIDIA H100 80GB HBM3"; None where there is none. No context is
+    made on it."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, name = ctypes.c_int(0), ctypes.create_string_buffer(256)
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+            if driver.cuDeviceGetName(name, len(name), device) == 0:
+                return name.value.decode(errors="replace")
+    except (OSError, AttributeError):
+        pass
+    return None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from configs.schema import ConfigError
+from configs.keys import get
+from configs.schema import Config, ConfigError
+from configs.searched import SEARCHED
+from configs.values import as_typed
 
 
 def raise_together(problem: str | None, kind: type[Exception] = ConfigError) -> None:
@@ -17,3 +20,20 @@ def raise_together(problem: str | None, kind: type[Exception] = ConfigError) -> 
     ]
     if found:
         raise kind(found[0])
+
+
+def refuse_other_layouts(config: Config) -> None:
+    """Raise ConfigError on every rank where ranks chose other layouts than rank 0, before there are groups. A
+    collective call."""
+    own = [as_typed(key, get(config, key)) for key in SEARCHED]
+    every: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    for rank, layout in enumerate(every):
+        if layout != every[0]:
+            differs = ", ".join(
+                f"{one} and {other}" for one, other in zip(every[0], layout, strict=True) if one != other
+            )
+            raise ConfigError(
+                f"parallel.layout (auto) must lead to one layout, and ranks 0 and {rank} chose {differs}. Give all "
+                "nodes the same files of this program and of run_dir, or the layout's keys themselves."
+            )

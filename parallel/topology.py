@@ -25,6 +25,7 @@ from configs.ranks import launched
 from configs.schema import Config, ConfigError
 from parallel import card
 from parallel.liveness import loopback, rendezvous
+from parallel.refusal import refuse_other_layouts
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,8 @@ def initialize(config: Config) -> Topology:
             place["device_id"] = device
         dist.init_process_group(backend, timeout=timeout, **place)
     world_size = dist.get_world_size()
+    if layout.layout == "auto":
+        refuse_other_layouts(config)
     model_size = model_parallel_size(config)
     if world_size % model_size != 0:
         raise ConfigError(

@@ -28,6 +28,10 @@ from moe.placement_map import PlacementMap
 from optim.arrangement.arrange import Capacity
 from parallel.pipeline import layers_of_stage
 from simulator import communication
+from simulator.clock import predict as clock
+from simulator.clock.hardware import Hardware
+from simulator.clock.output.words import step_as_dict
+from simulator.clock.prediction import Prediction
 from simulator.context.rows import Lengths, SharedRows, shared_rows
 from simulator.context.sizes import layer_exchange, layouts
 from simulator.flops import (
@@ -65,6 +69,8 @@ class RunPlan:
     rooms: Capacity = Capacity()  # what a rank may use of each memory tier
     attended_share: float | None = None  # of separate documents, as simulator/flops.py has it; None: not known
     documents: Sequence[Lengths] | None = None  # their lengths in some micro-batches, where context ranks share them
+    hardware: Hardware | None = None  # the machine that a step is predicted for
+    step: Prediction | None = None  # of the clock, for that machine
 
     @functools.cached_property
     def shared(self) -> SharedRows:
@@ -80,6 +86,11 @@ class RunPlan:
     def unexportable(self) -> str | None:
         """Why the model cannot be exported to Hugging Face; None where it can."""
         return translate.unexportable(self.config, self.vocab_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.config.training.global_batch_size * self.config.model.sequence_length
 
     @property
     def micro_batches(self) -> int:
@@ -114,6 +125,9 @@ class RunPlan:
             "communication_per_step": self.communication,
             "context": {**asdict(self.shared), "sent_in_a_layer": layer_exchange(config, self.shared)},
             "prediction": None if self.prediction is None else asdict(self.prediction),
+            "predicted_step": None
+            if self.step is None or self.hardware is None
+            else step_as_dict(self.step, self.hardware, self.tokens),
             "unexportable": self.unexportable,
         }
 
@@ -126,11 +140,15 @@ def make_plan(
     device_memory: float | None = None,
     attended_share: float | None = None,
     documents: Sequence[Lengths] | None = None,
+    hardware: Hardware | None = None,
 ) -> RunPlan:
-    """The plan of a checked config. `device`: by default where it would train if it were started here;
-    `device_memory`: bytes that a GPU has; `attended_share`: of the corpus; `documents`: their lengths in some
-    micro-batches of it, one list each; where they are known. Raises ConfigError."""
-    device = device or device_type(config)
+    """The plan of a checked config. `device`: by default that of `hardware`, or where it would train if it were started
+    here; `device_memory`: bytes that a GPU has; `attended_share`: of the corpus; `documents`: their lengths in some
+    micro-batches of it, one list each; where they are known; `hardware`: the machine to predict a step for. Raises
+    ConfigError."""
+    device = device or (device_type(config) if hardware is None else hardware.kind)
+    if hardware is not None and device == "cuda" and device_memory is None:
+        device_memory = hardware["device.memory"]
     padded = padded_vocab_size(vocab_size, config.parallel.tensor)
     every = [p for of_stage in parts(config) for part in of_stage for p in parameters(config, part, vocab_size)]
     shared = shared_rows(config, documents)
@@ -150,6 +168,18 @@ def make_plan(
         of,
         attended_share,
         documents,
+        hardware,
+        None
+        if hardware is None
+        else clock.predict_step(
+            config,
+            world_size,
+            vocab_size,
+            hardware,
+            attended_share=attended_share,
+            shared=shared,
+            with_spans=True,
+        ),
     )
 
 
@@ -205,6 +235,8 @@ def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) ->
         import torch
 
         limit, slack = float(torch.cuda.get_device_properties(device).total_memory), 1 - TOLERANCE
+    elif plan.hardware is not None and plan.device == "cuda":
+        limit, slack = plan.hardware["device.memory"], 1 - TOLERANCE
     most = limit / slack
     needs = needed_budgets(config, plan.vocab_size, plan.world_size, plan.device, plan.memory, plan.rooms, most)
     if needs is not None:

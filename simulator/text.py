@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from configs import derived
 from configs.ranks import launched
@@ -14,6 +15,10 @@ from models.blueprint import padded_vocab_size, parts
 from moe.placement_map import PlacementMap
 from optim.arrangement.arrange import Arrangement
 from parallel.pipeline import layers_of_stage
+from simulator.clock.hardware import Hardware
+from simulator.clock.output.trace import FOLDER as TRACES
+from simulator.clock.output.trace import write_traces
+from simulator.clock.output.words import step_in_words
 from simulator.communication import KINDS as SENT_KINDS
 from simulator.context.rows import Lengths
 from simulator.context.words import context_in_words, count, size, table
@@ -32,14 +37,25 @@ def show(
     vocab_size: int,
     attended_share: float | None = None,
     documents: Sequence[Lengths] | None = None,
+    hardware: Hardware | None = None,
 ) -> int:
-    """Print the plan that `plan=true` or `plan=json` asks for; the exit status. Raises ConfigError where it does not
-    fit the limit or the budgets."""
-    plan = make_plan(config, world_size, vocab_size, attended_share=attended_share, documents=documents)
+    """Print the plan that `plan=true` or `plan=json` asks for; the exit status. With `hardware` the predicted step's
+    traces are written into the run's folder. Raises ConfigError where it does not fit the limit or the budgets."""
+    plan = make_plan(
+        config, world_size, vocab_size, attended_share=attended_share, documents=documents, hardware=hardware
+    )
     if launched().rank == 0:
+        write_timeline(plan)
         print(json.dumps(plan.as_dict()) if config.plan == "json" else text(plan), flush=True)
     refuse_what_cannot_fit(plan)
     return 0
+
+
+def write_timeline(plan: RunPlan) -> None:
+    """Write the traces of the predicted step into the run's folder, where there is one. Rank 0 calls it."""
+    if plan.step is not None:
+        first_ranks = range(0, plan.world_size, plan.world_size // plan.config.parallel.pipeline)
+        write_traces(plan.step, Path(plan.config.run_dir), first_ranks)
 
 
 def text(plan: RunPlan) -> str:
@@ -265,6 +281,9 @@ def _communication(plan: RunPlan) -> str:
 
 
 def _time(plan: RunPlan) -> str:
+    if plan.step is not None and plan.hardware is not None:
+        where = Path(plan.config.run_dir) / TRACES
+        return f"{step_in_words(plan.step, plan.hardware, plan.tokens)}\n  its timeline is in {where}"
     prediction, config = plan.prediction, plan.config
     if prediction is None:
         why = (

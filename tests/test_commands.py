@@ -226,7 +226,7 @@ def dry_train(words: list[str], request: pytest.FixtureRequest, monkeypatch: pyt
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit) as end:
-        compose.run(lambda config: 0)
+        compose.run(lambda config, given: 0)
     said = request.getfixturevalue("capsys").readouterr().err
     promised = re.search(re.escape(shlex.join(words)) + r"\n    (config error: .*)", PAGES[0].read_text())
     assert (end.value.code, said) == ((0, "") if promised is None else (2, f"{promised[1]}\n"))

@@ -84,6 +84,19 @@ WRONG: dict[str, Wrong] = {
     "unknown_family": Wrong(["model.family=t5"], ("model.family (t5)", "gpt, bert")),
     "corpus": Wrong(["data.corpus=[3]"], ("data.corpus ([3])", "stdlib")),
     "empty_name": Wrong(["name="], ("name ()", "empty")),
+    "near_plan": Wrong([TINY, "plan=serch", "plan_world_size=2"], ("plan (serch)", "plan=search")),
+    "hardware_near": Wrong([TINY, "hardware=h100"], ("hardware (h100)", "hardware=h100_8x")),
+    "hardware_path": Wrong([TINY, "hardware=no/such.yaml"], ("hardware (no/such.yaml)", ".yaml file", "hardware=null")),
+    "near_layout": Wrong([TINY, "parallel.layout=aut"], ("parallel.layout (aut)", "parallel.layout=auto")),
+    "search_for_no_ranks": Wrong([TINY, "plan=search"], ("plan_world_size (null)", "plan_world_size=8")),
+    "search_with_a_wrong_key": Wrong(
+        [TINY, "plan=search", "plan_world_size=6", "parallel.tensor=3"],
+        ("parallel.tensor (3)", "model.num_attention_heads (4)"),
+    ),
+    "search_with_a_wrong_batch": Wrong(
+        [TINY, MICRO, "plan=search", "plan_world_size=2", "training.global_batch_size=10"],
+        ("training.global_batch_size (10)", "micro_batch_size (4)"),
+    ),
     # Divisibility
     "heads_of_hidden": Wrong(
         [TINY, "model.num_attention_heads=5"], ("model.num_attention_heads (5)", "model.hidden_size (64)")
@@ -206,7 +219,7 @@ def _enter(monkeypatch: pytest.MonkeyPatch, argv: list[str], world_size: int) ->
     """Run a command line in this process; the exit status and how many runs it started."""
     started: list[Config] = []
 
-    def main(config: Config) -> int:
+    def main(config: Config, given: frozenset[str]) -> int:
         started.append(config)
         return 0
 
@@ -330,6 +343,12 @@ WRONG_RUNS: dict[str, WrongRun] = {
         [TINY, "model.hidden_size=${oc.env:NO_SUCH_VARIABLE}"],
         ("model.hidden_size (${oc", "variable NO_SUCH_VARIABLE is not set"),
         2,
+        ours=True,
+    ),
+    "two_ranks_search_for_other_devices": WrongRun(
+        [TINY, "training.device=cpu", "parallel=auto", "hardware=h100_8x"],
+        ("training.device (cpu)", "training.device=auto"),
+        ranks=2,
         ours=True,
     ),
     "two_ranks_scalar_for_list": WrongRun(

@@ -20,22 +20,30 @@ from training.resilience import recovery, status
 from training.resilience.signals import StopSignals
 from training.run import Metrics, Run, restore_callbacks
 from training.starting.build import build
+from training.starting.layout_choice import LayoutChoice
 
 
 class Trainer:
     """Builds a run from its config, resumes it if there is something to resume, and takes its steps.
 
-    guard, signals: of a process that is this run's alone; they may end it, and take its signals.
+    guard, signals: of a process that is this run's alone; they may end it, and take its signals. choice: of the
+    layout, where it was searched for.
     """
 
-    def __init__(self, config: Config, guard: Guard | None = None, signals: StopSignals | None = None):
+    def __init__(
+        self,
+        config: Config,
+        guard: Guard | None = None,
+        signals: StopSignals | None = None,
+        choice: LayoutChoice | None = None,
+    ):
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
             # TransformerEngine reads it when its attention is built, and Megatron-core refuses another value.
             os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
             torch.use_deterministic_algorithms(True)
         self.config = config
-        self.callbacks = default_callbacks(config, guard, signals)
+        self.callbacks = default_callbacks(config, guard, signals, choice)
 
     def fit(self) -> bool:
         """Train to `training.steps`, from the checkpoint that `checkpoint.resume` names or from the start.

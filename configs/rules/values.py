@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from configs import hardware_files
 from configs.keys import Key, get
 from configs.rules.problem import Problem, set_to
 from configs.schema import KEYS, Config
@@ -114,16 +115,23 @@ def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
         )
 
     if (
-        config.plan not in (False, True, "json")
+        config.plan not in (False, True, "json", "search")
         or isinstance(config.plan, (int, float))
         and not isinstance(config.plan, bool)
     ):
-        yield Problem("plan", "must be true, false or json", set_to("plan", [True]))
+        close = nearest(str(config.plan), ("json", "search"))
+        yield Problem(
+            "plan", "must be true, false, json or search", set_to("plan", [*([close] if close else []), True])
+        )
     if config.plan_world_size is not None and config.plan_world_size < 1:
         yield Problem("plan_world_size", "must be at least 1, or null", set_to("plan_world_size", [1, None]))
     if config.plan_world_size is not None and config.plan is False:
         rule = "is for plan=true: a run takes the processes that are started"
         yield Problem("plan_world_size", rule, [{"plan": True}, {"plan_world_size": None}])
+
+    if config.hardware is not None and (unknown_file := hardware_files.wrong(config.hardware)) is not None:
+        rule, close = unknown_file
+        yield Problem("hardware", rule, set_to("hardware", [*([close] if close else []), None]))
 
     layers, num_layers = config.moe.layers, config.model.num_layers
     if isinstance(layers, list):

@@ -21,6 +21,7 @@ TRIED: dict[str, tuple[int, str]] = {
     "configs/mistakes.py": (10, "test_wrong_configs configs/test_context"),
     "configs/presets.py": (1, "configs/test_compose"),
     "configs/ranks.py": (5, "configs/test_ranks"),  # a launcher
+    "configs/validate.py": (1, "test_wrong_configs"),
     "configs/values.py": (1, "configs/test_wrong_values"),
     "data/build.py": (2, "data/test_split"),
     "data/corpus/rows.py": (1, "data/test_wrong_text"),
@@ -41,11 +42,13 @@ TRIED: dict[str, tuple[int, str]] = {
     "moe/planning/search.py": (4, "moe/test_planner"),
     "parallel/devices.py": (1, "test_wrong_configs"),
     "parallel/topology.py": (2, "parallel/test_topology"),
+    "simulator/clock/files.py": (2, "simulator/test_hardware_files"),
     "simulator/run_plan.py": (3, "simulator/test_plan simulator/test_tiers"),
     "training/callbacks/logging/weights_and_biases.py": (1, "training/test_another_model"),
     "training/callbacks/loss_scale.py": (1, "training/test_health"),
     "training/resilience/recovery.py": (1, "training/test_health"),
     "training/starting/activations.py": (1, "training/test_activation_offload"),
+    "training/starting/machine.py": (3, "training/test_layout_choice"),
     "training/starting/preflight.py": (5, "training/test_preflight training/test_another_model"),
 }
 

@@ -25,7 +25,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, *argv: str, status: int = 0) -> tuple[
     """Run a command line with a main that records its configurations; the exit status and these."""
     seen: list[Config] = []
 
-    def main(config: Config) -> int:
+    def main(config: Config, given: frozenset[str]) -> int:
         seen.append(config)
         return status
 
@@ -87,7 +87,7 @@ def test_the_status_of_main_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) 
 def test_a_config_error_of_main_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def main(config: Config) -> int:
+    def main(config: Config, given: frozenset[str]) -> int:
         raise ConfigError("data.corpus (x.txt) must exist.\nTry data.corpus=stdlib.")
 
     monkeypatch.setattr(sys, "argv", ["train.py"])
@@ -105,7 +105,7 @@ def test_a_config_error_of_main_is_one_line(
 
 
 def test_another_exception_of_main_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def main(config: Config) -> int:
+    def main(config: Config, given: frozenset[str]) -> int:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(sys, "argv", ["train.py"])
@@ -162,7 +162,7 @@ import sys
 sys.path.insert(0, {root!r})
 from configs.compose import run
 
-def main(config):
+def main(config, given):
     assert "torch" not in sys.modules
     print("ran", config.name)
     return 0

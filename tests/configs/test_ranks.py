@@ -80,7 +80,7 @@ def test_a_wrong_place_is_one_line(
         launched().check_meeting()
     assert str(caught.value).startswith(says)
 
-    def main(config: Config) -> int:
+    def main(config: Config, given: frozenset[str]) -> int:
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(sys, "argv", ["train.py"])

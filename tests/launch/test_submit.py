@@ -58,6 +58,15 @@ def test_elastic_config_is_not_refused_for_the_ranks_that_it_leaves_out() -> Non
     assert submit.prepare(["--nodes", "3", "--", *TINY, "training.elastic=true"]).world_sizes == [24]
 
 
+def test_a_layout_that_will_be_searched_for_need_not_fit_the_preset() -> None:
+    """The preset's layout takes 32 ranks at least; a key that is typed has to go with the model all the same."""
+    assert job.compose_for(["experiment=mixtral_8x7b", "parallel=auto"], 8).parallel.layout == "auto"
+    with pytest.raises(ConfigError, match=r"world_size \(8\)"):
+        job.compose_for(["experiment=mixtral_8x7b"], 8)
+    with pytest.raises(ConfigError, match=r"parallel.tensor \(3\) must divide"):
+        job.compose_for(["experiment=mixtral_8x7b", "parallel=auto", "parallel.tensor=3"], 8)
+
+
 @pytest.mark.parametrize(
     ("text", "tasks"),
     [("3", [3]), ("0-3", [0, 1, 2, 3]), ("0-15:4", [0, 4, 8, 12]), ("1,3,5-6%2", [1, 3, 5, 6]), ("5,0-1", [0, 1, 5])],

@@ -19,6 +19,9 @@ import torch
 
 from benchmarks.browser import Browser, chromium
 from benchmarks.observability_cost import made_up_run
+from simulator.clock.output.trace import trace_path, write_traces
+from simulator.clock.prediction import Prediction
+from simulator.clock.prediction import Span as StepSpan
 from tests.training.helpers import read_metrics
 from tests.waits import LONG
 from training.report import environment, page, sources, timeline
@@ -214,6 +217,57 @@ def test_long_runs_keep_their_spikes() -> None:
     assert len(kept) <= MAX_STEPS and {1, 777, 4321, 20_000} <= {line["step"] for line in kept}
     assert [line["step"] for line in kept] == sorted(line["step"] for line in kept)
     assert thin(lines[:2000]) == lines[:2000]
+
+
+def predicted(run_dir: Path, stages: int, ranks: int) -> None:
+    """The traces of a predicted step of 0.4 s a stage."""
+    spans = [
+        span
+        for stage in range(stages)
+        for span in (
+            StepSpan(f"stage {stage}: compute", "forward 0 of chunk 1", 0.0, 0.1),
+            StepSpan(f"stage {stage}: compute", "experts", 0.02, 0.05),
+            StepSpan(f"stage {stage}: compute", "what no trace names", 0.1, 0.2),
+            StepSpan(f"stage {stage}: compute", "update", 0.3, 0.1),
+            StepSpan(f"stage {stage}: link between nodes", "gradient reduction", 0.2, 0.1),
+        )
+    ]
+    prediction = Prediction(0.4, {"products": 0.4}, "h100_8x", tuple(spans))
+    paths = write_traces(prediction, run_dir, range(0, ranks, ranks // stages))
+    assert len(paths) == stages and all(path.is_file() for path in paths)
+
+
+def test_a_predicted_step_stands_below_the_ranks_of_its_stage(run_dir: Path, tmp_path: Path) -> None:
+    """A prediction opens as a traced step does, both over each other, from the same begin; alone too, and one that
+    cannot be read is said."""
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    predicted(copy, stages=2, ranks=4)
+    (step,) = make(copy).data["timeline"]
+    assert step["labels"] == ["rank 0", "rank 1", "stage 0, predicted", "rank 2", "rank 3", "stage 1, predicted"]
+    found = {(lane, timeline.NAMES[name], start, length) for lane, name, start, length in step["spans"]}
+    for row in (2, 5):
+        assert {
+            (3 * row, "forward", 0.0, 100_000.0),
+            (3 * row + 1, "experts", 20_000.0, 50_000.0),
+            (3 * row, "other", 100_000.0, 200_000.0),
+            (3 * row, "optimizer", 300_000.0, 100_000.0),
+            (3 * row + 2, "message", 200_000.0, 100_000.0),
+        } <= found
+    measured = {row["rank"]: row for row in step["summary"]}
+    assert measured["0"]["working"] > 0 and measured["stage 0, predicted"]["working"] == 400_000.0
+    assert (3 * 3, "forward") in {(lane, name) for lane, name, _, _ in found}  # rank 2, behind the first stage's row
+
+    predicted(tmp_path / "planned", stages=1, ranks=1)
+    (alone,) = make(tmp_path / "planned").data["timeline"]
+    assert (alone["step"], alone["labels"], alone["ranks"]) == ("predicted", ["stage 0, predicted"], [])
+    assert alone["microseconds"] == 400_000.0
+    path = trace_path(tmp_path / "planned", 0, 0)
+    path.write_bytes(path.read_bytes()[:50])
+    noted: list[str] = []
+    assert timeline.read_steps(tmp_path / "planned", noted) == [] and noted == [
+        f"{path.name} cannot be read and is left out."
+    ]
 
 
 def test_timeline_shows_every_rank(run_dir: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from configs.derived import is_moe, limits_load, places_experts, plans_moe, replays_plans
 from configs.schema import Config
 from training.callbacks.checkpoints import Checkpoints
+from training.callbacks.chosen_layout import ChosenLayout
 from training.callbacks.early_stop import EarlyStop
 from training.callbacks.evaluation import Evaluation
 from training.callbacks.gradient_parts import GradientParts
@@ -30,15 +31,22 @@ from training.callbacks.moe.moe_layers import MoELayers
 from training.callbacks.moe.placement_plans import RecordedPlans, ReplayedPlans
 from training.callbacks.moe.routing_trace import RoutingTrace
 from training.callbacks.optimizer_tiers import OptimizerTiers
+from training.callbacks.predicted_step import PredictedStep
 from training.callbacks.profile import Profile
 from training.callbacks.samples import PromptSamples
 from training.callbacks.stragglers import Stragglers
 from training.resilience.signals import StopSignals
 from training.run import Callback
+from training.starting.layout_choice import LayoutChoice
 
 
-def default_callbacks(config: Config, guard: Guard | None = None, signals: StopSignals | None = None) -> list[Callback]:
-    """All callbacks of a run, in the order of their calls. guard, signals: see Trainer."""
+def default_callbacks(
+    config: Config,
+    guard: Guard | None = None,
+    signals: StopSignals | None = None,
+    choice: LayoutChoice | None = None,
+) -> list[Callback]:
+    """All callbacks of a run, in the order of their calls. guard, signals, choice: see Trainer."""
     metrics_file = MetricsFile()
     checkpoints = Checkpoints(metrics_file.flush, metrics_file.sync)
     planning = ExpertPlanning() if plans_moe(config) else None
@@ -55,6 +63,8 @@ def default_callbacks(config: Config, guard: Guard | None = None, signals: StopS
         Environment(),
         Evaluation(),
         StepTimes(),
+        *([ChosenLayout(choice)] if choice else []),
+        *([PredictedStep()] if config.hardware is not None else []),
         GradientParts(),
         MemoryTiers(),
         OptimizerTiers(),

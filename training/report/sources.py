@@ -13,6 +13,7 @@ import yaml
 
 from checkpoint.record import RECORD
 from configs.schema import ConfigError
+from simulator.clock.output.trace import FOLDER as TRACES
 from training.report.environment import ENVIRONMENT
 from training.resilience import events
 from training.resilience.status import STATUS
@@ -47,7 +48,7 @@ def read(run_dir: Path) -> RunFiles:
     """Everything but the traces. Raises NotARun."""
     if not run_dir.is_dir():
         raise NotARun(f"{run_dir} is not a folder. Give the run_dir of a run, such as runs/quickstart.")
-    if not any((run_dir / name).exists() for name in ("metrics.jsonl", "config.yaml")):
+    if not any((run_dir / name).exists() for name in ("metrics.jsonl", "config.yaml", TRACES)):
         raise NotARun(
             f"{run_dir} holds no run: it has neither metrics.jsonl nor config.yaml. Give the run_dir of a run, such as "
             "runs/quickstart."

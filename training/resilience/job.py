@@ -15,10 +15,13 @@ from configs.ranks import launched, use_fewer
 from configs.schema import Config, ConfigError
 from configs.validate import usable_world_size
 from training.resilience import attempts, events, launcher, signals
+from training.starting.layout_choice import LayoutChoice
 
 
-def run(config: Config) -> int:
+def run(config: Config, choice: LayoutChoice | None = None) -> int:
     """Train the run of a checked config; the exit status: 0 done, 75 stopped early with everything saved.
+
+    `choice`: of the config's layout, where it was searched for.
 
     A failure ends the process from here, with status 1 and the culprit's name in the last line. Raises ConfigError.
     """
@@ -34,7 +37,7 @@ def run(config: Config) -> int:
     )
 
     rank, started = launched()[:2]
-    used = usable_world_size(config, started)
+    used = usable_world_size(config, started) if choice is None else choice.world_size
     if used < started:
         if rank >= used:
             stop.restore(ignore=True)  # the others answer
@@ -58,7 +61,7 @@ def run(config: Config) -> int:
     guard = Guard(config)
     stop.on_early, launcher.of_this_process.on_gone = guard.asked_to_end, guard.launcher_is_gone
     try:
-        finished = Trainer(config, guard=guard, signals=stop).fit()
+        finished = Trainer(config, guard=guard, signals=stop, choice=choice).fit()
     except ConfigError:
         raise  # a line and a status of its own
     except BaseException as error:

@@ -15,14 +15,17 @@ from data.corpus import parse_corpus, parse_validation
 from data.tokenizer import load_tokenizer, tokenizer_digest
 from parallel.devices import refuse_missing
 from simulator.parameters import places
+from training.starting.machine import machine_of, refuse_another_kind
 
 WANDB_MODE = "WANDB_MODE"  # wandb's own variable, which nobody overrules with disabled
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for a device, corpus, tokenizer, checkpoint, weights or plans that are missing, a wrong
-    vocabulary, nodes without a hierarchy, an unusable run_dir."""
+    """Raise ConfigError for a device, corpus, tokenizer, checkpoint, weights or plans that are missing, a machine of
+    another kind, a wrong vocabulary, nodes without a hierarchy, an unusable run_dir."""
     refuse_missing(config.training.device, "training.device")
+    if config.hardware is not None:
+        refuse_another_kind(machine_of(config)[0], config)
     if config.logging.wandb == "online" and os.environ.get(WANDB_MODE) != "disabled":
         _check_wandb()
     _check_plans(config.moe.placement.replay)

@@ -197,14 +197,14 @@
 
   const NAMES = ["evaluation", "data", "forward", "backward", "pipeline exchange", "gradient reduction", "gradient norm", "optimizer", "checkpoint",
     "attention", "attention backward", "dispatch", "dispatch wait", "experts", "experts backward", "experts weight gradients",
-    "combine", "shared expert", "shared expert backward", "message"];
-  const HUES = [9, 8, 0, 1, 6, 3, 4, 2, 5, 7, 7, 5, 6, 0, 1, 4, 3, 2, 2, 8];
+    "combine", "shared expert", "shared expert backward", "message", "other"];
+  const HUES = [9, 8, 0, 1, 6, 3, 4, 2, 5, 7, 7, 5, 6, 0, 1, 4, 3, 2, 2, 8, 9];
 
   function timeline() {
     if (!data.timeline.length) return;
     const step = data.timeline[+document.getElementById("timeline-step").value];
     const { colors, text } = look();
-    const lanes = step.ranks.flatMap((rank) => ["rank " + rank, "layers", "messages"]);
+    const lanes = step.labels.flatMap((label) => [label, "layers", "messages"]);
     const place = document.getElementById("timeline-chart");
     place.style.height = lanes.length * 20 + 164 + "px";
     const used = [...new Set(step.spans.map((s) => s[1]))].sort((a, b) => a - b);
@@ -224,7 +224,7 @@
         + `<b>${micro(point.data.value[2] - point.data.value[1])}</b> from ${micro(point.data.value[1])}` },
       xAxis: axis({ type: "value", name: "time", nameLocation: "middle", nameGap: 24, min: 0, max: step.microseconds, axisLabel: { color: look().muted, formatter: micro, hideOverlap: true } }),
       yAxis: upright("rank, its layers and messages", { type: "category", data: lanes, nameLocation: "start", inverse: true, splitLine: { show: false },
-        axisLabel: { interval: 0, color: (value) => (value.startsWith("rank") ? text : look().muted), fontSize: 11 } }),
+        axisLabel: { interval: 0, color: (value) => (value.startsWith("rank") || value.startsWith("stage") ? text : look().muted), fontSize: 11 } }),
       dataZoom: [{ type: "slider", filterMode: "weakFilter", height: 18, bottom: 8, labelFormatter: (value) => micro(value),
         textStyle: { color: look().muted } },
         ...(narrow() ? [] : [{ type: "inside", filterMode: "weakFilter", zoomOnMouseWheel: "ctrl" }])],
@@ -235,7 +235,7 @@
       })),
     });
     const percent = (part, whole) => (whole > 0 ? ((100 * part) / whole).toFixed(1) + " %" : "-");
-    const rows = step.summary.map((s) => `<tr><td>rank ${s.rank}</td><td class="number">${percent(s.working, step.microseconds)}</td>`
+    const rows = step.summary.map((s) => `<tr><td>${isNaN(s.rank) ? s.rank : "rank " + s.rank}</td><td class="number">${percent(s.working, step.microseconds)}</td>`
       + `<td class="number">${percent(s.waiting, step.microseconds)}</td><td class="number">${micro(s.messages)}</td>`
       + `<td class="number">${percent(s.hidden, s.messages)}</td></tr>`);
     const left = step.left_out ? `<p class="missing">The ${step.left_out} shortest spans are left out.</p>` : "";

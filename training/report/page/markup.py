@@ -85,8 +85,8 @@ def _section(name: str, data: dict[str, Any]) -> str:
         choice = f'<label>Step <select id="timeline-step">{options}</select></label>'
         text = (
             "Each rank has three rows: what it does, which part of a layer, and messages on their way. Gaps in the "
-            "first row, and pipeline exchanges, are waits; messages under computation are hidden behind it. Drag the "
-            "handles below to zoom."
+            "first row, and pipeline exchanges, are waits; messages under computation are hidden behind it. A stage as "
+            "it was predicted stands below its ranks. Drag the handles below to zoom."
         )
         return (
             f"<p>{text}</p>"

@@ -1,0 +1,30 @@
+"""Files of hardware's figures, by name: those of configs/hardware, and paths of others. simulator/clock/files.py reads
+them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs.show import nearest
+
+FOLDER = Path(__file__).resolve().parent / "hardware"
+ENDING = ".yaml"
+
+
+def names() -> list[str]:
+    """Names of the files of configs/hardware."""
+    return sorted(path.stem for path in FOLDER.glob(f"*{ENDING}"))
+
+
+def find(name: str) -> Path | None:
+    """The file of a name or path; None where there is none."""
+    path = Path(name) if name.endswith(ENDING) else FOLDER / f"{name}{ENDING}"
+    return path if path.is_file() and (name.endswith(ENDING) or name in names()) else None
+
+
+def wrong(name: str) -> tuple[str, str | None] | None:
+    """What a name must be and is not, in words that read on from it, and the nearest name; None for a good one."""
+    if find(name) is not None:
+        return None
+    rule = f"must be one of {', '.join(names())}, or the path of a {ENDING} file that is there"
+    return rule, nearest(Path(name).stem, names()) or nearest(name.partition("_")[0], names(), 0.4)

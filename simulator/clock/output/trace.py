@@ -1,0 +1,83 @@
+"""A predicted step as traces, which Perfetto and the report's timeline open as they open those of a real step.
+
+A file for each pipeline stage, `traces_predicted/stage_00000_rank_00000.json.gz`; the rank is the first of the stage.
+Times are microseconds from the begin of the step.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.files import spared
+from simulator.clock.prediction import Prediction, Span
+
+FOLDER = "traces_predicted"
+TRACK = re.compile(r"stage (\d+): (.+)")
+MESSAGE = "predicted_message"  # category of what is on its way; all else is a part of the step
+COMPUTE = "compute"  # the track of a stage's device; the others are links, host and disk
+
+
+def trace_path(run_dir: Path, stage: int, rank: int) -> Path:
+    """Where the trace of a stage lies, whose first rank is `rank`."""
+    return run_dir / FOLDER / f"stage_{stage:05d}_rank_{rank:05d}.json.gz"
+
+
+def write_traces(prediction: Prediction, run_dir: Path, first_ranks: Sequence[int]) -> list[Path]:
+    """Write a predicted step whose spans were asked for; the files. `first_ranks`: the first rank of each stage.
+
+    Files of an earlier prediction go. A disk that is full is said, and stops nothing.
+    """
+    paths: list[Path] = []
+    with spared(run_dir / FOLDER):
+        (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+        for old in (run_dir / FOLDER).glob("stage_*.json.gz"):
+            old.unlink()
+        for stage, spans in sorted(of_stages(prediction.spans).items()):
+            path = trace_path(run_dir, stage, first_ranks[stage])
+            text = json.dumps(_trace(stage, spans, prediction)).encode()
+            path.write_bytes(gzip.compress(text, mtime=0))
+            paths.append(path)
+    return paths
+
+
+def of_stages(spans: Sequence[Span]) -> dict[int, list[tuple[str, Span]]]:
+    """Spans by pipeline stage, each with the rest of its track's name."""
+    found: dict[int, list[tuple[str, Span]]] = {}
+    for span in spans:
+        match = TRACK.fullmatch(span.track)
+        assert match is not None, span.track
+        found.setdefault(int(match[1]), []).append((match[2], span))
+    return found
+
+
+def _trace(stage: int, spans: Sequence[tuple[str, Span]], prediction: Prediction) -> Mapping[str, Any]:
+    tracks = list(dict.fromkeys(track for track, _ in spans))
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}, predicted"}}
+    ]
+    events += [
+        {"ph": "M", "name": "thread_name", "pid": stage, "tid": i, "args": {"name": track}}
+        for i, track in enumerate(tracks)
+    ]
+    for track, span in spans:
+        events.append(
+            {
+                "ph": "X",
+                "cat": "user_annotation" if track == COMPUTE else MESSAGE,
+                "name": span.name,
+                "pid": stage,
+                "tid": tracks.index(track),
+                "ts": span.start * 1e6,
+                "dur": span.seconds * 1e6,
+            }
+        )
+    return {
+        "displayTimeUnit": "ms",
+        "predicted": {"hardware": prediction.hardware, "step_seconds": prediction.seconds},
+        "traceEvents": events,
+    }
