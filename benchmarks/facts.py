@@ -12,7 +12,7 @@ from configs.schema import Config
 from configs.validate import validate
 from simulator.clock import files
 from simulator.clock.hardware import Hardware
-from simulator.clock.work import MIXTRAIN, Trainer
+from simulator.clock.work import MIXTRAIN, Recipe
 
 FLAT = "FLAT, arXiv 2609.14306"
 MOP = "MoP, arXiv 2607.01844, table 2"
@@ -22,14 +22,16 @@ MCORE = "Megatron-core, megatron/core/transformer/moe/README.md"
 APERTUS = "Megatron-LM pull requests 6491 and 6494, FFGGSSJJ/moe_model_architecture"
 
 # Megatron-LM before FlashAttention: scores of a whole head, gradients in half precision reduced behind the passes.
-MEGATRON_2021 = Trainer(fused_attention=False, gradient_bytes=2, reduces_beside=False)
+MEGATRON_2021 = Recipe(
+    fused_attention=False, gradient_bytes=2, reduces_beside=False, hides_tensor=False, early_loss_grads=False
+)
 
 
 @dataclass(frozen=True)
 class PublishedFact:
     """A figure that somebody published. `unit`: tokens/s/GPU, TFLOP/s/GPU or s of an update; `overrides`: the config;
     `taken`: what the source does not print; `figures`: of the machine, where theirs is another than the file's;
-    `missing`: why nothing is predicted; `trainer`: what their program does that a config does not say."""
+    `missing`: why nothing is predicted; `recipe`: what their program does that a config does not say."""
 
     name: str
     source: str
@@ -42,7 +44,7 @@ class PublishedFact:
     figures: Mapping[str, float] = field(default_factory=dict)
     missing: str = ""
     own_flops: float | None = None  # floating-point operations of a step as the source counts them
-    trainer: Trainer = MIXTRAIN
+    recipe: Recipe = MIXTRAIN
 
     def config(self) -> Config:
         """The composed config, checked for the ranks. Raises ConfigError."""
@@ -112,7 +114,7 @@ def sc21(
         f"micro-batch {micro}" + (f", {chunks} chunks a stage" if chunks else ""),
         {"between.rate": 2.25e10, "between.shared_by": 1},  # Selene: 8 cards of 200 Gbit/s a node
         own_flops=flops,
-        trainer=MEGATRON_2021,
+        recipe=MEGATRON_2021,
     )
 
 

@@ -27,7 +27,7 @@ from optim.arrangement import planning
 from optim.arrangement.planning import ElementBytes, Engine, Passes, choose, predict
 from optim.tiers.measure import measure
 from parallel import topology as topology_module
-from simulator.step_time import engine_seconds
+from simulator.tiers import engine_seconds
 
 PASSES = 0.1, 0.2  # seconds of the forward and of the backward pass
 DEVICE_RATE = 20e9  # bytes per second that the virtual device updates

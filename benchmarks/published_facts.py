@@ -42,7 +42,7 @@ def figure_of(fact: PublishedFact, config: Config, prediction: Prediction) -> fl
 
 def predict(fact: PublishedFact, config: Config, machine: Hardware, vocab_size: int) -> Prediction:
     """The step of a fact's trainer."""
-    return StepClock(config, fact.ranks, vocab_size, machine, trainer=fact.trainer).predict()
+    return StepClock(config, fact.ranks, vocab_size, machine, recipe=fact.recipe).predict()
 
 
 def row(fact: PublishedFact) -> dict[str, Any]:

@@ -25,11 +25,12 @@ from memory import host_memory
 from models.blueprint import padded_vocab_size, parts
 from models.huggingface import translate
 from moe.placement_map import PlacementMap
-from optim.arrangement.arrange import Capacity
+from optim.arrangement.arrange import Arrangement, Capacity
 from parallel.pipeline import layers_of_stage
 from simulator import communication
 from simulator.clock import predict as clock
 from simulator.clock.hardware import Hardware
+from simulator.clock.measured import measured_costs
 from simulator.clock.output.words import step_as_dict
 from simulator.clock.prediction import Prediction
 from simulator.context.rows import Lengths, SharedRows, shared_rows
@@ -42,7 +43,6 @@ from simulator.flops import (
 )
 from simulator.memory import KINDS, TOLERANCE, RankMemory, budgets_of_node, needed_budgets, over_budget, rank_memory
 from simulator.parameters import Place, parameters, places
-from simulator.step_time import StepPrediction, predict_step
 from simulator.tiers import left
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 PLAN_FILE = "plan.json"
 GIB = 2**30
+MOST_DRAWN = 20_000  # passes of all stages in a predicted step whose timeline is written
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,6 @@ class RunPlan:
     active_parameters: int
     memory: list[RankMemory]
     communication: list[dict[str, int]]  # by stage
-    prediction: StepPrediction | None
     rooms: Capacity = Capacity()  # what a rank may use of each memory tier
     attended_share: float | None = None  # of separate documents, as simulator/flops.py has it; None: not known
     documents: Sequence[Lengths] | None = None  # their lengths in some micro-batches, where context ranks share them
@@ -124,7 +124,6 @@ class RunPlan:
             ],
             "communication_per_step": self.communication,
             "context": {**asdict(self.shared), "sent_in_a_layer": layer_exchange(config, self.shared)},
-            "prediction": None if self.prediction is None else asdict(self.prediction),
             "predicted_step": None
             if self.step is None or self.hardware is None
             else step_as_dict(self.step, self.hardware, self.tokens),
@@ -153,8 +152,10 @@ def make_plan(
     every = [p for of_stage in parts(config) for part in of_stage for p in parameters(config, part, vocab_size)]
     shared = shared_rows(config, documents)
     sent = communication.bytes_per_step(config, vocab_size, world_size, device, shared)
-    most = {kind: max(stage[kind] for stage in sent) for kind in communication.KINDS}
     of = rooms(config, world_size, device_memory)
+    memory = rank_memory(config, vocab_size, world_size, device, rooms=of)
+    costs = None if hardware is None or config.hardware is not None else measured_costs(config, device)
+    measured = None if costs is None else costs[0]
     return RunPlan(
         config,
         world_size,
@@ -162,9 +163,8 @@ def make_plan(
         device,
         sum(parameter.total for parameter in every),
         sum(parameter.active for parameter in every),
-        rank_memory(config, vocab_size, world_size, device, rooms=of),
+        memory,
         sent,
-        predict_step(config, padded, world_size, device, most, attended_share),
         of,
         attended_share,
         documents,
@@ -178,9 +178,17 @@ def make_plan(
             hardware,
             attended_share=attended_share,
             shared=shared,
-            with_spans=True,
+            arrangements=_of_stages(config, memory),
+            measured=measured,
+            with_spans=derived.num_micro_batches(config, world_size) * config.parallel.pipeline <= MOST_DRAWN,
         ),
     )
+
+
+def _of_stages(config: Config, memory: Sequence[RankMemory]) -> list[Arrangement | None]:
+    """How optimizer state is arranged on the first rank of each stage."""
+    first = {rank.stage: rank.tiers for rank in reversed(memory)}
+    return [first[stage] for stage in range(config.parallel.pipeline)]
 
 
 def rooms(config: Config, world_size: int, device_memory: float | None) -> Capacity:

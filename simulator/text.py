@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs import derived
+from configs import derived, hardware_files
 from configs.ranks import launched
 from configs.rules import idle
 from configs.schema import Config
@@ -26,7 +26,7 @@ from simulator.flops import executed_flops_per_token, forward_flops_per_token, t
 from simulator.memory import KINDS
 from simulator.parameters import places
 from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit, room_beside
-from simulator.step_time import ASSUMED, engine_seconds
+from simulator.tiers import ASSUMED, engine_seconds
 
 MOST_GROUPS = 8  # expert groups or data ranks of a stage that are drawn one by one
 
@@ -262,7 +262,7 @@ def _engine(plan: RunPlan, tiers: Arrangement) -> str:
     words = f"optimizer.engine={engine}: a run measures the link and both updates, and chooses; it has memory for both"
     if plan.device == "cpu" or engine == "split":
         return words
-    busy = 0.0 if plan.prediction is None else plan.prediction.moe_seconds + plan.prediction.other_seconds
+    busy = 0.0 if plan.step is None else plan.step.seconds
     seconds, link = engine_seconds(tiers, busy), ASSUMED.up / 1e9
     fastest = min(seconds, key=seconds.__getitem__)
     beside = (
@@ -284,29 +284,5 @@ def _time(plan: RunPlan) -> str:
     if plan.step is not None and plan.hardware is not None:
         where = Path(plan.config.run_dir) / TRACES
         return f"{step_in_words(plan.step, plan.hardware, plan.tokens)}\n  its timeline is in {where}"
-    prediction, config = plan.prediction, plan.config
-    if prediction is None:
-        why = (
-            "the model has no MoE layers, whose costs are measured"
-            if not derived.is_moe(config)
-            else "their costs were not measured"
-        )
-        how = (
-            ""
-            if not derived.is_moe(config)
-            else f" (a run with moe.pipeline_degree=auto measures them into {config.data.cache_dir}/costs)"
-        )
-        return f"Step time: no prediction: {why}{how}."
-    tokens = config.training.global_batch_size * config.model.sequence_length
-    seconds = {
-        "MoE layers": prediction.moe_seconds,
-        "the rest": prediction.other_seconds,
-        "reduction": prediction.reduction_seconds,
-    }
-    seconds |= {"context's exchanges": prediction.context_seconds} if config.parallel.context > 1 else {}
-    pieces = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
-    return (
-        f"Step time: predicted {prediction.step_seconds:.3g} s, {tokens / prediction.step_seconds:,.0f} tokens/s "
-        f"({pieces}, pipeline bubble {prediction.bubble:.0%}); a prediction, from costs measured on "
-        f"{prediction.measured_on}."
-    )
+    names = ", ".join(hardware_files.names())
+    return f"Step time: no prediction without a machine: give hardware=NAME, one of {names}, or a file's path."

@@ -12,8 +12,13 @@ from configs.schema import Config
 from models.blueprint import parts
 from optim.arrangement.arrange import Arrangement, Capacity, TierRequest, arrange, least, tier_request
 from optim.arrangement.buckets import cut, largest
+from optim.arrangement.planning import Bandwidths, ElementBytes, Engine, Passes, predictions
 from simulator.buffers import Buffer, buffers
 from simulator.parameters import Parameter, Place, parameters
+
+# Of a GPU's node, where a run has not measured its own: the link as arXiv 2609.14306 has it, in each direction; updates
+# at about the bandwidth of an HBM3 and of a share of a server's memory.
+ASSUMED = Bandwidths(up=16.3e9, down=16.3e9, host=25e9, device=2e12, read=3e9, write=2e9)
 
 
 @dataclass(frozen=True)
@@ -95,3 +100,10 @@ def least_host_bytes(asked: TierRequest, rooms: Capacity) -> int | None:
 
 def _no_wish(asked: TierRequest) -> str:
     return "always" if asked.early_update == "always" else "never"
+
+
+def engine_seconds(tiers: Arrangement, passes: float = 0.0, rates: Bandwidths = ASSUMED) -> dict[Engine, float]:
+    """Seconds of a step of one rank with each engine, whose passes take so long: a third of it forward."""
+    element = ElementBytes.of(tiers)
+    both = Passes(passes / 3, passes * 2 / 3, any(tiers.early), any(tiers.leaving))
+    return dict(predictions(tiers.numels, tiers.tiers, element, rates, both))

@@ -26,7 +26,11 @@ FIGURES: dict[str, tuple[str, str, bool]] = {
     "device.rate": ("bytes/s", "memory that operations read and write", True),
     "device.operation": ("s", "what each operation takes on the device beside its work", True),
     "launch.operation": ("s", "what the host takes to start an operation", True),
-    "launch.exposed": ("share", "of starting operations and computing them, whichever is less, that does not hide", True),
+    "launch.exposed": (
+        "share",
+        "of starting operations and computing them, whichever is less, that does not hide",
+        True,
+    ),
     "inside.startup_2": ("s", "of a gather between 2 ranks of a node; an all-reduce has it twice", True),
     "inside.startup_4": ("s", "between 4", True),
     "inside.startup_8": ("s", "between 8; more ranks go on with this slope", True),
@@ -69,7 +73,10 @@ class Hardware:
 
     def as_stated(self) -> Hardware:
         """The same machine with what sources say, whatever was fitted."""
-        stated = {name: replace(old, value=old.value if old.stated is None else old.stated, stated=None) for name, old in self.figures.items()}
+        stated = {
+            name: replace(old, value=old.value if old.stated is None else old.stated, stated=None)
+            for name, old in self.figures.items()
+        }
         return replace(self, figures=stated, errors=())
 
     def with_values(self, values: Mapping[str, float], source: str) -> Hardware:

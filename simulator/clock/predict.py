@@ -14,6 +14,7 @@ from typing import Any
 from configs import derived
 from configs.schema import Config
 from models import blueprint
+from moe.planning.costs import LayerCosts
 from optim.arrangement.arrange import Arrangement
 from parallel.pipeline import offloaded_layer_inputs
 from simulator.clock.axes import PIPELINE, groups, send
@@ -43,7 +44,11 @@ class StepClock:
         attended_share: float | None = None,
         shared: SharedRows | None = None,
         recipe: Recipe = MIXTRAIN,
+        measured: LayerCosts | None = None,
     ) -> None:
+        """attended_share, shared: as in simulator/flops.py; recipe: of another trainer; measured: costs of the MoE
+        layers, where they were measured on this hardware."""
+        self._measured = measured
         self.config, self.world_size, self.vocab_size = config, world_size, vocab_size
         self.hardware, self.recipe = hardware, recipe
         self.groups = groups(config, world_size, int(hardware["ranks_per_node"]))
@@ -89,7 +94,7 @@ class StepClock:
             calls = None
             if work.forward.moe:
                 self._calls = self._calls or ExpertCalls(
-                    self.config, self.world_size, self.hardware, self.groups, self.clock
+                    self.config, self.world_size, self.hardware, self.groups, self.clock, self._measured
                 )
                 calls = self._calls.of(work, stage)
             seconds = self.clock.block(work, calls)
@@ -125,9 +130,7 @@ class StepClock:
         backward["host_link"] += max(0.0, count / of.up - sum(backward.values()))
         return BlockSeconds(forward, backward)
 
-    def predict(
-        self, arrangements: Sequence[Arrangement | None] | None = None, with_spans: bool = False
-    ) -> Prediction:
+    def predict(self, arrangements: Sequence[Arrangement | None] | None = None, with_spans: bool = False) -> Prediction:
         """The step. `arrangements`: of optimizer state in tiers by stage, where they are known."""
         config = self.config
         rest = stage_rest(
@@ -182,14 +185,18 @@ def predict_step(
     attended_share: float | None = None,
     shared: SharedRows | None = None,
     arrangements: Sequence[Arrangement | None] | None = None,
+    measured: LayerCosts | None = None,
     with_spans: bool = False,
 ) -> Prediction:
     """Seconds of a step of a checked config on so many ranks, and what they are spent on.
 
     attended_share, shared: as in simulator/flops.py and communication.py; arrangements: of optimizer state in tiers, of
-    a rank of each stage.
+    a rank of each stage; measured: costs of MoE layers on this hardware, where they are known. With spans the whole
+    step is simulated, else its repeating part once.
     """
-    clock = StepClock(config, world_size, vocab_size, hardware, attended_share=attended_share, shared=shared)
+    clock = StepClock(
+        config, world_size, vocab_size, hardware, attended_share=attended_share, shared=shared, measured=measured
+    )
     return clock.predict(arrangements, with_spans)
 
 

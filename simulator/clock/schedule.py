@@ -116,12 +116,13 @@ class Schedule:
         self, stage: int, key: tuple[bool, int, int, int], seconds: Mapping[str, float], waits: Sequence[Sequence[int]]
     ) -> list[int]:
         """A pass in as many pieces as there are things to wait for; their tasks."""
-        name = f"{'forward' if key[0] else 'backward'} {key[3]}" + (f" of chunk {key[2]}" if self.num_chunks > 1 else "")
+        name = f"{'forward' if key[0] else 'backward'} {key[3]}" + (
+            f" of chunk {key[2]}" if self.num_chunks > 1 else ""
+        )
         count = max(len(waits), 1)
         part = seconds if count == 1 else _scaled(seconds, 1 / count)
         tasks = [
-            self.loop.add(self._name(stage, COMPUTE), name, part, list(waits[i]) if waits else [])
-            for i in range(count)
+            self.loop.add(self._name(stage, COMPUTE), name, part, list(waits[i]) if waits else []) for i in range(count)
         ]
         self._passes[key] = tasks[0], tasks[-1]
         return tasks

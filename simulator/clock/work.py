@@ -181,7 +181,9 @@ class Fold:
             bytes=back, started=started[1], sent=sent[1]
         )
 
-    def _attention(self, operation: ModelOperation, flops: float, moved: float, rest: tuple) -> tuple[PassWork, PassWork]:  # type: ignore[type-arg]
+    def _attention(
+        self, operation: ModelOperation, flops: float, moved: float, rest: tuple
+    ) -> tuple[PassWork, PassWork]:  # type: ignore[type-arg]
         started, sent, rounds = rest
         flops *= self.square * self.shared.squares
         if self.shared.rounds > 1:

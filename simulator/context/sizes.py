@@ -13,11 +13,11 @@ from configs.rules import first_problem
 from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import walk
+from simulator.clock.measured import measured_rates
 from simulator.communication import of_context
 from simulator.context.rows import Lengths, SharedRows, shared_rows
 from simulator.flops import ATTENTION
 from simulator.memory import rank_memory
-from simulator.step_time import measured_rates
 
 BACKWARD = 2.5  # times its forward pass, with the scores made again
 

@@ -20,8 +20,7 @@ import torch
 from benchmarks.browser import Browser, chromium
 from benchmarks.observability_cost import made_up_run
 from simulator.clock.output.trace import trace_path, write_traces
-from simulator.clock.prediction import Prediction
-from simulator.clock.prediction import Span as StepSpan
+from simulator.clock.prediction import PlannedSpan, Prediction
 from tests.training.helpers import read_metrics
 from tests.waits import LONG
 from training.report import environment, page, sources, timeline
@@ -225,11 +224,11 @@ def predicted(run_dir: Path, stages: int, ranks: int) -> None:
         span
         for stage in range(stages)
         for span in (
-            StepSpan(f"stage {stage}: compute", "forward 0 of chunk 1", 0.0, 0.1),
-            StepSpan(f"stage {stage}: compute", "experts", 0.02, 0.05),
-            StepSpan(f"stage {stage}: compute", "what no trace names", 0.1, 0.2),
-            StepSpan(f"stage {stage}: compute", "update", 0.3, 0.1),
-            StepSpan(f"stage {stage}: link between nodes", "gradient reduction", 0.2, 0.1),
+            PlannedSpan(f"stage {stage}: compute", "forward 0 of chunk 1", 0.0, 0.1),
+            PlannedSpan(f"stage {stage}: compute", "experts", 0.02, 0.05),
+            PlannedSpan(f"stage {stage}: compute", "what no trace names", 0.1, 0.2),
+            PlannedSpan(f"stage {stage}: compute", "update", 0.3, 0.1),
+            PlannedSpan(f"stage {stage}: link between nodes", "gradient reduction", 0.2, 0.1),
         )
     ]
     prediction = Prediction(0.4, {"products": 0.4}, "h100_8x", tuple(spans))

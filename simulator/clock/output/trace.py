@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.files import spared
-from simulator.clock.prediction import Prediction, Span
+from simulator.clock.prediction import PlannedSpan, Prediction
 
 FOLDER = "traces_predicted"
 TRACK = re.compile(r"stage (\d+): (.+)")
@@ -45,9 +45,9 @@ def write_traces(prediction: Prediction, run_dir: Path, first_ranks: Sequence[in
     return paths
 
 
-def of_stages(spans: Sequence[Span]) -> dict[int, list[tuple[str, Span]]]:
+def of_stages(spans: Sequence[PlannedSpan]) -> dict[int, list[tuple[str, PlannedSpan]]]:
     """Spans by pipeline stage, each with the rest of its track's name."""
-    found: dict[int, list[tuple[str, Span]]] = {}
+    found: dict[int, list[tuple[str, PlannedSpan]]] = {}
     for span in spans:
         match = TRACK.fullmatch(span.track)
         assert match is not None, span.track
@@ -55,7 +55,7 @@ def of_stages(spans: Sequence[Span]) -> dict[int, list[tuple[str, Span]]]:
     return found
 
 
-def _trace(stage: int, spans: Sequence[tuple[str, Span]], prediction: Prediction) -> Mapping[str, Any]:
+def _trace(stage: int, spans: Sequence[tuple[str, PlannedSpan]], prediction: Prediction) -> Mapping[str, Any]:
     tracks = list(dict.fromkeys(track for track, _ in spans))
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}, predicted"}}

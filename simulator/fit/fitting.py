@@ -15,7 +15,7 @@ import numpy as np
 from configs.schema import ConfigError
 from simulator.clock.hardware import FIGURES, Hardware
 from simulator.clock.predict import StepClock
-from simulator.clock.rows import Measured
+from simulator.fit.rows import Measured
 
 NOISE = 0.06  # share of a step by which a prediction is off for what no figure explains
 FAR = 1.0  # times that: from here errors count by their size, not its square
