@@ -1,0 +1,171 @@
+"""A rank's side of emulated_step.py: the real training of one config after the other, without files and checkpoints, on
+a virtual accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import resource
+import time
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: see parallel/megatron/startup.py)
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils
+
+from benchmarks import virtual_device
+from configs.compose import compose
+from configs.schema import Config
+from configs.validate import validate
+from optim.tiers.tiers import tiers_of
+from parallel import topology
+from training.engine import Engine
+from training.starting.dry_run import made_up_batches
+from training.step import Batch, train_step
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank has beside its links: FLOP/s of products, and bytes per second of the link to the host (each way) and
+    of the disk (reads, writes)."""
+
+    flops_per_second: float = 20e9
+    host_link: float = math.inf
+    disk_read: float = math.inf
+    disk_write: float = math.inf
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A config as overrides of the presets, and the vocabulary it is run with."""
+
+    overrides: tuple[str, ...]
+    vocab_size: int = 1024
+
+    @property
+    def config(self) -> Config:
+        """Composed, and not yet validated."""
+        quiet = ("training.device=cpu", "training.steps=1000000")
+        return compose([*self.overrides, *quiet])
+
+
+class _Training:
+    """An engine and its batches."""
+
+    def __init__(self, setting: Setting, machine: Machine) -> None:
+        config = setting.config
+        ranks = dist.get_world_size()
+        validate(config, ranks)
+        virtual_device.install(machine.flops_per_second)
+        self._groups = set(dist.distributed_c10d._world.pg_map)
+        place = topology.initialize(config)
+        self.engine = Engine(config, place, setting.vocab_size)
+        virtual_device.use_for_experts(self.engine.bare_chunks)
+        link = self.engine.host_link
+        for stream, rate in (
+            (link.up, machine.host_link),
+            (link.down, machine.host_link),
+            (link.read, machine.disk_read),
+            (link.write, machine.disk_write),
+        ):
+            stream.rate = None if math.isinf(rate) else rate
+        count = config.training.global_batch_size // config.training.micro_batch_size // place.data.size
+        self.batches: list[Batch] = made_up_batches(config, count, setting.vocab_size, seed=place.data.rank)
+        self.number = 0
+
+    def step(self) -> float:
+        """Take one; its seconds on this rank, from a barrier on."""
+        self.number += 1
+        dist.barrier()
+        before = time.perf_counter()
+        train_step(self.engine, list(self.batches), self.number)
+        return time.perf_counter() - before
+
+    def steps(self, count: int) -> float:
+        """Seconds of one of so many that follow each other."""
+        dist.barrier()
+        before = time.perf_counter()
+        for _ in range(count):
+            self.number += 1
+            train_step(self.engine, list(self.batches), self.number)
+        seconds = (time.perf_counter() - before) / count
+        if (tiers := tiers_of(self.engine.optimizer)) is not None and (problem := tiers.problem()) is not None:
+            raise RuntimeError(problem)
+        return seconds
+
+    def close(self) -> None:
+        """Leave nothing of it."""
+        self.engine.settle()
+        dist.barrier()
+        self.engine.close()
+        del self.engine
+        topology.leave_layout()
+        dist.barrier()
+        world = dist.distributed_c10d._world
+        for group in [group for group in world.pg_map if group not in self._groups]:
+            dist.destroy_process_group(group)
+        for name in ("MEMORY_BUFFER", "_te_rng_tracker_placeholder"):
+            with contextlib.suppress(AttributeError):
+                getattr(moe_utils, name)
+        gc.collect()
+
+
+def run(setting: Setting, machine: Machine, steps: int, warm_up: int = 2) -> dict[str, Any]:
+    """Build the training, take `warm_up` steps and then `steps`; seconds of one of these, and what they were made of on
+    this rank."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    start = time.perf_counter()
+    training = _Training(setting, machine)
+    try:
+        for _ in range(warm_up):
+            training.steps(1)
+        built = time.perf_counter() - start
+        gc.collect()
+        gc.disable()
+        clock = virtual_device.DEVICE.clock
+        busy, cpu, products = clock.busy_seconds, _cpu_seconds(), virtual_device.DEVICE.num_products
+        seconds = training.steps(steps)
+        return {
+            "step": seconds,
+            "device": (clock.busy_seconds - busy) / steps,
+            "cpu": (_cpu_seconds() - cpu) / steps,
+            "products": (virtual_device.DEVICE.num_products - products) / steps,
+            "start": built,
+        }
+    finally:
+        gc.enable()
+        training.close()
+
+
+def _cpu_seconds() -> float:
+    """Of this process's threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def leftovers() -> dict[str, int]:
+    """What a rank holds: threads, open files, process groups, MiB of memory."""
+    import os
+    import threading
+
+    import psutil
+
+    process = psutil.Process()
+    return {
+        "threads": process.num_threads(),
+        "python_threads": threading.active_count(),
+        "files": len(os.listdir("/proc/self/fd")),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "mib": process.memory_info().rss // 2**20,
+    }
+
+
+__all__ = ["Machine", "Setting", "leftovers", "replace", "run"]
