@@ -8,6 +8,7 @@ as many tokens as the others, otherwise by chance. What comes out is meaningless
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from benchmarks.accelerator import Clock, VirtualAccelerator
 from moe import router
 from moe.layer import layers_of
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST = -1, -3, 2**25  # <malloc.h>; glibc takes no larger one
 FORWARD, BACKWARD = 4.0, 10.0  # operations of attention for a pair of rows and a channel: two products, and five
 
 
@@ -164,6 +166,10 @@ def install(flops_per_second: float, product_seconds: float = 0.0) -> None:
     if _installed:
         return
     torch.set_flush_denormal(True)
+    # Memory that is freed stays with the process, as on a device: else each tensor's pages are new, and pointwise
+    # operations take twice as long.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGEST)
+    ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     library = torch.library.Library("aten", "IMPL")  # noqa: TOR901  (lives as long as the process)
     for name, kernel in KERNELS.items():
         library.impl(name, kernel, "CPU")
