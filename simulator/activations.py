@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from configs import derived
 from configs.schema import Config
@@ -98,7 +99,8 @@ class Activations:
             # The micro-batch's rows keep their cosines and sines, of latent attention their angles.
             element = FP32 if self.config.model.attention == "latent" else 2 * self.sizes.element
             tape.new(self.sizes.tokens * derived.rotary_dim(self.config) * element)
-        tape.new(self.attention.leaving)
+        if self.config.training.recompute != "full":
+            tape.new(self.attention.leaving)
         if not part.is_first:
             received = tape.new(self.sizes.own_tokens * self.config.model.hidden_size * self.sizes.element)
             state = tape.hold(received)  # the schedule holds what it received
@@ -279,15 +281,22 @@ class Activations:
             takes = OperationBytes(kept=self.attention.sums)
             if self.by_slices:
                 given = [held[name].bytes for name in operation.inputs]
-                takes = self.attention.of_slices(given, self.sizes.bytes(operation.output))
+                takes = self._with_leaving(self.attention.of_slices(given, self.sizes.bytes(operation.output)))
             return self._apply(tape, operation, held, takes)
         query, key, value = (held[name] for name in operation.inputs)
         return [self._unfused_attention(tape, query, key, value)]
 
     def _latent_attention(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         query, latents = (held[name].bytes for name in operation.inputs)
-        takes = self.attention.of_latents(query, latents, self.sizes.bytes(operation.output))
+        takes = self._with_leaving(self.attention.of_latents(query, latents, self.sizes.bytes(operation.output)))
         return self._apply(tape, operation, held, takes)
+
+    def _with_leaving(self, takes: OperationBytes) -> OperationBytes:
+        """Rows that are sent leave by the end of the backward pass that follows. Where layers are computed again that is
+        the same layer's, whose first pass waits; else some layer's are on their way all the while."""
+        if self.config.training.recompute != "full":
+            return takes
+        return replace(takes, kept=takes.kept + self.attention.leaving)
 
     def _exchange(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         """Heads for rows, or rows for heads. What other ranks get is copied; several tensors travel in one message each

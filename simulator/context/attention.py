@@ -84,7 +84,7 @@ class AttentionBytes:
         """Bytes of rows that come and of those that leave, in the forward and in the backward pass: there also of
         gradients that go home. `of_place`: of all rows that a place has."""
         shared = self.shared
-        keys = 2 * shared.coming_rows
-        home = min(2 * self.rows + shared.round_rows, 2 * int(max(shared.received)))
+        keys = min(2 * shared.coming_rows, shared.moved_rows)
+        home = min(2 * self.rows + shared.round_rows, shared.moved_rows)
         back = keys + home if shared.rounds > 2 else max(keys, home)  # one round's go home when its keys are used
         return of_place * keys // self.rows, of_place * back // self.rows

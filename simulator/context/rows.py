@@ -38,6 +38,7 @@ class SharedRows:
     rounds: int  # of attention, the place's own rows included: the most
     round_rows: int  # key and value rows that arrive in one of them: the most
     coming_rows: int  # that may be on their way to a place at once, with those of the round that computes: the most
+    moved_rows: int  # that come to a place and leave it in all rounds: the most
     own_parts: float  # of what a place computes with its own keys, where there are others'; counted for latents
     squares: float  # of the documents' pairs, what kernels compute: they take their runs' squares whole
     is_known: bool = True  # whether by documents' lengths; else by samples of one document, which exchange most
@@ -64,10 +65,10 @@ def shared_rows(config: Config, micro_batches: Sequence[Lengths] | None = None) 
     if micro_batches is None:
         micro_batches = [[config.model.sequence_length] * config.training.micro_batch_size]
     if places == 1:
-        return SharedRows(context, heads, 1, rows, (0.0,), (0.0,), sliding, 1, 0, 0, 1.0, 1.0, is_known)
+        return SharedRows(context, heads, 1, rows, (0.0,), (0.0,), sliding, 1, 0, 0, 0, 1.0, 1.0, is_known)
     windows = {bool(slides): pattern.count(slides) for slides in pattern}
     received = {slides: np.zeros(places) for slides in (False, True)}
-    computed, pairs, own_parts, most = 0.0, 0.0, 0.0, np.zeros(3, np.int64)
+    computed, pairs, own_parts, most = 0.0, 0.0, 0.0, np.zeros(4, np.int64)
     for lengths in micro_batches:
         batch = _Batch(config, np.asarray(lengths, np.int64), places)
         for slides, layers in windows.items():
@@ -80,8 +81,8 @@ def shared_rows(config: Config, micro_batches: Sequence[Lengths] | None = None) 
     if not sliding:
         part = whole
     squares = computed / pairs
-    rounds, round_rows, coming = most.tolist()
-    found = (sliding, 1 + rounds, round_rows, coming, own_parts, squares)
+    rounds, round_rows, coming, moved = most.tolist()
+    found = (sliding, 1 + rounds, round_rows, coming, moved, own_parts, squares)
     return SharedRows(context, heads, places, rows, whole, part, *found, is_known)
 
 
@@ -105,13 +106,15 @@ class _Batch:
         """What each place gets from each."""
         return self._dealt[self._of(slides)]
 
-    def rounds(self, slides: bool) -> tuple[int, int, int]:
-        """Rounds in which rows arrive, the most rows of one, and the most that are on their way to a place at once."""
+    def rounds(self, slides: bool) -> tuple[int, int, int, int]:
+        """Rounds in which rows arrive, the most rows of one, the most that are on their way to a place at once, and the
+        most that come to one and leave it in all."""
         dealt = self.dealt(slides)
         received = dealt.received.sum(1)
         _, found = self._of_places(slides)[int(received.argmax())]
         rows = max((each.num_keys for each in found), default=0)
-        return len(found), rows, min(int(received.max()), (1 + dealt.ahead) * rows)
+        moved = received + dealt.received.sum(0)
+        return len(found), rows, min(int(received.max()), (1 + dealt.ahead) * rows), int(moved.max())
 
     def own_parts(self, slides: bool) -> float:
         """Parts in which a place computes with its own keys, each with latents that are expanded: the mean."""

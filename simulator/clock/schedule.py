@@ -1,0 +1,213 @@
+"""A step as tasks of one event loop: the pipeline's passes, states between stages, reductions, gathers and updates."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from configs.schema import Config
+from optim.arrangement.arrange import NUM_SLOTS
+from parallel.pipeline import passes
+from simulator.clock.loop import Loop, Task
+from simulator.clock.passes import BlockSeconds, Reasons
+from simulator.clock.stages import StageRest
+
+# Reasons of waiting, by the resource that is waited for.
+COMPUTE, NEXT, PREVIOUS, GRADIENTS = "compute", "to the next stage", "to the stage before", "between copies"
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a step is made of, by stage: both passes of its model chunks, and the rest. `send`: seconds in which a
+    state goes to another stage, `blocks`: whether the sender waits for that."""
+
+    chunks: Sequence[Sequence[BlockSeconds]]
+    rest: Sequence[StageRest]
+    send: float
+    send_place: str
+    blocks: bool
+    beside: bool  # gradients are reduced beside the last backward pass
+    gathers_beside: bool
+
+
+def _scaled(reasons: Mapping[str, float], factor: float) -> dict[str, float]:
+    return {name: value * factor for name, value in reasons.items()}
+
+
+class Schedule:
+    """The tasks of one step with so many micro-batches."""
+
+    def __init__(self, config: Config, parts: StepParts, micro_batches: int) -> None:
+        self.config, self.parts, self.micro_batches = config, parts, micro_batches
+        self.stages, self.num_chunks = config.parallel.pipeline, config.parallel.virtual_pipeline or 1
+        self.loop = Loop()
+        # Of a pass, by (is forward, stage, chunk, micro-batch): its first task and its last.
+        self._passes: dict[tuple[bool, int, int, int], tuple[int, int]] = {}
+        for stage in range(self.stages):
+            self._stage(stage)
+        self._sends()
+        self.end = self.loop.run()
+
+    def _name(self, stage: int, what: str) -> str:
+        return f"stage {stage}: {what}"
+
+    def _stage(self, stage: int) -> None:
+        rest, counts = self.parts.rest[stage], Counter[tuple[bool, int]]()
+        gathers, jobs = self._before(stage, rest)
+        tail: list[int] = []
+        for is_forward, chunk in passes(self.config, self.micro_batches, stage):
+            number = counts[is_forward, chunk]
+            counts[is_forward, chunk] += 1
+            seconds = self.parts.chunks[stage][chunk]
+            if is_forward:
+                waits = gathers[chunk] if number == 0 else []
+                waits = [[*each, *more] for each, more in _both(waits, jobs if number == 0 and chunk == 0 else [])]
+                self._pass(stage, (True, stage, chunk, number), seconds.forward, waits)
+            else:
+                reductions = rest.reductions[chunk] if number == self.micro_batches - 1 else ()
+                beside = self.parts.beside and bool(reductions)
+                pieces = len(reductions) if beside else 1
+                ends = self._pass(stage, (False, stage, chunk, number), seconds.backward, [[] for _ in range(pieces)])
+                after = ends if beside else [ends[-1]] * len(reductions)
+                for reduced, end in zip(reductions, after, strict=True):
+                    tail.append(self.loop.add(self._name(stage, GRADIENTS), "reduce gradients", reduced, [end]))
+        last = len(self.loop.tasks) - 1 if not tail else tail[-1]
+        if rest.early:
+            tail += self._jobs(stage, rest, [last])
+        self._after(stage, rest, tail)
+
+    def _before(self, stage: int, rest: StageRest) -> tuple[list[list[list[int]]], list[list[int]]]:
+        """Gathers of weights by model chunk, and jobs of buckets, that pieces of the first passes wait for."""
+        jobs = [] if rest.early else self._jobs(stage, rest, [])
+        found: list[list[list[int]]] = []
+        every: list[int] = []
+        for gathers in rest.gathers:
+            own = [self.loop.add(self._name(stage, GRADIENTS), "gather weights", each) for each in gathers]
+            every += own
+            found.append([[number] for number in own])
+        if not self.parts.gathers_beside and every:
+            found = [[[every[-1]]] for _ in found]
+        return found, [[number] for number in jobs]
+
+    def _jobs(self, stage: int, rest: StageRest, after: list[int]) -> list[int]:
+        """Last tasks of the buckets' jobs, each of which waits for the one that had its slot."""
+        ends: list[int] = []
+        for index, job in enumerate(rest.jobs):
+            waits = [*after, *([ends[index - NUM_SLOTS]] if index >= NUM_SLOTS else [])]
+            for resource, reason, seconds in job.parts:
+                waits = [self.loop.add(self._name(stage, resource), "update a bucket", {reason: seconds}, waits)]
+            ends.append(waits[0])
+        return ends
+
+    def _pass(
+        self, stage: int, key: tuple[bool, int, int, int], seconds: Mapping[str, float], waits: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """A pass in as many pieces as there are things to wait for; their tasks."""
+        name = f"{'forward' if key[0] else 'backward'} {key[3]}" + (f" of chunk {key[2]}" if self.num_chunks > 1 else "")
+        count = max(len(waits), 1)
+        part = seconds if count == 1 else _scaled(seconds, 1 / count)
+        tasks = [
+            self.loop.add(self._name(stage, COMPUTE), name, part, list(waits[i]) if waits else [])
+            for i in range(count)
+        ]
+        self._passes[key] = tasks[0], tasks[-1]
+        return tasks
+
+    def _after(self, stage: int, rest: StageRest, tail: list[int]) -> None:
+        if rest.tied:
+            tail = [self.loop.add(self._name(stage, GRADIENTS), "sum tied gradients", rest.tied, tail)]
+        if rest.update:
+            self.loop.add(self._name(stage, COMPUTE), "update", rest.update, tail)
+
+    def _sends(self) -> None:
+        """States and their gradients go from one part of the model to the next."""
+        if self.stages == 1:
+            return
+        seconds = {f"pipeline:{self.parts.send_place}": self.parts.send}
+        last = self.stages * self.num_chunks - 1
+        following: dict[int, int] = {}  # the task behind one on its stage
+        order: dict[str, int] = {}
+        for number, task in enumerate(self.loop.tasks):
+            if task.resource.endswith(COMPUTE):
+                if task.resource in order:
+                    following[order[task.resource]] = number
+                order[task.resource] = number
+        for (is_forward, stage, chunk, number), (_, end) in sorted(self._passes.items(), key=lambda item: item[1]):
+            place = chunk * self.stages + stage + (1 if is_forward else -1)
+            if not 0 <= place <= last:
+                continue
+            other = (is_forward, place % self.stages, place // self.stages, number)
+            resource = self._name(stage, NEXT if is_forward else PREVIOUS)
+            sent = self.loop.add(resource, "state" if is_forward else "gradient", seconds, [end])
+            self.loop.wait_also(self._passes[other][0], sent)
+            if self.parts.blocks and end in following:
+                self.loop.wait_also(following[end], sent)
+
+    def reasons(self) -> Reasons:
+        """What the busiest stage does in the step's time, and what it waits for: adds up to `end`."""
+        of_stage: dict[int, list[Task]] = defaultdict(list)
+        for task in self.loop.tasks:
+            if task.resource.endswith(COMPUTE):
+                of_stage[int(task.resource.split(":")[0].split()[1])].append(task)
+        busiest = max(of_stage.values(), key=lambda tasks: sum(task.seconds for task in tasks))
+        result: Reasons = Counter()
+        now = 0.0
+        for task in busiest:
+            if task.start > now:
+                self._blame(task, now, result)
+            result.update(task.reasons)
+            now = task.end
+        if self.end > now:
+            latest = max(self.loop.tasks, key=lambda task: task.end)
+            self._blame(Task("", "", 0.0, [self.loop.tasks.index(latest)], {}, self.end), now, result)
+        return result
+
+    def _blame(self, task: Task, since: float, result: Reasons) -> None:
+        """Say what went on between `since` and a task's start: go back along what was waited for."""
+        tasks, until = self.loop.tasks, task.start
+        previous = self._previous()
+        current = task
+        while until > since:
+            before = [tasks[number] for number in current.after]
+            own = previous.get(id(current))
+            before += [own] if own is not None else []
+            before = [each for each in before if each.end > since]
+            if not before:
+                break
+            current = max(before, key=lambda each: each.end)
+            lasted = min(until, current.end) - max(current.start, since)
+            if lasted > 0:
+                if current.resource.endswith(COMPUTE):
+                    result["bubble"] += lasted
+                elif current.seconds > 0:
+                    result.update(_scaled(current.reasons, lasted / current.seconds))
+                until = max(current.start, since)
+        if until > since:
+            result["bubble"] += until - since
+
+    def _previous(self) -> dict[int, Task]:
+        """The task before each on its resource."""
+        if not hasattr(self, "_before_each"):
+            last: dict[str, Task] = {}
+            self._before_each: dict[int, Task] = {}
+            for task in self.loop.tasks:
+                if task.resource in last:
+                    self._before_each[id(task)] = last[task.resource]
+                last[task.resource] = task
+        return self._before_each
+
+
+def _both(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """What pieces wait for, of two lists that may have other lengths: spread over the longer."""
+    count = max(len(first), len(second))
+    if count == 0:
+        return []
+
+    def spread(of: Sequence[Sequence[int]]) -> list[list[int]]:
+        result: list[list[int]] = [[] for _ in range(count)]
+        for index, each in enumerate(of):
+            result[index * count // len(of)] += each
+        return result
+
+    return list(zip(spread(first), spread(second), strict=True))
