@@ -7,12 +7,10 @@ import contextlib
 import ctypes
 import gc
 import logging
-import math
 import os
 import resource
 import time
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: see parallel/megatron/startup.py)
@@ -22,9 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import full_duplex, virtual_device
-from configs.compose import compose
-from configs.schema import Config
-from configs.validate import validate
+from benchmarks.emulated_settings import Machine, Setting
 from optim.tiers.tiers import tiers_of
 from parallel import topology
 from training.engine import Engine
@@ -35,63 +31,23 @@ from training.step import Batch, train_step
 SLICE = 100_000  # nanoseconds
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a rank has beside its links: FLOP/s of products, and bytes per second of the link to the host (each way) and
-    of the disk (reads, writes)."""
-
-    flops_per_second: float = 20e9
-    host_link: float = math.inf
-    disk_read: float = math.inf
-    disk_write: float = math.inf
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A config as overrides of the presets, and the vocabulary it is run with."""
-
-    overrides: tuple[str, ...]
-    vocab_size: int = 1024
-
-    @property
-    def config(self) -> Config:
-        """Composed, and not yet validated."""
-        quiet = ("training.device=cpu", "training.steps=1000000")
-        return compose([*self.overrides, *quiet])
-
 
 class _Training:
     """An engine and its batches."""
 
     def __init__(self, setting: Setting, machine: Machine) -> None:
-        config = setting.config
-        ranks = dist.get_world_size()
-        validate(config, ranks)
+        config = setting.config(dist.get_world_size())
         virtual_device.install(machine.flops_per_second)
         self._groups = set(dist.distributed_c10d._world.pg_map)
         place = topology.initialize(config)
         full_duplex.install()
         self.engine = Engine(config, place, setting.vocab_size)
         virtual_device.use_for_experts(self.engine.bare_chunks)
-        link = self.engine.host_link
-        for stream, rate in (
-            (link.up, machine.host_link),
-            (link.down, machine.host_link),
-            (link.read, machine.disk_read),
-            (link.write, machine.disk_write),
-        ):
-            stream.rate = None if math.isinf(rate) else rate
+        for stream in self.engine.host_link.all:
+            stream.rate = machine.of_stream(stream.name)
         count = config.training.global_batch_size // config.training.micro_batch_size // place.data.size
         self.batches: list[Batch] = made_up_batches(config, count, setting.vocab_size, seed=place.data.rank)
         self.number = 0
-
-    def step(self) -> float:
-        """Take one; its seconds on this rank, from a barrier on."""
-        self.number += 1
-        dist.barrier()
-        before = time.perf_counter()
-        train_step(self.engine, list(self.batches), self.number)
-        return time.perf_counter() - before
 
     def steps(self, count: int) -> float:
         """Seconds of one of so many that follow each other."""
