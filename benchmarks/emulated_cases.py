@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.emulated_settings import Machine, Setting
+from benchmarks.emulated_settings import Setting
 
 SLOW, MIDDLE, FAST = RATES = ("200mbit", "500mbit", "1gbit")
 VOCABULARY = 1024

@@ -16,20 +16,18 @@ from typing import Any
 import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: see parallel/megatron/startup.py)
 
 # isort: split
-import torch
 import torch.distributed as dist
 
 from benchmarks import full_duplex, virtual_device
 from benchmarks.emulated_settings import Machine, Setting
 from optim.tiers.tiers import tiers_of
 from parallel import topology
+from simulator import run_plan
 from training.engine import Engine
 from training.starting.dry_run import made_up_batches
 from training.step import Batch, train_step
 
-
 SLICE = 100_000  # nanoseconds
-
 
 
 class _Training:
@@ -41,7 +39,9 @@ class _Training:
         self._groups = set(dist.distributed_c10d._world.pg_map)
         place = topology.initialize(config)
         full_duplex.install()
-        self.engine = Engine(config, place, setting.vocab_size)
+        plan = run_plan.make_plan(config, place.world_size, setting.vocab_size, place.device.type)
+        room = run_plan.room_beside(plan.memory[place.rank], plan.rooms)
+        self.engine = Engine(config, place, setting.vocab_size, room)
         virtual_device.use_for_experts(self.engine.bare_chunks)
         for stream in self.engine.host_link.all:
             stream.rate = machine.of_stream(stream.name)
@@ -157,4 +157,3 @@ def leftovers() -> dict[str, int]:
         "groups": len(dist.distributed_c10d._world.pg_map),
         "mib": process.memory_info().rss // 2**20,
     }
-

@@ -96,8 +96,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(
-        f"{found.median:.3f} s a step (virtual accelerator: {found.device:.3f} s, cores of a rank: {found.cpu:.3f} s), "
-        f"+- {standard_error(found.seconds):.3f} over {len(found.seconds)} clusters; links {8e-6 * found.rate:.0f} Mbit/s"
+        f"{found.median:.3f} s a step, +- {standard_error(found.seconds):.3f} over {len(found.seconds)} clusters; "
+        f"virtual accelerator {found.device:.3f} s, a rank's cores {found.cpu:.3f} s; "
+        f"links {8e-6 * found.rate:.0f} Mbit/s"
     )
     if options.json:
         print(json.dumps({"seconds": found.seconds, "device": found.device, "cpu": found.cpu, "rate": found.rate}))

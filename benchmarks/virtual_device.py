@@ -180,7 +180,7 @@ def install(flops_per_second: float, product_seconds: float = 0.0) -> None:
         tokens, experts = logits.numel() // logits.size(-1), logits.size(-1)
         return logits + even_choice(tokens, experts).to(logits.dtype).view_as(logits)
 
-    Router.gating = even  # type: ignore[method-assign]
+    Router.gating = even  # type: ignore[method-assign, assignment]
     _installed.append(library)
 
 
