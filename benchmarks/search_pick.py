@@ -106,15 +106,8 @@ def layouts_of(pick: Pick, config: Config, answer: LayoutAnswer, hardware: Hardw
     """Overrides and predicted seconds: the search's first ones, and some of all the others that fit."""
     chosen = [answer.best, *answer.runners_up][:FIRST]
     layouts = [(each.overrides, each.prediction.seconds) for each in chosen]
-    explorer = layout_explorer(
-        config,
-        pick.ranks,
-        VOCABULARY,
-        hardware,
-        frozenset(),
-        clock_timer(),
-        memory_limits(config, pick.ranks, hardware),
-    )
+    limits = memory_limits(config, pick.ranks, hardware)
+    explorer = layout_explorer(config, pick.ranks, VOCABULARY, hardware, frozenset(), clock_timer(), limits)
     space = explorer.space
     candidates = [
         (cell, saving)
