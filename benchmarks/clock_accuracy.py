@@ -27,7 +27,8 @@ from benchmarks.tables import table
 from simulator.clock.files import load
 from simulator.clock.hardware import Hardware
 from simulator.clock.predict import predict_step
-from simulator.fit import fit
+from simulator.fit.fitting import fit
+from simulator.fit.rows import Measured as MeasuredStep
 
 HARDWARE = "cpu_emulated"
 MEAN_GOAL, WORST_GOAL = 0.05, 0.15
@@ -89,9 +90,10 @@ def compare(cases: Sequence[Case], found: dict[str, Measured], hardware: Hardwar
         if case.is_fitted:
             measured = found[case.name]
             config = case.setting.config(case.ranks)
-            link = {"between.rate": measured.rate}
-            steps.append((config, case.ranks, case.setting.vocab_size, measured.median, link))
-    fitted = fit(hardware, steps) if steps else hardware
+            link = (("between.rate", measured.rate),)
+            vocab = case.setting.vocab_size
+            steps.append(MeasuredStep(case.name, config, case.ranks, vocab, measured.median, figures=link))
+    fitted = fit(hardware, steps, "fitted by benchmarks/clock_accuracy.py") if steps else hardware
     rows = []
     for case in cases:
         measured = found[case.name]

@@ -292,8 +292,8 @@ class Activations:
         return self._apply(tape, operation, held, takes)
 
     def _with_leaving(self, takes: OperationBytes) -> OperationBytes:
-        """Rows that are sent leave by the end of the backward pass that follows. Where layers are computed again that is
-        the same layer's, whose first pass waits; else some layer's are on their way all the while."""
+        """Rows that are sent leave by the end of the backward pass that follows. Where layers are computed again that
+        is the same layer's, whose first pass waits; else some layer's are on their way all the while."""
         if self.config.training.recompute != "full":
             return takes
         return replace(takes, kept=takes.kept + self.attention.leaving)

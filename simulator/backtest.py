@@ -69,8 +69,8 @@ def main() -> int:
     found = {"hardware": hardware.name, **result(steps, seconds)}
     if args.each:
         for step, each in zip(steps, seconds, strict=True):
-            error = each / step.seconds - 1
-            print(f"{step.name}: measured {step.seconds:.4g} s, predicted {each:.4g} s ({error:+.1%})")
+            share = each / step.seconds - 1
+            print(f"{step.name}: measured {step.seconds:.4g} s, predicted {each:.4g} s ({share:+.1%})")
     print(
         f"{found['steps']} steps on {hardware.name}: mean absolute error {found['mean_absolute_error_percent']:.2f}%, "
         f"worst {found['worst_absolute_error_percent']:.1f}%"

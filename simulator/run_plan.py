@@ -148,7 +148,6 @@ def make_plan(
     device = device or (device_type(config) if hardware is None else hardware.kind)
     if hardware is not None and device == "cuda" and device_memory is None:
         device_memory = hardware["device.memory"]
-    padded = padded_vocab_size(vocab_size, config.parallel.tensor)
     every = [p for of_stage in parts(config) for part in of_stage for p in parameters(config, part, vocab_size)]
     shared = shared_rows(config, documents)
     sent = communication.bytes_per_step(config, vocab_size, world_size, device, shared)

@@ -3,7 +3,6 @@ with costs made of a hardware's figures where none were measured."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -106,4 +105,4 @@ class ExpertCalls:
 
     def _by_reason(self, seconds: float, alone: float) -> Reasons:
         alone = min(seconds, alone)
-        return Counter({"products": alone, f"expert:{self.group.place}": seconds - alone})
+        return Reasons({"products": alone, f"expert:{self.group.place}": seconds - alone})

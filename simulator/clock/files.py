@@ -21,8 +21,8 @@ from simulator.clock.hardware import FIGURES, KINDS, Figure, Hardware
 
 KEYS = ("kind", "about", "figures", "errors")
 FIGURE_KEYS = ("value", "source", "stated")
-COUNTS = ("ranks", "0 or 1")  # units of whole numbers
-MAY_BE_ZERO = ("disk.memory", "disk.read", "disk.write", "launch.overlaps")  # and every time
+COUNTS = ("ranks",)  # units of whole numbers
+MAY_BE_ZERO = ("disk.memory", "disk.read", "disk.write", "products.tile", "launch.exposed")  # and every time
 # Part of a card's name, as its driver gives it, and the file of the machine that has it. The first that is found.
 CARDS = {
     "GB200": "gb200",
@@ -97,7 +97,7 @@ def _number(path: Path, key: str, name: str, unit: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         _refuse(path, key, value, f"be a number, in {unit}", f"{key.rpartition('.')[2]}: {_usual(unit)}")
     zero = name in MAY_BE_ZERO or unit == "s" or unit.startswith("s ")
-    low, high = (0.0, 1.0) if unit == "0 or 1" else (0.0, math.inf)
+    low, high = (0.0, 1.0) if unit == "share" else (0.0, math.inf)
     if unit == "s":
         high = 60.0  # what is more was given in another unit
     if unit in ("FLOP/s", "bytes/s") and not zero or unit in ("FLOP/s", "bytes/s") and value > 0:
@@ -111,7 +111,7 @@ def _number(path: Path, key: str, name: str, unit: str, value: Any) -> float:
 
 
 def _usual(unit: str) -> str:
-    return {"ranks": "8", "0 or 1": "1", "s": "1.0e-5"}.get(unit, "1.0e+11")
+    return {"ranks": "8", "share": "0.2", "numbers": "64", "s": "1.0e-5"}.get(unit, "1.0e+11")
 
 
 def _only(path: Path, prefix: str, content: Mapping[Any, Any], known: tuple[str, ...]) -> None:

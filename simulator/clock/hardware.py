@@ -28,7 +28,7 @@ FIGURES: dict[str, tuple[str, str, bool]] = {
     "launch.operation": ("s", "what the host takes to start an operation", True),
     "launch.exposed": (
         "share",
-        "of starting operations and computing them, whichever is less, that does not hide",
+        "of starting operations, or computing if that is less, that is not hidden",
         True,
     ),
     "inside.startup_2": ("s", "of a gather between 2 ranks of a node; an all-reduce has it twice", True),

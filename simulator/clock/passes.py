@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,8 +11,19 @@ from simulator.clock.axes import Group, collective, exchange
 from simulator.clock.hardware import Hardware
 from simulator.clock.work import BlockWork, PassWork, Product
 
-Reasons = Counter[str]  # seconds by name in prediction.REASONS
 REASON_OF_AXIS = {TENSOR: "tensor", EXPERT_TENSOR: "tensor", CONTEXT: "context", CONTEXT_HEADS: "context"}
+
+
+class Reasons(dict[str, float]):
+    """Seconds by name in prediction.REASONS; none of what is not there."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+    def add(self, of: Mapping[str, float], times: float = 1.0) -> None:
+        """Add what another mapping has, so many times."""
+        for name, seconds in of.items():
+            self[name] += times * seconds
 
 
 @dataclass(frozen=True)
@@ -35,8 +45,7 @@ class PassClock:
 
     def block(self, work: BlockWork, calls: tuple[Reasons, Reasons] | None = None) -> BlockSeconds:
         """Both passes; `calls`: of its routed experts, forward and backward."""
-        none: Reasons = Counter()
-        forward_call, backward_call = calls or (none, none)
+        forward_call, backward_call = calls or (Reasons(), Reasons())
         forward, again = self.of(work.forward, forward_call), self.of(work.again, forward_call)
         backward = self.of(work.backward, backward_call)
         backward["recomputed"] += sum(again.values())
@@ -45,7 +54,7 @@ class PassClock:
     def device(self, work: PassWork) -> Reasons:
         """What the device computes."""
         rate, each = self.hardware["device.rate"], self.hardware["device.operation"]
-        result: Reasons = Counter()
+        result = Reasons()
         products = sum(self.product(each) for each in work.products)
         result["products"] = products + work.attention / self.attention
         result["memory"] = work.bytes / rate + work.started * each
@@ -75,7 +84,7 @@ class PassClock:
             start, each = exchange(self.hardware, group)
             result[f"context:{group.place}"] += max(0.0, start + each * work.rounds - attention)
         if work.moe and call is not None:
-            result.update(call)
+            result.add(call)
         return self._with_launches(result, work.started)
 
     def _with_launches(self, result: Reasons, started: int) -> Reasons:
@@ -85,8 +94,3 @@ class PassClock:
         exposed = min(1.0, self.hardware["launch.exposed"])
         result["launches"] += max(0.0, launching - device) + exposed * min(device, launching)
         return result
-
-
-def longest(reasons: Mapping[str, float]) -> float:
-    """Seconds of all of them."""
-    return sum(reasons.values())

@@ -67,11 +67,11 @@ class StepClock:
         for stage, parts in enumerate(blueprint.parts(self.config)):
             of_stage = []
             for part in parts:
-                forward, backward = Counter[str](), Counter[str]()
+                forward, backward = Reasons(), Reasons()
                 for name, number in self._blocks(part, slides).items():
                     seconds = self._block(name, part, stage)
-                    _add(forward, seconds.forward, number)
-                    _add(backward, seconds.backward, number)
+                    forward.add(seconds.forward, number)
+                    backward.add(seconds.backward, number)
                 of_stage.append(BlockSeconds(forward, backward))
             result.append(of_stage)
         return result
@@ -123,7 +123,7 @@ class StepClock:
             return seconds
         count = derived.layer_input_bytes(self.config)
         of = rates(self.hardware, self.world_size)
-        forward, backward = Counter(seconds.forward), Counter(seconds.backward)
+        forward, backward = Reasons(seconds.forward), Reasons(seconds.backward)
         if not offloaded_layer_inputs(self.config, self.world_size, stage, float("inf")):
             return seconds
         forward["host_link"] += max(0.0, count / of.down - sum(forward.values()))
@@ -170,7 +170,7 @@ class StepClock:
         first, second = (Schedule(self.config, parts, count) for count in (few, few + stages))
         periods = (number - few) / stages
         reasons, more = first.reasons(), second.reasons()
-        result: Reasons = Counter()
+        result = Reasons()
         for name in {*reasons, *more}:
             result[name] = reasons[name] + periods * (more[name] - reasons[name])
         return first.end + periods * (second.end - first.end), result, []
@@ -207,11 +207,6 @@ def least_seconds(config: Config, world_size: int, vocab_size: int, hardware: Ha
         sum(sum(chunk.forward.values()) + sum(chunk.backward.values()) for chunk in chunks) for chunks in clock.chunks()
     )
     return clock.micro_batches * max(of_stage)
-
-
-def _add(total: Counter[str], of: Any, number: int) -> None:
-    for name, value in of.items():
-        total[name] += value * number
 
 
 def _key(config: Config, vocab_size: int, device: str, *rest: Any) -> Any:

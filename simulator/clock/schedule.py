@@ -164,12 +164,12 @@ class Schedule:
             if task.resource.endswith(COMPUTE):
                 of_stage[int(task.resource.split(":")[0].split()[1])].append(task)
         busiest = max(of_stage.values(), key=lambda tasks: sum(task.seconds for task in tasks))
-        result: Reasons = Counter()
+        result = Reasons()
         now = 0.0
         for task in busiest:
             if task.start > now:
                 self._blame(task, now, result)
-            result.update(task.reasons)
+            result.add(task.reasons)
             now = task.end
         if self.end > now:
             latest = max((task for task in self.loop.tasks if not task.goes_on), key=lambda task: task.end)
@@ -194,7 +194,7 @@ class Schedule:
                 if current.resource.endswith(COMPUTE):
                     result["bubble"] += lasted
                 elif current.seconds > 0:
-                    result.update(_scaled(current.reasons, lasted / current.seconds))
+                    result.add(current.reasons, lasted / current.seconds)
                 until = max(current.start, since)
         if until > since:
             result["bubble"] += until - since

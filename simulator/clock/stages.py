@@ -94,7 +94,7 @@ def stage_rest(
         tiers = arrangements[stage] if derived.has_tiers(config) else None
         if tiers is None:
             per_number = MOMENT_BYTES + FP32 + element if element == FP32 else MOMENT_BYTES + MASTER_BYTES + element
-            update = {"update": owned * per_number / hardware["device.rate"]}
+            update: Seconds = {"update": owned * per_number / hardware["device.rate"]}
             jobs, early = tuple[BucketJob, ...](), False
         else:
             update, jobs, early = _tiered(tiers, config, hardware, world_size)

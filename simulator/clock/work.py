@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from configs import derived
 from configs.schema import Config
@@ -30,7 +31,7 @@ STARTED = {
 }
 # Scores, mask, softmax, dropout and weighted sum, each for itself; passes over the scores.
 UNFUSED_STARTED, UNFUSED_PASSES = (5, 8), (4, 6)
-ROUND_STARTED = (8, 16)  # for a round of keys and values of other context ranks: to pack, slice and merge
+ROUND_STARTED = (24, 40)  # for a round of others' keys and values: about three slices, each with its merge
 LOGIT_PASSES = 3  # in fp32, each way
 
 
@@ -155,7 +156,7 @@ class Fold:
             moved = 0
         flops = operation.flops * self.sizes.tokens
         if kind in ATTENTION:
-            return self._attention(operation, flops / self.tensor, moved, (started, sent, rounds))
+            return self._attention(flops / self.tensor, moved, (started, sent, rounds))
         weights = sum(self._weight_bytes(weight) for weight in operation.weights)
         if kind in PRODUCTS:
             flops /= self.tensor if kind != "pooler" and (kind != "linear" or self.config.parallel.sequence) else 1
@@ -181,9 +182,7 @@ class Fold:
             bytes=back, started=started[1], sent=sent[1]
         )
 
-    def _attention(
-        self, operation: ModelOperation, flops: float, moved: float, rest: tuple
-    ) -> tuple[PassWork, PassWork]:  # type: ignore[type-arg]
+    def _attention(self, flops: float, moved: float, rest: Any) -> tuple[PassWork, PassWork]:
         started, sent, rounds = rest
         flops *= self.square * self.shared.squares
         if self.shared.rounds > 1:

@@ -65,8 +65,8 @@ def shared_rows(config: Config, micro_batches: Sequence[Lengths] | None = None) 
     if micro_batches is not None:
         return _shared_rows(config, micro_batches)
     model = config.model
-    key = (config.parallel.context, context_heads(config), config.training.micro_batch_size, config.data.documents)
-    key += (model.family, model.sequence_length, model.attention, model.sliding_window)
+    key: tuple[object, ...] = (config.parallel.context, context_heads(config), config.training.micro_batch_size)
+    key += (config.data.documents, model.family, model.sequence_length, model.attention, model.sliding_window)
     key += (tuple(derived.window_pattern(config)),)
     if key not in _OF_SAMPLES:
         if len(_OF_SAMPLES) >= KEPT:

@@ -70,8 +70,8 @@ def main() -> int:
     except ConfigError as error:
         print(f"fit error: {error}", file=sys.stderr)
         return 1
-    error = back_test(steps, found, f"{of}, which the figures were fitted to")
-    text = files.as_yaml(Hardware(path.stem, found.kind, found.about, found.figures, (error,)))
+    tested = back_test(steps, found, f"{of}, which the figures were fitted to")
+    text = files.as_yaml(Hardware(path.stem, found.kind, found.about, found.figures, (tested,)))
     kept = None
     if path.exists():
         kept = _kept(path)
@@ -81,10 +81,10 @@ def main() -> int:
     for name, figure in found.figures.items():
         if figure.stated is not None and abs(figure.value / figure.stated - 1) >= 0.01:
             print(f"{name}: {figure.value:.4g} {FIGURES[name][0]}, stated {figure.stated:.4g}")
-    print(f"{len(steps)} steps, mean absolute error {error['mean_absolute_error_percent']}% on these themselves")
+    print(f"{len(steps)} steps, mean absolute error {tested['mean_absolute_error_percent']}% on these themselves")
     print(f"written: {path}" + (f"; what was there is {kept}" if kept else ""))
     if args.json:
-        print(json.dumps({"hardware": str(path), **error, "values": {k: v.value for k, v in found.figures.items()}}))
+        print(json.dumps({"hardware": str(path), **tested, "values": {k: v.value for k, v in found.figures.items()}}))
     return 0
 
 
