@@ -28,7 +28,7 @@ from simulator.clock.files import load
 from simulator.clock.hardware import Hardware
 from simulator.clock.predict import predict_step
 from simulator.fit.fitting import fit
-from simulator.fit.rows import Measured as MeasuredStep
+from simulator.fit.rows import MeasuredStep
 
 HARDWARE = "cpu_emulated"
 MEAN_GOAL, WORST_GOAL = 0.05, 0.15

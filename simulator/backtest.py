@@ -21,12 +21,12 @@ from configs.schema import ConfigError
 from simulator.clock import files
 from simulator.fit.__main__ import read
 from simulator.fit.fitting import kendall, predicted
-from simulator.fit.rows import Measured
+from simulator.fit.rows import MeasuredStep
 
 CLOSE = 1.05  # of the fastest measured step: a choice that is as good
 
 
-def result(steps: list[Measured], seconds: list[float]) -> dict[str, Any]:
+def result(steps: list[MeasuredStep], seconds: list[float]) -> dict[str, Any]:
     """Errors in percent, the order within groups, and how much slower the first choices are."""
     errors = [100 * abs(each / step.seconds - 1) for step, each in zip(steps, seconds, strict=True)]
     groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 KINDS = ("cuda", "cpu")
+STATED = "; stated: "  # in the source of a fitted figure, before that of what is stated
 
 # Name of a figure: its unit, what it means, and whether a fit may change it.
 FIGURES: dict[str, tuple[str, str, bool]] = {
@@ -73,20 +74,18 @@ class Hardware:
 
     def as_stated(self) -> Hardware:
         """The same machine with what sources say, whatever was fitted."""
-        stated = {
-            name: replace(old, value=old.value if old.stated is None else old.stated, stated=None)
-            for name, old in self.figures.items()
-        }
-        return replace(self, figures=stated, errors=())
+        return replace(self, figures={name: _stated(figure) for name, figure in self.figures.items()}, errors=())
 
     def with_values(self, values: Mapping[str, float], source: str) -> Hardware:
-        """The same machine, in whose figures a fit found these values."""
-        new = {
-            name: replace(
-                old, value=values[name], source=source, stated=old.value if old.stated is None else old.stated
-            )
-            if name in values
-            else old
-            for name, old in self.figures.items()
-        }
+        """The same machine, in whose figures a fit, or a test, found these values."""
+        new = dict(self.figures)
+        for name, value in values.items():
+            of = _stated(new[name])
+            new[name] = Figure(value, f"{source}{STATED}{of.source}", of.value)
         return replace(self, figures=new)
+
+
+def _stated(figure: Figure) -> Figure:
+    if figure.stated is None:
+        return figure
+    return Figure(figure.stated, figure.source.partition(STATED)[2] or figure.source)

@@ -39,8 +39,8 @@ class BucketJob:
 
 @dataclass(frozen=True)
 class StageRest:
-    """Of one rank of a stage: reductions of each model chunk's gradients in the order in which they are ready, gathers
-    of its weights in the order of use, the update on the device, jobs of buckets elsewhere."""
+    """What one rank of a stage has to do: reductions of each model chunk's gradients in the order in which they are
+    ready, gathers of its weights in the order of use, the update on the device, jobs of buckets elsewhere."""
 
     reductions: tuple[tuple[Seconds, ...], ...]
     gathers: tuple[tuple[Seconds, ...], ...]

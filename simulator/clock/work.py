@@ -72,7 +72,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class PassWork:
-    """Of one rank in one pass of a block. `moe`: a call of routed experts, which are counted by themselves."""
+    """What one rank does in one pass of a block. `moe`: a call of routed experts, which are counted by themselves."""
 
     products: tuple[Product, ...] = ()
     attention: float = 0.0  # operations of fused attention
@@ -203,7 +203,7 @@ class Fold:
         )
 
     def _edge(self, operation: ModelOperation, flops: float) -> float:
-        """Of a product with a weight: rows, inputs and outputs."""
+        """What a product with a weight has of edges: of rows, inputs and outputs."""
         matrices = [blueprint.local_shape(w, self.sizes.ranks) for w in operation.weights if len(w.shape) == 2]
         if not matrices or not flops:
             return 0.0

@@ -23,18 +23,18 @@ from configs.schema import ConfigError
 from simulator.clock import files
 from simulator.clock.hardware import FIGURES, Hardware
 from simulator.fit.fitting import fit, mean_error
-from simulator.fit.rows import Measured, read_rows
+from simulator.fit.rows import MeasuredStep, read_rows
 from simulator.fit.runs import read_run
 
 DEFAULT_START = "a100_8x"
 
 
-def read(paths: list[Path]) -> list[Measured]:
+def read(paths: list[Path]) -> list[MeasuredStep]:
     """The steps of CSV files and of runs' folders. Raises ConfigError."""
     return [step for path in paths for step in ([read_run(path)] if path.is_dir() else read_rows(path))]
 
 
-def back_test(steps: list[Measured], hardware: Hardware, of: str) -> Mapping[str, Any]:
+def back_test(steps: list[MeasuredStep], hardware: Hardware, of: str) -> Mapping[str, Any]:
     """What a machine's file says of how good its figures are."""
     error = mean_error(steps, hardware)
     return {"of": of, "count": len(steps), "mean_absolute_error_percent": round(error, 2)}

@@ -15,7 +15,7 @@ import numpy as np
 from configs.schema import ConfigError
 from simulator.clock.hardware import FIGURES, Hardware
 from simulator.clock.predict import StepClock
-from simulator.fit.rows import Measured
+from simulator.fit.rows import MeasuredStep
 
 NOISE = 0.06  # share of a step by which a prediction is off for what no figure explains
 FAR = 1.0  # times that: from here errors count by their size, not its square
@@ -28,7 +28,7 @@ NUDGE = 1e-2  # of a logarithm, to see what a figure changes
 class StepModel:
     """Predicted seconds of measured steps for any figures."""
 
-    def __init__(self, hardware: Hardware, steps: Sequence[Measured]) -> None:
+    def __init__(self, hardware: Hardware, steps: Sequence[MeasuredStep]) -> None:
         self.hardware, self.steps = hardware, steps
 
     def seconds(self, hardware: Hardware) -> np.ndarray:
@@ -36,13 +36,13 @@ class StepModel:
         return np.array([predicted(step, hardware) for step in self.steps])
 
 
-def predicted(step: Measured, hardware: Hardware) -> float:
+def predicted(step: MeasuredStep, hardware: Hardware) -> float:
     """Seconds of a measured step as the clock has them."""
     clock = StepClock(step.config, step.world_size, step.vocab_size, step.on(hardware), recipe=step.recipe)
     return clock.predict().seconds
 
 
-def fit(hardware: Hardware, steps: Sequence[Measured], source: str) -> Hardware:
+def fit(hardware: Hardware, steps: Sequence[MeasuredStep], source: str) -> Hardware:
     """The hardware with figures that explain the steps. A fit begins with what was stated, not with an earlier fit.
 
     Raises ConfigError without steps.
@@ -95,7 +95,7 @@ def fit(hardware: Hardware, steps: Sequence[Measured], source: str) -> Hardware:
     return machine(values)
 
 
-def mean_error(steps: Sequence[Measured], hardware: Hardware) -> float:
+def mean_error(steps: Sequence[MeasuredStep], hardware: Hardware) -> float:
     """Mean absolute error of the predicted seconds, in percent."""
     return 100 * sum(abs(predicted(step, hardware) / step.seconds - 1) for step in steps) / len(steps)
 

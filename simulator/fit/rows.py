@@ -36,7 +36,7 @@ MEGATRON_DEEPSPEED = Recipe(
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A step that was measured: its config, on how many ranks, by which recipe, and its seconds."""
 
     name: str
@@ -58,7 +58,7 @@ class Measured:
         return self.world_size, self.config.training.global_batch_size, model.hidden_size, model.num_layers
 
 
-def read_rows(path: Path) -> list[Measured]:
+def read_rows(path: Path) -> list[MeasuredStep]:
     """The steps of a CSV file in these columns; other columns are passed over. Raises ConfigError, naming file, line
     and column."""
     try:
@@ -72,7 +72,7 @@ def read_rows(path: Path) -> list[Measured]:
     return [_measured(path, number, line) for number, line in enumerate(lines, 2)]
 
 
-def _measured(path: Path, number: int, line: dict[str, str]) -> Measured:
+def _measured(path: Path, number: int, line: dict[str, str]) -> MeasuredStep:
     values: dict[str, float] = {}
     for column, name in COLUMNS.items():
         try:
@@ -87,7 +87,7 @@ def _measured(path: Path, number: int, line: dict[str, str]) -> Measured:
     if problem := _problem(whole):
         raise ConfigError(f"{path}, line {number}: {problem}.")
     name = f"{path.name}:{number}"
-    return Measured(name, _config(whole), whole["ranks"], VOCABULARY, seconds, MEGATRON_DEEPSPEED)
+    return MeasuredStep(name, _config(whole), whole["ranks"], VOCABULARY, seconds, MEGATRON_DEEPSPEED)
 
 
 def _problem(row: dict[str, int]) -> str:
@@ -130,6 +130,6 @@ def _config(row: dict[str, int]) -> Config:
     return config
 
 
-def read_all(paths: Iterable[Path]) -> list[Measured]:
+def read_all(paths: Iterable[Path]) -> list[MeasuredStep]:
     """The steps of several files."""
     return [row for path in paths for row in read_rows(path)]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from configs.compose import load
 from configs.schema import ConfigError
-from simulator.fit.rows import Measured
+from simulator.fit.rows import MeasuredStep
 
 CONFIG, PLAN, METRICS = "config.yaml", "plan.json", "metrics.jsonl"
 FIRST_STEP = 3  # the steps before it set up and measure
 
 
-def read_run(run_dir: Path) -> Measured:
+def read_run(run_dir: Path) -> MeasuredStep:
     """A run as one step: the median of its steps from the third on. Raises ConfigError where the folder lacks a file or
     has no such steps."""
     for name in (CONFIG, PLAN, METRICS):
@@ -31,4 +31,4 @@ def read_run(run_dir: Path) -> Measured:
     ]
     if not seconds:
         raise ConfigError(f"{run_dir} must have measured steps from step {FIRST_STEP} on, and has none.")
-    return Measured(run_dir.name, load(run_dir / CONFIG), world_size, vocab_size, statistics.median(seconds))
+    return MeasuredStep(run_dir.name, load(run_dir / CONFIG), world_size, vocab_size, statistics.median(seconds))

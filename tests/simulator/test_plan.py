@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.plan_accuracy import CASES, SMALL, Case, compare
-from configs.schema import ConfigError
+from configs.schema import Config, ConfigError
 from configs.validate import planned_world_size
 from memory import host_memory
 from parallel.pipeline import passes
+from simulator.clock.files import load
 from simulator.memory import KINDS
 from simulator.memory_tape import OperationBytes, Tape, profile, recomputed
 from simulator.parameters import places
@@ -246,17 +247,22 @@ def test_step_time_is_predicted_from_measured_costs(data: list[str], tmp_path: P
         "checkpoint=off",
         "training.device=cpu",
     ]
-    config = make_config([*overrides, f"data.cache_dir={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"])
-    assert make_plan(config, 1, 384).prediction is None
+    cache, machine = f"data.cache_dir={tmp_path / 'cache'}", load("cpu_emulated")
+    config = make_config([*overrides, cache, f"run_dir={tmp_path / 'run'}"])
+    wider = make_config([*overrides, cache, "moe.ffn_hidden_size=256"])
+
+    def predicted(config: Config) -> float:
+        step = make_plan(config, 1, 384, hardware=machine).step
+        assert step is not None and sum(step.reasons.values()) == pytest.approx(step.seconds)
+        return step.seconds
+
+    before = predicted(config), predicted(wider)
+    assert make_plan(config, 1, 384).step is None  # without a machine
     distributed.run(train, 1, config)
-    prediction = make_plan(config, 1, 384).prediction
-    assert prediction is not None and prediction.bubble == 0.0 and "thread" in prediction.measured_on
-    assert prediction.step_seconds == pytest.approx(
-        prediction.moe_seconds + prediction.other_seconds + prediction.reduction_seconds
-    )
-    assert prediction.moe_seconds > 0 and prediction.other_seconds > 0
-    wider = make_config([*overrides, f"data.cache_dir={tmp_path / 'cache'}", "moe.ffn_hidden_size=256"])
-    assert make_plan(wider, 1, 384).prediction is None  # other layers than those that were measured
+    assert predicted(config) != before[0]
+    assert predicted(wider) == before[1]  # other layers than those that were measured
+    named = make_config([*overrides, cache, "hardware=cpu_emulated"])
+    assert predicted(named) == before[0]  # another machine than this one, for all that is known
 
 
 # ---------------------------------------------------------------------------------------------------------------------

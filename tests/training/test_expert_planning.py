@@ -13,6 +13,7 @@ from moe.planning.footprint import memory_bytes
 from moe.planning.planner import rounded_up
 from moe.planning.search import all_plans
 from moe.planning.trial import TrialPolicy
+from simulator.clock.files import load
 from simulator.run_plan import make_plan
 from tests.distributed import RankError, run
 from tests.tolerances import FP32_LOSS
@@ -143,13 +144,14 @@ def test_a_plan_promises_only_what_the_run_may_choose(data: list[str], tmp_path:
     overrides += ["moe.memory_strategy=auto", f"data.cache_dir={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
     config = make_config(overrides)
     run(train, 1, config)  # measures the costs
-    assert make_plan(config, 1, 384).prediction is not None
+    machine = load("cpu_emulated")
+    assert make_plan(config, 1, 384, hardware=machine).step is not None
     # Four layers hold something at once.
     config.moe.memory_budget = _least_mib(config, 4) + 0.01
-    assert make_plan(config, 1, 384).prediction is not None
+    assert make_plan(config, 1, 384, hardware=machine).step is not None
     config.moe.memory_budget = _least_mib(config, 3)
     with pytest.raises(ConfigError, match="4 calls at once") as of_plan:
-        make_plan(config, 1, 384)
+        make_plan(config, 1, 384, hardware=machine)
     with pytest.raises(RankError, match="4 calls at once") as of_run:
         run(train, 1, config)
     assert str(of_plan.value) == str(of_run.value.__cause__)
