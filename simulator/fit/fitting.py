@@ -22,6 +22,7 @@ FAR = 1.0  # times that: from here errors count by their size, not its square
 RATE_PRIOR, TIME_PRIOR = 0.5, 1.0  # how far figures may lie from what is stated: standard deviations of the logarithm
 ITERATIONS = 25
 LEAST_GAIN = 1e-3  # of the cost, below which it is settled
+SAME = 1e-6  # of a logarithm: a figure that no step says anything of
 NUDGE = 1e-2  # of a logarithm, to see what a figure changes
 
 
@@ -92,7 +93,9 @@ def fit(hardware: Hardware, steps: Sequence[MeasuredStep], source: str) -> Hardw
             damping *= 5
         if before - best <= LEAST_GAIN * best:
             break
-    return machine(values)
+    changed = np.abs(values - first) > SAME
+    found = {name: math.exp(value) for name, value, new in zip(names, values, changed, strict=True) if new}
+    return start.with_values(found, source)
 
 
 def mean_error(steps: Sequence[MeasuredStep], hardware: Hardware) -> float:
