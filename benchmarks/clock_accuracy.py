@@ -6,7 +6,7 @@ are fitted to the steps of one half, and then the others' steps are predicted: t
 seen. A case's link rate is what its cluster's links were measured to carry; nothing else is told of a case.
 
 `--save` appends what is measured to a file of JSON lines, one for each case and round; `--measured` reads such files in
-place of measuring.
+place of measuring. `--write` makes a file of the fitted figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.cluster import ClusterError
@@ -24,13 +24,14 @@ from benchmarks.emulated_cases import CASES, Case
 from benchmarks.emulated_settings import Machine
 from benchmarks.emulated_step import Measured, measure
 from benchmarks.tables import table
-from simulator.clock.files import load
+from simulator.clock.files import as_yaml, load
 from simulator.clock.hardware import Hardware
 from simulator.clock.predict import predict_step
 from simulator.fit.fitting import fit
 from simulator.fit.rows import MeasuredStep
 
-HARDWARE = "cpu_emulated"
+HARDWARE, RATE, ERROR = "cpu_emulated", "between.rate", "mean_absolute_error_percent"
+SAME = 0.01  # share by which a fit changes a figure at least
 MEAN_GOAL, WORST_GOAL = 0.05, 0.15
 
 
@@ -83,25 +84,47 @@ def read(files: Sequence[Path]) -> dict[str, Measured]:
     return found
 
 
-def compare(cases: Sequence[Case], found: dict[str, Measured], hardware: Hardware) -> list[Row]:
-    """Fit the hardware to the cases that are for that, and predict all."""
+def fitted(cases: Sequence[Case], found: dict[str, Measured], hardware: Hardware) -> Hardware:
+    """The hardware with figures from the cases that are for that."""
     steps = []
     for case in cases:
         if case.is_fitted:
-            measured = found[case.name]
-            config = case.setting.config(case.ranks)
-            link = (("between.rate", measured.rate),)
+            measured, config = found[case.name], case.setting.config(case.ranks)
+            link = ((RATE, measured.rate),)
             vocab = case.setting.vocab_size
             steps.append(MeasuredStep(case.name, config, case.ranks, vocab, measured.median, figures=link))
-    fitted = fit(hardware, steps, "fitted by benchmarks/clock_accuracy.py") if steps else hardware
+    if not steps:
+        return hardware
+    return fit(hardware, steps, f"fitted to {len(steps)} steps by benchmarks/clock_accuracy.py")
+
+
+def compare(cases: Sequence[Case], found: dict[str, Measured], hardware: Hardware) -> list[Row]:
+    """Predictions beside what was measured."""
     rows = []
     for case in cases:
         measured = found[case.name]
-        own = fitted.with_values({"between.rate": measured.rate}, "benchmarks/link.py")
+        own = hardware.with_values({RATE: measured.rate}, "benchmarks/link.py")
         config = case.setting.config(case.ranks)
         seconds = predict_step(config, case.ranks, case.setting.vocab_size, own).seconds
         rows.append(Row(case.kind, case.is_fitted, case.ranks, case.rate, measured.median, seconds))
     return rows
+
+
+def with_errors(hardware: Hardware, rows: Sequence[Row]) -> Hardware:
+    """The hardware as its file has it: a figure as stated where the fit left it there, and a case's own link; and what
+    the predictions were off by."""
+    stated = load(HARDWARE).as_stated().figures
+    figures = {
+        name: stated[name] if name == RATE or abs(figure.value - stated[name].value) <= SAME * figure.value else figure
+        for name, figure in hardware.figures.items()
+    }
+    tests = []
+    for is_fitted, what in ((False, "of kinds that were not fitted to"), (True, "which the figures were fitted to")):
+        errors = [100 * abs(row.error) for row in rows if row.fitted is is_fitted]
+        if errors:
+            error = round(statistics.mean(errors), 2)
+            tests.append({"of": f"steps of the emulated cluster, {what}", "count": len(errors), ERROR: error})
+    return replace(hardware, figures=figures, errors=tuple(tests))
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
@@ -120,6 +143,9 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", metavar="WORD", help="cases whose kind has one of these words")
     parser.add_argument("--save", type=Path, metavar="FILE")
     parser.add_argument("--measured", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="of the fitted hardware, as configs/hardware has them"
+    )
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -129,7 +155,11 @@ def main() -> int:
     except (ClusterError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    rows = compare([case for case in cases if case.name in found], found, load(HARDWARE))
+    cases = [case for case in cases if case.name in found]
+    hardware = fitted(cases, found, load(HARDWARE))
+    rows = compare(cases, found, hardware)
+    if options.write is not None:
+        options.write.write_text(as_yaml(with_errors(hardware, rows)), encoding="utf-8")
     heads = ["kind", "ranks", "links", "half", "measured s", "predicted s", "error"]
     cells = [
         [
