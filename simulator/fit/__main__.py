@@ -37,7 +37,7 @@ def read(paths: list[Path]) -> list[MeasuredStep]:
 def back_test(steps: list[MeasuredStep], hardware: Hardware, of: str) -> Mapping[str, Any]:
     """What a machine's file says of how good its figures are."""
     error = mean_error(steps, hardware)
-    return {"of": of, "count": len(steps), "mean_absolute_error_percent": round(error, 2)}
+    return {"of": of, "count": len(steps), "mean_absolute_error_percent": round(error, 2), "fitted_to": True}
 
 
 def _kept(path: Path) -> Path:

@@ -28,8 +28,10 @@ def shares(prediction: Prediction) -> list[tuple[float, str]]:
 
 
 def held_to(errors: tuple[Mapping[str, Any], ...]) -> str:
-    """What back-tests found of figures (`Hardware.errors`), to be said beside each prediction with them."""
-    return "; ".join(map(_of_a_test, errors)) if errors else UNTESTED
+    """What back-tests found of figures (`Hardware.errors`), to be said beside each prediction with them: by steps that
+    they were not fitted to, where there are such."""
+    others = [error for error in errors if not error.get("fitted_to")]
+    return "; ".join(map(_of_a_test, others or errors)) if errors else UNTESTED
 
 
 def _of_a_test(error: Mapping[str, Any]) -> str:
