@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from configs.schema import Config
 from optim.arrangement.arrange import NUM_SLOTS
 from parallel.pipeline import passes
-from simulator.clock.loop import Loop, Task
+from simulator.clock.loop import Loop
 from simulator.clock.passes import BlockSeconds, Reasons
 from simulator.clock.stages import MOST_PIECES, StageRest
 
@@ -159,56 +159,62 @@ class Schedule:
 
     def reasons(self) -> Reasons:
         """What the busiest stage does in the step's time, and what it waits for: adds up to `end`."""
-        of_stage: dict[int, list[Task]] = defaultdict(list)
-        for task in self.loop.tasks:
-            if task.resource.endswith(COMPUTE):
-                of_stage[int(task.resource.split(":")[0].split()[1])].append(task)
-        busiest = max(of_stage.values(), key=lambda tasks: sum(task.seconds for task in tasks))
-        result = Reasons()
-        now = 0.0
-        for task in busiest:
-            if task.start > now:
-                self._blame(task, now, result)
-            result.add(task.reasons)
-            now = task.end
-        if self.end > now:
-            latest = max((task for task in self.loop.tasks if not task.goes_on), key=lambda task: task.end)
-            self._blame(Task("", "", 0.0, [self.loop.tasks.index(latest)], {}, start=self.end), now, result)
+        tasks = self.loop.tasks
+        before: dict[int, int] = {}  # the task before each on its resource
+        of_resource: dict[str, list[int]] = defaultdict(list)
+        for number, task in enumerate(tasks):
+            own = of_resource[task.resource]
+            if own:
+                before[number] = own[-1]
+            own.append(number)
+        computing = [numbers for name, numbers in of_resource.items() if name.endswith(COMPUTE)]
+        result, now = Reasons(), 0.0
+        for number in max(computing, key=lambda numbers: sum(tasks[number].seconds for number in numbers)):
+            self._blame(number, tasks[number].start, now, before, result)
+            result.add(tasks[number].reasons)
+            now = tasks[number].end
+        waited = [number for number, task in enumerate(tasks) if not task.goes_on]
+        last = max(waited, key=lambda number: tasks[number].end)
+        if tasks[last].end > now:
+            self._blame(last, tasks[last].end, now, before, result, itself=True)
+        if self.end > max(now, tasks[last].end):  # a resource has more to do than a step is long
+            busy = {name: sum(tasks[n].seconds for n in numbers) for name, numbers in of_resource.items()}
+            total = Reasons()
+            for number in of_resource[max(busy, key=busy.__getitem__)]:
+                total.add(tasks[number].reasons)
+            result.add(total, (self.end - max(now, tasks[last].end)) / sum(total.values()))
         return result
 
-    def _blame(self, task: Task, since: float, result: Reasons) -> None:
-        """Say what went on between `since` and a task's start: go back along what was waited for."""
-        tasks, until = self.loop.tasks, task.start
-        previous = self._previous()
-        current = task
+    def _blame(
+        self,
+        number: int,
+        until: float,
+        since: float,
+        before: Mapping[int, int],
+        result: Reasons,
+        *,
+        itself: bool = False,
+    ) -> None:
+        """Say what went on between `since` and `until`, when a task began, or with `itself` when it was over: go back
+        along what was waited for."""
+        tasks = self.loop.tasks
         while until > since:
-            before = [tasks[number] for number in current.after]
-            own = previous.get(id(current))
-            before += [own] if own is not None else []
-            before = [each for each in before if each.end > since]
-            if not before:
-                break
-            current = max(before, key=lambda each: each.end)
-            lasted = min(until, current.end) - max(current.start, since)
-            if lasted > 0:
-                if current.resource.endswith(COMPUTE):
-                    result["bubble"] += lasted
-                elif current.seconds > 0:
-                    result.add(current.reasons, lasted / current.seconds)
-                until = max(current.start, since)
+            if not itself:
+                found = [*tasks[number].after, *([before[number]] if number in before else [])]
+                found = [each for each in found if tasks[each].end > since]
+                if not found:
+                    break
+                number = max(found, key=lambda each: tasks[each].end)
+            itself, task = False, tasks[number]
+            start = max(task.start, since)
+            lasted = min(until, task.end) - start
+            if task.resource.endswith(COMPUTE):
+                result["bubble"] += lasted
+            elif task.seconds > 0:
+                result.add(task.reasons, lasted / task.seconds)
+            until = start
         if until > since:
             result["bubble"] += until - since
-
-    def _previous(self) -> dict[int, Task]:
-        """The task before each on its resource."""
-        if not hasattr(self, "_before_each"):
-            last: dict[str, Task] = {}
-            self._before_each: dict[int, Task] = {}
-            for task in self.loop.tasks:
-                if task.resource in last:
-                    self._before_each[id(task)] = last[task.resource]
-                last[task.resource] = task
-        return self._before_each
 
 
 def _both(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], Sequence[int]]]:

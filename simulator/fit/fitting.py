@@ -2,8 +2,7 @@
 
 Each figure that a fit may change is free by a factor (its prior), all errors of predictions count by their share, and
 those far off count less (Huber), as a step that swapped or was disturbed says nothing of the rest. So a few rows change
-a few figures, and many rows all of them. Of steps on as many ranks four times the number count twice as much, as they are off
-alike.
+a few figures, and many rows all of them. Steps on as many ranks are off alike: four times as many count twice as much.
 """
 
 from __future__ import annotations
