@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = [row for file in args.files for row in tests(file, args.seeds)]
-    heads = ["rows", "test", "fitted to", "compared", "mean error", "tau in groups", "choices within 5%", "worst choice"]
+    heads = ["rows", "test", "fitted to", "compared", "mean error", "tau in groups", "choices near", "worst choice"]
     print(table(heads, [_cells(row) for row in rows], args.markdown))
     if args.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))

@@ -467,7 +467,7 @@ def test_command_line_plans_without_a_cluster(tmp_path: Path) -> None:
     plan = json.loads(result.stdout)
     assert plan["world_size"] == len(plan["memory_per_rank"]) == len(plan["layout"]) == 512
     assert "moe.router_score (sigmoid; " in plan["unexportable"]
-    assert plan["prediction"] is None and len(plan["communication_per_step"]) == 4
+    assert plan["predicted_step"] is None and len(plan["communication_per_step"]) == 4
     assert sorted({layer for place in plan["layout"] for layer in place["layers"]}) == list(range(60))
     assert list(tmp_path.iterdir()) == []  # nothing is prepared, nothing written
 
