@@ -43,6 +43,7 @@ TRIED: dict[str, tuple[int, str]] = {
     "parallel/devices.py": (1, "test_wrong_configs"),
     "parallel/topology.py": (2, "parallel/test_topology"),
     "simulator/clock/files.py": (2, "simulator/test_hardware_files"),
+    "simulator/search/impossible.py": (3, "simulator/search/test_impossible"),
     "simulator/run_plan.py": (3, "simulator/test_plan simulator/test_tiers"),
     "training/callbacks/logging/weights_and_biases.py": (1, "training/test_another_model"),
     "training/callbacks/loss_scale.py": (1, "training/test_health"),

@@ -75,7 +75,7 @@ WRONG: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "in_microseconds": ("figures.between.startup.value", 1e6, ("figures.between.startup.value", "at most 60")),
     "half_a_rank": ("figures.ranks_per_node.value", 2.5, ("figures.ranks_per_node.value (2.5)", "whole number")),
     "no_ranks": ("figures.ranks_per_node.value", 0, ("figures.ranks_per_node.value (0)", "above 0")),
-    "two_of_a_switch": ("figures.launch.overlaps.value", 2, ("figures.launch.overlaps.value (2)", "at most 1")),
+    "more_than_all": ("figures.launch.exposed.value", 2, ("figures.launch.exposed.value (2)", "at most 1")),
     "stated": ("figures.inside.rate.stated", "much", ("figures.inside.rate.stated (much)", "number")),
     "unit_of_a_figure": ("figures.inside.rate.unit", "GB", ("figures.inside.rate.unit", "value, source, stated")),
 }
