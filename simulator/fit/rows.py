@@ -62,7 +62,7 @@ def read_rows(path: Path) -> list[MeasuredStep]:
     """The steps of a CSV file in these columns; other columns are passed over. Raises ConfigError, naming file, line
     and column."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             lines = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
