@@ -141,19 +141,3 @@ def _cpu_seconds() -> float:
     """Of this process's threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
-
-
-def leftovers() -> dict[str, int]:
-    """What a rank holds: threads, open files, process groups, MiB of memory."""
-    import threading
-
-    import psutil
-
-    process = psutil.Process()
-    return {
-        "threads": process.num_threads(),
-        "python_threads": threading.active_count(),
-        "files": len(os.listdir("/proc/self/fd")),
-        "groups": len(dist.distributed_c10d._world.pg_map),
-        "mib": process.memory_info().rss // 2**20,
-    }

@@ -30,13 +30,12 @@ class Device:
 
     def __init__(self) -> None:
         self.clock = Clock(math.inf)
-        self.product_seconds = 0.0  # what each takes beside its operations
         self.num_products = 0
 
     def work(self, flops: float) -> None:
         """Return when a product would be over."""
         self.num_products += 1
-        self.clock.work(flops + self.product_seconds * self.clock.flops_per_second if self.product_seconds else flops)
+        self.clock.work(flops)
 
 
 DEVICE = Device()
@@ -160,9 +159,9 @@ KERNELS: dict[str, Callable[..., Any]] = {
 _installed: list[Any] = []
 
 
-def install(flops_per_second: float, product_seconds: float = 0.0) -> None:
+def install(flops_per_second: float) -> None:
     """From now on this process's products take a virtual accelerator's time. May be called again, for another rate."""
-    DEVICE.clock.flops_per_second, DEVICE.product_seconds = flops_per_second, product_seconds
+    DEVICE.clock.flops_per_second = flops_per_second
     if _installed:
         return
     torch.set_flush_denormal(True)
