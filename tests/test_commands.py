@@ -75,7 +75,10 @@ TABLE: list[tuple[str, str]] = [
     (r".*python -m data\.prepare --help$", "tests/test_tools.py::test_answers_come_from_any_folder_without_torch"),
     (r".*python -m data\.prepare", "prepare"),
     (r".*python -m (checkpoint\b|(checkpoint|inference|models|training|benchmarks)\.)", "tool"),
-    (r"python -m simulator\.(fit|backtest) ", "tests/simulator/clock/test_fit.py::test_commands_write_a_file_and_hold_it_to_rows"),
+    (
+        r"python -m simulator\.(fit|backtest) ",
+        "tests/simulator/clock/test_fit.py::test_commands_write_a_file_and_hold_it_to_rows",
+    ),
     (r"python -m tests\.cuda\.launches$", "tests/cuda/test_pretended_gpu.py::test_launches"),
     (r"python -m tests\.cuda\.matrix", "tests/cuda/test_pretended_gpu.py::test_the_matrix_says_what_is_wrong"),
     (r"python -m tests\.cuda\.fake\b", "tests/cuda/test_fake.py::test_every_preset_takes_a_step_as_planned"),
@@ -104,7 +107,10 @@ RUNS: list[tuple[str, str]] = [
     (r".*python -m inference\.generate", "tests/inference/test_generate.py::test_command_line"),
     (r".*python -m inference\.evaluate", "tests/inference/test_evaluate.py::test_perplexity_of_files"),
     (r".*python -m inference\.fill_mask", "tests/inference/test_evaluate.py::test_masked_words"),
-    (r"python -m simulator\.(fit|backtest) ", "tests/simulator/clock/test_fit.py::test_commands_write_a_file_and_hold_it_to_rows"),
+    (
+        r"python -m simulator\.(fit|backtest) ",
+        "tests/simulator/clock/test_fit.py::test_commands_write_a_file_and_hold_it_to_rows",
+    ),
     (r".*python -m training\.report", "tests/training/test_report.py::test_command_line"),
     (r".*python -m training\.status", "tests/training/test_run_identity.py::test_status_names_the_process"),
     (r".*python -m checkpoint\.export", "tests/checkpoint/test_export.py::test_an_export_holds_its_own_files_alone"),

@@ -9,11 +9,11 @@ from dataclasses import replace
 from configs import derived
 from configs.schema import Config, ConfigError
 from models.blueprint.operation import EXPERT
-from moe.chunk_plan import LayerLoad, Plan
+from moe.chunk_plan import LayerLoad, Plan, pass_plans
 from moe.planning.costs import LayerCosts
 from moe.planning.inputs import even_load, initial_plan, limits
 from moe.planning.planner import Planner
-from moe.planning.search import predict
+from moe.planning.search import predict, unseen
 from parallel.costs.models import NOTHING, Curve, Line
 from simulator.clock.axes import Group, collective, exchange
 from simulator.clock.hardware import Hardware
@@ -92,7 +92,10 @@ class ExpertCalls:
         plan = self._plan(costs, stage)
         both = predict(costs, self.load, plan)
         alone = predict(replace(costs, exchange=NOTHING, count_exchange=0.0), self.load, plan)
-        return self._by_reason(both.forward, alone.forward), self._by_reason(both.backward, alone.backward)
+        # What the schedule's simulation is known to see too little of: a wait of ranks for each other.
+        longer = 1.0 + unseen(pass_plans(plan)[1]) * (self.group.size > 1)
+        backward = self._by_reason(longer * both.backward, alone.backward)
+        return self._by_reason(both.forward, alone.forward), backward
 
     def _plan(self, costs: LayerCosts, stage: int) -> Plan:
         if not derived.plans_moe(self.config):
