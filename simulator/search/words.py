@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simulator.clock.prediction import Prediction
-from simulator.search.answer import LayoutAnswer, LayoutMemory, SearchedLayout
+from simulator.search.answer import LayoutAnswer, LayoutMemory, SearchedLayout, TooLargeChoice
 
 GIB, MIB = 2**30, 2**20
 
@@ -43,13 +43,24 @@ def text(answer: LayoutAnswer) -> str:
         *_layout(answer.best, answer.errors),
     ]
     for number, layout in enumerate(answer.runners_up, 1):
-        lines += ["", f"Runner-up {number}: {layout.why}", *_layout(layout, answer.errors)]
+        choices = f" (the best found with {' or '.join(layout.choices)})" if layout.choices else ""
+        lines += ["", f"Runner-up {number}{choices}: {layout.why}", *_layout(layout, answer.errors)]
+    if answer.too_large:
+        lines += ["", "What fits with nothing that was looked at:"]
+        lines += [f"  {each.choice}: {size(each.short)} more than {_limit(answer, each)}" for each in answer.too_large]
+    left = f", {counts.left:,} left, no more than {counts.near:.1%} faster" if counts.near else ""
     lines += [
         "",
         f"{counts.candidates:,} candidates: {counts.bounded_by_time:,} dropped by a bound of their time, "
-        f"{counts.bounded_by_memory:,} by one of their memory, {counts.too_large:,} too large, {counts.timed:,} timed",
+        f"{counts.bounded_by_memory:,} by one of their memory, {counts.too_large:,} too large, {counts.timed:,} timed"
+        + left,
     ]
     return "\n".join(lines)
+
+
+def _limit(answer: LayoutAnswer, choice: TooLargeChoice) -> str:
+    limits = answer.limits
+    return {"device": limits.device_name, "host": limits.host_name}.get(choice.tier, "memory.disk_budget")
 
 
 def _layout(layout: SearchedLayout, errors: Sequence[Mapping[str, Any]]) -> list[str]:
