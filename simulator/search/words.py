@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simulator.clock.prediction import Prediction
+from simulator.clock.prediction import REASONS, Prediction
 from simulator.search.answer import LayoutAnswer, LayoutMemory, SearchedLayout, TooLargeChoice
 
 GIB, MIB = 2**30, 2**20
@@ -46,7 +46,7 @@ def text(answer: LayoutAnswer) -> str:
         choices = f" (the best found with {' or '.join(layout.choices)})" if layout.choices else ""
         lines += ["", f"Runner-up {number}{choices}: {layout.why}", *_layout(layout, answer.errors)]
     if answer.too_large:
-        lines += ["", "What fits with nothing that was looked at:"]
+        lines += ["", "Nothing that was looked at fits with:"]
         lines += [f"  {each.choice}: {size(each.short)} more than {_limit(answer, each)}" for each in answer.too_large]
     left = f", {counts.left:,} left, no more than {counts.near:.1%} faster" if counts.near else ""
     lines += [
@@ -103,6 +103,11 @@ def why_slower(loser: Prediction, best: Prediction) -> str:
     if slower < 5e-4 or not name or longer[name] <= 0:
         return "as fast, and splits the model over more dimensions or keeps less"
     own = loser.reasons[name]
+    if own / loser.seconds <= best.reasons.get(name, 0.0) / best.seconds:  # no larger share, but of a longer step
+        base, _, where = name.partition(":")
+        what = REASONS.get(base, base)
+        what = what % WHERE.get(where, "") if "%s" in what else what
+        return f"{slower:.1%} slower: {longer[name]:.3g} s more for {what} ({own:.3g} s of the step)"
     return (
         f"{slower:.1%} slower: {own / loser.seconds:.1%} of the step {verb(name)} "
         f"({best.reasons.get(name, 0.0) / best.seconds:.1%} of the best's)"
