@@ -123,7 +123,7 @@ def layouts_of(pick: Pick, config: Config, answer: LayoutAnswer, hardware: Hardw
         if memory.device > limits.device or memory.host > limits.host or memory.disk > limits.disk:
             continue
         layout = space.layout(cell, saving)
-        overrides, seconds = changes(config, layout), explorer.predict(layout).seconds
+        overrides, seconds = changes(config, layout), explorer.time(cell, saving).seconds
         if seconds <= SLOWEST * answer.best.prediction.seconds and overrides not in [each[0] for each in layouts]:
             layouts.append((overrides, seconds))
     return layouts

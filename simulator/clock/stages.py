@@ -6,12 +6,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from configs import derived
 from configs.schema import Config
 from models.blueprint import padded_vocab_size, parts
-from optim.arrangement.arrange import Arrangement, Capacity
+from optim.arrangement.arrange import Arrangement, Capacity, Tier
 from optim.arrangement.planning import Bandwidths, ElementBytes, Way, choose, work
 from simulator.buffers import buffers
 from simulator.clock.axes import DENSE_COPIES, EXPERT_COPIES, Group, collective
@@ -178,7 +179,7 @@ def _tiered(
     early = any(tiers.early)
     ways: Sequence[Way] = tiers.ways
     if tiers.flexible:
-        ways = choose(config.optimizer.engine, tiers.numels, tiers.tiers, element, of)
+        ways = _chosen(config.optimizer.engine, tuple(tiers.numels), tuple(tiers.tiers), element, of)
     update, jobs = 0.0, list[BucketJob]()
     for way, tier, numel, leaves in zip(ways, tiers.tiers, tiers.numels, tiers.leaving, strict=True):
         needs = work(way, tier == "disk", numel, element, of, early)
@@ -201,6 +202,13 @@ def _tiered(
         parts = [("disk", "disk", read), *middle, ("disk", "disk", needs.disk - read)]
         jobs.append(BucketJob(tuple(part for part in parts if part[2] > 0)))
     return {"update": update}, tuple(jobs), early
+
+
+@lru_cache(maxsize=KEPT)
+def _chosen(
+    engine: str, numels: tuple[int, ...], tiers: tuple[Tier, ...], element: ElementBytes, of: Bandwidths
+) -> tuple[Way, ...]:
+    return tuple(choose(engine, numels, tiers, element, of))
 
 
 def _arrangements(config: Config, vocab_size: int, world_size: int, hardware: Hardware) -> list[Arrangement | None]:

@@ -34,7 +34,7 @@ class MemoryLimits:
 @dataclass(frozen=True)
 class SearchedLayout:
     """A layout that fits. `overrides`: what to type beside the command line that the search was given; `why`: why it
-    loses against the best, empty for the best itself."""
+    loses against the best, empty for the best itself; `choices`: those of which it is the best found, as typed."""
 
     config: Config = field(repr=False)
     overrides: list[str]
@@ -42,6 +42,7 @@ class SearchedLayout:
     memory: LayoutMemory
     tokens_per_second: float
     why: str = ""
+    choices: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -52,29 +53,46 @@ class SearchedLayout:
             "reasons": dict(self.prediction.reasons),
             "memory_bytes": {"device": self.memory.device, "host": self.memory.host, "disk": self.memory.disk},
             "why": self.why,
+            "choices": list(self.choices),
         }
 
 
 @dataclass(frozen=True)
 class SearchCounts:
     """How many layouts the rules allow; of them those that bounds dropped, by time and by memory; those whose memory
-    was counted and was too much; and those that were timed."""
+    was counted and was too much; those that were timed; and those left, which are faster by the share `near` at
+    most."""
 
     candidates: int
     bounded_by_time: int
     bounded_by_memory: int
     too_large: int
     timed: int
+    left: int = 0
+    near: float = 0.0
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, float]:
         """For JSON."""
         return dict(self.__dict__)
 
 
 @dataclass(frozen=True)
+class TooLargeChoice:
+    """A choice, as typed, with which no layout that was looked at fits: the nearest is `short` bytes over a tier."""
+
+    choice: str
+    short: float
+    tier: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"choice": self.choice, "short_bytes": self.short, "tier": self.tier}
+
+
+@dataclass(frozen=True)
 class LayoutAnswer:
-    """The best layout and the runners-up, each of which differs from the best in its structure. `errors`: what
-    back-tests of the hardware's figures found."""
+    """The best layout and the runners-up, the fastest found with each choice that differs from the best's; `too_large`:
+    choices with which nothing fits. `errors`: what back-tests of the hardware's figures found."""
 
     best: SearchedLayout
     runners_up: list[SearchedLayout]
@@ -83,6 +101,7 @@ class LayoutAnswer:
     hardware: str
     world_size: int
     errors: tuple[Mapping[str, Any], ...] = ()
+    too_large: tuple[TooLargeChoice, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For search.json."""
@@ -95,4 +114,5 @@ class LayoutAnswer:
             "counts": self.counts.as_dict(),
             "best": self.best.as_dict(),
             "runners_up": [layout.as_dict() for layout in self.runners_up],
+            "too_large": [each.as_dict() for each in self.too_large],
         }

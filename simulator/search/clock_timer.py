@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from configs import derived
 from configs.schema import Config
+from optim.arrangement.arrange import Arrangement
 from simulator.clock.hardware import Hardware
 from simulator.clock.predict import StepClock, least_seconds, predict_step
 from simulator.clock.prediction import Prediction
@@ -17,8 +18,16 @@ from simulator.search.timer import LayerKind, LayoutTimer, RowSeconds
 def clock_timer(attended_share: float | None = None) -> LayoutTimer:
     """`attended_share`: as in simulator/flops.py."""
 
-    def predict(config: Config, world_size: int, vocab_size: int, hardware: Hardware) -> Prediction:
-        return predict_step(config, world_size, vocab_size, hardware, attended_share=attended_share)
+    def predict(
+        config: Config,
+        world_size: int,
+        vocab_size: int,
+        hardware: Hardware,
+        arrangements: Sequence[Arrangement | None] | None = None,
+    ) -> Prediction:
+        return predict_step(
+            config, world_size, vocab_size, hardware, attended_share=attended_share, arrangements=arrangements
+        )
 
     def least(config: Config, world_size: int, vocab_size: int, hardware: Hardware) -> float:
         return least_seconds(config, world_size, vocab_size, hardware)

@@ -14,6 +14,7 @@ from typing import Any
 
 from configs import derived
 from configs.schema import Config
+from optim.arrangement.arrange import Arrangement
 from simulator.clock.prediction import Prediction
 from simulator.search.answer import LayoutMemory, MemoryLimits, SearchCounts
 from simulator.search.floor import LayoutFloor
@@ -21,6 +22,7 @@ from simulator.search.memory import LayoutSizer
 from simulator.search.space import LayoutCell, LayoutGroup, LayoutSpace, Saving, is_legal
 
 SAME = 1e-9  # relative difference of seconds that are taken to be the same
+Predict = Callable[[Config, Sequence[Arrangement | None] | None], Prediction]
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,23 @@ def simplicity(cell: LayoutCell, saving: Saving) -> tuple[Any, ...]:
 
 
 class LayoutExplorer:
-    """Explores a space. `predict` and `least` take a config; see simulator/search/timer.py."""
+    """Explores a space. `predict` takes a config and arrangements, `least` a config; see simulator/search/timer.py.
+    `near`: a share of the best's seconds by which nothing need be faster to be looked at; 0: the best is exact."""
 
     def __init__(
         self,
         space: LayoutSpace,
         sizer: LayoutSizer,
         limits: MemoryLimits,
-        predict: Callable[[Config], Prediction],
+        predict: Predict,
         least: Callable[[Config], float],
         floor: LayoutFloor,
+        near: float = 0.0,
     ) -> None:
         self.space, self.sizer, self.limits, self.predict, self.least = space, sizer, limits, predict, least
-        self.floor = floor
+        self.floor, self.near = floor, near
         self.found: list[Candidate] = []
-        self.candidates = self.bounded_by_memory = self.too_large = self.timed = self.bounds = 0
+        self.candidates = self.bounded_by_memory = self.too_large = self.timed = 0
         self._rows_of: dict[int, list[tuple[Saving, ...]]] = {}
         self._heap: list[tuple[tuple[Any, ...], int, Node]] = []
         self._number = 0
@@ -93,34 +97,39 @@ class LayoutExplorer:
     def counts(self) -> SearchCounts:
         """What became of all candidates: those that nobody looked at were bounded by time."""
         rest = self.candidates - self.bounded_by_memory - self.too_large - self.timed
-        return SearchCounts(self.candidates, rest, self.bounded_by_memory, self.too_large, self.timed)
+        best, left = self.best, 0
+        if best is not None and self.near:
+            left = sum(self._number_of(node) for _, _, node in self._heap if node.bound < best.prediction.seconds)
+        left = min(left, rest)
+        return SearchCounts(
+            self.candidates, rest - left, self.bounded_by_memory, self.too_large, self.timed, left, self.near
+        )
+
+    def _number_of(self, node: Node) -> int:
+        """Candidates that a node stands for."""
+        if node.kind != "micro":
+            return len(node.row)
+        assert node.cell is not None
+        return len(self.space.legal_savings(node.cell)) * self.space.num_cells(node.group, node.chunks, node.index)
 
     @property
     def best(self) -> Candidate | None:
         """The fastest found."""
         return min(self.found, key=lambda each: each.rank, default=None)
 
-    def run(self, accepts: Callable[[LayoutGroup], bool] | None = None, most_bounds: float = float("inf")) -> None:
-        """Look at nodes until none can be as fast as the best found (among those of groups that are accepted), or so
-        many more were bounded closely."""
-        aside, last = [], self.bounds + most_bounds
-        own = [each for each in self.found if accepts is None or accepts(each.cell.group)]
-        best = min((each.prediction.seconds for each in own), default=float("inf"))
-        while self._heap and self.bounds < last:
-            entry = heapq.heappop(self._heap)
-            node = entry[2]
-            if node.bound > best * (1 + SAME):
-                aside.append(entry)
+    def run(self, most_nodes: float = float("inf")) -> None:
+        """Look at nodes until none can be faster than the best found, by more than is near; or at so many."""
+        best, looked = float("inf"), 0
+        while self._heap and looked < most_nodes:
+            node = self._heap[0][2]
+            if node.bound > best * (1 + SAME if not self.near else 1 - self.near):
                 break
-            if accepts is not None and not accepts(node.group):
-                aside.append(entry)
-                continue
+            heapq.heappop(self._heap)
+            looked += 1
             before = len(self.found)
             for child in getattr(self, f"_{node.kind}")(node):
                 self._push(child)
             best = min([best, *(each.prediction.seconds for each in self.found[before:])])
-        for entry in aside:
-            heapq.heappush(self._heap, entry)
 
     def _push(self, node: Node) -> None:
         self._number += 1
@@ -183,23 +192,36 @@ class LayoutExplorer:
         yield replace(node, kind="sized", bound=max(node.bound, self._least(node.cell, node.row[0])))
 
     def _least(self, cell: LayoutCell, saving: Saving) -> float:
-        self.bounds += 1
         closer = self.floor.closer(cell, saving)
         return self.least(self.space.layout(cell, saving)) if closer is None else closer
 
     def _sized(self, node: Node) -> Iterator[Node]:
-        """What keeps most, where it fits: nothing else of the row is faster then. Else what saves more."""
+        """What keeps most, and what else may be faster: state in tiers is updated beside the passes, and waits for
+        them. Where there is room for state on the device and for what tiers need there, what keeps less of the layers
+        is no faster, and auto is the device."""
         assert node.cell is not None
         first = node.row[0]
+        parts = _parts(node.row, lambda saving: (saving.recompute, saving.offload, saving.strategy))
+        parts[0] = parts[0][1:]
         memory = None if self._keeps_too_much(node.cell, [first]) else self._fitting(node.cell, first)
-        if memory is not None:
-            yield replace(node, kind="candidate", row=(first,), memory=memory)
-            rest = [saving for saving in node.row if not first.is_below(saving)]
-        else:
+        if memory is None:
             self.too_large += 1
-            rest = list(node.row[1:])
-        for part in _parts(rest, lambda saving: (saving.recompute, saving.offload, saving.strategy)):
-            yield replace(node, kind="saved", row=part)
+        else:
+            yield replace(node, kind="candidate", row=(first,), memory=memory)
+            if first.state_device == "device" and self._has_room_beside(node, memory):
+                others = [part for part in parts[1:] if not first.is_below(part[0])]
+                parts = [tuple(each for each in part if each.state_device != "auto") for part in [parts[0], *others]]
+        for part in parts:
+            if part:
+                yield replace(node, kind="saved", row=part)
+
+    def _has_room_beside(self, node: Node, memory: LayoutMemory) -> bool:
+        """Whether a device has room for slots and new weights of all state beside what it holds."""
+        assert node.cell is not None
+        if not _leaves(node.row):
+            return True
+        state = self.sizer.staying_bytes(node.cell, False) - self.sizer.staying_bytes(node.cell, True)
+        return memory.device + state <= self.limits.device
 
     def _saved(self, node: Node) -> Iterator[Node]:
         """Layers that are kept alike, unless what they keep is more than the device has room for."""
@@ -214,20 +236,16 @@ class LayoutExplorer:
         return least > self.limits.device
 
     def _tiers(self, node: Node) -> Iterator[Node]:
-        """The tiers and engines that fit; of two of which one keeps more, that."""
+        """The tiers and engines that fit."""
         assert node.cell is not None
         if self.sizer.beside_state(node.cell, node.row[0], _leaves(node.row)) > self.limits.device:
             self.bounded_by_memory += len(node.row)
             return
-        fitting: list[Saving] = []
         for saving in node.row:
-            if any(other.is_below(saving) for other in fitting):
-                continue
             memory = self._fitting(node.cell, saving)
             if memory is None:
                 self.too_large += 1
             else:
-                fitting.append(saving)
                 yield replace(node, kind="candidate", row=(saving,), memory=memory)
 
     def _fitting(self, cell: LayoutCell, saving: Saving) -> LayoutMemory | None:
@@ -240,9 +258,13 @@ class LayoutExplorer:
         """The time of what fits."""
         assert node.cell is not None and node.memory is not None
         self.timed += 1
-        prediction = self.predict(self.space.layout(node.cell, node.row[0]))
+        prediction = self.time(node.cell, node.row[0])
         self.found.append(Candidate(node.cell, node.row[0], prediction, node.memory))
         yield from ()
+
+    def time(self, cell: LayoutCell, saving: Saving) -> Prediction:
+        """What the clock says of a candidate, with optimizer state where it lies then."""
+        return self.predict(self.space.layout(cell, saving), self.sizer.arrangements(cell, saving))
 
 
 def _leaves(savings: Sequence[Saving]) -> bool:

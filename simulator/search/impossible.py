@@ -75,7 +75,11 @@ def closest(asked: Asked) -> Closest | None:
     space = LayoutSpace(
         asked.config, asked.world_size, asked.fixed, asked.hardware.kind, int(asked.hardware["ranks_per_node"])
     )
-    sizer = LayoutSizer(space, asked.vocab_size, capacity(limits))
+    return closest_of(space, LayoutSizer(space, asked.vocab_size, capacity(limits)), limits, MOST_CELLS)
+
+
+def closest_of(space: LayoutSpace, sizer: LayoutSizer, limits: MemoryLimits, most_cells: int) -> Closest | None:
+    """The same of a space, of which so many layouts are looked at."""
     cells: list[tuple[float, int, LayoutCell]] = []
     for group in space.groups():
         for chunks in {None, *space.chunks_of(group)[-2:]} & set(space.chunks_of(group)):
@@ -86,7 +90,7 @@ def closest(asked: Asked) -> Closest | None:
                         leaves = any(saving.state_device != "device" for saving in savings)
                         cells.append((sizer.least_device_bytes(cell, leaves), len(cells), cell))
     best: Closest | None = None
-    for _, _, cell in sorted(cells, key=lambda each: each[:2])[:MOST_CELLS]:
+    for _, _, cell in sorted(cells, key=lambda each: each[:2])[:most_cells]:
         for saving in _thrifty(space, sizer, cell):
             memory = sizer.memory(cell, saving)
             over, tier = _over(memory, limits)

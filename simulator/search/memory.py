@@ -36,10 +36,11 @@ FEW = 3  # equal layers after which each adds the same
 
 @dataclass(frozen=True)
 class _SizedStage:
-    """What layouts with the same parameters share of a stage: `number` of it, its buffers' numbers, bytes of state of
-    the fullest rank, and the buckets of ranks whose state lies in tiers."""
+    """What layouts with the same parameters share of a stage: `number` of it, `alike`: those of its kind, its buffers'
+    numbers, bytes of state of the fullest rank, and the buckets of ranks whose state lies in tiers."""
 
     number: int
+    alike: Sequence[int]
     buffers: dict[str, list[Buffer]]
     numbers: int
     state: int
@@ -87,6 +88,7 @@ class LayoutSizer:
         self._working: dict[Hashable, list[tuple[int, int]]] = {}
         self._of_cell: LayoutCell | None = None
         self._counts: dict[Hashable, dict[str, int]] = {}
+        self._arranged_by: dict[Hashable, list[Arrangement]] = {}
         self._one_layer: dict[Hashable, dict[int, MemoryProfile]] = {}
 
     def memory(self, cell: LayoutCell, saving: Saving) -> LayoutMemory:
@@ -102,8 +104,7 @@ class LayoutSizer:
                 for some, of, (live, _), stay in zip(fixed, stages, working, staying, strict=True)
             )
             return LayoutMemory(device, max(host for _, host in working), 0)
-        beside = [some + live + stay for some, (live, _), stay in zip(fixed, working, staying, strict=True)]
-        found = [self._arranged(config, stage, taken) for stage, taken in zip(stages, beside, strict=True)]
+        found = self._tiers(config, stages, working)
         if any(host for _, host in working):  # layer inputs get what optimizer state leaves
             most = max(each.host_bytes for of_stage in found for each in of_stage)
             working = self._work(cell, saving, config, max(self.rooms.host - most, 0))
@@ -113,6 +114,33 @@ class LayoutSizer:
             for tiers in of_stage
         ]
         return LayoutMemory(*(max(numbers) for numbers in zip(*each)))
+
+    def arrangements(self, cell: LayoutCell, saving: Saving) -> list[Arrangement | None] | None:
+        """Where optimizer state lies, of a rank of each stage; None where all of it is on the device. Stages that are
+        alike have the first one's, which holds most beside it."""
+        config = self._short(self.space.layout(cell, saving))
+        if not derived.has_tiers(config):
+            return None
+        stages = self.stages(cell)
+        found = self._tiers(config, stages, self._work(cell, saving, config, self.rooms.host))
+        result: list[Arrangement | None] = [None] * config.parallel.pipeline
+        for stage, of_stage in zip(stages, found, strict=True):
+            for number in stage.alike:
+                result[number] = of_stage[0]
+        return result
+
+    def _tiers(
+        self, config: Config, stages: Sequence[_SizedStage], working: Sequence[tuple[int, int]]
+    ) -> list[list[Arrangement]]:
+        """By stage, of each kind of rank."""
+        element, found = derived.element_size(config), []
+        for stage, (live, _) in zip(stages, working, strict=True):
+            beside = stage.numbers * (element + FP32) + live + staying_bytes(config, stage.number)
+            key = id(stage), config.optimizer.state_device, config.optimizer.engine, beside
+            if key not in self._arranged_by:
+                self._arranged_by[key] = self._arranged(config, stage, beside)
+            found.append(self._arranged_by[key])
+        return found
 
     def beside_state(self, cell: LayoutCell, saving: Saving, state_leaves: bool) -> int:
         """Bytes of the fullest rank's device, where state may leave without it."""
@@ -214,7 +242,7 @@ class LayoutSizer:
         return found[-1]
 
     def _make_stages(self, config: Config) -> Any:
-        kinds: dict[Hashable, int] = {}
+        kinds: dict[Hashable, list[int]] = {}
         slides = derived.window_pattern(config)
         for number, of_stage in enumerate(parts(config)):
             signature = tuple(
@@ -226,15 +254,16 @@ class LayoutSizer:
                 )
                 for part in of_stage
             )
-            kinds.setdefault(signature, number)
+            kinds.setdefault(signature, []).append(number)
         pairs: dict[int, set[tuple[int, int]]] = {}
         if self.world_size <= MOST_COUNTED:
             for place in places(config, self.world_size):
                 pairs.setdefault(place.stage, set()).add((place.data_context, place.expert_data))
-        for number in kinds.values():
-            yield self._stage(config, number, sorted(pairs.get(number, ())))
+        for alike in kinds.values():
+            yield self._stage(config, alike, sorted(pairs.get(alike[0], ())))
 
-    def _stage(self, config: Config, number: int, pairs: Sequence[tuple[int, int]]) -> _SizedStage:
+    def _stage(self, config: Config, alike: Sequence[int], pairs: Sequence[tuple[int, int]]) -> _SizedStage:
+        number = alike[0]
         found = buffers(config, self.vocab_size, self.world_size, number)
         local = [parameters(config, part, self.vocab_size) for part in parts(config)[number]]
         element = derived.element_size(config)
@@ -262,7 +291,7 @@ class LayoutSizer:
                     seen.add(entry)
                     buckets.append(entry)
         numbers = sum(buffer.size for kind in found.values() for buffer in kind)
-        return _SizedStage(number, found, numbers, state, buckets)
+        return _SizedStage(number, alike, found, numbers, state, buckets)
 
     def _arranged(self, config: Config, stage: _SizedStage, beside: int) -> list[Arrangement]:
         requests = [tier_request(config, numels, late) for numels, late in stage.buckets]

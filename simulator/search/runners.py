@@ -1,87 +1,68 @@
-"""From what was explored to an answer: the best, and the best of those that differ from it in their structure."""
+"""From what was explored to an answer: the best, and with each other choice the fastest that is found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from configs.keys import get
 from configs.schema import Config
 from configs.values import as_typed
 from simulator.memory import rank_memory
-from simulator.search.answer import LayoutMemory, MemoryLimits, SearchedLayout
+from simulator.search.answer import LayoutMemory, SearchedLayout, TooLargeChoice
 from simulator.search.explore import Candidate, LayoutExplorer
-from simulator.search.space import SEARCHED, LayoutGroup
+from simulator.search.nearby import found_with, other_choices
+from simulator.search.space import SEARCHED
 from simulator.search.words import size, why_slower
 
-MOST_BOUNDS = 250  # closer bounds of each other structure, beside what the search itself has looked at
-
-# What runners-up differ in from the best: of a layout's group, and of what is saved.
-GROUPS: dict[str, Callable[[LayoutGroup], Any]] = {
-    "tensor": lambda group: group.tensor,
-    "pipeline": lambda group: group.pipeline,
-    "experts": lambda group: (group.expert, group.expert_tensor),
-    "context": lambda group: group.context,
-}
+Ranked = list[tuple[Candidate, tuple[str, ...]]]
 
 
-def _saved(candidate: Candidate) -> Any:
-    saving = candidate.saving
-    return saving.recompute, saving.offload != "none", saving.state_device
+def ranked(explorer: LayoutExplorer, best: Candidate) -> tuple[Ranked, list[TooLargeChoice]]:
+    """The best and the runners-up, the fastest first, with the choices that each is the best found of; and the choices
+    with which nothing fits."""
+    too_large: list[TooLargeChoice] = []
+    found: dict[Any, tuple[Candidate, tuple[str, ...]]] = {(best.cell, best.saving): (best, ())}
+    for choice in other_choices(explorer.space, explorer.space.layout(best.cell, best.saving)):
+        candidate = found_with(explorer, best, choice)
+        if isinstance(candidate, TooLargeChoice):
+            too_large.append(candidate)
+        elif candidate is not None:
+            key = candidate.cell, candidate.saving
+            choices = found[key][1] if key in found else ()
+            found[key] = candidate, (*choices, choice.typed)
+    return sorted(found.values(), key=lambda each: each[0].rank), too_large
 
 
-def runners_up(explorer: LayoutExplorer, best: Candidate) -> list[Candidate]:
-    """The fastest that was found of those with another size of each kind, or another way to save memory; each once,
-    the fastest first."""
-    chosen: list[Candidate] = []
-    for of in GROUPS.values():
-        own = of(best.cell.group)
-
-        def differs(group: LayoutGroup, of: Callable[[LayoutGroup], Any] = of, own: Any = own) -> bool:
-            return bool(of(group) != own)
-
-        explorer.run(differs, MOST_BOUNDS)
-        chosen += _first([each for each in explorer.found if differs(each.cell.group)])
-    chosen += _first([each for each in explorer.found if _saved(each) != _saved(best)])
-    once = {(each.cell, each.saving): each for each in chosen}
-    return sorted(once.values(), key=lambda each: each.rank)
-
-
-def _first(found: list[Candidate]) -> list[Candidate]:
-    return sorted(found, key=lambda each: each.rank)[:1]
-
-
-def searched_layout(explorer: LayoutExplorer, candidate: Candidate, start: Config) -> SearchedLayout:
-    """A candidate as it is shown, with its memory as a run counts it."""
-    space, sizer = explorer.space, explorer.sizer
-    config = space.layout(candidate.cell, candidate.saving)
-    tokens = config.training.global_batch_size * config.model.sequence_length
-    counted = rank_memory(config, sizer.vocab_size, space.world_size, space.kind, rooms=sizer.rooms)
-    memory = LayoutMemory(
-        max(rank.total for rank in counted), max(rank.host for rank in counted), max(rank.disk for rank in counted)
-    )
-    return SearchedLayout(
-        config,
-        changes(start, config),
-        candidate.prediction,
-        memory,
-        tokens / candidate.prediction.seconds,
-    )
-
-
-def with_reason(
-    layout: SearchedLayout, candidate: Candidate, best: Candidate, explorer: LayoutExplorer, limits: MemoryLimits
+def searched_layout(
+    explorer: LayoutExplorer, candidate: Candidate, start: Config, best: Candidate, choices: Sequence[str]
 ) -> SearchedLayout:
-    """The layout with why it loses; what it saves because it must, with what would be missing without."""
+    """A candidate as it is shown. The best's memory is as a run counts it, of every rank."""
+    config = explorer.space.layout(candidate.cell, candidate.saving)
+    tokens = config.training.global_batch_size * config.model.sequence_length
+    memory, why = candidate.memory, "" if candidate is best else _why(explorer, candidate, best)
+    if candidate is best:
+        sizer = explorer.sizer
+        counted = rank_memory(config, sizer.vocab_size, sizer.world_size, sizer.kind, rooms=sizer.rooms)
+        memory = LayoutMemory(
+            max(rank.total for rank in counted), max(rank.host for rank in counted), max(rank.disk for rank in counted)
+        )
+    seconds = candidate.prediction.seconds
+    return SearchedLayout(
+        config, changes(start, config), candidate.prediction, memory, tokens / seconds, why, tuple(choices)
+    )
+
+
+def _why(explorer: LayoutExplorer, candidate: Candidate, best: Candidate) -> str:
+    """Why a layout loses; what it saves because it must, with what would be missing without."""
     why = why_slower(candidate.prediction, best.prediction)
     plain = explorer.space.legal_savings(candidate.cell)[0]
     if candidate.saving.steps != plain.steps:
-        short = explorer.sizer.memory(candidate.cell, plain).device - limits.device
+        short = explorer.sizer.memory(candidate.cell, plain).device - explorer.limits.device
         if short > 0:
             saved = _names(plain.values(), candidate.saving.values())
-            why += f"; without {saved} it would need {size(short)} more than {limits.device_name}"
-    return replace(layout, why=why)
+            why += f"; without {saved} it would need {size(short)} more than {explorer.limits.device_name}"
+    return why
 
 
 def _names(plain: Mapping[str, Any], saving: Mapping[str, Any]) -> str:

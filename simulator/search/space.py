@@ -127,9 +127,19 @@ def is_legal(config: Config, world_size: int) -> bool:
 class LayoutSpace:
     """The candidates of a config, with `fixed` keys at its values."""
 
-    def __init__(self, config: Config, world_size: int, fixed: frozenset[str], kind: str, ranks_per_node: int) -> None:
-        """kind: "cuda" or "cpu"; experts' matrices are split over a node's ranks at most, or as many as attention's."""
+    def __init__(
+        self,
+        config: Config,
+        world_size: int,
+        fixed: frozenset[str],
+        kind: str,
+        ranks_per_node: int,
+        given: frozenset[str] | None = None,
+    ) -> None:
+        """kind: "cuda" or "cpu"; experts' matrices are split over a node's ranks at most, or as many as attention's;
+        given: those of the fixed keys that the user gave, by default all."""
         self.config, self.world_size, self.fixed, self.kind = config, world_size, fixed, kind
+        self.given = fixed if given is None else given
         self.ranks_per_node = ranks_per_node
         self.is_moe = derived.is_moe(config)
         self._savings: dict[bool, list[Saving]] = {}
@@ -211,7 +221,7 @@ class LayoutSpace:
         """Whether places share one sample, or there is one place: those that have whole samples, or share them by
         twos, do what as many copies do. Documents of unequal length are dealt evenly by more places; and what the user
         gave is searched as it is."""
-        given = {"parallel.context", "parallel.context_heads", "training.micro_batch_size"} & self.fixed
+        given = {"parallel.context", "parallel.context_heads", "training.micro_batch_size"} & self.given
         if given or (self.config.data.documents == "separate" and self.config.model.family == "gpt"):
             return True
         return group.context == heads or micro == 1

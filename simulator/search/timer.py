@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.schema import Config
+from optim.arrangement.arrange import Arrangement
 from simulator.clock.hardware import Hardware
 from simulator.clock.prediction import Prediction
 
@@ -26,15 +27,16 @@ class RowSeconds:
 class LayoutTimer:
     """All functions take a config, the number of ranks, the vocabulary's size and the hardware.
 
-    `predict`: the step. `least`: seconds below which `predict` of the same config is not, without the update, which
-    state off the device has elsewhere. `rows`: the same for a row, whatever parallel.pipeline and virtual_pipeline are;
-    a row of a larger micro-batch takes no more. Where it is known, `least` is not asked.
+    `predict`: the step; it also takes the arrangements of optimizer state in tiers, of a rank of each stage, None where
+    there are none. `least`: seconds below which `predict` of the same config is not, wherever optimizer state lies.
+    `rows`: the same for a row, whatever parallel.pipeline and virtual_pipeline are; a row of a larger micro-batch takes
+    no more. Where it is known, `least` is not asked.
 
-    The search counts on this of `predict`, where all else is equal: to keep something is never slower than to compute,
-    send or fetch it again; optimizer.engine=auto is never slower than another; the host is never slower than the disk;
-    and state off the device saves no more than the reason "update" of state on it.
+    The search counts on this of `predict`, where all else is equal: to keep something of the layers is never slower
+    than to compute, send or fetch it again, with optimizer state in the same tier; auto is the device where all state
+    is there. Nothing is assumed of tiers and engines: an update beside the passes may be faster than one on the device.
     """
 
-    predict: Callable[[Config, int, int, Hardware], Prediction]
+    predict: Callable[[Config, int, int, Hardware, Sequence[Arrangement | None] | None], Prediction]
     least: Callable[[Config, int, int, Hardware], float]
     rows: Callable[[Config, int, int, Hardware], RowSeconds] | None = None

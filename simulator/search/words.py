@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simulator.clock.prediction import Prediction
-from simulator.search.answer import LayoutAnswer, LayoutMemory, SearchedLayout
+from simulator.clock.prediction import REASONS, Prediction
+from simulator.search.answer import LayoutAnswer, LayoutMemory, SearchedLayout, TooLargeChoice
 
 GIB, MIB = 2**30, 2**20
 
@@ -43,13 +43,24 @@ def text(answer: LayoutAnswer) -> str:
         *_layout(answer.best, answer.errors),
     ]
     for number, layout in enumerate(answer.runners_up, 1):
-        lines += ["", f"Runner-up {number}: {layout.why}", *_layout(layout, answer.errors)]
+        choices = f" (the best found with {' or '.join(layout.choices)})" if layout.choices else ""
+        lines += ["", f"Runner-up {number}{choices}: {layout.why}", *_layout(layout, answer.errors)]
+    if answer.too_large:
+        lines += ["", "Nothing that was looked at fits with:"]
+        lines += [f"  {each.choice}: {size(each.short)} more than {_limit(answer, each)}" for each in answer.too_large]
+    left = f", {counts.left:,} left, no more than {counts.near:.1%} faster" if counts.near else ""
     lines += [
         "",
         f"{counts.candidates:,} candidates: {counts.bounded_by_time:,} dropped by a bound of their time, "
-        f"{counts.bounded_by_memory:,} by one of their memory, {counts.too_large:,} too large, {counts.timed:,} timed",
+        f"{counts.bounded_by_memory:,} by one of their memory, {counts.too_large:,} too large, {counts.timed:,} timed"
+        + left,
     ]
     return "\n".join(lines)
+
+
+def _limit(answer: LayoutAnswer, choice: TooLargeChoice) -> str:
+    limits = answer.limits
+    return {"device": limits.device_name, "host": limits.host_name}.get(choice.tier, "memory.disk_budget")
 
 
 def _layout(layout: SearchedLayout, errors: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -92,6 +103,11 @@ def why_slower(loser: Prediction, best: Prediction) -> str:
     if slower < 5e-4 or not name or longer[name] <= 0:
         return "as fast, and splits the model over more dimensions or keeps less"
     own = loser.reasons[name]
+    if own / loser.seconds <= best.reasons.get(name, 0.0) / best.seconds:  # no larger share, but of a longer step
+        base, _, where = name.partition(":")
+        what = REASONS.get(base, base)
+        what = what % WHERE.get(where, "") if "%s" in what else what
+        return f"{slower:.1%} slower: {longer[name]:.3g} s more for {what} ({own:.3g} s of the step)"
     return (
         f"{slower:.1%} slower: {own / loser.seconds:.1%} of the step {verb(name)} "
         f"({best.reasons.get(name, 0.0) / best.seconds:.1%} of the best's)"

@@ -28,7 +28,7 @@ def every_fitting(
                 number += 1
                 memory = sizer.memory(cell, saving)
                 if memory.device <= limits.device and memory.host <= limits.host and memory.disk <= limits.disk:
-                    predicted = timer.predict(asked, world_size, vocab_size, hardware)
+                    predicted = timer.predict(asked, world_size, vocab_size, hardware, sizer.arrangements(cell, saving))
                     found.append(Candidate(cell, saving, predicted, memory))
     return number, found
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from configs import derived
 from configs.schema import Config
 from models.blueprint import padded_vocab_size
+from optim.arrangement.arrange import Arrangement
 from simulator.clock.hardware import FIGURES, Figure, Hardware
 from simulator.clock.prediction import Prediction
 from simulator.communication import bytes_per_step
@@ -28,8 +30,11 @@ VALUES = {
     "device.rate": 1e12,
     "device.operation": 1e-6,
     "launch.operation": 1e-6,
-    "launch.overlaps": 1,
-    "inside.startup": 1e-6,
+    "products.tile": 16,
+    "launch.exposed": 0.2,
+    "inside.startup_2": 1e-6,
+    "inside.startup_4": 2e-6,
+    "inside.startup_8": 3e-6,
     "inside.rate": 1e11,
     "between.startup": 1e-5,
     "between.rate": 1e10,
@@ -68,7 +73,13 @@ def _passes(config: Config, world_size: int, vocab_size: int, hardware: Hardware
     }
 
 
-def _predict(config: Config, world_size: int, vocab_size: int, hardware: Hardware) -> Prediction:
+def _predict(
+    config: Config,
+    world_size: int,
+    vocab_size: int,
+    hardware: Hardware,
+    arrangements: Sequence[Arrangement | None] | None = None,
+) -> Prediction:
     reasons = _passes(config, world_size, vocab_size, hardware)
     stages, chunks = config.parallel.pipeline, config.parallel.virtual_pipeline or 1
     count = derived.num_micro_batches(config, world_size)
