@@ -94,8 +94,10 @@ class ExpertCalls:
         alone = predict(replace(costs, exchange=NOTHING, count_exchange=0.0), self.load, plan)
         # What the schedule's simulation is known to see too little of: a wait of ranks for each other.
         longer = 1.0 + unseen(pass_plans(plan)[1]) * (self.group.size > 1)
-        backward = self._by_reason(longer * both.backward, alone.backward)
-        return self._by_reason(both.forward, alone.forward), backward
+        return (
+            self._by_reason(both.forward, alone.forward),
+            self._by_reason(longer * both.backward, alone.backward),
+        )
 
     def _plan(self, costs: LayerCosts, stage: int) -> Plan:
         if not derived.plans_moe(self.config):

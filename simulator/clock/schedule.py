@@ -66,7 +66,7 @@ class Schedule:
                 self._pass(stage, (True, stage, chunk, number), seconds.forward, waits)
             else:
                 reductions = rest.reductions[chunk] if number == self.micro_batches - 1 else ()
-                # Megatron-core reduces beside the backward pass on the first stage alone: the others wait for it anyway.
+                # Megatron-core reduces beside the backward pass on the first stage alone: others wait for it anyway.
                 beside = self.parts.beside and bool(reductions) and stage == 0
                 is_last = number == self.micro_batches - 1 and chunk == 0
                 pieces = MOST_PIECES if rest.early and is_last else len(reductions) if beside else 1
