@@ -25,15 +25,30 @@ NO_TIERS = ["optimizer.state_device=device", "training.activation_offload=none"]
 
 # Overrides, given keys, ranks, bytes of a device.
 CASES = {
-    "dense, 8 ranks": (["experiment=gpt_tiny", "model.num_layers=4"], NO_TIERS, 8, 2**33),
-    "dense, tiers": (["experiment=gpt_tiny", "training.global_batch_size=4"], ["parallel.context=1"], 4, 2_600_000),
+    "dense, 8 ranks": (
+        ["experiment=gpt_tiny", "model.num_layers=4"],
+        [*NO_TIERS, "parallel.sequence=false"],
+        8,
+        2**33,
+    ),
+    "dense, tiers": (
+        ["experiment=gpt_tiny", "training.global_batch_size=4"],
+        ["parallel.context=1", "parallel.sequence=false", "parallel.virtual_pipeline=null"],
+        4,
+        2_600_000,
+    ),
     "experts, 4 ranks": (
         ["experiment=gpt_moe_tiny", "training.global_batch_size=4"],
-        ["parallel.context=1", "training.recompute=none", *NO_TIERS],
+        ["parallel.context=1", "parallel.expert_tensor=null", "training.recompute=none", *NO_TIERS],
         4,
         2**33,
     ),
-    "experts, 8 ranks": (["experiment=gpt_moe_tiny"], [*FEW, *NO_TIERS, "training.recompute=none"], 8, 2**33),
+    "experts, 8 ranks": (
+        ["experiment=gpt_moe_tiny", "training.global_batch_size=8"],
+        [*FEW, *NO_TIERS, "training.recompute=none"],
+        8,
+        2**33,
+    ),
     "experts, little memory": (
         ["experiment=gpt_moe_tiny", "model.num_layers=4"],
         [*NO_TIERS, "moe.pipeline_degree=2", "parallel.context=1"],
