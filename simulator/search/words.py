@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from simulator.clock.output.words import held_to
 from simulator.clock.prediction import REASONS, Prediction
 from simulator.search.answer import LayoutAnswer, LayoutMemory, SearchedLayout, TooLargeChoice
 
@@ -38,7 +39,7 @@ def text(answer: LayoutAnswer) -> str:
     counts, limits = answer.counts, answer.limits
     lines = [
         f"Fastest layout of {answer.world_size} ranks on {answer.hardware} "
-        f"({back_test(answer.errors)}; a rank may take {size(limits.device)}, {limits.device_name}, and "
+        f"(back-test: {held_to(answer.errors)}; a rank may take {size(limits.device)}, {limits.device_name}, and "
         f"{size(limits.host)} of the host)",
         *_layout(answer.best, answer.errors),
     ]
@@ -80,12 +81,6 @@ def seconds_text(seconds: float, errors: Sequence[Mapping[str, Any]]) -> str:
 def worst_error(errors: Sequence[Mapping[str, Any]]) -> float | None:
     """The largest mean absolute error of the back-tests, in percent; None where there are none."""
     return max((float(error["mean_absolute_error_percent"]) for error in errors), default=None)
-
-
-def back_test(errors: Sequence[Mapping[str, Any]]) -> str:
-    """What back-tests of the hardware's figures found."""
-    found = ", ".join(f"{float(e['mean_absolute_error_percent']):.1f}% of {e['rows']}" for e in errors)
-    return f"mean error of back-tests: {found}" if found else "not held to measured steps"
 
 
 def memory_text(memory: LayoutMemory) -> str:

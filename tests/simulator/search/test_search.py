@@ -103,7 +103,9 @@ def test_bounds_never_drop_the_best(case: str, timer: object) -> None:
 def test_the_answer_is_what_a_run_takes() -> None:
     start = ["experiment=gpt_moe_tiny", *FEW, "parallel.context=1", "training.activation_offload=none"]
     config, fixed = _asked(start[:1], start[1:])
-    hardware = machine(device__memory=3_000_000, errors=({"rows": 20, "mean_absolute_error_percent": 4.25},))
+    hardware = machine(
+        device__memory=3_000_000, errors=({"of": "steps", "count": 20, "mean_absolute_error_percent": 4.25},)
+    )
     answer = search_layout(config, 8, VOCAB, hardware, fixed)
     assert answer.runners_up
     room = capacity(answer.limits)
@@ -120,7 +122,7 @@ def test_the_answer_is_what_a_run_takes() -> None:
     assert len(lines) == 1 + len(answer.runners_up) and all("+-4.2%" in line for line in lines)
     assert all(layout.why for layout in answer.runners_up) and not answer.best.why
     saved = json.loads(json.dumps(answer.as_dict()))
-    assert saved["best"]["overrides"] == answer.best.overrides and saved["back_tests"][0]["rows"] == 20
+    assert saved["best"]["overrides"] == answer.best.overrides and saved["back_tests"][0]["count"] == 20
     again = search_layout(config, 8, VOCAB, hardware, fixed)
     assert text(again) == shown
     assert "not held to measured steps" in text(replace(answer, errors=()))
