@@ -53,11 +53,11 @@ class Loop:
         self.tasks[task].after = (*self.tasks[task].after, other)
 
     def run(self) -> float:
-        """Start every task; when the last is over that the next step waits for, but no less than what each resource has
-        to do. Raises RuntimeError where tasks wait for each other."""
+        """Start every task; when the last is over that the next step waits for. Raises RuntimeError where tasks wait
+        for each other."""
         tasks, end = self.tasks, 0.0
         queues = {name: deque(queue) for name, queue in self._queues.items()}
-        free, busy = dict.fromkeys(queues, 0.0), dict.fromkeys(queues, 0.0)
+        free = dict.fromkeys(queues, 0.0)
         waiting: dict[int, list[str]] = defaultdict(list)  # heads of queues by what they wait for
         ready = list(queues)
         while ready:
@@ -76,7 +76,6 @@ class Loop:
                     number = queue.popleft()
                     task.start = begin
                     free[name] = begin + task.seconds
-                    busy[name] += task.seconds
                     if not task.goes_on:
                         end = max(end, free[name])
                     ready += waiting.pop(number, ())
@@ -85,4 +84,16 @@ class Loop:
         left = [tasks[queue[0]].name for queue in queues.values() if queue]
         if left:
             raise RuntimeError(f"tasks wait for each other: {', '.join(left)}")
-        return max(end, *busy.values())
+        return end
+
+    def beside(self) -> dict[str, dict[str, float]]:
+        """By reason, what each resource has to do in a step of which a part goes on beside the next one: no step is
+        shorter than that."""
+        found: dict[str, dict[str, float]] = {}
+        for name in {task.resource for task in self.tasks if task.goes_on}:
+            total = found.setdefault(name, {})
+            for task in self.tasks:
+                if task.resource == name:
+                    for reason, seconds in task.reasons.items():
+                        total[reason] = total.get(reason, 0.0) + seconds
+        return found

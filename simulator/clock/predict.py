@@ -163,17 +163,24 @@ class StepClock:
         """Many micro-batches are as few and a period of the pipeline, again and again."""
         stages, number = self.config.parallel.pipeline, self.micro_batches
         few = 2 * stages + (number - 2 * stages) % stages
+        spans: list[PlannedSpan] = []
         if number <= few + stages or with_spans:
-            schedule = Schedule(self.config, parts, number)
-            spans = [PlannedSpan(task.resource, task.name, task.start, task.seconds) for task in schedule.loop.tasks]
-            return schedule.end, schedule.reasons(), spans if with_spans else []
-        first, second = (Schedule(self.config, parts, count) for count in (few, few + stages))
-        periods = (number - few) / stages
-        reasons, more = first.reasons(), second.reasons()
-        result = Reasons()
-        for name in {*reasons, *more}:
-            result[name] = reasons[name] + periods * (more[name] - reasons[name])
-        return first.end + periods * (second.end - first.end), result, []
+            first = Schedule(self.config, parts, number)
+            end, result = first.end, first.reasons()
+            if with_spans:
+                spans = [PlannedSpan(task.resource, task.name, task.start, task.seconds) for task in first.loop.tasks]
+        else:
+            first, second = (Schedule(self.config, parts, count) for count in (few, few + stages))
+            periods = (number - few) / stages
+            end, result = first.end + periods * (second.end - first.end), Reasons()
+            result.add(first.reasons(), 1.0 - periods)
+            result.add(second.reasons(), periods)
+        # What goes on beside the next step takes its time in each.
+        longest = max(first.loop.beside().values(), key=lambda of: sum(of.values()), default={})
+        if (least := sum(longest.values())) > end:
+            result.add(longest, (least - end) / least)
+            end = least
+        return end, result, spans
 
 
 def predict_step(

@@ -178,12 +178,6 @@ class Schedule:
         last = max(waited, key=lambda number: tasks[number].end)
         if tasks[last].end > now:
             self._blame(last, tasks[last].end, now, before, result, itself=True)
-        if self.end > max(now, tasks[last].end):  # a resource has more to do than a step is long
-            busy = {name: sum(tasks[n].seconds for n in numbers) for name, numbers in of_resource.items()}
-            total = Reasons()
-            for number in of_resource[max(busy, key=busy.__getitem__)]:
-                total.add(tasks[number].reasons)
-            result.add(total, (self.end - max(now, tasks[last].end)) / sum(total.values()))
         return result
 
     def _blame(

@@ -52,7 +52,7 @@ class LayoutChoiceOf:
 
     @property
     def typed(self) -> str:
-        """As it is typed."""
+        """The key and the value in the form of the command line."""
         return as_typed(self.key, self.value)
 
 

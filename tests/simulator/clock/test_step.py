@@ -54,8 +54,7 @@ def test_tasks_wait_for_their_resource_and_for_others() -> None:
     assert loop.run() == 4.0  # the disk goes on beside the next step
     assert [task.start for task in loop.tasks] == [0.0, 2.0, 2.0, 3.0, 2.0]
     assert loop.tasks[last].end == 4.0 and loop.tasks[late].end == 5.5
-    loop.add("disk", "written", {"disk": 3.5}, goes_on=True)
-    assert loop.run() == 7.0  # but no longer than all steps have it to do
+    assert loop.beside() == {"disk": {"disk": 3.5}}
 
 
 def test_tasks_that_wait_for_each_other_are_named() -> None:
@@ -127,6 +126,20 @@ def test_equal_stages_wait_for_the_pipeline_alone(hardware: Hardware) -> None:
     both = sum(one[0].forward.values()) + sum(one[0].backward.values())
     assert schedule.end == pytest.approx((micro_batches + stages - 1) * both)
     assert schedule.reasons()["bubble"] == pytest.approx((stages - 1) * both)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 16, 64])
+def test_a_slow_disk_hides_no_pass(micro_batches: int, hardware: Hardware) -> None:
+    tiers = ["optimizer.state_device=disk", "memory.disk_dir=/tmp", f"training.global_batch_size={micro_batches}"]
+    config = a_config("gpt_tiny", [*tiers, "training.micro_batch_size=1"])
+    plain = a_config("gpt_tiny", [tiers[-1], "training.micro_batch_size=1"])
+    passes = least_seconds(plain, 1, VOCAB, hardware)
+    slow = hardware.with_values({"disk.read": 1e8, "disk.write": 1e8}, "a test")
+    found = predict_step(config, 1, VOCAB, slow)
+    drawn = predict_step(config, 1, VOCAB, slow, with_spans=True)
+    assert found.seconds == pytest.approx(drawn.seconds) and sum(found.reasons.values()) == pytest.approx(found.seconds)
+    state = sum(span.seconds for span in drawn.spans if span.track.endswith("disk"))
+    assert max(passes, state) <= found.seconds
 
 
 def test_recomputed_layers_take_their_forward_pass_again(hardware: Hardware) -> None:
