@@ -52,7 +52,7 @@ class LayoutChoiceOf:
 
     @property
     def typed(self) -> str:
-        """As it is typed."""
+        """The key and its value, as one types them."""
         return as_typed(self.key, self.value)
 
 
