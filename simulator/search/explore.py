@@ -211,9 +211,11 @@ class LayoutExplorer:
             if first.state_device == "device" and self._has_room_beside(node, memory):
                 others = [part for part in parts[1:] if not first.is_below(part[0])]
                 parts = [tuple(each for each in part if each.state_device != "auto") for part in [parts[0], *others]]
+        used = derived.context_heads(self.space.layout(node.cell, first))
         for part in parts:
-            if part:
-                yield replace(node, kind="saved", row=part)
+            if part:  # what computes again is bounded by that before it is looked at
+                bound = max(node.bound, self.floor.seconds(node.cell, [part[0]], used))
+                yield replace(node, kind="saved", row=part, bound=bound)
 
     def _has_room_beside(self, node: Node, memory: LayoutMemory) -> bool:
         """Whether a device has room for slots and new weights of all state beside what it holds."""

@@ -69,16 +69,19 @@ class Closest:
     tier: str
 
 
-def closest(asked: Asked) -> Closest | None:
-    """The first candidate that fits, else the one that lacks least; None where the rules allow none."""
+def closest(asked: Asked, only_fitting: bool = False) -> Closest | None:
+    """The first candidate that fits, else the one that lacks least; None where the rules allow none. `only_fitting`:
+    what cannot fit is not looked at."""
     limits = asked.limits
     space = LayoutSpace(
         asked.config, asked.world_size, asked.fixed, asked.hardware.kind, int(asked.hardware["ranks_per_node"])
     )
-    return closest_of(space, LayoutSizer(space, asked.vocab_size, capacity(limits)), limits, MOST_CELLS)
+    return closest_of(space, LayoutSizer(space, asked.vocab_size, capacity(limits)), limits, MOST_CELLS, only_fitting)
 
 
-def closest_of(space: LayoutSpace, sizer: LayoutSizer, limits: MemoryLimits, most_cells: int) -> Closest | None:
+def closest_of(
+    space: LayoutSpace, sizer: LayoutSizer, limits: MemoryLimits, most_cells: int, only_fitting: bool = False
+) -> Closest | None:
     """The same of a space, of which so many layouts are looked at."""
     cells: list[tuple[float, int, LayoutCell]] = []
     for group in space.groups():
@@ -90,8 +93,10 @@ def closest_of(space: LayoutSpace, sizer: LayoutSizer, limits: MemoryLimits, mos
                         leaves = any(saving.state_device != "device" for saving in savings)
                         cells.append((sizer.least_device_bytes(cell, leaves), len(cells), cell))
     best: Closest | None = None
-    for _, _, cell in sorted(cells, key=lambda each: each[:2])[:most_cells]:
-        for saving in _thrifty(space, sizer, cell):
+    for least, _, cell in sorted(cells, key=lambda each: each[:2])[:most_cells]:
+        if least - limits.device > (0 if only_fitting else math.inf if best is None else best.over):
+            break
+        for saving in _thrifty(space, sizer, cell, limits.device if only_fitting else math.inf):
             memory = sizer.memory(cell, saving)
             over, tier = _over(memory, limits)
             if best is None or over < best.over:
@@ -101,10 +106,12 @@ def closest_of(space: LayoutSpace, sizer: LayoutSizer, limits: MemoryLimits, mos
     return best
 
 
-def _thrifty(space: LayoutSpace, sizer: LayoutSizer, cell: LayoutCell) -> Iterator[Saving]:
-    """What keeps most, then what takes least of the device, with every tier and engine."""
+def _thrifty(space: LayoutSpace, sizer: LayoutSizer, cell: LayoutCell, most: float) -> Iterator[Saving]:
+    """What keeps most, then what takes least of the device, with every tier and engine; but what takes more of it than
+    `most` beside state that may leave."""
     savings = space.legal_savings(cell)
-    yield savings[0]
+    if most == math.inf or sizer.beside_state(cell, savings[0], savings[0].state_device != "device") <= most:
+        yield savings[0]
     degrees = {saving.degree for saving in savings if isinstance(saving.degree, int)}
     ends = {min(degrees, default=0), max(degrees, default=0)}
     parts: dict[Any, list[Saving]] = {}
@@ -114,7 +121,8 @@ def _thrifty(space: LayoutSpace, sizer: LayoutSizer, cell: LayoutCell) -> Iterat
             parts.setdefault(kept, []).append(saving)
     ordered = sorted(parts.values(), key=lambda part: sizer.beside_state(cell, part[0], True))
     for part in [*ordered[:1], *[part for part in ordered[1:] if part[0].offload == "none"][:1]]:
-        yield from part
+        if most == math.inf or sizer.beside_state(cell, part[0], True) <= most:
+            yield from part
 
 
 def _over(memory: LayoutMemory, limits: MemoryLimits) -> tuple[float, str]:
@@ -198,7 +206,7 @@ def _change(asked: Asked, nearest: Closest | None) -> str | None:
 
 
 def _fitting(asked: Asked) -> Closest | None:
-    found = closest(asked)
+    found = closest(asked, only_fitting=True)
     return found if found is not None and found.over == 0 else None
 
 

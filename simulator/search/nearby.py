@@ -52,7 +52,7 @@ class LayoutChoiceOf:
 
     @property
     def typed(self) -> str:
-        """The key and the value in the form of the command line."""
+        """The key and its value, as one types them."""
         return as_typed(self.key, self.value)
 
 

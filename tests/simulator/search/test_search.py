@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from configs.compose import compose
+from configs.keys import get
 from configs.schema import Config, ConfigError
 from configs.validate import validate
+from configs.values import as_typed
 from simulator.memory import rank_memory
 from simulator.search.clock_timer import clock_timer
 from simulator.search.limits import capacity, memory_limits
@@ -38,13 +40,13 @@ CASES = {
         2_600_000,
     ),
     "experts, 4 ranks": (
-        ["experiment=gpt_moe_tiny", "training.global_batch_size=4"],
+        ["experiment=gpt_moe_tiny", "training.global_batch_size=4", "moe.num_experts=4"],
         ["parallel.context=1", "parallel.expert_tensor=null", "training.recompute=none", *NO_TIERS],
         4,
         2**33,
     ),
     "experts, 8 ranks": (
-        ["experiment=gpt_moe_tiny", "training.global_batch_size=8"],
+        ["experiment=gpt_moe_tiny", "training.global_batch_size=8", "moe.num_experts=4"],
         [*FEW, *NO_TIERS, "training.recompute=none"],
         8,
         2**33,
@@ -106,14 +108,20 @@ def test_the_answer_is_what_a_run_takes() -> None:
     hardware = machine(
         device__memory=3_000_000, errors=({"of": "steps", "count": 20, "mean_absolute_error_percent": 4.25},)
     )
-    answer = search_layout(config, 8, VOCAB, hardware, fixed)
-    assert answer.runners_up
+    answer = search_layout(config, 4, VOCAB, hardware, fixed)
+    assert len(answer.runners_up) >= 4
+    for layout in answer.runners_up:
+        for choice in layout.choices:
+            key = choice.partition("=")[0]
+            assert choice == as_typed(key, get(layout.config, key)) != as_typed(key, get(answer.best.config, key))
+    seconds = [layout.prediction.seconds for layout in answer.runners_up]
+    assert seconds == sorted(seconds)
     room = capacity(answer.limits)
     for layout in [answer.best, *answer.runners_up]:
         typed = compose([*start, *layout.overrides])
-        validate(typed, 8)
+        validate(typed, 4)
         assert typed == layout.config
-        memory = rank_memory(typed, VOCAB, 8, "cuda", rooms=room)
+        memory = rank_memory(typed, VOCAB, 4, "cuda", rooms=room)
         assert layout.memory.device == max(rank.total for rank in memory) <= answer.limits.device
         assert layout.prediction.seconds >= answer.best.prediction.seconds * (1 - 1e-9)
     assert len({tuple(layout.overrides) for layout in [answer.best, *answer.runners_up]}) == 1 + len(answer.runners_up)
@@ -123,7 +131,7 @@ def test_the_answer_is_what_a_run_takes() -> None:
     assert all(layout.why for layout in answer.runners_up) and not answer.best.why
     saved = json.loads(json.dumps(answer.as_dict()))
     assert saved["best"]["overrides"] == answer.best.overrides and saved["back_tests"][0]["count"] == 20
-    again = search_layout(config, 8, VOCAB, hardware, fixed)
+    again = search_layout(config, 4, VOCAB, hardware, fixed)
     assert text(again) == shown
     assert "not held to measured steps" in text(replace(answer, errors=()))
 
