@@ -2,9 +2,9 @@
 
     python -m simulator.backtest ROWS.csv [MORE.csv ...] --hardware NAME [--json] [--rows]
 
-ROWS are measured steps in the columns of vTrain's validation data (../shared/data/vtrain), or folders of runs. A group
-are steps of the same model, ranks and global batch: their layouts are put in order, and the one that is predicted to be
-the fastest is compared with the fastest that was measured.
+ROWS are measured steps in the columns of vTrain's validation data (benchmarks/traces/vtrain), or folders of runs. A
+group are steps of the same model, ranks and global batch: their layouts are put in order, and the one that is predicted
+to be the fastest is compared with the fastest that was measured.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from configs.exit_status import WRONG_CONFIG
 from configs.schema import ConfigError
 from simulator.clock import files
 from simulator.fit.__main__ import read
@@ -65,7 +66,7 @@ def main() -> int:
         seconds = [predicted(step, hardware) for step in steps]
     except ConfigError as error:
         print(f"backtest error: {error}", file=sys.stderr)
-        return 1
+        return WRONG_CONFIG
     found = {"hardware": hardware.name, **result(steps, seconds)}
     if args.each:
         for step, each in zip(steps, seconds, strict=True):

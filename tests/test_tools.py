@@ -57,6 +57,8 @@ WRONG_PATHS = {
     ],
     "models.convert": [[direction, path, "new"] for direction in ("import", "export") for path in (MISSING, "a_file")],
     "data.prepare": [[f"data.corpus={MISSING}"]],
+    "simulator.fit": [[MISSING, "--hardware", "mine.yaml"], ["a_file", "--hardware", "mine.yaml"]],
+    "simulator.backtest": [[MISSING, "--hardware", "a100_8x"], ["a_file", "--hardware", "a100_8x"]],
     "launch.job": [],
     "launch.submit": [],
 }

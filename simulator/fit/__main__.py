@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import hardware_files
+from configs.exit_status import WRONG_CONFIG
 from configs.schema import ConfigError
 from simulator.clock import files
 from simulator.clock.hardware import FIGURES, Hardware
@@ -69,7 +70,7 @@ def main() -> int:
         found = fit(start, steps, f"fitted to {len(steps)} steps of {of}")
     except ConfigError as error:
         print(f"fit error: {error}", file=sys.stderr)
-        return 1
+        return WRONG_CONFIG
     tested = back_test(steps, found, f"{of}, which the figures were fitted to")
     text = files.as_yaml(Hardware(path.stem, found.kind, found.about, found.figures, (tested,)))
     kept = None

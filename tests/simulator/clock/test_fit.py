@@ -135,9 +135,9 @@ def test_commands_write_a_file_and_hold_it_to_rows(
 def test_commands_say_what_is_wrong(
     main: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run(main, [str(tmp_path / "none.csv"), "--hardware", "a100_8x"], monkeypatch) == 1
+    assert _run(main, [str(tmp_path / "none.csv"), "--hardware", "a100_8x"], monkeypatch) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert _run(main, [str(tmp_path), "--hardware", "a100_8x"], monkeypatch) == 1
+    assert _run(main, [str(tmp_path), "--hardware", "a100_8x"], monkeypatch) == 2
     assert "must be the folder of a run; it has no config.yaml" in capsys.readouterr().err
 
 
