@@ -174,7 +174,6 @@ def flat(name: str, layers: int, ranks: int, length: int, published: float) -> P
                 training__activation_offload="auto",
                 optimizer__state_device="host",
                 optimizer__engine="device_stream",
-                optimizer__early_update="never",
             ),
         ],
         "sequences over 16 ranks by heads, 64 heads of latent attention, a dense part on each rank",
@@ -216,6 +215,15 @@ def mixtral(wide: bool, rate: float, source: str, ranks: int, layout: Sequence[s
 WITHOUT_SHAPES = "experts' weights off the device are no key yet, and the sizes of the layers are not printed"
 FSDP = "weights sharded over all ranks (FSDP2) are no layout of this project yet"
 
+OFF_THE_DEVICE: dict[str, Any] = {
+    "parallel__expert": 8,
+    "training__global_batch_size": 8,
+    "training__micro_batch_size": 1,
+    "training__recompute": "full",
+    "optimizer__state_device": "host",
+    "optimizer__early_update": "never",
+}
+
 FACTS: list[PublishedFact] = [
     PublishedFact(
         "update of gpt-oss-20b streamed from the host, 8 H200",
@@ -228,13 +236,8 @@ FACTS: list[PublishedFact] = [
             24,
             32,
             4096,
-            parallel__expert=8,
-            training__global_batch_size=8,
-            training__micro_batch_size=1,
-            training__recompute="full",
-            optimizer__state_device="host",
+            **OFF_THE_DEVICE,
             optimizer__engine="device_stream",
-            optimizer__early_update="never",
             optimizer__bucket_parameters=100_000_000,
         ),
         "experts over the 8 ranks",
@@ -250,13 +253,8 @@ FACTS: list[PublishedFact] = [
             24,
             32,
             4096,
-            parallel__expert=8,
-            training__global_batch_size=8,
-            training__micro_batch_size=1,
-            training__recompute="full",
-            optimizer__state_device="host",
+            **OFF_THE_DEVICE,
             optimizer__engine="host",
-            optimizer__early_update="never",
         ),
         "experts over the 8 ranks; host.update of h200_8x is made of this very figure",
     ),

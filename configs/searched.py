@@ -7,8 +7,8 @@ import copy
 from configs.keys import put
 from configs.schema import KEYS, Config
 
-# In the order in which they are typed.
-SEARCHED = (
+# In the order in which they are typed: the layout's, then those that save memory.
+LAYOUT_KEYS = (
     "parallel.tensor",
     "parallel.sequence",
     "parallel.pipeline",
@@ -18,6 +18,8 @@ SEARCHED = (
     "parallel.expert",
     "parallel.expert_tensor",
     "training.micro_batch_size",
+)
+SAVING_KEYS = (
     "training.recompute",
     "training.activation_offload",
     "moe.pipeline_degree",
@@ -26,6 +28,7 @@ SEARCHED = (
     "optimizer.state_device",
     "optimizer.engine",
 )
+SEARCHED = (*LAYOUT_KEYS, *SAVING_KEYS)
 
 
 def searches_layout(config: Config) -> bool:

@@ -7,6 +7,7 @@ Shapes: b samples, s tokens of a sample.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -33,7 +34,7 @@ from parallel.topology import Axis
 SLICES = "slices"  # what a batch calls its own
 
 
-class RowSlices:
+class RowSlices(ABC):
     """A micro-batch's slices, made once on the host and used by all layers of all model chunks.
 
     `num_samples` samples of `length` tokens. `is_long`: which tokens lie in pieces beyond a length, bool of the host,
@@ -53,8 +54,9 @@ class RowSlices:
             self._plans[window] = self._make(window)
         return self._plans[window]
 
+    @abstractmethod
     def _make(self, window: int | None) -> SlicePlan:
-        raise NotImplementedError
+        """The plan of a window that is not there yet."""
 
 
 class BatchSlices(RowSlices):

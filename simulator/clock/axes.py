@@ -13,7 +13,7 @@ from simulator.clock.hardware import Hardware
 PIPELINE, DENSE_COPIES, EXPERT_COPIES = "pipeline", "dense_copies", "expert_copies"
 INSIDE, BETWEEN = "inside", "between"
 # Steps of a collective between n ranks of a node, or between n nodes, each with its start-up; and how often what goes
-# round passes a link. gloo's reduce_scatter sends what its all_reduce does.
+# round passes a link.
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 
@@ -62,8 +62,7 @@ def rate(hardware: Hardware, group: Group) -> float:
     """Bytes a second that a ring of these ranks carries."""
     if group.place == INSIDE:
         return hardware["inside.rate"]
-    cards = max(1.0, min(hardware["ranks_per_node"], group.in_node * group.beside) / hardware["between.shared_by"])
-    own = hardware["between.rate"] * cards / group.beside
+    own = _card(hardware, group.in_node * group.beside) / group.beside
     return own if group.in_node == 1 else min(hardware["inside.rate"], own)
 
 

@@ -34,12 +34,12 @@ def costs_of(config: Config, hardware: Hardware, group: Group, load: LayerLoad, 
     weights = experts * load.hidden_size * matrices * element / rate
     operations = STARTED_BY_CHUNK + experts * STARTED_BY_EXPERT[hardware.kind]
 
-    def product(columns: float, times: float = 1.0) -> Curve:
+    def product(columns: float) -> Curve:
         """Over assignments: `columns` of each with the hidden state."""
         flops = 2.0 * load.hidden_size * columns / clock.products
         moved = (load.hidden_size + 2 * columns) * element / rate
-        fixed = times * (weights * columns / matrices + operations * (each + host))
-        return Curve((1.0, LARGE), (fixed, fixed + LARGE * times * (flops + moved)))
+        fixed = weights * columns / matrices + operations * (each + host)
+        return Curve((1.0, LARGE), (fixed, fixed + LARGE * (flops + moved)))
 
     start, a_byte = exchange(hardware, group)
     rows = load.hidden_size * element / rate

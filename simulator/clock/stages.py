@@ -188,17 +188,11 @@ def _tiered(
             continue
         read = numel * element.record / of.read if tier == "disk" else 0.0
         down = needs.down - (needs.leaving if leaves else 0.0)
-        middle = [
-            ("host up", "host_link", needs.up),
-            ("update", "update", needs.device),
-            ("host down", "host_link", down),
-        ]
+        up, away = ("host up", "host_link", needs.up), ("host down", "host_link", down)
         if way == "host":
-            middle = [
-                ("host down", "host_link", down),
-                ("host", "host_update", needs.host),
-                ("host up", "host_link", needs.up),
-            ]
+            middle = [away, ("host", "host_update", needs.host), up]
+        else:
+            middle = [up, ("update", "update", needs.device), away]
         parts = [("disk", "disk", read), *middle, ("disk", "disk", needs.disk - read)]
         jobs.append(BucketJob(tuple(part for part in parts if part[2] > 0)))
     return {"update": update}, tuple(jobs), early

@@ -14,6 +14,7 @@ from typing import Any
 
 from configs.keys import get
 from configs.schema import KEYS, Config, ConfigError
+from configs.searched import LAYOUT_KEYS, SAVING_KEYS, SEARCHED
 from configs.show import show
 from configs.values import as_typed
 from memory.budgets import MIB
@@ -23,9 +24,6 @@ from simulator.search.limits import GIB, capacity, memory_limits
 from simulator.search.memory import LayoutSizer
 from simulator.search.space import (
     CHECKED,
-    LAYOUT_KEYS,
-    SAVING_KEYS,
-    SEARCHED,
     LayoutCell,
     LayoutSpace,
     Saving,

@@ -14,11 +14,12 @@ from typing import Any
 from configs import derived
 from configs.keys import get
 from configs.schema import Config
+from configs.searched import SEARCHED
 from configs.values import as_typed
 from simulator.search.answer import TooLargeChoice
 from simulator.search.explore import Candidate, LayoutExplorer
 from simulator.search.impossible import closest_of
-from simulator.search.space import RECOMPUTE, SEARCHED, LayoutSpace, divisors_of, with_keys
+from simulator.search.space import RECOMPUTE, LayoutSpace, divisors_of, with_keys
 
 MOST_NODES = 160  # that are looked at for one choice, in each of two spaces
 MOST_CELLS = 6  # layouts whose memory is counted where none of these fits

@@ -7,12 +7,12 @@ from typing import Any
 
 from configs.keys import get
 from configs.schema import Config
+from configs.searched import SEARCHED
 from configs.values import as_typed
 from simulator.memory import rank_memory
 from simulator.search.answer import LayoutMemory, SearchedLayout, TooLargeChoice
 from simulator.search.explore import Candidate, LayoutExplorer
 from simulator.search.nearby import found_with, other_choices
-from simulator.search.space import SEARCHED
 from simulator.search.words import size, why_slower
 
 Ranked = list[tuple[Candidate, tuple[str, ...]]]

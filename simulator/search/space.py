@@ -15,33 +15,13 @@ from configs import derived
 from configs.keys import get
 from configs.rules import RULES, values
 from configs.schema import Config
+from configs.searched import LAYOUT_KEYS, SAVING_KEYS
 from moe.chunk_plan import STRATEGIES
 
 DEGREES = (1, 2, 4, 8)  # chunks of an MoE layer that are tried
 RECOMPUTE = ("none", "selective", "full")
 STATE_DEVICES = ("device", "auto", "host", "disk")  # the fast ones first
 ENGINES = ("auto", "device_stream", "host", "split")
-LAYOUT_KEYS = (
-    "parallel.tensor",
-    "parallel.sequence",
-    "parallel.pipeline",
-    "parallel.virtual_pipeline",
-    "parallel.context",
-    "parallel.context_heads",
-    "parallel.expert",
-    "parallel.expert_tensor",
-    "training.micro_batch_size",
-)
-SAVING_KEYS = (
-    "training.recompute",
-    "training.activation_offload",
-    "moe.pipeline_degree",
-    "moe.backward_pipeline_degree",
-    "moe.memory_strategy",
-    "optimizer.state_device",
-    "optimizer.engine",
-)
-SEARCHED = (*LAYOUT_KEYS, *SAVING_KEYS)
 CHECKED = [rule for rule in RULES if rule is not values.values]  # ranges of single keys are right by themselves
 
 
