@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from configs.schema import ConfigError
-from inference.decoder import Cache, Decoder
+from inference.decoder import Cache, Decoder, TextBatch
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,31 @@ def generate(
     a prompt without tokens, a token outside the vocabulary, or a text longer than learned positions allow.
     """
     _check(decoder, prompts, max_tokens)
+    continues = _Continues(decoder, max_tokens, sampling, frozenset(stop), is_done, use_cache)
     completions: dict[int, Continuation] = {}
+    for batches in shared_passes(decoder, prompts, max_tokens, batch_size, use_cache):
+        found = continues.all([[list(prompts[i]) for i in rows] for rows in batches])
+        for rows, of_batch in zip(batches, found, strict=True):
+            completions.update(zip(rows, of_batch, strict=True))
+    return [completions[i] for i in range(len(prompts))]
+
+
+def shared_passes(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, batch_size: int, use_cache: bool = True
+) -> list[list[list[int]]]:
+    """Numbers of the prompts, in batches, by the passes that they share; one batch each where the weights stay in
+    memory. Has the decoder make room for them. Raises ConfigError where the memory budget is too small."""
+    if not prompts:
+        return []
     # rows of a batch are filled up to the longest
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for begin in range(0, len(by_length), batch_size):
-        rows = by_length[begin : begin + batch_size]
-        texts = [list(prompts[i]) for i in rows]
-        found = _continue_batch(decoder, texts, max_tokens, sampling, frozenset(stop), is_done, use_cache)
-        completions.update(zip(rows, found, strict=True))
-    return [completions[i] for i in range(len(prompts))]
+    batches = [by_length[begin : begin + batch_size] for begin in range(0, len(by_length), batch_size)]
+    longest = len(prompts[by_length[-1]])
+    length = longest + max_tokens
+    size = decoder.batches_at_once(
+        len(batches[0]), length, longest if use_cache else length, use_cache, len(batches)
+    )
+    return [batches[begin : begin + size] for begin in range(0, len(batches), size)]
 
 
 def room_for_answer(prompt_tokens: int, max_tokens: int, length: int) -> int:
@@ -68,37 +84,83 @@ def room_for_answer(prompt_tokens: int, max_tokens: int, length: int) -> int:
     return max(0, min(max_tokens, length - prompt_tokens))
 
 
-def _continue_batch(
-    decoder: Decoder,
-    prompts: list[list[int]],
-    max_tokens: int,
-    sampling: Sampling,
-    stop: frozenset[int],
-    is_done: Callable[[list[int]], bool] | None,
-    use_cache: bool,
-) -> list[Continuation]:
-    cache = Cache(max(map(len, prompts)) + max_tokens) if use_cache else None
-    generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
-    texts, ended = [list(prompt) for prompt in prompts], [False] * len(prompts)
-    ends: list[int | None] = [None] * len(prompts)
-    logits = decoder.prefill(_padded(texts), [len(text) for text in texts], cache)
-    for count in range(1, max_tokens + 1):
-        tokens = _choose(logits, sampling, generators)
-        chosen = tokens.tolist()
-        for row, token in enumerate(chosen):
-            if not ended[row] and token in stop:
-                ended[row], ends[row] = True, token
-            if not ended[row]:
-                texts[row].append(token)
-                ended[row] = is_done is not None and is_done(texts[row][len(prompts[row]) :])
-        if all(ended) or count == max_tokens:
-            break
-        if cache is not None:
-            logits = decoder.decode(tokens, cache)
-        else:
-            logits = decoder.prefill(_padded(texts), [len(text) for text in texts], None)
-    rows = zip(texts, prompts, ended, ends, strict=True)
-    return [Continuation(text[len(prompt) :], is_ended, end) for text, prompt, is_ended, end in rows]
+@dataclass
+class _Rows:
+    """A batch under way: its texts, and which of them have ended."""
+
+    prompts: list[list[int]]
+    cache: Cache | None
+    generators: list[torch.Generator]
+    texts: list[list[int]] = field(init=False)
+    ended: list[bool] = field(init=False)
+    ends: list[int | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.texts = [list(prompt) for prompt in self.prompts]
+        self.ended, self.ends = [False] * len(self.prompts), [None] * len(self.prompts)
+
+    def batch(self) -> TextBatch:
+        """All texts so far."""
+        return TextBatch(_padded(self.texts), [len(text) for text in self.texts], self.cache)
+
+    def result(self) -> list[Continuation]:
+        """What was added to each prompt."""
+        rows = zip(self.texts, self.prompts, self.ended, self.ends, strict=True)
+        return [Continuation(text[len(prompt) :], is_ended, end) for text, prompt, is_ended, end in rows]
+
+
+@dataclass(frozen=True)
+class _Continues:
+    """Continues batches whose passes are shared: a batch's rows end, and draw, as if they were alone."""
+
+    decoder: Decoder
+    max_tokens: int
+    sampling: Sampling
+    stop: frozenset[int]
+    is_done: Callable[[list[int]], bool] | None
+    use_cache: bool
+
+    def all(self, prompts: Sequence[list[list[int]]]) -> list[list[Continuation]]:
+        """The continuations of each batch of prompts."""
+        batches = [
+            _Rows(
+                of_batch,
+                Cache(max(map(len, of_batch)) + self.max_tokens) if self.use_cache else None,
+                [torch.Generator().manual_seed(self.sampling.seed) for _ in of_batch],
+            )
+            for of_batch in prompts
+        ]
+        active = list(batches)
+        logits = self.decoder.prefill_all([rows.batch() for rows in active])
+        for count in range(1, self.max_tokens + 1):
+            chosen = [
+                (rows, _choose(found, self.sampling, rows.generators))
+                for rows, found in zip(active, logits, strict=True)
+            ]
+            for rows, tokens in chosen:
+                self._add(rows, tokens.tolist())
+            for rows in active:
+                if all(rows.ended):
+                    rows.cache = None
+            chosen = [(rows, tokens) for rows, tokens in chosen if not all(rows.ended)]
+            active = [rows for rows, _ in chosen]
+            if not active or count == self.max_tokens:
+                break
+            if self.use_cache:
+                caches = [(tokens, rows.cache) for rows, tokens in chosen if rows.cache is not None]
+                logits = self.decoder.decode_all(caches)
+            else:
+                logits = self.decoder.prefill_all([rows.batch() for rows in active])
+        return [rows.result() for rows in batches]
+
+    def _add(self, rows: _Rows, tokens: list[int]) -> None:
+        for row, token in enumerate(tokens):
+            if not rows.ended[row] and token in self.stop:
+                rows.ended[row], rows.ends[row] = True, token
+            if not rows.ended[row]:
+                text = rows.texts[row]
+                text.append(token)
+                rows.ended[row] = self.is_done is not None and self.is_done(text[len(rows.prompts[row]) :])
 
 
 def _padded(texts: list[list[int]]) -> torch.Tensor:

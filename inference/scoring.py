@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from data.pieces import bucket_name
-from inference.decoder import Decoder
+from inference.decoder import Decoder, TextBatch
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,21 @@ def log_likelihoods(decoder: Decoder, tokens: list[int], length: int, stride: in
     """Log-probability of each token but the first, fp64 on the host, from the tokens of its window before it."""
     result = torch.zeros(max(len(tokens) - 1, 0), dtype=torch.float64)
     pending = list(windows(len(tokens), length, stride))
-    for begin in range(0, len(pending), batch_size):
-        group = pending[begin : begin + batch_size]
-        longest = max(end - start for start, end, _ in group)
-        rows = [tokens[start:end] + [0] * (longest - (end - start)) for start, end, _ in group]
-        scores = decoder.score(torch.tensor(rows), [end - start for start, end, _ in group])[0].double().cpu()
-        for (start, end, first), row in zip(group, scores, strict=True):
-            result[first - 1 : end - 1] = row[first - start - 1 : end - start - 1]
+    groups = [pending[begin : begin + batch_size] for begin in range(0, len(pending), batch_size)]
+    shared = 1
+    if groups:
+        longest = max(end - start for start, end, _ in pending)
+        shared = decoder.batches_at_once(len(groups[0]), longest, longest, False, len(groups))
+    for begin in range(0, len(groups), shared):
+        those = groups[begin : begin + shared]
+        found = decoder.score_all([_window_batch(tokens, group) for group in those])
+        for group, (log_probs, _) in zip(those, found, strict=True):
+            for (start, end, first), row in zip(group, log_probs.double().cpu(), strict=True):
+                result[first - 1 : end - 1] = row[first - start - 1 : end - start - 1]
     return result
+
+
+def _window_batch(tokens: list[int], group: list[tuple[int, int, int]]) -> TextBatch:
+    longest = max(end - start for start, end, _ in group)
+    rows = [tokens[start:end] + [0] * (longest - (end - start)) for start, end, _ in group]
+    return TextBatch(torch.tensor(rows), [end - start for start, end, _ in group])

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from models.blueprint.operation import EXPERT, EXPERT_TENSOR, TENSOR, unknown
+from models.blueprint.operation import EXPERT, EXPERT_TENSOR, TENSOR, local_runs, unknown
 
 EXPERTS = "mlp.experts."  # begins the names of routed experts' weights in a layer
 # TransformerEngine keeps a norm inside the linear layer that follows it.
@@ -66,12 +66,7 @@ class LogicalTensor:
         """
         if self.dim is None:
             return [(0, 0, self.shape[0])]
-        rank, length, total = self.group.rank(), self.local.size(self.dim), self.shape[self.dim]
-        if self.gated:
-            half = length // 2
-            return [(0, rank * half, half), (half, total // 2 + rank * half, half)]
-        start = min(rank * length, total)
-        return [(0, start, min(length, total - start))]
+        return local_runs(self.shape[self.dim], self.local.size(self.dim), self.group.rank(), self.gated)
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """The logical tensor from the slices of all tensor ranks, in order."""

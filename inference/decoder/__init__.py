@@ -1,8 +1,8 @@
 """A GPT that continues text: the same weights as the training model, run without autograd and with a key-value cache.
 
-Megatron-core's modules spend more time per call than one token's products take. It reads the weights of the
-model chunks by their logical names and applies them with a handful of torch calls a layer; only experts that a token
-chose are computed. It runs in every layout: tensor ranks sum their parts, expert ranks compute their own experts for
+Megatron-core's modules spend more time per call than one token's products take. This takes weights by their logical
+names, from a model in training or from files, and applies them with a handful of torch calls a layer; only experts that
+a token chose are computed. It runs in every layout: tensor ranks sum their parts, expert ranks compute their own experts for
 all tokens, pipeline ranks hand on the hidden state. All ranks of a job hold the same tokens. A capacity factor is not
 applied: nothing is dropped.
 
@@ -13,7 +13,8 @@ heads for each of them, d channels of a head, L tokens that the cache can hold, 
 import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported)
 
 # isort: split
-from inference.decoder.run import Decoder
+from inference.decoder.decode import Decoder, TextBatch
+from inference.decoder.encode import Encoder
 from inference.decoder.step import Cache
 
-__all__ = ["Cache", "Decoder"]
+__all__ = ["Cache", "Decoder", "Encoder", "TextBatch"]

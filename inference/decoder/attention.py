@@ -56,7 +56,7 @@ class Attention:
         if step.is_prefill:
             query = query.flatten(2, 3).transpose(1, 2)
             output = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=r > 1
+                query, key, value, attn_mask=mask, is_causal=step.is_causal and mask is None, enable_gqa=r > 1
             )
             output = output.transpose(1, 2)
         else:
@@ -107,7 +107,7 @@ class DecoderLatentAttention:
         key = torch.cat([plain_key, turned[:, :, -1:].expand_as(rotary_query)], dim=-1).transpose(1, 2)
         key, value = step.remember(self.layer, key, value.transpose(1, 2))
         mask = step.window_mask if self.slides else step.mask
-        causal = step.is_prefill and mask is None
+        causal = step.is_prefill and step.is_causal and mask is None
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale)
         return self.project(output.transpose(1, 2).reshape(len(hidden), -1))
 

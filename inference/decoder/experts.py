@@ -2,56 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from configs.schema import Config
-from inference.decoder.linear import Group, Weights, feed_forward
+from inference.decoder.linear import Apply, Group, Weights, feed_forward
+from inference.weights.parts import FEED_FORWARD, layer_key
+from inference.weights.source import WeightSource
 from moe.router import limit_to_groups
+
+SHARED = "mlp.shared_experts."
 
 
 class DecoderExperts:
     """The router's choice, the experts of this rank for the tokens that chose them, and the shared expert."""
 
-    def __init__(self, weights: Weights, config: Config, group: Group, expert_group: Group) -> None:
-        self.moe = config.moe
-        self.router = weights["mlp.router.weight"].float()
-        self.bias = weights["mlp.router.bias"].float() if "mlp.router.bias" in weights else None
-        self.expert_bias = weights.get("mlp.router.expert_bias")
-        held = {int(name.split(".")[2]) for name in weights if name.startswith("mlp.experts.")}
-        self.experts = {
-            expert: feed_forward(weights, f"mlp.experts.{expert}.", config, None) for expert in sorted(held)
-        }
-        self.group = expert_group
-        has_shared = "mlp.shared_experts.linear_fc1.weight" in weights
-        self.shared = feed_forward(weights, "mlp.shared_experts.", config, group) if has_shared else None
+    def __init__(
+        self, layer: int, source: WeightSource, config: Config, group: Group, expert_group: Group
+    ) -> None:
+        small = source.small_of(layer)
+        self.layer, self.source, self.config, self.moe = layer, source, config, config.moe
+        self.router = small["mlp.router.weight"].float()
+        self.bias = small["mlp.router.bias"].float() if "mlp.router.bias" in small else None
+        self.expert_bias = small.get("mlp.router.expert_bias")
+        self.group, self.tensor_group = expert_group, group
+        self.has_shared = config.moe.shared_expert_ffn_hidden_size is not None
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        probs, chosen = self.route(hidden)
-        if len(hidden) == 1:
-            output = torch.zeros_like(hidden)
-            for expert, weight in zip(chosen[0].tolist(), probs[0].tolist(), strict=True):
-                if expert in self.experts:
-                    output.add_(self.experts[expert](hidden), alpha=weight)
-        else:
-            output = self._all_tokens(hidden, probs.to(hidden.dtype), chosen)
+    def __call__(self, inputs: Sequence[torch.Tensor], chosen: Callable[[], None]) -> list[torch.Tensor]:
+        """The sum for each token of each batch [T, H]. Every wanted expert comes once for all batches; `chosen` is
+        called when they are on their way."""
+        batches = [_ExpertBatch(hidden, *self.route(hidden), self.moe.num_experts or 0) for hidden in inputs]
+        if self.source.record is not None:
+            self.source.record(self.layer, [batch.chosen.tolist() for batch in batches])
+        wanted = sorted({expert for batch in batches for expert in batch.experts})
+        fetched = self.source.experts(self.layer, wanted, self._expert)
+        chosen()
+        for expert, apply in fetched:
+            for batch in batches:
+                batch.compute(expert, apply)
+        outputs = [batch.sum() for batch in batches]
         if self.group is not None:
-            dist.all_reduce(output, group=self.group)
-        return output if self.shared is None else output + self.shared(hidden)
+            for output in outputs:
+                dist.all_reduce(output, group=self.group)
+        if not self.has_shared:
+            return outputs
+        with self.source.use(layer_key(self.layer, FEED_FORWARD), self._shared) as shared:
+            return [output + shared(hidden) for output, hidden in zip(outputs, inputs, strict=True)]
 
-    def _all_tokens(self, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        flat = chosen.reshape(-1)
-        order = flat.argsort(stable=True)  # assignments, by expert
-        counts = torch.bincount(flat, minlength=self.moe.num_experts or 0).tolist()
-        rows = hidden[order // chosen.size(1)].split(counts)
-        outputs = [
-            self.experts[expert](part) if expert in self.experts else torch.zeros_like(part)
-            for expert, part in enumerate(rows)
-            if len(part)
-        ]
-        by_token = torch.cat(outputs)[order.argsort()].view(*chosen.shape, -1)
-        return torch.bmm(probs[:, None], by_token).squeeze(1)
+    def _expert(self, weights: Weights) -> Apply:
+        return feed_forward(weights, "", self.config, None)
+
+    def _shared(self, weights: Weights) -> Apply:
+        return feed_forward(weights, SHARED, self.config, self.tensor_group)
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights (fp32) and numbers of each token's experts `[T, k]`: Megatron-core's
@@ -73,3 +78,43 @@ class DecoderExperts:
         elif moe.router_score == "sigmoid" and moe.top_k > 1:
             probs = probs / (probs.sum(dim=1, keepdim=True) + 1e-20)
         return probs * (moe.routed_scaling_factor or 1.0), chosen
+
+
+class _ExpertBatch:
+    """Hidden states [T, H] of a batch, the experts that its tokens chose, and their outputs as they come."""
+
+    def __init__(self, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, num_experts: int) -> None:
+        self.hidden, self.probs, self.chosen = hidden, probs, chosen
+        self.outputs: dict[int, torch.Tensor] = {}
+        if len(hidden) == 1:
+            self.experts = chosen[0].tolist()
+            return
+        flat = chosen.reshape(-1)
+        self._order = flat.argsort(stable=True)  # assignments, by expert
+        counts = torch.bincount(flat, minlength=num_experts).tolist()
+        tokens = (self._order // chosen.size(1)).split(counts)
+        self._tokens = {expert: of_expert for expert, of_expert in enumerate(tokens) if counts[expert]}
+        self.experts = list(self._tokens)
+
+    def compute(self, expert: int, apply: Apply) -> None:
+        """Have an expert do its tokens, if any."""
+        if len(self.hidden) == 1:
+            if expert in self.experts:
+                self.outputs[expert] = apply(self.hidden)
+        elif expert in self._tokens:
+            self.outputs[expert] = apply(self.hidden[self._tokens[expert]])
+
+    def sum(self) -> torch.Tensor:
+        """The weighted sum of what was computed [T, H], in an order that does not depend on when experts came."""
+        if len(self.hidden) == 1:
+            output = torch.zeros_like(self.hidden)
+            for expert, weight in zip(self.experts, self.probs[0].tolist(), strict=True):
+                if expert in self.outputs:
+                    output.add_(self.outputs[expert], alpha=weight)
+            return output
+        parts = [  # experts of other ranks add nothing
+            self.outputs[expert] if expert in self.outputs else self.hidden.new_zeros(len(tokens), self.hidden.size(1))
+            for expert, tokens in self._tokens.items()
+        ]
+        by_token = torch.cat(parts)[self._order.argsort()].view(*self.chosen.shape, -1)
+        return torch.bmm(self.probs.to(self.hidden.dtype)[:, None], by_token).squeeze(1)

@@ -1,4 +1,4 @@
-"""The decoder: a stage after the other, from tokens to logits."""
+"""A stage after the other, from tokens to hidden states: what a decoder of text and an encoder have in common."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from itertools import groupby
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from inference.decoder.attention import DecoderRotary
+from inference.decoder.head import Head
 from inference.decoder.layer import Layer
-from inference.decoder.linear import gather, if_split, norm
-from inference.decoder.step import Cache, Step
-from models.attention.layers import window_mask
-from models.weights import logical_tensors
+from inference.decoder.linear import Apply, if_split, norm
+from inference.decoder.step import Step
+from inference.weights.source import WeightSource
+from models.blueprint.pieces import transformer_name
 from parallel.topology import Topology
-
-SCORED_AT_ONCE = 1024  # tokens whose logits exist at the same time
 
 
 @dataclass(frozen=True)
@@ -30,164 +28,94 @@ class _Stage:
     goes_to: int | None
 
 
-class Decoder:
-    """Runs the model chunks of this rank on token ids. It reads the chunks' own storage: later changes of the weights
-    count.
+class Transformer:
+    """Runs this rank's weights on token ids. Every pass takes several batches, for which weights come once.
 
-    Raises ConfigError for a model that does not generate text. Under parallelism every method is a collective call,
-    with the same arguments on all ranks; each returns the same on all ranks.
+    Under parallelism every method is a collective call, with the same arguments on all ranks; each returns the same on
+    all ranks.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], config: Config, topology: Topology, vocab_size: int) -> None:
-        if config.model.family != "gpt":
-            raise ConfigError(
-                f"model.family ({config.model.family}) does not continue text: it fills in masked words. Try python -m "
-                "inference.fill_mask."
-            )
-        weights = {item.name: item.local.detach() for item in logical_tensors(chunks)}
-        self.vocab_size = vocab_size
+    def __init__(self, source: WeightSource, config: Config, topology: Topology, vocab_size: int) -> None:
+        small = source.small
+        self.source, self.config, self.vocab_size = source, config, vocab_size
         self.max_length = config.model.sequence_length if config.model.position_embedding == "learned" else None
-        self.device = next(iter(weights.values())).device
+        self.device = source.device
         self._tensor_group = if_split(topology.tensor.group)
         self._pipeline_group = if_split(topology.pipeline.group)
-        self._hidden_size, self._dtype = config.model.hidden_size, next(iter(weights.values())).dtype
-        self._embedding = weights.get("embedding.word_embeddings.weight")
-        self._position_embedding = weights.get("embedding.position_embeddings.weight")
-        self._output = weights.get("output_layer.weight", self._embedding)
-        if self._output is not None and self._tensor_group is None:
-            self._output = self._output[:vocab_size]
-        self._final_norm = (
-            norm(weights, "decoder.final_layernorm", config) if "decoder.final_layernorm.weight" in weights else None
-        )
-        self._window = config.model.sliding_window
+        self._position_embedding = small.get("embedding.position_embeddings.weight")
+        self._type_embedding = small.get("embedding.tokentype_embeddings.weight")
+        self._embedding_norm = _norm_if_there(small, "embedding.layer_norm", config)
+        self._final_norm = _norm_if_there(small, f"{transformer_name(config)}.final_layernorm", config)
         self._rotary = DecoderRotary(config, self.device) if config.model.position_embedding == "rope" else None
-        held = {int(name.split(".")[2]) for name in weights if name.startswith("decoder.layers.")}
         expert_group = if_split(topology.groups.tp_ep)  # the ranks that together hold all experts of a layer
-        self._layers = {layer: Layer(layer, weights, config, self._tensor_group, expert_group) for layer in held}
+        self._layers = {
+            layer: Layer(layer, source, config, self._tensor_group, expert_group) for layer in source.held.layers
+        }
+        mixtures = [layer for layer in self._layers.values() if layer.experts is not None]
+        for layer, after in zip(mixtures, mixtures[1:]):
+            layer.next_moe = after
+        self._head = Head(source, vocab_size, self._tensor_group) if source.held.head else None
         self._stages = self._find_stages(config.model.num_layers)
 
-    def prefill(self, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache | None) -> torch.Tensor:
-        """Read the first tokens of each row, int64 `[b, s]`, of which row i has `lengths[i]` (what follows them is
-        ignored), into an empty cache. Returns the logits after each row's last token, fp32 `[b, V]`."""
-        hidden = self._run(tokens, self._first_step(tokens, cache, lengths))
-        if cache is not None:
-            cache.counts = list(lengths)
-            if self._rotary is not None and self._rotary.switches_at is not None:
-                cache.texts = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
-        if hidden is not None:
-            last = torch.tensor(lengths, device=self.device) - 1
-            hidden = hidden.view(*tokens.shape, -1)[torch.arange(len(last), device=self.device), last]
-        return self._logits(hidden, len(lengths))
-
-    def decode(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Add one token to each row, int64 `[b]`, and return the logits after it, fp32 `[b, V]`."""
-        counts = cache.counts
-        if cache.texts is not None:
-            for text, token in zip(cache.texts, tokens.tolist(), strict=True):
-                text.append(token)
-        if self._rotary is not None and self._rotary.switches([count + 1 for count in counts]):
-            return self._again(cache)
-        longest, alike = max(counts), min(counts) == max(counts)
-        positions = mask = None
-        if not alike:
-            positions = torch.tensor(counts, device=self.device)
-            mask = (torch.arange(longest + 1, device=self.device) <= positions[:, None])[:, None, None]
-        cos = sin = None
-        if self._rotary is not None:
-            where = slice(longest, longest + 1) if positions is None else positions[:, None]
-            cos, sin = self._rotary.at(longest + 1, where, [count + 1 for count in counts])
-        start = longest if alike else None
-        step = Step(len(tokens), 1, cos, sin, cache, start, positions, longest + 1, mask, self._windowed(counts, mask))
-        logits = self._logits(self._run(tokens[:, None], step), len(tokens))
-        cache.counts = [count + 1 for count in counts]
-        return logits
-
-    def _again(self, cache: Cache) -> torch.Tensor:
-        """Read all rows again, where one has become so long that all of its keys turn otherwise (as transformers does
-        for Phi-3)."""
-        assert cache.texts is not None
-        lengths = [len(text) for text in cache.texts]
-        rows = [text + [0] * (max(lengths) - len(text)) for text in cache.texts]
-        return self.prefill(torch.tensor(rows), lengths, cache)
-
-    def score(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each token after the ones before it, and whether it is the likeliest: fp32 and bool `[b, s
-        - 1]`. `lengths`: tokens of each row's text, without what fills the row up."""
-        hidden = self._run(tokens, self._first_step(tokens, None, lengths or [tokens.size(1)] * len(tokens)))
-        num_rows, length = tokens.shape
-        if hidden is not None:
-            hidden = hidden.view(num_rows, length, -1)[:, :-1].reshape(num_rows * (length - 1), -1)
-        targets = tokens[:, 1:].reshape(-1).to(self.device)
-        log_probs, greedy = [], []
-        for begin in range(0, len(targets), SCORED_AT_ONCE):  # logits are the largest tensor by far
-            part = targets[begin : begin + SCORED_AT_ONCE]
-            logits = self._logits(None if hidden is None else hidden[begin : begin + SCORED_AT_ONCE], len(part))
-            log_probs.append(-F.cross_entropy(logits, part, reduction="none"))
-            greedy.append(logits.argmax(dim=1) == part)
-        shape = (num_rows, length - 1)
-        return torch.cat(log_probs).view(shape), torch.cat(greedy).view(shape)
-
-    def _first_step(self, tokens: torch.Tensor, cache: Cache | None, lengths: Sequence[int]) -> Step:
-        cos = sin = None
-        if self._rotary is not None:
-            cos, sin = self._rotary.at(tokens.size(1), slice(0, tokens.size(1)), lengths)
-        beyond = self._window is not None and tokens.size(1) > self._window
-        within = window_mask(tokens.size(1), self._window, self.device) if beyond and self._window else None
-        return Step(tokens.size(0), tokens.size(1), cos, sin, cache, window_mask=within)
-
-    def _windowed(self, counts: list[int], mask: torch.Tensor | None) -> torch.Tensor | None:
-        """What a sliding window leaves of `mask` for one token a row behind `counts` others."""
-        if self._window is None or max(counts) < self._window:
-            return mask
-        keys = torch.arange(max(counts) + 1, device=self.device)
-        within = (keys > torch.tensor(counts, device=self.device)[:, None] - self._window)[:, None, None]
-        return within if mask is None else mask & within
-
-    def _run(self, tokens: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """The final hidden states [T, H], normalized, on the ranks of the last pipeline stage; None on the others."""
-        hidden = self._embed(tokens.to(self.device), step) if self._stages[0].is_mine else None
+    def _run(self, tokens: Sequence[torch.Tensor], steps: Sequence[Step]) -> list[torch.Tensor] | None:
+        """The final hidden states [T, H] of each batch, normed, on the ranks of the last pipeline stage; None on the
+        others."""
+        hidden: list[torch.Tensor] | None = None
+        if self._stages[0].is_mine:
+            hidden = [self._embed(each.to(self.device), step) for each, step in zip(tokens, steps, strict=True)]
         for stage in self._stages:
             if stage.is_mine:
                 if hidden is None:
-                    hidden = torch.empty(step.rows * step.new, self._hidden_size, dtype=self._dtype, device=self.device)
-                    dist.recv(hidden, group=self._pipeline_group, group_src=stage.comes_from)
-                assert hidden is not None
+                    hidden = [self._received(step, stage.comes_from) for step in steps]
                 for layer in stage.layers:
-                    hidden = self._layers[layer](hidden, step)
+                    hidden = self._layers[layer](hidden, steps)
                 if stage.goes_to is not None:
-                    dist.send(hidden, group=self._pipeline_group, group_dst=stage.goes_to)
+                    for each in hidden:
+                        dist.send(each, group=self._pipeline_group, group_dst=stage.goes_to)
                     hidden = None
-        return None if hidden is None or self._final_norm is None else self._final_norm(hidden)
+        if hidden is None or self._head is None:
+            return None
+        return hidden if self._final_norm is None else [self._final_norm(each) for each in hidden]
+
+    def _received(self, step: Step, source: int | None) -> torch.Tensor:
+        shape = step.rows * step.new, self.config.model.hidden_size
+        hidden = torch.empty(shape, dtype=self.source.dtype, device=self.device)
+        dist.recv(hidden, group=self._pipeline_group, group_src=source)
+        return hidden
 
     def _embed(self, tokens: torch.Tensor, step: Step) -> torch.Tensor:
-        weight = self._embedding
-        assert weight is not None
-        flat = tokens.reshape(-1)
+        words, flat = self.source.held.words, tokens.reshape(-1)
+        assert words is not None
         if self._tensor_group is None:
-            hidden = F.embedding(flat, weight)
+            hidden = self.source.word_rows(flat)
         else:
-            local = flat - self._tensor_group.rank() * len(weight)
-            elsewhere = (local < 0) | (local >= len(weight))
-            hidden = F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0.0)
+            rows = words.shape[0]
+            local = flat - self._tensor_group.rank() * rows
+            elsewhere = (local < 0) | (local >= rows)
+            hidden = self.source.word_rows(local.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0.0)
             dist.all_reduce(hidden, group=self._tensor_group)
+        if self._type_embedding is not None:
+            hidden = hidden + self._type_embedding[0]  # one text is one kind of sentence
         if self._position_embedding is not None:
             if step.is_prefill:
                 positions = self._position_embedding[: step.new].repeat(step.rows, 1)
             else:
                 positions = self._position_embedding[step.start if step.positions is None else step.positions]
             hidden = hidden + positions
-        return hidden
+        return hidden if self._embedding_norm is None else self._embedding_norm(hidden)
 
-    def _logits(self, hidden: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+    def _logits(self, hidden: list[torch.Tensor] | None, counts: Sequence[int]) -> list[torch.Tensor]:
+        """fp32 `[n, V]` of each batch on all ranks, of which `counts` has the n."""
         if hidden is not None:
-            assert self._output is not None
-            logits = F.linear(hidden, self._output).float()
-            logits = gather(logits, self._tensor_group)[:, : self.vocab_size].contiguous()
-        else:
-            logits = torch.empty(num_tokens, self.vocab_size, device=self.device)
+            assert self._head is not None
+            return [self._from_last(logits) for logits in self._head.logits(hidden)]
+        return [self._from_last(torch.empty(count, self.vocab_size, device=self.device)) for count in counts]
+
+    def _from_last(self, values: torch.Tensor) -> torch.Tensor:
+        """The last pipeline stage's values, which others have room for."""
         if self._pipeline_group is not None:
-            dist.broadcast(logits, group=self._pipeline_group, group_src=self._pipeline_group.size() - 1)
-        return logits
+            dist.broadcast(values, group=self._pipeline_group, group_src=self._pipeline_group.size() - 1)
+        return values
 
     def _find_stages(self, num_layers: int) -> list[_Stage]:
         """Runs of layers that one pipeline rank holds, in the order of the model; with virtual stages a rank has
@@ -205,3 +133,7 @@ class Decoder:
             _Stage(layers, who == rank, before, after)
             for (who, layers), before, after in zip(runs, comes_from, goes_to, strict=True)
         ]
+
+
+def _norm_if_there(weights: dict[str, torch.Tensor], name: str, config: Config) -> Apply | None:
+    return norm(weights, name, config) if f"{name}.weight" in weights else None

@@ -34,6 +34,7 @@ class Step:
     mask: torch.Tensor | None = None  # bool [b, 1, 1, end], True = read; None: all
     # the same for layers with a sliding window; of a prefill [s, s]
     window_mask: torch.Tensor | None = None
+    is_causal: bool = True  # a prefill's tokens attend to those before them alone
 
     @property
     def is_prefill(self) -> bool:

@@ -161,6 +161,16 @@ def local_shape(weight: Weight, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def local_runs(total: int, local: int, rank: int, gated: bool) -> list[tuple[int, int, int]]:
+    """(first index here, first index of the whole, length) of each run of indices that a rank holds of a dimension of
+    `total`, of which every rank stores `local`. Indices here that no run covers pad the vocabulary."""
+    if gated:
+        half = local // 2
+        return [(0, rank * half, half), (half, total // 2 + rank * half, half)]
+    start = min(rank * local, total)
+    return [(0, start, min(local, total - start))]
+
+
 def walk(operations: Sequence[ModelOperation], forwards: int = 1) -> Iterator[tuple[ModelOperation, int]]:
     """Every operation with how many times its forward pass runs in a step; `recomputed` and `tiled` ones give way
     to what they contain."""

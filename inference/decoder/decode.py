@@ -1,0 +1,200 @@
+"""The decoder: tokens that follow texts, and the log-probabilities of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from configs.schema import Config, ConfigError
+from inference.decoder.footprint import cache_bytes, pass_bytes
+from inference.decoder.run import Transformer
+from inference.decoder.step import Cache, Step
+from inference.weights.source import ChunkWeights, WeightSource
+from models.attention.layers import window_mask
+from parallel.topology import Topology
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Texts that go through the model together: int64 `[b, s]`, of which row i has `lengths[i]` tokens; what follows
+    them is ignored. `cache` takes their keys and values."""
+
+    tokens: torch.Tensor
+    lengths: Sequence[int]
+    cache: Cache | None = None
+
+
+class Decoder(Transformer):
+    """Continues and scores texts. Raises ConfigError for a model that does not generate text."""
+
+    def __init__(self, source: WeightSource, config: Config, topology: Topology, vocab_size: int) -> None:
+        if config.model.family != "gpt":
+            raise ConfigError(
+                f"model.family ({config.model.family}) does not continue text: it fills in masked words. Try python -m "
+                "inference.fill_mask."
+            )
+        super().__init__(source, config, topology, vocab_size)
+        self._window = config.model.sliding_window
+
+    @classmethod
+    def of_chunks(
+        cls, chunks: Sequence[torch.nn.Module], config: Config, topology: Topology, vocab_size: int
+    ) -> Decoder:
+        """A decoder that reads the chunks' own storage: later changes of the weights count."""
+        return cls(ChunkWeights(chunks, config, topology, vocab_size), config, topology, vocab_size)
+
+    def prefill(self, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache | None) -> torch.Tensor:
+        """Read the first tokens of each row, int64 `[b, s]`, of which row i has `lengths[i]` (what follows them is
+        ignored), into an empty cache. Returns the logits after each row's last token, fp32 `[b, V]`."""
+        return self.prefill_all([TextBatch(tokens, lengths, cache)])[0]
+
+    def decode(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """Add one token to each row, int64 `[b]`, and return the logits after it, fp32 `[b, V]`."""
+        return self.decode_all([(tokens, cache)])[0]
+
+    def score(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of each token after the ones before it, and whether it is the likeliest: fp32 and bool `[b, s
+        - 1]`. `lengths`: tokens of each row's text, without what fills the row up."""
+        return self.score_all([TextBatch(tokens, lengths or [tokens.size(1)] * len(tokens))])[0]
+
+    def prefill_all(self, batches: Sequence[TextBatch]) -> list[torch.Tensor]:
+        """`prefill` of several batches in one pass over the weights."""
+        self._reserve(batches)
+        steps = [self._first_step(batch) for batch in batches]
+        found = self._run([batch.tokens for batch in batches], steps)
+        for batch in batches:
+            if batch.cache is not None:
+                batch.cache.counts = list(batch.lengths)
+                if self._rotary is not None and self._rotary.switches_at is not None:
+                    rows = zip(batch.tokens.tolist(), batch.lengths, strict=True)
+                    batch.cache.texts = [row[:length] for row, length in rows]
+        hidden = None if found is None else [self._last(each, batch) for each, batch in zip(found, batches)]
+        logits = self._logits(hidden, [len(batch.lengths) for batch in batches])
+        self.source.pass_is_over(sum(len(batch.lengths) for batch in batches))
+        return logits
+
+    def decode_all(self, batches: Sequence[tuple[torch.Tensor, Cache]]) -> list[torch.Tensor]:
+        """`decode` of several batches in one pass over the weights."""
+        again = list[bool]()
+        for tokens, cache in batches:
+            if cache.texts is not None:
+                for text, token in zip(cache.texts, tokens.tolist(), strict=True):
+                    text.append(token)
+            rotary = self._rotary
+            again.append(rotary is not None and rotary.switches([count + 1 for count in cache.counts]))
+        if any(again):  # rare: each batch in a pass of its own
+            return [
+                self._again(cache) if is_again else self._decode([(tokens, cache)])[0]
+                for (tokens, cache), is_again in zip(batches, again, strict=True)
+            ]
+        return self._decode(batches)
+
+    def score_all(self, batches: Sequence[TextBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """`score` of several batches in one pass over the weights."""
+        self._reserve(batches)
+        found = self._run([batch.tokens for batch in batches], [self._first_step(batch) for batch in batches])
+        targets = [batch.tokens[:, 1:].reshape(-1).to(self.device) for batch in batches]
+        if found is not None:
+            assert self._head is not None
+            before = [
+                each.view(*batch.tokens.shape, -1)[:, :-1].reshape(-1, each.size(1))
+                for each, batch in zip(found, batches, strict=True)
+            ]
+            scores = self._head.scores(before, targets)
+        else:
+            scores = [
+                (torch.empty(len(each), device=self.device), torch.empty_like(each, dtype=torch.bool))
+                for each in targets
+            ]
+        self.source.pass_is_over(sum(batch.tokens.numel() for batch in batches))
+        shapes = [(len(batch.tokens), batch.tokens.size(1) - 1) for batch in batches]
+        return [
+            (self._from_last(log_probs).view(shape), self._from_last(greedy).view(shape))
+            for (log_probs, greedy), shape in zip(scores, shapes, strict=True)
+        ]
+
+    def reserve(self, rows: int, length: int, prompt: int, use_cache: bool, batches: int = 1) -> None:
+        """Leave room for `batches` batches of so many rows of `length` tokens, of which a prompt's go through the model
+        at once. Raises ConfigError where the memory budget is too small."""
+        kept = batches * cache_bytes(self.config, self.source, rows, length) if use_cache else 0
+        self.source.reserve(kept, pass_bytes(self.config, self.source, rows * prompt, batches))
+
+    def batches_at_once(self, rows: int, length: int, prompt: int, use_cache: bool, most: int) -> int:
+        """How many batches should share a pass: one where all weights stay; else as many as a quarter of the memory
+        budget holds beside the weights, at most `most`."""
+        self.reserve(rows, length, prompt, use_cache)
+        budget = self.source.room_for_batches
+        count = 1
+        while count < most and budget is not None:
+            kept = (count + 1) * cache_bytes(self.config, self.source, rows, length) if use_cache else 0
+            if kept + pass_bytes(self.config, self.source, rows * prompt, count + 1) > budget:
+                break
+            count += 1
+        if count > 1:
+            self.reserve(rows, length, prompt, use_cache, count)
+        return count
+
+    def _reserve(self, batches: Sequence[TextBatch]) -> None:
+        """Room for a pass that nobody has asked room for."""
+        tokens = max(batch.tokens.numel() for batch in batches)
+        kept = sum(
+            cache_bytes(self.config, self.source, len(batch.lengths), batch.cache.length)
+            for batch in batches
+            if batch.cache is not None
+        )
+        self.source.reserve(kept, pass_bytes(self.config, self.source, tokens, len(batches)))
+
+    def _decode(self, batches: Sequence[tuple[torch.Tensor, Cache]]) -> list[torch.Tensor]:
+        steps = [self._next_step(len(tokens), cache) for tokens, cache in batches]
+        hidden = self._run([tokens[:, None] for tokens, _ in batches], steps)
+        logits = self._logits(hidden, [len(tokens) for tokens, _ in batches])
+        for _, cache in batches:
+            cache.counts = [count + 1 for count in cache.counts]
+        self.source.pass_is_over(sum(len(tokens) for tokens, _ in batches))
+        return logits
+
+    def _last(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
+        """The hidden states of each row's last token."""
+        last = torch.tensor(batch.lengths, device=self.device) - 1
+        return hidden.view(*batch.tokens.shape, -1)[torch.arange(len(last), device=self.device), last]
+
+    def _next_step(self, rows: int, cache: Cache) -> Step:
+        counts = cache.counts
+        longest, alike = max(counts), min(counts) == max(counts)
+        positions = mask = None
+        if not alike:
+            positions = torch.tensor(counts, device=self.device)
+            mask = (torch.arange(longest + 1, device=self.device) <= positions[:, None])[:, None, None]
+        cos = sin = None
+        if self._rotary is not None:
+            where = slice(longest, longest + 1) if positions is None else positions[:, None]
+            cos, sin = self._rotary.at(longest + 1, where, [count + 1 for count in counts])
+        start = longest if alike else None
+        return Step(rows, 1, cos, sin, cache, start, positions, longest + 1, mask, self._windowed(counts, mask))
+
+    def _again(self, cache: Cache) -> torch.Tensor:
+        """Read all rows again, where one has become so long that all of its keys turn otherwise (as transformers does
+        for Phi-3)."""
+        assert cache.texts is not None
+        lengths = [len(text) for text in cache.texts]
+        rows = [text + [0] * (max(lengths) - len(text)) for text in cache.texts]
+        return self.prefill(torch.tensor(rows), lengths, cache)
+
+    def _first_step(self, batch: TextBatch) -> Step:
+        rows, length = batch.tokens.shape
+        cos = sin = None
+        if self._rotary is not None:
+            cos, sin = self._rotary.at(length, slice(0, length), batch.lengths)
+        beyond = self._window is not None and length > self._window
+        within = window_mask(length, self._window, self.device) if beyond and self._window else None
+        return Step(rows, length, cos, sin, batch.cache, window_mask=within)
+
+    def _windowed(self, counts: list[int], mask: torch.Tensor | None) -> torch.Tensor | None:
+        """What a sliding window leaves of `mask` for one token a row behind `counts` others."""
+        if self._window is None or max(counts) < self._window:
+            return mask
+        keys = torch.arange(max(counts) + 1, device=self.device)
+        within = (keys > torch.tensor(counts, device=self.device)[:, None] - self._window)[:, None, None]
+        return within if mask is None else mask & within

@@ -1,0 +1,54 @@
+"""The encoder: a BERT's logits of every token, each of which attends to all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from configs.schema import Config, ConfigError
+from inference.decoder.footprint import pass_bytes
+from inference.decoder.linear import norm
+from inference.decoder.run import Transformer
+from inference.decoder.step import Step
+from inference.weights.source import WeightSource
+from parallel.topology import Topology
+
+
+class Encoder(Transformer):
+    """Raises ConfigError for a model that does not fill in masked words."""
+
+    def __init__(self, source: WeightSource, config: Config, topology: Topology, vocab_size: int) -> None:
+        if config.model.family != "bert":
+            raise ConfigError(
+                f"model.family ({config.model.family}) does not fill in masked words: it continues text. Try python "
+                "-m inference.generate."
+            )
+        super().__init__(source, config, topology, vocab_size)
+        self._dense = source.small.get("lm_head.dense.weight"), source.small.get("lm_head.dense.bias")
+        self._head_norm = norm(source.small, "lm_head.layer_norm", config) if self._head is not None else None
+
+    def logits(self, texts: Sequence[torch.Tensor], places: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """fp32 `[n, V]` of the n places of each text, int64 `[s]`, in one pass over the weights."""
+        longest = max(len(text) for text in texts)
+        self.source.reserve(0, pass_bytes(self.config, self.source, longest, len(texts)))
+        found = self._run([text[None] for text in texts], [self._step(len(text)) for text in texts])
+        hidden = None
+        if found is not None:
+            hidden = [self._transformed(each[list(those)]) for each, those in zip(found, places, strict=True)]
+        logits = self._logits(hidden, [len(those) for those in places])
+        self.source.pass_is_over(sum(len(text) for text in texts))
+        return logits
+
+    def _step(self, length: int) -> Step:
+        cos = sin = None
+        if self._rotary is not None:
+            cos, sin = self._rotary.at(length, slice(0, length), [length])
+        return Step(1, length, cos, sin, is_causal=False)
+
+    def _transformed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the output layer reads, `[n, H]`."""
+        weight, bias = self._dense
+        assert weight is not None and self._head_norm is not None
+        return self._head_norm(F.gelu(F.linear(hidden, weight, bias)))

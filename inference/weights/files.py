@@ -1,0 +1,288 @@
+"""Weights that come from a model's files: all at once where they fit, else through a ring of slots and slots for
+experts, under one budget with the cache and what a pass computes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from configs import progress
+from configs.schema import Config
+from inference.weights.expert_cache import ExpertUses
+from inference.weights.expert_slots import ExpertCounts, ExpertSlots, Place
+from inference.weights.loader import UnitLoader, WeightFiles
+from inference.weights.parts import HEAD, WeightUnit
+from inference.weights.plan import MIB, Sizes, StreamPlan, plan_weights
+from inference.weights.ring import Ring
+from inference.weights.source import Named, WeightSource
+from memory.completion import Completion
+from memory.copy_stream import UPDATES
+from memory.host_link import HostLink
+from parallel.topology import Topology
+
+T = TypeVar("T")
+
+
+@dataclass
+class ReadingCounts:
+    """What passes needed and where it came from, since the weights that stay were there."""
+
+    passes: int = 0
+    tokens: int = 0
+    bytes_used: int = 0  # of weights, each time a pass needed them
+    bytes_read: int = 0
+    seconds_waited: float = 0.0
+    expert_seconds_waited: float = 0.0
+    experts: ExpertCounts = field(default_factory=ExpertCounts)
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def share_from_memory(self) -> float:
+        """The part of the bytes used that no file was read for."""
+        return 1.0 - min(1.0, self.bytes_read / self.bytes_used) if self.bytes_used else 1.0
+
+    def line(self) -> str:
+        """Tokens a second, the share of the weights that came from memory, and seconds waited."""
+        waited, found = self.seconds_waited + self.expert_seconds_waited, self.experts
+        text = (
+            f"{self.tokens / max(time.perf_counter() - self.begun, 1e-9):.3g} tokens/s, {self.share_from_memory:.1%} "
+            f"of the weights from memory, waited {waited:.1f} s for files"
+        )
+        wanted = found.hits + found.coming + found.misses
+        if found.misses + found.coming:
+            text += f"; experts: {found.hits / wanted:.1%} there, {found.coming / wanted:.1%} on their way"
+        return text
+
+
+class FileWeights(WeightSource):
+    """This rank's weights from files. `budget`: bytes for all that is kept (`given`: the MiB of --memory-budget, None
+    where nobody said so); they are divided when the first pass says what it needs beside the weights.
+
+    Raises ConfigError where a weight cannot be read.
+    """
+
+    def __init__(
+        self,
+        files: WeightFiles,
+        config: Config,
+        topology: Topology,
+        vocab_size: int,
+        dtype: torch.dtype,
+        budget: float,
+        given: float | None = None,
+    ) -> None:
+        super().__init__(config, topology, vocab_size, dtype)
+        self.budget, self._given = budget, given
+        self._link = HostLink(topology.device)
+        self.loader = UnitLoader(files, self._link, dtype)
+        self.counts = ReadingCounts()
+        self.plan: StreamPlan | None = None
+        self._other = -1  # bytes beside the weights that the plan leaves
+        self._kept: dict[str, Named] = {}
+        self._made: dict[str, Any] = {}
+        self._ring: Ring | None = None
+        self._slots: ExpertSlots | None = None
+        self._words: torch.Tensor | None = None
+        self._told = 0.0
+        self._small = self.loader.load_now(WeightUnit("small", self.held.small))
+        self.sizes = self._sizes()
+
+    @property
+    def small(self) -> Named:
+        """What always stays, under its logical names."""
+        return self._small
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights come and go."""
+        return self.plan is not None and (self.plan.ring_bytes > 0 or self.streams_experts)
+
+    @property
+    def streams_experts(self) -> bool:
+        """Whether experts come and go."""
+        return self.plan is not None and self.plan.expert_slots < len(self.held.experts)
+
+    def reserve(self, cache_bytes: int, buffer_bytes: int) -> None:
+        """Divide the budget, anew where more than before is needed beside the weights. Raises ConfigError where it is
+        too small."""
+        other = cache_bytes + buffer_bytes
+        if self.plan is not None and other <= self._other:
+            return
+        plan = plan_weights(self.sizes, self.budget, other, self._given)
+        self._other = other
+        if plan != self.plan:
+            self._take_up(plan)
+
+    @property
+    def room_for_batches(self) -> int | None:
+        """A quarter of the budget, where weights come and go."""
+        return int(self.budget / 4) if self.streams else None
+
+    @contextmanager
+    def use(self, key: str, make: Callable[[Named], T]) -> Iterator[T]:
+        """A unit, made of its weights, which are there until the block ends."""
+        unit = self.units[key]
+        self.counts.bytes_used += self.loader.num_bytes(unit)
+        if self._ring is None or not self._ring.holds(key):
+            if key not in self._made:
+                self._made[key] = make(self._kept[key])
+            yield self._made[key]
+            return
+        slot = self._ring.take(key)
+        self.counts.seconds_waited += self.loader.wait(unit, slot.there)
+        try:
+            yield make(self._named(unit, slot.memory))
+        finally:
+            self._ring.give_back(slot, Completion.so_far(self.device))
+
+    def experts(self, layer: int, wanted: Sequence[int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
+        """The wanted experts of this rank, those first that are there."""
+        assert self._slots is not None
+        units = self.held.experts
+        own = [expert for expert in wanted if (layer, expert) in units]
+        self.counts.bytes_used += len(own) * self.sizes.expert
+        return self._slots.take(layer, own, lambda place, memory: make(self._named(units[place], memory)))
+
+    def expect(self, layer: int, experts: Sequence[int]) -> None:
+        """Fetch experts ahead."""
+        assert self._slots is not None
+        self._slots.expect(layer, [expert for expert in experts if (layer, expert) in self.held.experts])
+
+    def word_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of the table of tokens; each is read from its file where the table does not stay."""
+        if self._words is not None:
+            return F.embedding(tokens, self._words)
+        assert self.held.words is not None
+        found, places = tokens.unique(return_inverse=True)
+        begin = time.perf_counter()
+        rows = self.loader.read_rows(self.held.words, found.tolist())
+        self.counts.seconds_waited += time.perf_counter() - begin
+        self.counts.bytes_used += rows.nbytes
+        return F.embedding(places, rows.to(self.device))
+
+    def pass_is_over(self, num_tokens: int) -> None:
+        """Count it, and say now and then how it goes."""
+        counts, now = self.counts, time.perf_counter()
+        counts.passes += 1
+        counts.tokens += num_tokens
+        counts.bytes_read = self.loader.bytes_read
+        if self.streams and now - max(self._told, counts.begun) >= progress.LOG_EVERY_SECONDS:
+            self._told = now
+            self._say(counts.line())
+
+    def close(self) -> None:
+        """End the threads, and let go of the memory."""
+        self._ring = self._slots = self._words = None
+        self._kept, self._made = {}, {}
+        self._link.close()
+
+    def _sizes(self) -> Sizes:
+        experts, size = self.held.experts, self.loader.num_bytes
+        words = None if self._head_is_words else self.held.words
+        return Sizes(
+            size(WeightUnit("small", self.held.small)),
+            tuple((unit.key, size(unit)) for unit in self.held.units),
+            max((size(unit) for unit in experts.values()), default=0),
+            len(experts),
+            self.config.moe.top_k if experts else 0,
+            0 if words is None else size(WeightUnit("words", (words,))),
+        )
+
+    @property
+    def _head_is_words(self) -> bool:
+        """Whether the blocks of the head are the table of tokens."""
+        return self.config.model.tie_embeddings and bool(self.held.head)
+
+    def _take_up(self, plan: StreamPlan) -> None:
+        is_first, self.plan = self.plan is None, plan
+        self._ring = self._slots = self._words = None
+        self._made.clear()
+        self._kept = {key: value for key, value in self._kept.items() if key in plan.kept}
+        if self.streams:
+            self._say(self._words_of(plan, is_first))
+        self._keep_words(plan)
+        for unit in self.held.units:
+            if unit.key in plan.kept and unit.key not in self._kept:
+                loaded = self.loader.load_now(unit)
+                self._kept[unit.key] = {self.name_in_unit(name): each for name, each in loaded.items()}
+        cycle = [unit for unit in self.held.units if unit.key not in plan.kept]
+        if cycle:
+            self._ring = Ring(
+                self.loader.allocate(plan.ring_bytes),
+                cycle,
+                self.loader.num_bytes,
+                lambda unit, memory, free: self.loader.load(unit, memory, free, UPDATES),
+            )
+        if self.held.experts:
+            self._slots = self._expert_slots(plan.expert_slots)
+        self.loader.bytes_read, self._told = 0, 0.0
+        self.counts = ReadingCounts()
+        if self._slots is not None:
+            self._slots.counts = self.counts.experts
+
+    def _keep_words(self, plan: StreamPlan) -> None:
+        """The table of tokens, whose rows the blocks of the head are where it is the output layer too."""
+        words, head = self.held.words, self.held.head
+        if words is None:
+            return
+        if not self._head_is_words:
+            if plan.keeps_words:
+                (self._words,) = self.loader.load_now(WeightUnit("words", (words,))).values()
+        elif all(unit.key in plan.kept for unit in head):
+            (self._words,) = self.loader.load_now(WeightUnit("words", (words,))).values()
+            for unit in head:
+                (part,) = unit.parts
+                self._kept[unit.key] = {part.name: self._words[part.first_row : part.first_row + part.shape[0]]}
+        else:
+            for unit in head:
+                self._kept.pop(unit.key, None)
+
+    def _expert_slots(self, num_slots: int) -> ExpertSlots:
+        units, size = self.held.experts, self.sizes.expert
+        layers = sorted({layer for layer, _ in units})
+
+        def wait(place: Place, there: Completion) -> None:
+            self.counts.expert_seconds_waited += self.loader.wait(units[place], there)
+
+        slots = ExpertSlots(
+            list(self.loader.allocate(num_slots * size).split(size)),
+            ExpertUses(layers, self.config.moe.num_experts or 0),
+            lambda place, memory, free, priority: self.loader.load(units[place], memory, free, priority),
+            wait,
+            lambda: Completion.so_far(self.device),
+        )
+        if num_slots == len(units):
+            slots.load_all(list(units))
+        return slots
+
+    def _named(self, unit: WeightUnit, memory: torch.Tensor) -> Named:
+        return {self.name_in_unit(name): each for name, each in self.loader.views(unit, memory).items()}
+
+    def _words_of(self, plan: StreamPlan, is_first: bool) -> str:
+        """How much of the model stays, in a line."""
+        sizes = self.sizes
+        kept = sum(size for key, size in sizes.units if key in plan.kept)
+        parts = [f"{(sizes.small + kept) / MIB:.0f} MiB of the weights stay"]
+        if plan.ring_bytes:
+            parts.append(
+                f"{plan.streamed_bytes / MIB:.0f} MiB come from the files in every pass, through a ring of "
+                f"{plan.ring_bytes / MIB:.0f} MiB"
+            )
+        if self.streams_experts:
+            parts.append(f"{plan.expert_slots} of {sizes.num_experts} experts have slots")
+        whole = "the model" if is_first else "with what is needed beside it, the model"
+        return (
+            f"{whole} ({sizes.total / MIB:.0f} MiB) is larger than its memory ({self.budget / MIB:.0f} MiB, "
+            f"{self._other / MIB:.0f} of it for keys, values and passes): {', '.join(parts)}"
+        )
+
+    def _say(self, text: str) -> None:
+        if self.topology.rank == 0:
+            print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,145 @@
+"""Brings units of weights from files to memory, beside the passes, and waits for them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from configs.schema import ConfigError
+from inference.weights.parts import LocalPart, WeightUnit
+from memory.completion import TIMEOUT, Completion, Users, soonest_free
+from memory.copy_stream import PASSES
+from memory.host_link import HostLink
+
+ALIGNMENT = 64  # bytes, of each weight in its unit
+SLOW = 10.0  # seconds after which the user hears what is waited for
+NUM_STAGES = 2  # pieces of pinned memory between files and a GPU
+FP32_NAMES = ("router.expert_bias",)  # weights that no precision changes
+
+
+class WeightFiles(Protocol):
+    """What is asked of a reader of logical weights."""
+
+    def fill(self, name: str, target: torch.Tensor, at: tuple[int, ...] | None = None) -> None:
+        """Fill a host tensor with the box of a weight that begins at `at`."""
+
+    def file_of(self, name: str) -> str:
+        """The file that a weight lies in, or the first of them."""
+
+
+@dataclass
+class _Stage:
+    memory: torch.Tensor
+    users: Users = field(default_factory=Users)
+
+
+class UnitLoader:
+    """Reads units into pieces of memory of the device, as `dtype`."""
+
+    def __init__(self, files: WeightFiles, link: HostLink, dtype: torch.dtype, timeout: float = TIMEOUT) -> None:
+        self._files, self._link, self._dtype, self._timeout = files, link, dtype, timeout
+        self._stages: list[_Stage] = []
+        self._reading = ""  # what the reading thread is at
+        self.bytes_read = 0
+
+    def num_bytes(self, unit: WeightUnit) -> int:
+        """Bytes of a unit in memory."""
+        return sum(self._padded(part) for part in unit.parts)
+
+    def views(self, unit: WeightUnit, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The weights of a unit, by their logical names, in a piece of memory."""
+        found, start = {}, 0
+        for part in unit.parts:
+            dtype = self._dtype_of(part)
+            found[part.name] = memory[start : start + part.numel * dtype.itemsize].view(dtype).view(part.shape)
+            start += self._padded(part)
+        return found
+
+    def load(self, unit: WeightUnit, memory: torch.Tensor, free: Sequence[Completion], priority: int) -> Completion:
+        """Read a unit into memory that is free once all of `free` is over."""
+        size = self.num_bytes(unit)
+        self.bytes_read += size
+        if self._link.device.type == "cpu":
+            return self._link.read.submit(lambda: self._fill(unit, memory), (), size, free, priority)
+        stage = self._stage(size)
+        piece = stage.memory[:size]
+        read = self._link.read.submit(lambda: self._fill(unit, piece), (), size, stage.users.all(), priority)
+        target = memory[:size]
+        up = self._link.up.submit(lambda: target.copy_(piece, non_blocking=True), (read,), size, free, priority)
+        stage.users.add(up, size)
+        return up
+
+    def load_now(self, unit: WeightUnit) -> dict[str, torch.Tensor]:
+        """A unit's weights by their logical names, in memory of their own."""
+        memory = self.allocate(self.num_bytes(unit))
+        self.wait(unit, self.load(unit, memory, (), PASSES))
+        return self.views(unit, memory)
+
+    def read_rows(self, part: LocalPart, rows: Sequence[int]) -> torch.Tensor:
+        """Single rows of a table, `[n, H]` on the host."""
+        found = torch.empty(len(rows), *part.shape[1:], dtype=self._dtype)
+        first = part.runs[0][1] if part.runs else 0
+
+        def read() -> None:
+            self._reading = part.name
+            for target, row in zip(found, rows, strict=True):
+                self._files.fill(part.name, target[None], (first + row, 0))
+
+        self.bytes_read += found.nbytes
+        self.wait(WeightUnit(part.name, (part,)), self._link.read.submit(read, priority=PASSES))
+        return found
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the device, uint8."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._link.device)
+
+    def wait(self, unit: WeightUnit, there: Completion) -> float:
+        """What the device is given from now on comes after a unit is there; the seconds that the host waited. Raises
+        ConfigError where reading failed or took too long."""
+        begin = time.perf_counter()
+        try:
+            there.order(min(SLOW, self._timeout))
+        except TimeoutError:
+            name = self._reading or unit.parts[0].name
+            said = f"{self._files.file_of(name)}: tensor {name}"
+            print(f"waiting for {said} for {SLOW:g} s", file=sys.stderr, flush=True)
+            try:
+                there.order(self._timeout)
+            except TimeoutError as error:
+                raise ConfigError(f"{said} was not read within {self._timeout:g} s. Is its disk still there?") from error
+        if there.error is not None:
+            raise there.error
+        return time.perf_counter() - begin
+
+    def _stage(self, size: int) -> _Stage:
+        if not self._stages or self._stages[0].memory.numel() < size:
+            for stage in self._stages:  # what is read into it goes on
+                for done in stage.users.all():
+                    done.wait(self._timeout)
+            self._stages = [_Stage(self._link.allocate(size)) for _ in range(NUM_STAGES)]
+        return self._stages[soonest_free([stage.users for stage in self._stages])]
+
+    def _fill(self, unit: WeightUnit, memory: torch.Tensor) -> None:
+        for part, target in zip(unit.parts, self.views(unit, memory).values(), strict=True):
+            self._reading = part.name
+            if not part.runs:
+                self._files.fill(part.name, target)
+                continue
+            if sum(length for _, _, length in part.runs) < part.shape[part.dim]:
+                target.zero_()  # rows that pad the vocabulary
+            for here, there, length in part.runs:
+                if length:
+                    at = [0] * len(part.shape)
+                    at[part.dim] = there
+                    self._files.fill(part.name, target.narrow(part.dim, here, length), tuple(at))
+
+    def _dtype_of(self, part: LocalPart) -> torch.dtype:
+        return torch.float32 if part.name.endswith(FP32_NAMES) else self._dtype
+
+    def _padded(self, part: LocalPart) -> int:
+        return -(-part.numel * self._dtype_of(part).itemsize // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,137 @@
+"""What the decoder asks of whoever holds its weights, and the chunks of a model in training as one that does."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from configs.schema import Config
+from inference.weights.parts import EXPERTS, OUTPUT, WORDS, LocalPart, RankWeights, WeightUnit, rank_weights
+from models.blueprint.pieces import transformer_name
+from models.weights import logical_tensors
+from parallel.topology import Topology
+
+Named = dict[str, torch.Tensor]
+T = TypeVar("T")
+
+
+class WeightSource(ABC):
+    """This rank's weights, unit by unit. Names are given without their layer's, or their expert's, beginning.
+
+    `make` turns a unit's weights into what applies them; it is asked again whenever they have come to another place.
+    """
+
+    def __init__(self, config: Config, topology: Topology, vocab_size: int, dtype: torch.dtype) -> None:
+        self.config, self.topology, self.vocab_size = config, topology, vocab_size
+        self.dtype, self.device = dtype, topology.device
+        self.held: RankWeights = rank_weights(config, topology, vocab_size, dtype.itemsize)
+        self.units = {unit.key: unit for unit in self.held.units}
+        self._prefix = f"{transformer_name(config)}.layers."
+        # Hears of every layer which experts [T, k] the tokens of each batch chose.
+        self.record: Callable[[int, list[list[list[int]]]], None] | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights come and go, so that several batches should share a pass."""
+        return False
+
+    @property
+    def streams_experts(self) -> bool:
+        """Whether experts come and go, so that it pays to say which ones will be wanted."""
+        return False
+
+    @property
+    @abstractmethod
+    def small(self) -> Named:
+        """What always stays, under its logical names."""
+
+    def small_of(self, layer: int) -> Named:
+        """What always stays of a layer."""
+        prefix = f"{self._prefix}{layer}."
+        return {name.removeprefix(prefix): each for name, each in self.small.items() if name.startswith(prefix)}
+
+    @abstractmethod
+    def use(self, key: str, make: Callable[[Named], T]) -> AbstractContextManager[T]:
+        """A unit, made of its weights, which are there until the block ends. Units are used in their order."""
+
+    @abstractmethod
+    def experts(self, layer: int, wanted: Sequence[int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
+        """The wanted experts of this rank, each once, as they come; one is there until the next is asked for."""
+
+    def expect(self, layer: int, experts: Sequence[int]) -> None:
+        """These experts will probably be wanted soon, the surest first."""
+
+    @abstractmethod
+    def word_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank's table of tokens, `[n, H]`, for int64 indices `[n]` into it."""
+
+    def reserve(self, cache_bytes: int, buffer_bytes: int) -> None:
+        """Leave room for keys and values, and for what a pass computes."""
+
+    def pass_is_over(self, num_tokens: int) -> None:
+        """A pass has gone through all units and made, or read, so many tokens."""
+
+    @property
+    def room_for_batches(self) -> int | None:
+        """Bytes that batches which share a pass may take beside the weights; None where nothing is to be won."""
+        return None
+
+    def close(self) -> None:
+        """Nobody uses the weights any more."""
+
+    def name_in_unit(self, name: str) -> str:
+        """A logical name without its layer's and its expert's beginning."""
+        rest = name.removeprefix(self._prefix)
+        if rest == name:
+            return name
+        rest = rest.partition(".")[2]
+        return rest.removeprefix(EXPERTS).partition(".")[2] if rest.startswith(EXPERTS) else rest
+
+
+class ChunkWeights(WeightSource):
+    """The weights of model chunks, in their own memory: later changes count."""
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], config: Config, topology: Topology, vocab_size: int
+    ) -> None:
+        weights = {item.name: item.local.detach() for item in logical_tensors(chunks)}
+        super().__init__(config, topology, vocab_size, next(iter(weights.values())).dtype)
+        self._weights = weights
+        self._small = {part.name: self._tensor(part) for part in self.held.small}
+        self._made: dict[str, object] = {}
+
+    @property
+    def small(self) -> Named:
+        """What always stays, under its logical names."""
+        return self._small
+
+    @contextmanager
+    def use(self, key: str, make: Callable[[Named], T]) -> Iterator[T]:
+        """A unit, made of its weights."""
+        yield self._module(self.units[key], make)
+
+    def experts(self, layer: int, wanted: Sequence[int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
+        """The wanted experts of this rank."""
+        for expert in wanted:
+            if (layer, expert) in self.held.experts:
+                yield expert, self._module(self.held.experts[layer, expert], make)
+
+    def word_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of the table of tokens."""
+        return F.embedding(tokens, self._weights[WORDS])
+
+    def _module(self, unit: WeightUnit, make: Callable[[Named], T]) -> T:
+        if unit.key not in self._made:
+            self._made[unit.key] = make({self.name_in_unit(part.name): self._tensor(part) for part in unit.parts})
+        return self._made[unit.key]  # type: ignore[return-value]
+
+    def _tensor(self, part: LocalPart) -> torch.Tensor:
+        tensor = self._weights[part.name]
+        if part.name in (WORDS, OUTPUT):  # some rows of it, without the vocabulary's padding
+            return tensor[part.first_row : part.first_row + part.shape[0]]
+        return tensor
