@@ -42,7 +42,9 @@ class LogicalReader:
                 raise ConfigError(f"{source.folder} has no tensor {name}, which its config calls for.")
             weight = self._weights[name]
             if weight.shape != expected.get(name):
-                calls_for = f"its config calls for {list(expected[name])}" if name in expected else "its config has none"
+                calls_for = (
+                    f"its config calls for {list(expected[name])}" if name in expected else "its config has none"
+                )
                 raise ConfigError(f"tensor {name} of {source.folder} has shape {list(weight.shape)}, but {calls_for}.")
             problem = wrong_cover(weight.blocks, *as_matrix(weight.shape))
             if problem is not None:

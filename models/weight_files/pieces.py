@@ -1,5 +1,5 @@
-"""How a logical tensor lies in files: blocks of rows, each with its place in the tensor, and one function that fills any
-box of it from them.
+"""How a logical tensor lies in files: blocks of rows, each with its place in it, and one function that fills any box of
+it from them.
 
 A logical tensor is taken as a matrix [rows, columns]; a vector has one column. Only the rows that a box needs are read.
 What is of another type, transposed, strided or quantised goes through a scratch of a few MiB: there is never a second
