@@ -117,6 +117,10 @@ class Reader:
         fill(result.view(stored.rows, stored.columns), [whole(stored)])
         return result
 
+    def fill_rows(self, name: str, target: torch.Tensor, first: int) -> None:
+        """Fill a tensor of the host with rows of the one called `name`, from its row `first` on. Raises ConfigError."""
+        fill(target if target.dim() > 1 else target.unsqueeze(-1), [whole(self.stored(name))], (first, 0))
+
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors have the same shape and numbers, compared a band at a time. Raises ConfigError."""
         if self.shape(one) != self.shape(other):

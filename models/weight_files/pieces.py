@@ -44,7 +44,7 @@ class RowBlock:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BlockPart:
     """What a box takes of a block: rows [row, row + rows) of the stored matrix go to those of `target` [rows, ...], its
     columns by `runs`."""
 
@@ -96,7 +96,7 @@ def fill(target: torch.Tensor, blocks: Iterable[RowBlock], at: tuple[int, int] =
             raise ConfigError(f"tensor {part.stored.name}: {error}. Copy the file again.") from error
 
 
-def _part(target: torch.Tensor, block: RowBlock, at: tuple[int, int]) -> _Part | None:
+def _part(target: torch.Tensor, block: RowBlock, at: tuple[int, int]) -> _BlockPart | None:
     view, (line, column) = (target.t(), (at[1], at[0])) if block.transposed else (target, at)
     first, last = max(block.line, line), min(block.line + block.rows, line + view.size(0))
     runs = []
@@ -107,7 +107,7 @@ def _part(target: torch.Tensor, block: RowBlock, at: tuple[int, int]) -> _Part |
     if first >= last or not runs:
         return None
     row = block.source_row + first - block.line
-    return _Part(block.stored, row, last - first, tuple(runs), view[first - line : last - line])
+    return _BlockPart(block.stored, row, last - first, tuple(runs), view[first - line : last - line])
 
 
 class _BandReader:
@@ -117,7 +117,7 @@ class _BandReader:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scales: tuple[BlockScale, torch.Tensor] | None = None  # the last ones that were read
 
-    def take(self, part: _Part) -> None:
+    def take(self, part: _BlockPart) -> None:
         """Read a part into its target."""
         stored = part.stored
         if stored.scale is None and isinstance(stored.source, ReadOnlyFile) and len(part.runs) == 1:
@@ -154,7 +154,7 @@ class _BandReader:
         return stored.scale.scaled(rows, self._scales[1], band.start, columns.start)
 
 
-def _bands(part: _Part) -> Iterator[tuple[range, range]]:
+def _bands(part: _BlockPart) -> Iterator[tuple[range, range]]:
     """Rows and columns of the stored matrix that are read at once: whole rows, or where one is longer than the scratch,
     parts of a row."""
     stored = part.stored
