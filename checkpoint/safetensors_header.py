@@ -16,14 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models.weight_files.header import SafetensorsHeader, TensorSpan, read_header
+
 SUFFIX = ".safetensors"
-MAX_BYTES = 100_000_000  # what safetensors itself accepts
-ITEM_BYTES = {
-    **dict.fromkeys(["F64", "I64", "U64"], 8),
-    **dict.fromkeys(["F32", "I32", "U32"], 4),
-    **dict.fromkeys(["F16", "BF16", "I16", "U16"], 2),
-    **dict.fromkeys(["U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2"], 1),
-}
 
 
 @dataclass(frozen=True)
@@ -61,34 +56,26 @@ def encode(entries: Iterable[Entry]) -> bytes:
 def read(path: Path) -> dict[str, Entry]:
     """The entries of a file by the names that they have in it. Raises ValueError where it is no such file, or
     OSError."""
-    size = path.stat().st_size
-    with open(path, "rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_BYTES + 1
-        if length > min(MAX_BYTES, size - 8):
-            raise ValueError("it does not start with a safetensors header")
-        text = stream.read(length)
+    return read_all(path)[1]
+
+
+def read_all(path: Path) -> tuple[SafetensorsHeader, dict[str, Entry]]:
+    """The header of a file and its entries by the names that they have in it. Raises ValueError where it is no such
+    file, or OSError."""
+    header = read_header(path)
     try:
-        content = json.loads(text)
-        boxes = json.loads(content.pop("__metadata__")["boxes"])
-        entries = {name: _entry(value, *boxes[name]) for name, value in content.items()}
+        boxes = json.loads(header.metadata["boxes"])
+        return header, {name: _entry(span, header.body, *boxes[name]) for name, span in header.tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its header is not one of a checkpoint ({type(error).__name__}: {error})") from error
-    at = 0
-    for entry in sorted(entries.values(), key=lambda entry: entry.start):
-        if entry.start != at or entry.end != at + math.prod(entry.shape) * ITEM_BYTES[entry.dtype]:
-            raise ValueError(f"the bytes of {entry.key} are not where its header says")
-        at = entry.end
-    if size != 8 + length + at:
-        raise ValueError(f"it has {size} bytes, but by its header {8 + length + at}")
-    return entries
 
 
-def _entry(value: dict[str, Any], key: str, global_shape: list[int], offset: list[int]) -> Entry:
-    shape, (start, end) = tuple(map(int, value["shape"])), map(int, value["data_offsets"])
-    entry = Entry(key, value["dtype"], shape, tuple(map(int, global_shape)), tuple(map(int, offset)), start, end)
-    box = (1,) * (len(entry.global_shape) - len(shape)) + shape
-    inside = len(entry.offset) == len(box) == len(entry.global_shape) and entry.dtype in ITEM_BYTES
+def _entry(span: TensorSpan, body: int, key: str, global_shape: list[int], offset: list[int]) -> Entry:
+    start = span.start - body
+    whole, first = tuple(map(int, global_shape)), tuple(map(int, offset))
+    entry = Entry(key, span.dtype, span.shape, whole, first, start, start + span.num_bytes)
+    box = (1,) * (len(entry.global_shape) - len(span.shape)) + span.shape
+    inside = len(entry.offset) == len(box) == len(entry.global_shape)
     if not inside or not all(
         0 <= o and 0 <= n and o + n <= g for o, n, g in zip(entry.offset, box, entry.global_shape)
     ):

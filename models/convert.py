@@ -85,8 +85,8 @@ def export_into(source: Path, target: Path, part_bytes: int | None = None) -> No
     main_dtype = reader.main_dtype(reader.names())
     dtype = str(main_dtype).removeprefix("torch.")
     writer = folders.Writer(target, part_bytes or folders.PART_BYTES, reader.num_bytes(main_dtype), shown=True)
-    for name, tensor in tensors.export_weights(family, config, reader.get):
-        writer.add(name, tensor)
+    for planned in tensors.export_plan(family, config):
+        writer.add(planned.name, planned.make(reader.fill_rows, reader.stored(planned.ours).read_as))
     writer.close()
     _copy(carried, target)
     _warn_of_class(family.model_type, target)

@@ -28,10 +28,13 @@ from configs.architecture import architecture, description
 from configs.schema import Config, ConfigError
 from configs.weights import FORMAT, means_nothing, read_config
 from configs.weights import config_from as config_from  # of what a folder's config.yaml says
+from memory.read_only_file import BounceBuffers
 from models.weight_files.checks import one_line
 from models.weight_files.choice import INDEX_NAME, SINGLE_NAME, choose
 from models.weight_files.pickled_file import Held, PickledFile
+from models.weight_files.pieces import SCRATCH_BYTES, fill, whole
 from models.weight_files.safetensors_file import SafetensorsFile
+from models.weight_files.stored import StoredMatrix
 from models.weights import gather_logical, load_logical
 from parallel.dtypes import DTYPES, SAFETENSORS_NAMES
 
@@ -43,7 +46,8 @@ class Reader:
     """Reads tensors by name from a folder's model.safetensors or its parts, with `pickled` from pytorch_model.bin or
     its parts where there are none. Raises ConfigError where they are missing or broken, or disagree with the index."""
 
-    def __init__(self, folder: Path, pickled: bool = False) -> None:
+    def __init__(self, folder: Path, pickled: bool = False, bounce: BounceBuffers | None = None) -> None:
+        """`bounce`: read past the kernel's cache, through these."""
         # Folders may keep a second copy in another format beside these (consolidated.safetensors).
         choice = choose(folder, pickled)
         index = folder / choice.name
@@ -55,7 +59,7 @@ class Reader:
         held = Held()
         for part, expected in sorted(parts.items()):
             path = folder / part
-            file = SafetensorsFile(path) if choice.suffix == ".safetensors" else PickledFile(path, held)
+            file = SafetensorsFile(path, bounce) if choice.suffix == ".safetensors" else PickledFile(path, held)
             found = file.names()
             for name in sorted(found & self._file_of.keys()):
                 raise ConfigError(f"tensor {name} is twice in folder {folder}: in {part} and in another file.")
@@ -100,11 +104,42 @@ class Reader:
                 )
         return WEIGHT_DTYPES[main]
 
-    def get(self, name: str) -> torch.Tensor:
-        """The tensor called `name`, on the host. Raises ConfigError if there is none."""
+    def stored(self, name: str) -> StoredMatrix:
+        """Where the tensor called `name` lies. Raises ConfigError if there is none."""
         if name not in self._file_of:
             raise ConfigError(f"folder {self.folder} has no tensor {name}: it was written for another model.")
-        return self._file_of[name].get(name)
+        return self._file_of[name].stored(name)
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor called `name`, on the host. Raises ConfigError if there is none."""
+        stored = self.stored(name)
+        result = torch.empty(self.shape(name), dtype=stored.read_as)
+        fill(result.view(stored.rows, stored.columns), [whole(stored)])
+        return result
+
+    def fill_rows(self, name: str, target: torch.Tensor, first: int) -> None:
+        """Fill a tensor of the host with rows of the one called `name`, from its row `first` on. Raises ConfigError."""
+        fill(target if target.dim() > 1 else target.unsqueeze(-1), [whole(self.stored(name))], (first, 0))
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same shape and numbers, compared a band at a time. Raises ConfigError."""
+        if self.shape(one) != self.shape(other):
+            return False
+        both = self.stored(one), self.stored(other)
+        band = max(1, SCRATCH_BYTES // max(1, both[0].columns * both[0].read_as.itemsize))
+        held = [torch.empty(min(band, each.rows), each.columns, dtype=each.read_as) for each in both]
+        for first in range(0, both[0].rows, band):
+            rows = [part[: both[0].rows - first] for part in held]
+            for part, each in zip(rows, both):
+                fill(part, [whole(each)], (first, 0))
+            if not rows[0].equal(rows[1]):
+                return False
+        return True
+
+    def close(self) -> None:
+        """Close the files. Nothing is read any more."""
+        for file in self._file_of.values():
+            file.close()
 
 
 def _read_index(path: Path, suffix: str) -> dict[str, set[str] | None]:

@@ -7,12 +7,13 @@ transformers does with dequantize=True, a band of rows at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from configs.schema import ConfigError
+from memory.read_only_file import BounceBuffers
 from models.folder import WEIGHT_DTYPES, Reader, show_json
 from models.huggingface.families.keys import (
     ANYTHING,
@@ -30,11 +31,12 @@ from models.huggingface.families.keys import (
     read_keys,
     show,
 )
+from models.weight_files.pieces import fill, whole
+from models.weight_files.stored import BlockScale, StoredMatrix, as_matrix
 
 WEIGHT_TYPE = "F8_E4M3"
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
 SCALE, ACTIVATION_SCALE = "_scale_inv", ".activation_scale"  # X.weight_scale_inv and X.activation_scale of X.weight
-BAND_ROWS = 128  # of a tensor with one scale
 BLOCK = Kind(
     "two whole numbers above 0, or null",
     lambda value: value is None or (isinstance(value, list) and len(value) == 2 and all(map(COUNT.fits, value))),
@@ -91,12 +93,14 @@ def read_quantization(hf: HfConfig) -> Fp8 | None:
     return Fp8(None if block is None else (block[0], block[1]))
 
 
-def open_weights(path: Path, quantization: Fp8 | None, dtype: str | None) -> Reader:
+def open_weights(
+    path: Path, quantization: Fp8 | None, dtype: str | None, bounce: BounceBuffers | None = None
+) -> Reader:
     """A reader of a Hugging Face folder's plain weights. `dtype` (float32, ...) is what quantised ones become; None:
-    the type of the others. Raises ConfigError."""
+    the type of the others. `bounce`: read past the kernel's cache, through these. Raises ConfigError."""
     if quantization is not None:
-        return _Fp8Reader(path, quantization, dtype)
-    reader = Reader(path, pickled=True)
+        return _Fp8Reader(path, quantization, dtype, bounce)
+    reader = Reader(path, pickled=True, bounce=bounce)
     for name in sorted(reader.names()):
         if reader.dtype(name) == WEIGHT_TYPE:
             raise ConfigError(
@@ -109,8 +113,8 @@ def open_weights(path: Path, quantization: Fp8 | None, dtype: str | None) -> Rea
 class _Fp8Reader(Reader):
     """Reads quantised weights as plain ones, and hides their scales."""
 
-    def __init__(self, path: Path, quantization: Fp8, dtype: str | None) -> None:
-        super().__init__(path, pickled=True)
+    def __init__(self, path: Path, quantization: Fp8, dtype: str | None, bounce: BounceBuffers | None) -> None:
+        super().__init__(path, pickled=True, bounce=bounce)
         self._block = quantization.block
         names = super().names()
         self._quantized = {name for name in names if super(_Fp8Reader, self).dtype(name) == WEIGHT_TYPE}
@@ -168,11 +172,12 @@ class _Fp8Reader(Reader):
         """The type that a weight is read with."""
         return self._dtype_name if name in self._quantized else super().dtype(name)
 
-    def get(self, name: str) -> torch.Tensor:
-        """The plain weight called `name`, on the host."""
+    def stored(self, name: str) -> StoredMatrix:
+        """Where the weight called `name` lies, with its scales where it is quantised. Raises ConfigError."""
+        stored = super().stored(name)
         if name not in self._quantized:
-            return super().get(name)
-        return dequantize(super().get(name), super().get(f"{name}{SCALE}"), self._block, self._dtype)
+            return stored
+        return replace(stored, scale=BlockScale(super().stored(f"{name}{SCALE}"), self._block, self._dtype))
 
 
 def _weight_of(scale: str) -> str:
@@ -184,13 +189,11 @@ def dequantize(
 ) -> torch.Tensor:
     """weight [N, K] in fp8 times the scale of each number's block, as `dtype`. Beside the result it needs the memory of
     a band of rows in fp32."""
-    rows, columns = weight_NK.shape
-    height, width = block or (BAND_ROWS, columns)
-    scale_fp32 = scale.to(torch.float32)
-    if block is None:
-        scale_fp32 = scale_fp32.reshape(1, 1).expand(-(-rows // height), 1)
-    result = torch.empty(rows, columns, dtype=dtype)
-    for band, first in enumerate(range(0, rows, height)):
-        of_columns = scale_fp32[band].repeat_interleave(width)[:columns]
-        result[first : first + height] = weight_NK[first : first + height].to(torch.float32) * of_columns
+
+    def stored(name: str, tensor: torch.Tensor) -> StoredMatrix:
+        return StoredMatrix(name, lambda: tensor, 0, tensor.dtype, *as_matrix(tensor.shape))
+
+    result = torch.empty(weight_NK.shape, dtype=dtype)
+    scales = BlockScale(stored("scale", scale), block, dtype)
+    fill(result, [whole(replace(stored("weight", weight_NK), scale=scales))])
     return result

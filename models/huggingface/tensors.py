@@ -3,7 +3,8 @@ family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,16 +16,20 @@ from configs.rules import first_problem
 from configs.schema import Config, ConfigError
 from configs.show import show
 from configs.weights import config_from
-from models.folder import Reader, read_json
+from memory.read_only_file import BounceBuffers
+from models.folder import WEIGHT_DTYPES, Reader, read_json
 from models.huggingface import translate
 from models.huggingface.families.keys import HfConfig
 from models.huggingface.families.keys import show as show_key
-from models.huggingface.families.rules import Family, Heads, Rule, sizes
+from models.huggingface.families.rules import Family, Heads, Layout, Rule, Run, sizes
 from models.huggingface.identity import OTHER_HEADS, identify
 from models.huggingface.new_head import NewHead, is_of_head, new_head
 from models.huggingface.quantized import open_weights, read_quantization
+from models.weight_files.expected import logical_shapes
+from models.weight_files.pieces import RowBlock, fill
+from models.weight_files.stored import StoredMatrix, as_matrix
 
-Get = Callable[[str], torch.Tensor]
+FillRows = Callable[[str, torch.Tensor, int], None]
 
 
 @dataclass(frozen=True)
@@ -39,23 +44,60 @@ class HfFolder:
     notes: tuple[str, ...]  # what the user should know of it
     _reader: Reader
     _sources: dict[str, tuple[Rule, list[str]]]  # logical name -> its rule, and the tensors' names in this folder
+    _shapes: dict[str, tuple[int, ...]]  # of the logical weights
     _new_head: NewHead | None  # draws weights of the head, for which there are no names
 
     def names(self) -> Iterator[str]:
         """The logical names of all weights."""
         return iter(self._sources)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a logical weight."""
+        return self._shapes[name]
+
+    def weight_dtype(self, name: str) -> torch.dtype:
+        """The type of a logical weight: one of others beside it, where several make it, may be wider."""
+        rule, found = self._sources[name]
+        kinds = {WEIGHT_DTYPES[self._reader.dtype(theirs)] for theirs in found}
+        return functools.reduce(torch.promote_types, kinds) if kinds else self.dtype
+
+    def blocks(self, name: str) -> list[RowBlock]:
+        """Where a logical weight lies; nowhere, where it is one of a new output layer."""
+        rule, found = self._sources[name]
+        stored = [self._reader.stored(theirs) for theirs in found]
+        return placed(rule.layout, stored, _heads(self.config)) if found else []
+
     def get(self, name: str) -> torch.Tensor:
         """The logical weight called `name`, on the host."""
-        rule, found = self._sources[name]
-        if not found and self._new_head is not None:
+        if self._new_head is not None and not self._sources[name][1]:
             return self._new_head.get(name, self.dtype)
-        return rule.layout.to_ours([self._reader.get(theirs) for theirs in found], _heads(self.config))
+        result = torch.empty(self.shape(name), dtype=self.weight_dtype(name))
+        fill(result.view(as_matrix(result.shape)), self.blocks(name))
+        return result
+
+    def close(self) -> None:
+        """Close the files. Nothing is read any more."""
+        self._reader.close()
 
 
-def open_folder(path: Path, head_seed: int | None = None) -> HfFolder:
+def placed(layout: Layout, stored: Sequence[StoredMatrix], heads: Heads) -> list[RowBlock]:
+    """Where the rows of Hugging Face's tensors go in the logical one that they make."""
+    if layout.transposed:
+        return [
+            RowBlock(each, 0, each.rows, 0, tuple(runs), transposed=True)
+            for each, runs in zip(stored, layout.runs([each.columns for each in stored], heads), strict=True)
+        ]
+    return [
+        RowBlock(each, there, length, ours, ((0, 0, each.columns),))
+        for each, runs in zip(stored, layout.runs([each.rows for each in stored], heads), strict=True)
+        for there, ours, length in runs
+    ]
+
+
+def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers | None = None) -> HfFolder:
     """Check a Hugging Face folder and open it; only tied weights that stand there twice are read for that. With a
-    `head_seed` a folder without an output layer gets a new one. Raises ConfigError."""
+    `head_seed` a folder without an output layer gets a new one. `bounce`: read past the kernel's cache, through these.
+    Raises ConfigError."""
     if not (path / "config.json").exists():
         old = path / "bert_config.json"
         rename = f" {old.name} is read under that name: rename it." if old.is_file() else ""
@@ -74,7 +116,7 @@ def open_folder(path: Path, head_seed: int | None = None) -> HfFolder:
         raise ConfigError(
             f"{path / 'config.json'} is of a model that is not supported: {problem.key} ({value}) {problem.rule}."
         )
-    reader = open_weights(path, quantization, keys["dtype"])
+    reader = open_weights(path, quantization, keys["dtype"], bounce)
     sources, found, left_out = _match(family, config, keys, reader)
     head = [name for rule, there in sources.values() if is_of_head(rule.ours) and not there for name in rule.theirs]
     if head and head_seed is None:
@@ -106,6 +148,7 @@ def open_folder(path: Path, head_seed: int | None = None) -> HfFolder:
         (*notes, *reader.notes),
         reader,
         sources,
+        logical_shapes(config, keys["vocab_size"]),
         None if head_seed is None else new_head(config, head_seed),
     )
 
@@ -172,18 +215,40 @@ def _match(
                 f"tensor {name} has shape {list(reader.shape(name))}, but config.json calls for {list(shape)}."
             )
     for one, other in twins:
-        if not reader.get(one).equal(reader.get(other)):
+        if not reader.equal(one, other):
             raise ConfigError(
                 f"config.json tie_word_embeddings (true) says that tensors {one} and {other} are one, but they differ."
             )
     return sources, set(shapes), of_others
 
 
-def export_weights(family: Family, config: Config, get: Get) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stream (Hugging Face name, tensor) from logical tensors, read by `get`."""
-    heads = _heads(config)
+@dataclass(frozen=True)
+class ExportedTensor:
+    """A tensor of a Hugging Face folder that is made of rows of a logical weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    ours: str  # the logical weight
+    layout: Layout
+    runs: list[Run]
+
+    def make(self, fill_rows: FillRows, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor, as `dtype`, from `fill_rows(logical name, target, first row of the logical weight)`."""
+        result = torch.empty(self.shape, dtype=dtype)
+        rows = result.t() if self.layout.transposed else result
+        for there, ours, length in self.runs:
+            fill_rows(self.ours, rows[there : there + length], ours)
+        return result
+
+
+def export_plan(family: Family, config: Config) -> Iterator[ExportedTensor]:
+    """Every tensor of the Hugging Face folder of a model of a family, in the order of the family's rules."""
+    heads, lengths = _heads(config), sizes(config)
     for rule in expand_rules(family, config):
-        yield from zip(rule.theirs, rule.layout.to_theirs(get(rule.ours), heads), strict=True)
+        shapes = rule.shapes(lengths)
+        runs = rule.layout.runs([shape[-1 if rule.layout.transposed else 0] for shape in shapes], heads)
+        for name, shape, of_it in zip(rule.theirs, shapes, runs, strict=True):
+            yield ExportedTensor(name, shape, rule.ours, rule.layout, of_it)
 
 
 def _heads(config: Config) -> Heads:

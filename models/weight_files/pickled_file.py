@@ -15,6 +15,7 @@ import torch
 
 from configs.schema import ConfigError
 from models.weight_files.checks import check_file, one_line
+from models.weight_files.stored import StoredMatrix, as_matrix
 from parallel.dtypes import SAFETENSORS_NAMES
 
 Tensors = dict[str, torch.Tensor]
@@ -36,6 +37,7 @@ class PickledFile:
         self._path, self._held = path, held
         self._mapped = _load(path, mapped=True) if zipfile.is_zipfile(path) else None
         self._kinds = {name: (_dtype(tensor), tuple(tensor.shape)) for name, tensor in self._tensors().items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in self._tensors().items()}
 
     def names(self) -> set[str]:
         """Names of all tensors."""
@@ -49,9 +51,14 @@ class PickledFile:
         """The shape of a tensor."""
         return self._kinds[name][1]
 
-    def get(self, name: str) -> torch.Tensor:
-        """A tensor, on the host. It may share its numbers with another, and lie in any order."""
-        return self._tensors()[name]
+    def stored(self, name: str) -> StoredMatrix:
+        """A tensor where it is mapped, or held. It may share its numbers with another, and lie in any order."""
+        rows, columns = as_matrix(self.shape(name))
+        return StoredMatrix(name, lambda: self._tensors()[name], 0, self._dtypes[name], rows, columns)
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        self._mapped = {}
 
     def _tensors(self) -> Tensors:
         if self._mapped is not None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from checkpoint import manifest, safetensors_header
+from models.weight_files.header import ITEM_BYTES
 from tests import distributed
 from tests.training.helpers import make_config
 from tests.training.test_step import SAMPLES, SMALL, batches_of, build
@@ -241,7 +242,7 @@ def change_moment_dtype(config: Any, narrow: list[Any], folder: Path) -> list[di
         result.append(
             {
                 "differ": {key for key in wide if not torch.equal(wide[key], found[key])} == moments,
-                "aligned": all(entry.start % safetensors_header.ITEM_BYTES[entry.dtype] == 0 for entry in entries),
+                "aligned": all(entry.start % ITEM_BYTES[entry.dtype] == 0 for entry in entries),
                 "rounded": all(
                     torch.equal(wide[key].view(torch.float32).bfloat16(), found[key].view(torch.bfloat16))
                     for key in moments

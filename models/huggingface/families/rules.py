@@ -2,21 +2,19 @@
 layout and shape.
 
 One table of keys and one of rules per family; import and export read the same tables in the two directions. Needs no
-transformers package.
+transformers package, and no torch: the plan of a run asks for families.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from configs import derived
 from configs.schema import Config
 from models.huggingface.families.keys import HfConfig, Keys
-
-if TYPE_CHECKING:
-    import torch  # the plan of a run asks for families, and imports none
 
 Overrides = dict[str, dict[str, Any]]
 
@@ -30,49 +28,46 @@ class Heads:
     d: int
 
 
-def _cat(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    import torch
+Run = tuple[int, int, int]  # rows of one of theirs: first row there, first row of ours, length
+# From the numbers of rows of each of theirs: the runs of each.
+Runs = Callable[[Sequence[int], Heads], list[list[Run]]]
 
-    return torch.cat(parts, dim)
+
+def _one_after_the_other(rows: Sequence[int], _: Heads) -> list[list[Run]]:
+    firsts = itertools.accumulate(rows, initial=0)
+    return [[(0, first, length)] for first, length in zip(firsts, rows)]
 
 
-def _join_qkv(parts: list[torch.Tensor], heads: Heads) -> torch.Tensor:
+def _grouped(rows: Sequence[int], heads: Heads) -> list[list[Run]]:
     # Megatron keeps the rows of a group together: its queries, its key, its value.
     sizes = [heads.n // heads.g * heads.d, heads.d, heads.d]
-    grouped = [part.reshape(heads.g, size, *part.shape[1:]) for part, size in zip(parts, sizes)]
-    return _cat(grouped, dim=1).reshape(-1, *parts[0].shape[1:])
+    of_group = sum(sizes)
+    return [
+        [(group * size, group * of_group + first, size) for group in range(heads.g)]
+        for size, first in zip(sizes, itertools.accumulate(sizes, initial=0))
+    ]
 
 
-def _split_qkv(full: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
-    sizes = [heads.n // heads.g * heads.d, heads.d, heads.d]
-    grouped = full.reshape(heads.g, sum(sizes), *full.shape[1:]).split(sizes, dim=1)
-    return [part.reshape(-1, *full.shape[1:]) for part in grouped]
-
-
-def _cut_qkv(full: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
-    return list(full.split([heads.n * heads.d, heads.g * heads.d, heads.g * heads.d]))
+def _grouped_in_one(rows: Sequence[int], heads: Heads) -> list[list[Run]]:
+    parts = _grouped(rows, heads)
+    firsts = itertools.accumulate((heads.n * heads.d, heads.g * heads.d), initial=0)
+    return [[(first + there, here, size) for first, runs in zip(firsts, parts) for there, here, size in runs]]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one logical tensor comes from Hugging Face's tensors, and back."""
+    """How one logical tensor lies in Hugging Face's tensors: which rows of theirs are which of ours. Both directions
+    follow from it."""
 
-    to_ours: Callable[[list[torch.Tensor], Heads], torch.Tensor]
-    to_theirs: Callable[[torch.Tensor, Heads], list[torch.Tensor]]
+    runs: Runs = _one_after_the_other
+    transposed: bool = False  # theirs: what is called a row of theirs is a column of their tensor
 
 
-SAME = Layout(lambda parts, _: parts[0], lambda full, _: [full])
-TRANSPOSED = Layout(lambda parts, _: parts[0].t(), lambda full, _: [full.t()])  # GPT-2's Conv1D keeps [inputs, outputs]
-QKV = Layout(_join_qkv, _split_qkv)
-QKV_IN_ONE = Layout(
-    lambda parts, heads: _join_qkv(_cut_qkv(parts[0], heads), heads),
-    lambda full, heads: [_cat(_split_qkv(full, heads))],
-)
-QKV_IN_ONE_TRANSPOSED = Layout(
-    lambda parts, heads: _join_qkv(_cut_qkv(parts[0].t(), heads), heads),
-    lambda full, heads: [_cat(_split_qkv(full, heads)).t()],
-)
-GATE_UP = Layout(lambda parts, _: _cat(parts), lambda full, _: list(full.chunk(2)))
+SAME = GATE_UP = Layout()
+TRANSPOSED = Layout(transposed=True)  # GPT-2's Conv1D keeps [inputs, outputs]
+QKV = Layout(_grouped)
+QKV_IN_ONE = Layout(_grouped_in_one)
+QKV_IN_ONE_TRANSPOSED = Layout(_grouped_in_one, transposed=True)
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -130,15 +125,14 @@ def weight_and_bias(
 ) -> list[Rule]:
     """`shape` is the weight's. The bias has the length of what comes out: its first, or its last in a transposed
     layout."""
-    transposed = {TRANSPOSED: SAME, QKV_IN_ONE_TRANSPOSED: QKV_IN_ONE}
-    out = shape.split()[-1 if layout in transposed else 0]
+    out = shape.split()[-1 if layout.transposed else 0]
     return [
         Rule(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs.split()), shape, layout, when=when),
         Rule(
             f"{ours}.bias",
             tuple(f"{name}.bias" for name in theirs.split()),
             out,
-            transposed.get(layout, layout),
+            replace(layout, transposed=False),
             when=when,
         ),
     ]

@@ -1,0 +1,185 @@
+"""A file that is read alone, at any offset: opened once, so that it still reads where it was deleted meanwhile.
+
+Direct reads go past the kernel's cache through aligned memory: weights lie at any byte of their files, and the cache of
+a model that is read once would stand beside the memory that it is read into. Where a file system refuses them, the
+cache is used, and what was read is dropped from it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import numpy as np
+
+from memory.host_memory import BLOCK, padded
+
+CHUNK_BYTES = 4 * 2**20  # of one read
+DROP_BYTES = 8 * 2**20  # that are read before they are dropped from the kernel's cache
+
+
+class UnreadableFile(OSError):
+    """Why a file cannot be read, in one line that names it."""
+
+    def __init__(self, path: Path, number: int | None, cause: str):
+        super().__init__(number, cause)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path} cannot be read: {self.strerror}"
+
+
+class BounceBuffers:
+    """Aligned memory for direct reads: two chunks for each thread that reads, one of which is read into while the other
+    is copied from."""
+
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES):
+        self.chunk_bytes = padded(chunk_bytes)
+        self._of_thread = threading.local()
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="direct-read")
+
+    def pair(self) -> tuple[memoryview, memoryview]:
+        """The calling thread's two chunks."""
+        if not hasattr(self._of_thread, "pair"):
+            one, other = (memoryview(mmap.mmap(-1, self.chunk_bytes)) for _ in range(2))  # whole pages
+            self._of_thread.pair = (one, other)
+        found: tuple[memoryview, memoryview] = self._of_thread.pair
+        return found
+
+    def issue(self, file: ReadOnlyFile, start: int, chunk: memoryview, needed: int) -> Future[None]:
+        """Begin to read bytes of a file into a chunk."""
+        return self._pool.submit(file.read_aligned, start, chunk, needed)
+
+
+class ReadOnlyFile:
+    """A file's bytes. Several threads may read at once. Raises UnreadableFile where it cannot be opened."""
+
+    def __init__(self, path: Path, bounce: BounceBuffers | None = None):
+        """`bounce`: read past the kernel's cache, through these, where the file system allows it."""
+        self.path = path
+        self._bounce = bounce
+        direct = None if bounce is None else _open_direct(path)
+        self.is_direct = direct is not None
+        self._descriptor = _open(path, os.O_RDONLY) if direct is None else direct
+        self.size = os.fstat(self._descriptor).st_size  # bytes
+        self._lock = threading.Lock()
+        self._read: list[tuple[int, int]] = []  # bytes that the kernel's cache holds by our doing
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
+        if descriptor >= 0:
+            if not self.is_direct:
+                self._drop(descriptor)
+            os.close(descriptor)
+
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill writable bytes with those that begin at `start`, which may be any. Raises UnreadableFile."""
+        if start + len(target) > self.size:
+            raise UnreadableFile(self.path, errno.EIO, f"it ends at byte {self.size}, not at {start + len(target)}")
+        if self.is_direct:
+            self._read_direct(start, target)
+        else:
+            for at in range(0, len(target), DROP_BYTES):
+                chunk = target[at : at + DROP_BYTES]
+                self._fill(start + at, chunk, len(chunk), 1)
+                self._dropped_later(start + at, start + at + len(chunk))
+
+    def read_aligned(self, start: int, chunk: memoryview, needed: int) -> None:
+        """Fill a chunk of aligned memory from a multiple of BLOCK; the file may end behind `needed` bytes. Raises
+        UnreadableFile."""
+        self._fill(start, chunk, needed, BLOCK)
+
+    def _read_direct(self, start: int, target: memoryview) -> None:
+        assert self._bounce is not None
+        pair, size, end = self._bounce.pair(), self._bounce.chunk_bytes, start + len(target)
+        starts = range(start // BLOCK * BLOCK, end, size)
+
+        def part(number: int) -> tuple[int, memoryview, int]:
+            needed = min(end - starts[number], size)
+            return starts[number], pair[number % 2][: padded(needed)], needed
+
+        if len(starts) == 1:
+            self.read_aligned(*part(0))
+            _copy(pair[0][start - starts[0] : end - starts[0]], target)
+            return
+        under_way: Future[None] | None = None
+        try:
+            for number, at in enumerate(starts):
+                if under_way is None:
+                    under_way = self._bounce.issue(self, *part(number))
+                under_way.result()
+                under_way = None if number + 1 == len(starts) else self._bounce.issue(self, *part(number + 1))
+                low, high = max(at, start), min(at + size, end)
+                _copy(pair[number % 2][low - at : high - at], target[low - start : high - start])
+        finally:
+            if under_way is not None:  # the memory is the thread's own: nothing may write to it any more
+                wait([under_way])
+
+    def _fill(self, start: int, chunk: memoryview, needed: int, block: int) -> None:
+        done = 0
+        while done < needed:
+            try:
+                count = os.preadv(self._descriptor, [chunk[done:]], start + done)
+            except OSError as error:
+                raise UnreadableFile(self.path, error.errno, error.strerror or str(error)) from error
+            if done + count < needed and count < block:
+                raise UnreadableFile(self.path, errno.EIO, f"it was cut at byte {start + done + count} meanwhile")
+            done += count if done + count >= needed else count // block * block  # what follows must stay aligned
+
+    def _dropped_later(self, start: int, end: int) -> None:
+        with self._lock:
+            self._read.append((start, end))
+            if sum(high - low for low, high in self._read) < DROP_BYTES:
+                return
+            self._drop(self._descriptor)
+
+    def _drop(self, descriptor: int) -> None:
+        for start, end in self._read:  # the kernel drops whole pages: one that begins or ends there goes too
+            start, end = start // BLOCK * BLOCK, padded(end)
+            os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
+        self._read = []
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))  # others run meanwhile
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        try:
+            return os.open(path, flags | os.O_CLOEXEC)
+        except OSError as error:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if error.errno != errno.EMFILE or soft == hard:
+                raise
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a checkpoint may have a file for each rank
+            return os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnreadableFile(path, error.errno, error.strerror or str(error)) from error
+
+
+def _open_direct(path: Path) -> int | None:
+    """A descriptor for direct reads; None where the file system refuses them, some at the first read."""
+    try:
+        descriptor = _open(path, os.O_RDONLY | os.O_DIRECT)
+    except UnreadableFile as error:
+        if error.errno == errno.EINVAL:
+            return None
+        raise
+    try:
+        os.preadv(descriptor, [mmap.mmap(-1, BLOCK)], 0)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno == errno.EINVAL:
+            return None
+        raise UnreadableFile(path, error.errno, error.strerror or str(error)) from error
+    return descriptor

@@ -1,0 +1,86 @@
+"""The header of a safetensors file, read without torch: what each tensor is, and at which byte of the file it lies.
+
+8 bytes of length, a JSON object, then the tensors' bytes without gaps (https://huggingface.co/docs/safetensors). Old
+files pad the header to no multiple of 8: a tensor may lie at any byte.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 100_000_000  # what safetensors itself accepts
+ITEM_BYTES = {
+    **dict.fromkeys(["F64", "I64", "U64", "C64"], 8),
+    **dict.fromkeys(["F32", "I32", "U32"], 4),
+    **dict.fromkeys(["F16", "BF16", "I16", "U16"], 2),
+    **dict.fromkeys(["U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"], 1),
+}
+
+
+@dataclass(frozen=True)
+class TensorSpan:
+    """One tensor: its type in safetensors' words, its shape, and its bytes in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # of the file, not of its body
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """What a file says of itself."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, TensorSpan]
+    body: int  # the byte of the file that follows the header
+
+
+def read_header(path: Path) -> SafetensorsHeader:
+    """The header of a file. Raises ValueError, in words, where the file is not what its header says, or OSError."""
+    with open(path, "rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_BYTES + 1
+        if length > min(MAX_BYTES, size - 8):
+            raise ValueError("it does not start with a safetensors header")
+        text = stream.read(length)
+    try:
+        content = json.loads(text, object_pairs_hook=_unique)
+        metadata = content.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError("__metadata__ must be texts by name")
+        tensors = {name: _span(name, value, 8 + length) for name, value in content.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header is none of safetensors ({type(error).__name__}: {error})") from error
+    at = 8 + length
+    for name, span in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if span.start != at or span.num_bytes != math.prod(span.shape) * ITEM_BYTES[span.dtype]:
+            raise ValueError(f"the bytes of {name} are not where its header says")
+        at += span.num_bytes
+    if size != at:
+        raise ValueError(f"it has {size} bytes, but by its header {at}")
+    return SafetensorsHeader(metadata, tensors, 8 + length)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"it names {twice[0]} twice")
+    return dict(pairs)
+
+
+def _span(name: str, value: dict[str, Any], body: int) -> TensorSpan:
+    dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{name} has type {dtype}, which is not known")
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ValueError(f"{name} has shape {shape} at {start} to {end}")
+    return TensorSpan(dtype, tuple(shape), body + start, end - start)
