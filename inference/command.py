@@ -29,8 +29,25 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, help="of the weights; default: as stored")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument(
+        "--memory-budget",
+        type=_mebibytes,
+        metavar="MIB",
+        help="of a rank for weights, keys and values, and what a pass computes; weights beyond it come from the files "
+        "in every pass (default: what is left of the memory)",
+    )
+    parser.add_argument(
         "layout", nargs="*", metavar="parallel.KEY=VALUE", help="under torchrun: how the model is split over the ranks"
     )
+
+
+def _mebibytes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be above 0, in MiB")
+    return value
+
+
+_mebibytes.__name__ = "number"  # what argparse calls it
 
 
 def run_command(

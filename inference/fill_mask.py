@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,20 +25,29 @@ class Guess:
     probability: float
 
 
-def fill_mask(model: OpenModel, tokens: list[int], mask: int, top_k: int) -> list[list[Guess]]:
-    """The `top_k` likeliest tokens for each place of `tokens` that holds the token `mask`. Raises ConfigError."""
-    if model.config.model.family != "bert":
-        raise ConfigError(
-            f"model.family ({model.config.model.family}) does not fill in masked words: it continues text. Try python "
-            "-m inference.generate."
-        )
-    if len(model.chunks) > 1 or model.config.parallel.pipeline > 1:
-        raise ConfigError(
-            f"parallel.pipeline ({model.config.parallel.pipeline}) must be 1 to fill in masked words. Try "
-            "parallel.tensor."
-        )
-    places = [place for place, token in enumerate(tokens) if token == mask]
-    if not places:
+def fill_mask(model: OpenModel, texts: Sequence[list[int]], mask: int, top_k: int) -> list[list[list[Guess]]]:
+    """The `top_k` likeliest tokens for each place of each text that holds the token `mask`. All texts share a pass over
+    the weights. Raises ConfigError."""
+    import torch  # seconds that --help and a wrong argument need not wait for
+
+    encoder = model.encoder()
+    for tokens in texts:
+        _check(model, tokens, mask)
+    places = [[place for place, token in enumerate(tokens) if token == mask] for tokens in texts]
+    with torch.inference_mode():
+        logits = encoder.logits([torch.tensor(tokens) for tokens in texts], places)
+        likeliest = [each.softmax(dim=1).topk(min(top_k, model.vocab_size), dim=1) for each in logits]
+    return [
+        [
+            [Guess(token, probability) for token, probability in zip(tokens, values, strict=True)]
+            for tokens, values in zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        ]
+        for found in likeliest
+    ]
+
+
+def _check(model: OpenModel, tokens: list[int], mask: int) -> None:
+    if mask not in tokens:
         raise ConfigError("the text has no masked place: write [MASK] where a word is to be filled in.")
     limit = model.config.model.sequence_length
     if len(tokens) > limit:
@@ -47,20 +57,6 @@ def fill_mask(model: OpenModel, tokens: list[int], mask: int, top_k: int) -> lis
     wrong = [token for token in tokens if not 0 <= token < model.vocab_size]
     if wrong:
         raise ConfigError(f"the text has the token {wrong[0]}: the model's vocabulary ends at {model.vocab_size - 1}.")
-    import torch  # as the next two below, seconds that --help and a wrong argument need not wait for
-
-    from models import bert
-
-    device = next(model.chunks[0].parameters()).device
-    row = torch.tensor([tokens], device=device)
-    batch = {"tokens": row, "types": torch.zeros_like(row), "padding_mask": torch.ones_like(row, dtype=torch.bool)}
-    with torch.inference_mode():
-        scores, _ = bert.logits(model.chunks[0], batch, model.vocab_size)
-    likeliest = scores[0, places].float().softmax(dim=1).topk(min(top_k, model.vocab_size), dim=1)
-    return [
-        [Guess(token, probability) for token, probability in zip(tokens_of, values, strict=True)]
-        for tokens_of, values in zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
-    ]
 
 
 def masked_tokens(model: OpenModel, text: str) -> tuple[list[int], int]:
@@ -94,17 +90,21 @@ def _main(options: argparse.Namespace) -> None:
     from inference.open_model import open_from
 
     with open_from(options) as model:
-        for text in options.text:
-            if options.ids:
-                try:
-                    tokens, mask = [int(word) for word in text.split()], options.mask_id
-                except ValueError as error:
-                    raise ConfigError(f"a text under --ids must be integers with spaces between: {error}.") from error
-            else:
-                tokens, mask = masked_tokens(model, text)
-            guesses = fill_mask(model, tokens, mask, options.top_k)
+        read = [_read(model, text, options) for text in options.text]
+        found = fill_mask(model, [tokens for tokens, _ in read], read[0][1], options.top_k)
+        for text, guesses in zip(options.text, found, strict=True):
             if dist.get_rank() == 0:
                 _show(model, text, guesses, options)
+
+
+def _read(model: OpenModel, text: str, options: argparse.Namespace) -> tuple[list[int], int]:
+    """The tokens of a text, and the mask's."""
+    if not options.ids:
+        return masked_tokens(model, text)
+    try:
+        return [int(word) for word in text.split()], options.mask_id
+    except ValueError as error:
+        raise ConfigError(f"a text under --ids must be integers with spaces between: {error}.") from error
 
 
 def _show(model: OpenModel, text: str, guesses: list[list[Guess]], options: argparse.Namespace) -> None:

@@ -114,7 +114,7 @@ def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int
 def _main(options: argparse.Namespace) -> None:
     import torch.distributed as dist  # as the next three, seconds that --help and a wrong argument need not wait for
 
-    from inference.generation import Sampling, generate
+    from inference.generation import Sampling, generate, shared_passes
     from inference.open_model import open_from
     from models.huggingface.special_tokens import GENERATION_CONFIG, changes_of_text
 
@@ -130,6 +130,7 @@ def _main(options: argparse.Namespace) -> None:
                 flush=True,
             )
         stop = set() if options.ignore_end else model.end_tokens
+        shared_passes(decoder, ids, options.max_tokens, options.batch, not options.no_cache)  # the weights that stay
         begin = time.perf_counter()
         completions = generate(
             decoder,
@@ -158,6 +159,8 @@ def _main(options: argparse.Namespace) -> None:
                 print(f"--- prompt\n{prompt}\n--- continuation\n{text}", flush=True)
             else:
                 print(text, flush=True)
+        if model.weights.streams:
+            print(model.weights.counts.line(), file=sys.stderr, flush=True)
         made = sum(len(completion.tokens) for completion in completions)
         print(f"{made} tokens in {seconds:.2f} s, {made / seconds:.0f} tokens/s", file=sys.stderr)
 

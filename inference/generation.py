@@ -50,7 +50,6 @@ def generate(
     A prompt draws from a generator of its own, so its continuation does not depend on its batch. Raises ConfigError for
     a prompt without tokens, a token outside the vocabulary, or a text longer than learned positions allow.
     """
-    _check(decoder, prompts, max_tokens)
     continues = _Continues(decoder, max_tokens, sampling, frozenset(stop), is_done, use_cache)
     completions: dict[int, Continuation] = {}
     for batches in shared_passes(decoder, prompts, max_tokens, batch_size, use_cache):
@@ -64,17 +63,18 @@ def shared_passes(
     decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, batch_size: int, use_cache: bool = True
 ) -> list[list[list[int]]]:
     """Numbers of the prompts, in batches, by the passes that they share; one batch each where the weights stay in
-    memory. Has the decoder make room for them. Raises ConfigError where the memory budget is too small."""
+    memory. Has the decoder make room for them. Raises ConfigError as `generate`, and where the memory budget is too
+    small."""
+    _check(decoder, prompts, max_tokens)
     if not prompts:
         return []
     # rows of a batch are filled up to the longest
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     batches = [by_length[begin : begin + batch_size] for begin in range(0, len(by_length), batch_size)]
     longest = len(prompts[by_length[-1]])
-    length = longest + max_tokens
-    size = decoder.batches_at_once(
-        len(batches[0]), length, longest if use_cache else length, use_cache, len(batches)
-    )
+    whole = longest + max_tokens
+    prompt, cached = (longest, whole) if use_cache else (whole, 0)
+    size = decoder.batches_at_once(len(batches[0]), prompt, cached, True, len(batches))
     return [batches[begin : begin + size] for begin in range(0, len(batches), size)]
 
 

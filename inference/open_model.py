@@ -1,58 +1,57 @@
 """Open a trained model for use, from whatever it lies in: a run, a checkpoint, a folder of logical weights or a Hugging
-Face folder."""
+Face folder. No training model is built: weights come from the files as they are used, and stay where they fit."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported: see parallel/megatron/startup.py)
 
 # isort: split
-import torch
 import torch.distributed as dist
 
-from checkpoint import kept_tokenizer, manifest
-from checkpoint import state as checkpoint_state
+from checkpoint.logical.reader import LogicalReader, open_logical
 from configs import progress
 from configs.architecture import for_use
-from configs.compose import compose, load
+from configs.compose import compose
 from configs.ranks import world_size
 from configs.schema import Config, ConfigError, ParallelConfig
 from configs.tokenizer_files import core_file
 from configs.validate import validate_for_use
 from data.tokenizer import Tokenizer, load_tokenizer
-from inference.decoder import Decoder
-from models import folder as folders
-from models.build import build_model
-from models.huggingface import special_tokens, tensors, unknown_keys
-from models.weights import load_logical
+from inference.decoder import Decoder, Encoder
+from inference.weights.budget import memory_budget
+from inference.weights.files import FileWeights
+from models.huggingface import unknown_keys
 from parallel import topology
 from parallel.dtypes import DTYPES
 from parallel.topology import Topology
 
-PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
-
 
 @dataclass
 class OpenModel:
-    """Model chunks of this rank with their weights, in evaluation mode. `source` is the folder that they came from."""
+    """This rank's weights, and what is known of the model. `source` is the folder that they come from."""
 
     config: Config
     topology: Topology
     vocab_size: int
-    chunks: list[torch.nn.Module]
+    weights: FileWeights
     tokenizer: Tokenizer | None
     end_tokens: set[int]
     source: Path
 
     def decoder(self) -> Decoder:
         """The model as a text generator. Raises ConfigError for one that is none."""
-        return Decoder(self.chunks, self.config, self.topology, self.vocab_size)
+        return Decoder(self.weights, self.config, self.topology, self.vocab_size)
+
+    def encoder(self) -> Encoder:
+        """The model as one that fills in masked words. Raises ConfigError for one that does not."""
+        return Encoder(self.weights, self.config, self.topology, self.vocab_size)
 
     def needed_tokenizer(self, advice: str) -> Tokenizer:
         """The tokenizer. Raises ConfigError, ending in `advice`, where none lies beside the model."""
@@ -63,21 +62,6 @@ class OpenModel:
         return self.tokenizer
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What a folder holds, before anything heavy is loaded."""
-
-    folder: Path
-    config: Config
-    vocab_size: int
-    tokenizer: Path
-    load: Callable[[list[torch.nn.Module]], None]
-    end_tokens: set[int] | None = None  # None: the tokenizer's
-    trained_with: str | None = None  # digest of the tokenizer
-    notes: tuple[str, ...] = ()  # what the user should know of the folder
-    model_type: str | None = None  # of a Hugging Face folder
-
-
 @contextlib.contextmanager
 def open_model(
     path: Path,
@@ -86,109 +70,80 @@ def open_model(
     precision: str | None = None,
     device: str = "auto",
     tokenizer: Path | None = None,
+    budget: float | None = None,
 ) -> Iterator[OpenModel]:
-    """Load a model in the layout of `overrides` (`parallel.tensor=2`, ...; one rank holds all of it by default) and
+    """Open a model in the layout of `overrides` (`parallel.tensor=2`, ...; one rank holds all of it by default) and
     leave the job after.
 
-    `precision` is the stored one by default. A collective call under torchrun. Raises ConfigError.
+    `precision` is the stored one by default. `budget`: MiB for weights, keys and values, and what a pass computes
+    (None: what is left of the memory). A collective call under torchrun. Raises ConfigError.
     """
-    source = _find(path, tokenizer is not None)
-    config = for_use(source.config)
-    config.parallel = _layout(overrides or [])
+    reader = open_logical(path, direct=True)
+    try:
+        with _opened(reader, path, overrides or [], precision, device, tokenizer, budget) as model:
+            yield model
+    finally:
+        reader.close()
+
+
+@contextlib.contextmanager
+def _opened(
+    reader: LogicalReader,
+    path: Path,
+    overrides: list[str],
+    precision: str | None,
+    device: str,
+    tokenizer: Path | None,
+    budget: float | None,
+) -> Iterator[OpenModel]:
+    config = for_use(reader.config)
+    config.parallel = _layout(overrides)
     validate_for_use(config, world_size())
     config.training.device = device
-    config.model.backend = "portable"  # only the weights are used
     if precision is not None:
         config.training.precision = precision
-    words = _tokenizer(tokenizer or source.tokenizer, required=tokenizer is not None)
+    words = _tokenizer(tokenizer or reader.tokenizer, required=tokenizer is not None)
     if words is not None:
-        words.as_recorded(source.trained_with)
-    end_tokens = source.end_tokens
+        words.as_recorded(reader.trained_with)
+    end_tokens = reader.end_tokens
     if end_tokens is None:
         end_tokens = set() if words is None else {words.eod}
-    if words is not None and words.vocab_size > source.vocab_size:
+    if words is not None and words.vocab_size > reader.vocab_size:
         raise ConfigError(
             f"the tokenizer {words.path} has {words.vocab_size} tokens, but the model of {path} only "
-            f"{source.vocab_size}."
+            f"{reader.vocab_size}."
         )
-    if words is not None and source.trained_with is not None and not words.is_named_by(source.trained_with):
-        print(f"the tokenizer {words.path} is not the one that {source.folder} was trained with", file=sys.stderr)
+    if words is not None and reader.trained_with is not None and not words.is_named_by(reader.trained_with):
+        print(f"the tokenizer {words.path} is not the one that {reader.folder} was trained with", file=sys.stderr)
     joined = dist.is_initialized()
     place = topology.initialize(config)
     if place.rank == 0:
-        for note in source.notes:
+        for note in reader.notes:
             print(f"note: {note}.", file=sys.stderr)
-        if source.model_type is not None:
-            unknown_keys.warn(source.config, source.model_type)
+        if reader.model_type is not None:
+            unknown_keys.warn(reader.config, reader.model_type)
         for note in [] if words is None else words.notes():
             print(f"note: {note}", file=sys.stderr, flush=True)
-        progress.begin(f"Loading {source.folder}")
+        progress.begin(f"Opening {reader.folder}")
+    weights: FileWeights | None = None
     try:
-        chunks = build_model(config, place, source.vocab_size, fill=False)
-        source.load(chunks)
-        for chunk in chunks:
-            chunk.eval()
-        yield OpenModel(config, place, source.vocab_size, chunks, words, end_tokens, source.folder)
+        weights = FileWeights(
+            reader,
+            config,
+            place,
+            reader.vocab_size,
+            DTYPES[config.training.precision],
+            memory_budget(budget, place.device),
+            budget,
+        )
+        yield OpenModel(config, place, reader.vocab_size, weights, words, end_tokens, reader.folder)
     finally:
+        if weights is not None:
+            weights.close()
         if joined:  # a group that was there before stays
             topology.leave_layout()
         else:
             topology.destroy()
-
-
-def _find(path: Path, named: bool) -> _Source:
-    """`named`: another tokenizer than the one beside the model is asked for."""
-    return {"huggingface": _huggingface, "checkpoint": _checkpoint, "weights": _logical}[manifest.kind_of_model(path)](
-        path, named
-    )
-
-
-def _checkpoint(path: Path, named: bool) -> _Source:
-    newest = manifest.good_checkpoint_at(path)
-    config = load(newest / manifest.CONFIG)
-    vocab_size = checkpoint_state.read_state(newest)["vocab_size"]
-    own = None if named else kept_tokenizer.of_checkpoint(newest)
-    return _Source(
-        newest,
-        config,
-        vocab_size,
-        own or newest,
-        lambda chunks: checkpoint_state.load_weights(chunks, newest),
-        trained_with=kept_tokenizer.digest_of(newest),
-    )
-
-
-def _logical(path: Path, named: bool) -> _Source:
-    config = folders.config_from(folders.read_config(path))
-    vocab_size = config.model.vocab_size
-    if vocab_size is None:
-        raise ConfigError(f"{path / 'config.yaml'} must say model.vocab_size.")
-    reader = folders.Reader(path)
-    config.training.precision = PRECISIONS[reader.main_dtype(reader.names())]
-    ends = special_tokens.end_tokens(path, special_tokens.kept_in(path, vocab_size))
-
-    def fill(chunks: list[torch.nn.Module]) -> None:
-        folders.load_logical_folder(chunks, path, config, vocab_size)
-
-    return _Source(path, config, vocab_size, path, fill, end_tokens=ends)
-
-
-def _huggingface(path: Path, named: bool) -> _Source:
-    hf = tensors.open_folder(path)
-    vocab_size = hf.config.model.vocab_size
-    assert vocab_size is not None  # every family's config.json has one
-    hf.config.training.precision = PRECISIONS[hf.dtype]
-    ends = special_tokens.end_tokens(path, special_tokens.of_config(hf.stated, vocab_size))
-    return _Source(
-        path,
-        hf.config,
-        vocab_size,
-        path,
-        lambda chunks: load_logical(chunks, hf.get),
-        end_tokens=ends,
-        notes=hf.notes,
-        model_type=hf.family.model_type,
-    )
 
 
 def _layout(overrides: list[str]) -> ParallelConfig:
@@ -214,4 +169,5 @@ def open_from(options: argparse.Namespace) -> contextlib.AbstractContextManager[
         precision=options.precision,
         device=options.device,
         tokenizer=options.tokenizer,
+        budget=options.memory_budget,
     )

@@ -73,7 +73,7 @@ def log_likelihoods(decoder: Decoder, tokens: list[int], length: int, stride: in
     shared = 1
     if groups:
         longest = max(end - start for start, end, _ in pending)
-        shared = decoder.batches_at_once(len(groups[0]), longest, longest, False, len(groups))
+        shared = decoder.batches_at_once(len(groups[0]), longest, 0, False, len(groups))
     for begin in range(0, len(groups), shared):
         those = groups[begin : begin + shared]
         found = decoder.score_all([_window_batch(tokens, group) for group in those])

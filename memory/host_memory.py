@@ -28,8 +28,18 @@ def padded(num_bytes: int) -> int:
 def available() -> int:
     """Bytes that this process and its children can still take: what the host has free, with swap, and what its cgroups
     leave."""
-    free = psutil.virtual_memory().available + psutil.swap_memory().free
-    return min([free, *_left_by_cgroups()])
+    limited = left_by_cgroups()
+    return free() if limited is None else min(free(), limited)
+
+
+def free() -> int:
+    """Bytes that the host has free, with swap."""
+    return psutil.virtual_memory().available + psutil.swap_memory().free
+
+
+def left_by_cgroups() -> int | None:
+    """Bytes that the control groups of this process leave; None where none limits it."""
+    return min(_left_by_cgroups(), default=None)
 
 
 def free_bytes(folder: str) -> int:

@@ -12,7 +12,7 @@ import torch
 from checkpoint import manifest
 from checkpoint.logical.sources import ModelSource, of_checkpoint, of_huggingface, of_weights
 from configs.schema import Config, ConfigError
-from memory.read_only_file import BounceBuffers
+from memory.read_only_file import BounceBuffers, ReadOnlyFile
 from models.weight_files.expected import logical_shapes
 from models.weight_files.pieces import fill, wrong_cover
 from models.weight_files.stored import as_matrix
@@ -115,6 +115,11 @@ class LogicalReader:
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor of that type."""
         return math.prod(self.shape(name)) * self.dtype(name).itemsize
+
+    def file_of(self, name: str) -> Path:
+        """The file that a tensor lies in, or its first part; the folder where that is not known."""
+        stored = self._weights[name].blocks[0].stored.source
+        return stored.path if isinstance(stored, ReadOnlyFile) else self.folder
 
     def fill(self, name: str, target: torch.Tensor, at: Sequence[int] | None = None) -> None:
         """Fill a tensor of the host, which may be strided and of any float type, with the box of the logical tensor

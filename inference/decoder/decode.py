@@ -61,7 +61,7 @@ class Decoder(Transformer):
 
     def prefill_all(self, batches: Sequence[TextBatch]) -> list[torch.Tensor]:
         """`prefill` of several batches in one pass over the weights."""
-        self._reserve(batches)
+        self._reserve_for(batches, generates=True)
         steps = [self._first_step(batch) for batch in batches]
         found = self._run([batch.tokens for batch in batches], steps)
         for batch in batches:
@@ -93,7 +93,7 @@ class Decoder(Transformer):
 
     def score_all(self, batches: Sequence[TextBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`score` of several batches in one pass over the weights."""
-        self._reserve(batches)
+        self._reserve_for(batches, generates=False)
         found = self._run([batch.tokens for batch in batches], [self._first_step(batch) for batch in batches])
         targets = [batch.tokens[:, 1:].reshape(-1).to(self.device) for batch in batches]
         if found is not None:
@@ -115,36 +115,33 @@ class Decoder(Transformer):
             for (log_probs, greedy), shape in zip(scores, shapes, strict=True)
         ]
 
-    def reserve(self, rows: int, length: int, prompt: int, use_cache: bool, batches: int = 1) -> None:
-        """Leave room for `batches` batches of so many rows of `length` tokens, of which a prompt's go through the model
-        at once. Raises ConfigError where the memory budget is too small."""
-        kept = batches * cache_bytes(self.config, self.source, rows, length) if use_cache else 0
-        self.source.reserve(kept, pass_bytes(self.config, self.source, rows * prompt, batches))
+    def batches_at_once(self, rows: int, prompt: int, length: int, generates: bool, most: int) -> int:
+        """How many batches of `rows` texts should share a pass: one where all weights stay; else as many as a quarter
+        of the memory budget holds, at most `most`. Leaves room for them.
 
-    def batches_at_once(self, rows: int, length: int, prompt: int, use_cache: bool, most: int) -> int:
-        """How many batches should share a pass: one where all weights stay; else as many as a quarter of the memory
-        budget holds beside the weights, at most `most`."""
-        self.reserve(rows, length, prompt, use_cache)
-        budget = self.source.room_for_batches
-        count = 1
-        while count < most and budget is not None:
-            kept = (count + 1) * cache_bytes(self.config, self.source, rows, length) if use_cache else 0
-            if kept + pass_bytes(self.config, self.source, rows * prompt, count + 1) > budget:
-                break
+        prompt: tokens of a text that go through the model at once. length: tokens that the cache of a text takes, 0
+        without one. generates: only logits of last tokens are wanted. Raises ConfigError where the budget is too small
+        for one batch.
+        """
+        self.source.reserve(self._needed(rows, length, prompt, generates, 1))
+        count, room = 1, self.source.room_for_batches
+        while count < most and room is not None and self._needed(rows, length, prompt, generates, count + 1) <= room:
             count += 1
-        if count > 1:
-            self.reserve(rows, length, prompt, use_cache, count)
+        self.source.reserve(self._needed(rows, length, prompt, generates, count))
         return count
 
-    def _reserve(self, batches: Sequence[TextBatch]) -> None:
+    def _reserve_for(self, batches: Sequence[TextBatch], generates: bool) -> None:
         """Room for a pass that nobody has asked room for."""
-        tokens = max(batch.tokens.numel() for batch in batches)
-        kept = sum(
-            cache_bytes(self.config, self.source, len(batch.lengths), batch.cache.length)
-            for batch in batches
-            if batch.cache is not None
+        rows, prompt = max(len(batch.lengths) for batch in batches), max(batch.tokens.size(1) for batch in batches)
+        length = max(0 if batch.cache is None else batch.cache.length for batch in batches)
+        self.source.reserve(self._needed(rows, length, prompt, generates, len(batches)))
+
+    def _needed(self, rows: int, length: int, prompt: int, generates: bool, batches: int) -> int:
+        """Bytes beside the weights."""
+        kept = batches * cache_bytes(self.config, self.source, rows, length)
+        return kept + pass_bytes(
+            self.config, self.source, rows * prompt, batches, rows * batches if generates else None
         )
-        self.source.reserve(kept, pass_bytes(self.config, self.source, tokens, len(batches)))
 
     def _decode(self, batches: Sequence[tuple[torch.Tensor, Cache]]) -> list[torch.Tensor]:
         steps = [self._next_step(len(tokens), cache) for tokens, cache in batches]

@@ -32,7 +32,7 @@ class Encoder(Transformer):
     def logits(self, texts: Sequence[torch.Tensor], places: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """fp32 `[n, V]` of the n places of each text, int64 `[s]`, in one pass over the weights."""
         longest = max(len(text) for text in texts)
-        self.source.reserve(0, pass_bytes(self.config, self.source, longest, len(texts)))
+        self.source.reserve(pass_bytes(self.config, self.source, longest, len(texts), sum(map(len, places))))
         found = self._run([text[None] for text in texts], [self._step(len(text)) for text in texts])
         hidden = None
         if found is not None:

@@ -20,9 +20,7 @@ SHARED = "mlp.shared_experts."
 class DecoderExperts:
     """The router's choice, the experts of this rank for the tokens that chose them, and the shared expert."""
 
-    def __init__(
-        self, layer: int, source: WeightSource, config: Config, group: Group, expert_group: Group
-    ) -> None:
+    def __init__(self, layer: int, source: WeightSource, config: Config, group: Group, expert_group: Group) -> None:
         small = source.small_of(layer)
         self.layer, self.source, self.config, self.moe = layer, source, config, config.moe
         self.router = small["mlp.router.weight"].float()

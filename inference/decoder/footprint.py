@@ -7,7 +7,7 @@ from configs.schema import Config
 from inference.decoder.head import LOGIT_BYTES
 from inference.weights.source import WeightSource
 
-WORK_BYTES = 32 * 2**20  # of kernels, of the allocator, of what is small
+WORK_BYTES = 16 * 2**20  # of readers, kernels and what is small
 
 
 def cache_bytes(config: Config, source: WeightSource, rows: int, length: int) -> int:
@@ -20,18 +20,16 @@ def cache_bytes(config: Config, source: WeightSource, rows: int, length: int) ->
     return len(source.held.layers) * rows * length * heads * width * source.dtype.itemsize
 
 
-def pass_bytes(config: Config, source: WeightSource, tokens: int, batches: int) -> int:
-    """What a pass of `batches` batches, of at most `tokens` tokens each, holds at a time: the hidden states of all, and
-    the largest block's tensors of one."""
+def pass_bytes(config: Config, source: WeightSource, tokens: int, batches: int, scored: int | None = None) -> int:
+    """What a pass of `batches` batches, of at most `tokens` tokens each, holds at a time: the hidden states of all, the
+    largest block's tensors of one, and the logits of `scored` tokens of all (None: as many at once as scores take)."""
     model, size = config.model, config.model.hidden_size
     heads = model.num_attention_heads * (derived.head_dim(config) + (model.rotary_head_dim or 0))
-    widest = 4 * heads + 2 * size
-    dense = 3 * derived.ffn_hidden_size(config)
     routed = 0
     if config.moe.num_experts is not None:
         routed = config.moe.top_k * (2 * size + 3 * derived.expert_ffn_hidden_size(config))
         routed += 3 * (config.moe.shared_expert_ffn_hidden_size or 0)
-    of_token = max(widest, dense, routed) // source.topology.tensor.size + 2 * size
-    every = 3 * size * tokens * batches
-    logits = min(4 * source.vocab_size * max(1, tokens) * batches, LOGIT_BYTES)
-    return source.dtype.itemsize * (of_token * tokens + every) + 2 * logits + WORK_BYTES
+    widest = max(4 * heads + 2 * size, 3 * derived.ffn_hidden_size(config), routed)
+    numbers = tokens * (widest // source.topology.tensor.size + 2 * size) + 3 * size * tokens * batches
+    at_once = min(4 * source.vocab_size * tokens, LOGIT_BYTES) if scored is None else 4 * source.vocab_size * scored
+    return source.dtype.itemsize * numbers + 2 * at_once + WORK_BYTES

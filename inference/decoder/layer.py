@@ -1,5 +1,5 @@
-"""A layer: attention, then a feed-forward block or experts, each with a residual sum. It goes through several batches in
-turn, so that its weights come once for all of them."""
+"""A layer: attention, then a feed-forward block or experts, each with a residual sum. It goes through several batches
+in turn, so that its weights come once for all of them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from configs.schema import Config
 from inference.weights.expert_cache import ExpertUses
 from inference.weights.expert_slots import ExpertCounts, ExpertSlots, Place
 from inference.weights.loader import UnitLoader, WeightFiles
-from inference.weights.parts import HEAD, WeightUnit
+from inference.weights.parts import WeightUnit
 from inference.weights.plan import MIB, Sizes, StreamPlan, plan_weights
 from inference.weights.ring import Ring
 from inference.weights.source import Named, WeightSource
@@ -109,14 +109,13 @@ class FileWeights(WeightSource):
         """Whether experts come and go."""
         return self.plan is not None and self.plan.expert_slots < len(self.held.experts)
 
-    def reserve(self, cache_bytes: int, buffer_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Divide the budget, anew where more than before is needed beside the weights. Raises ConfigError where it is
         too small."""
-        other = cache_bytes + buffer_bytes
-        if self.plan is not None and other <= self._other:
+        if self.plan is not None and num_bytes <= self._other:
             return
-        plan = plan_weights(self.sizes, self.budget, other, self._given)
-        self._other = other
+        plan = plan_weights(self.sizes, self.budget, num_bytes, self._given)
+        self._other = num_bytes
         if plan != self.plan:
             self._take_up(plan)
 
@@ -176,6 +175,16 @@ class FileWeights(WeightSource):
         if self.streams and now - max(self._told, counts.begun) >= progress.LOG_EVERY_SECONDS:
             self._told = now
             self._say(counts.line())
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of this rank's memory that weights, the ring and the slots take."""
+        plan, sizes = self.plan, dict(self.sizes.units)
+        if plan is None:
+            return self.sizes.small
+        words = 0 if self._words is None or self._head_is_words else self._words.nbytes
+        kept = sum(sizes[key] for key in plan.kept)
+        return self.sizes.small + kept + words + plan.ring_bytes + plan.expert_slots * self.sizes.expert
 
     def close(self) -> None:
         """End the threads, and let go of the memory."""

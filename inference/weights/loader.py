@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -28,7 +29,7 @@ class WeightFiles(Protocol):
     def fill(self, name: str, target: torch.Tensor, at: tuple[int, ...] | None = None) -> None:
         """Fill a host tensor with the box of a weight that begins at `at`."""
 
-    def file_of(self, name: str) -> str:
+    def file_of(self, name: str) -> Path:
         """The file that a weight lies in, or the first of them."""
 
 
@@ -82,7 +83,8 @@ class UnitLoader:
 
     def read_rows(self, part: LocalPart, rows: Sequence[int]) -> torch.Tensor:
         """Single rows of a table, `[n, H]` on the host."""
-        found = torch.empty(len(rows), *part.shape[1:], dtype=self._dtype)
+        with torch.inference_mode(False):
+            found = torch.empty(len(rows), *part.shape[1:], dtype=self._dtype)
         first = part.runs[0][1] if part.runs else 0
 
         def read() -> None:
@@ -95,8 +97,9 @@ class UnitLoader:
         return found
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Memory of the device, uint8."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._link.device)
+        """Memory of the device, uint8, that other threads may fill."""
+        with torch.inference_mode(False):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._link.device)
 
     def wait(self, unit: WeightUnit, there: Completion) -> float:
         """What the device is given from now on comes after a unit is there; the seconds that the host waited. Raises
@@ -111,7 +114,7 @@ class UnitLoader:
             try:
                 there.order(self._timeout)
             except TimeoutError as error:
-                raise ConfigError(f"{said} was not read within {self._timeout:g} s. Is its disk still there?") from error
+                raise ConfigError(f"{said} was not read within {self._timeout:g} s. Look at its disk") from error
         if there.error is not None:
             raise there.error
         return time.perf_counter() - begin

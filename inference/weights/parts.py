@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from configs.schema import Config
 from models import blueprint
-from models.blueprint.operation import EXPERT, EXPERT_TENSOR, TENSOR, Weight, axis_sizes, local_runs, local_shape, unknown
+from models.blueprint.operation import (
+    EXPERT,
+    EXPERT_TENSOR,
+    TENSOR,
+    Weight,
+    axis_sizes,
+    local_runs,
+    local_shape,
+    unknown,
+)
 from models.blueprint.pieces import transformer_name
 from parallel.topology import Topology
 

@@ -109,7 +109,7 @@ def _refusal(sizes: Sizes, budget: float, other: int, least: int, given: float |
     said = f"--memory-budget ({given:g})" if given is not None else f"the memory that is left ({budget / MIB:.0f} MiB)"
     what = "one unit of the weights" + (" and an expert" if sizes.num_experts else "")
     return (
-        f"{said} must hold {other / MIB:.1f} MiB for keys, values and what a pass computes, {sizes.small / MIB:.1f} for "
-        f"norms and tables and {least / MIB:.1f} for {what}. Try --memory-budget {wanted}, fewer prompts at once "
+        f"{said} must hold {other / MIB:.1f} MiB for keys, values and what a pass computes, {sizes.small / MIB:.1f} "
+        f"for norms and tables and {least / MIB:.1f} for {what}. Try --memory-budget {wanted}, fewer prompts at once "
         "(--batch) or shorter ones"
     )

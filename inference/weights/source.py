@@ -65,16 +65,19 @@ class WeightSource(ABC):
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
         """These experts will probably be wanted soon, the surest first."""
+        return
 
     @abstractmethod
     def word_rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rows of this rank's table of tokens, `[n, H]`, for int64 indices `[n]` into it."""
 
-    def reserve(self, cache_bytes: int, buffer_bytes: int) -> None:
-        """Leave room for keys and values, and for what a pass computes."""
+    def reserve(self, num_bytes: int) -> None:
+        """Leave room beside the weights, for keys and values and what a pass computes."""
+        return
 
     def pass_is_over(self, num_tokens: int) -> None:
         """A pass has gone through all units and made, or read, so many tokens."""
+        return
 
     @property
     def room_for_batches(self) -> int | None:
@@ -83,6 +86,7 @@ class WeightSource(ABC):
 
     def close(self) -> None:
         """Nobody uses the weights any more."""
+        return
 
     def name_in_unit(self, name: str) -> str:
         """A logical name without its layer's and its expert's beginning."""
@@ -96,9 +100,7 @@ class WeightSource(ABC):
 class ChunkWeights(WeightSource):
     """The weights of model chunks, in their own memory: later changes count."""
 
-    def __init__(
-        self, chunks: Sequence[torch.nn.Module], config: Config, topology: Topology, vocab_size: int
-    ) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], config: Config, topology: Topology, vocab_size: int) -> None:
         weights = {item.name: item.local.detach() for item in logical_tensors(chunks)}
         super().__init__(config, topology, vocab_size, next(iter(weights.values())).dtype)
         self._weights = weights

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.compose import compose
-from inference.decoder.run import Decoder
+from inference.decoder import Decoder
 from inference.decoder.step import Cache
 from models import gpt
 from models.build import build_model
@@ -26,7 +26,7 @@ def _logits(*changes: str) -> tuple[torch.Tensor, torch.Tensor]:
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
         tokens = torch.randint(VOCAB_SIZE, (3, LENGTH), generator=generator)
         expected = gpt.logits(chunks[0].eval(), tokens, VOCAB_SIZE)[:, -1]
-        decoder = Decoder(chunks, config, place, VOCAB_SIZE)
+        decoder = Decoder.of_chunks(chunks, config, place, VOCAB_SIZE)
         whole = decoder.prefill(tokens, [LENGTH] * 3, None)
         # Three tokens one by one, behind beginnings of other lengths: the last row is shorter.
         cache, lengths = Cache(LENGTH), [LENGTH - 3, LENGTH - 3, LENGTH - 5]

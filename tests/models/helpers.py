@@ -12,12 +12,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from checkpoint.logical.reader import open_logical
+from configs.architecture import for_use
 from configs.schema import Config
-from inference.open_model import open_model
 from models.attention.rows import SLICES
 from models.build import build_model, family_module
 from models.parallelize import mark_tensor_parallel
-from models.weights import gather_logical
+from models.weights import gather_logical, load_logical
 from parallel.context import all_rows
 from parallel.topology import initialize
 
@@ -135,12 +136,18 @@ def run_model(
 
 
 def opened_logits(path: Path, batch: Batch) -> torch.Tensor:
-    """Logits `[b, s, vocab_size]` in fp32 of what `open_model` reads at a path."""
+    """Logits `[b, s, vocab_size]` in fp32 of a training model with the weights that lie at a path."""
     given = {key: value for key, value in batch.items() if key != "labels"}
-    with torch.inference_mode(), open_model(path, precision="fp32", device="cpu") as model:
-        output = family_module(model.config).forward(model.chunks[0], given)
-        logits = output if model.config.model.family == "gpt" else output[0]
-        return logits[..., : model.vocab_size].clone()
+    reader = open_logical(path)
+    config = for_use(reader.config)
+    config.training.precision, config.training.device, config.model.backend = "fp32", "cpu", "portable"
+    place = initialize(config)
+    with torch.inference_mode():
+        chunks = build_model(config, place, reader.vocab_size, fill=False)
+        load_logical(chunks, reader.get)
+        output = family_module(config).forward(chunks[0].eval(), given)
+        logits = output if config.model.family == "gpt" else output[0]
+        return logits[..., : reader.vocab_size].clone()
 
 
 def gradient(tensor: torch.Tensor) -> torch.Tensor:

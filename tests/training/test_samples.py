@@ -68,7 +68,7 @@ def _compare_with_training(run: Run) -> None:
     )
     logits = step.logits(run.engine, {"tokens": tokens})
     with torch.inference_mode(), run.engine.frozen_weights():
-        decoder = Decoder(run.engine.bare_chunks, run.config, run.topology, run.vocab_size)
+        decoder = Decoder.of_chunks(run.engine.bare_chunks, run.config, run.topology, run.vocab_size)
         log_probs, greedy = decoder.score(tokens)
         cache = Cache(len(tokens[0]))
         last = decoder.prefill(tokens[:, :-1], [tokens.size(1) - 1] * 2, cache)

@@ -34,7 +34,7 @@ def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float,
     """
     ids = run.tokenizer.encode_prompt(prompt) or [run.tokenizer.eod]
     with run.engine.frozen_weights():
-        decoder = Decoder(run.engine.bare_chunks, run.config, run.topology, run.vocab_size)
+        decoder = Decoder.of_chunks(run.engine.bare_chunks, run.config, run.topology, run.vocab_size)
         if decoder.max_length is not None and num_tokens > 0:
             num_tokens = room_for_answer(len(ids), num_tokens, decoder.max_length)
             if num_tokens == 0:

@@ -1,0 +1,26 @@
+"""How much memory a model's weights, its cache and its passes may take."""
+
+from __future__ import annotations
+
+import torch
+
+from configs.ranks import launched
+from inference.weights.plan import MIB
+from memory import host_memory
+
+SHARE = 0.8  # of what is free, where nobody limits it
+LEFT_IN_GROUP = 0.95  # of what a control group leaves
+
+
+def memory_budget(given: float | None, device: torch.device) -> float:
+    """Bytes for this rank: `given` MiB; else what the control groups leave, or 80% of what is free, of the host or the
+    GPU, shared by the ranks of this node."""
+    if given is not None:
+        return given * MIB
+    if device.type == "cuda":
+        return SHARE * torch.cuda.mem_get_info(device)[0]
+    launch = launched()
+    ranks = launch.local_world_size or launch.world_size
+    limited = host_memory.left_by_cgroups()
+    free = SHARE * host_memory.free()
+    return min(free, free if limited is None else LEFT_IN_GROUP * limited) / ranks
