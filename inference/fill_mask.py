@@ -25,9 +25,13 @@ class Guess:
     probability: float
 
 
-def fill_mask(model: OpenModel, texts: Sequence[list[int]], mask: int, top_k: int) -> list[list[list[Guess]]]:
-    """The `top_k` likeliest tokens for each place of each text that holds the token `mask`. All texts share a pass over
-    the weights. Raises ConfigError."""
+def fill_mask(model: OpenModel, tokens: list[int], mask: int, top_k: int) -> list[list[Guess]]:
+    """The `top_k` likeliest tokens for each place of `tokens` that holds the token `mask`. Raises ConfigError."""
+    return fill_masks(model, [tokens], mask, top_k)[0]
+
+
+def fill_masks(model: OpenModel, texts: Sequence[list[int]], mask: int, top_k: int) -> list[list[list[Guess]]]:
+    """The same of several texts, in one pass over the weights. Raises ConfigError."""
     import torch  # seconds that --help and a wrong argument need not wait for
 
     encoder = model.encoder()
@@ -91,7 +95,7 @@ def _main(options: argparse.Namespace) -> None:
 
     with open_from(options) as model:
         read = [_read(model, text, options) for text in options.text]
-        found = fill_mask(model, [tokens for tokens, _ in read], read[0][1], options.top_k)
+        found = fill_masks(model, [tokens for tokens, _ in read], read[0][1], options.top_k)
         for text, guesses in zip(options.text, found, strict=True):
             if dist.get_rank() == 0:
                 _show(model, text, guesses, options)

@@ -124,7 +124,7 @@ def _opened(
             unknown_keys.warn(reader.config, reader.model_type)
         for note in [] if words is None else words.notes():
             print(f"note: {note}", file=sys.stderr, flush=True)
-        progress.begin(f"Opening {reader.folder}")
+        progress.begin(f"Loading {reader.folder}")
     weights: FileWeights | None = None
     try:
         weights = FileWeights(

@@ -19,7 +19,7 @@ from inference.weights.expert_cache import ExpertUses
 from inference.weights.expert_slots import ExpertCounts, ExpertSlots, Place
 from inference.weights.loader import UnitLoader, WeightFiles
 from inference.weights.parts import WeightUnit
-from inference.weights.plan import MIB, Sizes, StreamPlan, plan_weights
+from inference.weights.plan import MIB, HeldSizes, StreamPlan, plan_weights
 from inference.weights.ring import Ring
 from inference.weights.source import Named, WeightSource
 from memory.completion import Completion
@@ -192,10 +192,10 @@ class FileWeights(WeightSource):
         self._kept, self._made = {}, {}
         self._link.close()
 
-    def _sizes(self) -> Sizes:
+    def _sizes(self) -> HeldSizes:
         experts, size = self.held.experts, self.loader.num_bytes
         words = None if self._head_is_words else self.held.words
-        return Sizes(
+        return HeldSizes(
             size(WeightUnit("small", self.held.small)),
             tuple((unit.key, size(unit)) for unit in self.held.units),
             max((size(unit) for unit in experts.values()), default=0),

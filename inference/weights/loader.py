@@ -34,7 +34,7 @@ class WeightFiles(Protocol):
 
 
 @dataclass
-class _Stage:
+class _StagingPiece:
     memory: torch.Tensor
     users: Users = field(default_factory=Users)
 
@@ -44,7 +44,7 @@ class UnitLoader:
 
     def __init__(self, files: WeightFiles, link: HostLink, dtype: torch.dtype, timeout: float = TIMEOUT) -> None:
         self._files, self._link, self._dtype, self._timeout = files, link, dtype, timeout
-        self._stages: list[_Stage] = []
+        self._stages: list[_StagingPiece] = []
         self._reading = ""  # what the reading thread is at
         self.bytes_read = 0
 
@@ -119,12 +119,12 @@ class UnitLoader:
             raise there.error
         return time.perf_counter() - begin
 
-    def _stage(self, size: int) -> _Stage:
+    def _stage(self, size: int) -> _StagingPiece:
         if not self._stages or self._stages[0].memory.numel() < size:
             for stage in self._stages:  # what is read into it goes on
                 for done in stage.users.all():
                     done.wait(self._timeout)
-            self._stages = [_Stage(self._link.allocate(size)) for _ in range(NUM_STAGES)]
+            self._stages = [_StagingPiece(self._link.allocate(size)) for _ in range(NUM_STAGES)]
         return self._stages[soonest_free([stage.users for stage in self._stages])]
 
     def _fill(self, unit: WeightUnit, memory: torch.Tensor) -> None:

@@ -92,6 +92,11 @@ def layer_key(layer: int, kind: str) -> str:
     return f"layers.{layer}.{kind}"
 
 
+def expert_key(layer: int, expert: int) -> str:
+    """The unit of an expert."""
+    return f"layers.{layer}.experts.{expert}"
+
+
 def rank_weights(config: Config, topology: Topology, vocab_size: int, itemsize: int) -> RankWeights:
     """What this rank holds, with numbers of `itemsize` bytes."""
     places = {
@@ -145,7 +150,7 @@ def rank_weights(config: Config, topology: Topology, vocab_size: int, itemsize: 
     return RankWeights(
         tuple(small),
         tuple(units),
-        {place: WeightUnit(f"layers.{place[0]}.experts.{place[1]}", tuple(parts)) for place, parts in experts.items()},
+        {place: WeightUnit(expert_key(*place), tuple(parts)) for place, parts in experts.items()},
         table if has_words else None,
         tuple(layers),
     )

@@ -19,7 +19,7 @@ SLOTS_OF_A_LAYER = 2
 
 
 @dataclass(frozen=True)
-class Sizes:
+class HeldSizes:
     """Bytes on this rank: of what always stays, of each unit in the order of use, of an expert, and of the table of
     tokens where it is no output layer too; how many experts there are, and how many a token chooses."""
 
@@ -52,7 +52,7 @@ class StreamPlan:
         return self.ring_bytes == 0
 
 
-def plan_weights(sizes: Sizes, budget: float, other_bytes: int, given: float | None) -> StreamPlan:
+def plan_weights(sizes: HeldSizes, budget: float, other_bytes: int, given: float | None) -> StreamPlan:
     """Divide `budget` bytes, of which `other_bytes` go to the cache and to what a pass computes. `given`: MiB of
     --memory-budget, for the message. Raises ConfigError where not even one unit at a time fits."""
     room = budget - other_bytes
@@ -104,7 +104,7 @@ def _kept(units: Sequence[tuple[str, int]], room: float) -> frozenset[str]:
     return frozenset(kept)
 
 
-def _refusal(sizes: Sizes, budget: float, other: int, least: int, given: float | None) -> str:
+def _refusal(sizes: HeldSizes, budget: float, other: int, least: int, given: float | None) -> str:
     wanted = math.ceil((other + sizes.small + least) / MIB)
     said = f"--memory-budget ({given:g})" if given is not None else f"the memory that is left ({budget / MIB:.0f} MiB)"
     what = "one unit of the weights" + (" and an expert" if sizes.num_experts else "")

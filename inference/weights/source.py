@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from configs.schema import Config
-from inference.weights.parts import EXPERTS, OUTPUT, WORDS, LocalPart, RankWeights, WeightUnit, rank_weights
+from inference.weights.parts import EXPERTS, OUTPUT, WORDS, LocalPart, RankWeights, WeightUnit, expert_key, rank_weights
 from models.blueprint.pieces import transformer_name
 from models.weights import logical_tensors
 from parallel.topology import Topology
@@ -64,7 +65,7 @@ class WeightSource(ABC):
         """The wanted experts of this rank, each once, as they come; one is there until the next is asked for."""
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
-        """These experts will probably be wanted soon, the surest first."""
+        """Experts that will probably be wanted soon are these, the surest first."""
         return
 
     @abstractmethod
@@ -104,6 +105,7 @@ class ChunkWeights(WeightSource):
         weights = {item.name: item.local.detach() for item in logical_tensors(chunks)}
         super().__init__(config, topology, vocab_size, next(iter(weights.values())).dtype)
         self._weights = weights
+        self.held = replace(self.held, experts=self._own_experts())
         self._small = {part.name: self._tensor(part) for part in self.held.small}
         self._made: dict[str, object] = {}
 
@@ -126,6 +128,16 @@ class ChunkWeights(WeightSource):
     def word_rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rows of the table of tokens."""
         return F.embedding(tokens, self._weights[WORDS])
+
+    def _own_experts(self) -> dict[tuple[int, int], WeightUnit]:
+        """The experts whose homes are here now: homes may have moved."""
+        found: dict[tuple[int, int], list[LocalPart]] = {}
+        for name, tensor in self._weights.items():
+            layer, _, rest = name.removeprefix(self._prefix).partition(".")
+            if name.startswith(self._prefix) and rest.startswith(EXPERTS):
+                expert = rest.removeprefix(EXPERTS).partition(".")[0]
+                found.setdefault((int(layer), int(expert)), []).append(LocalPart(name, tuple(tensor.shape)))
+        return {place: WeightUnit(expert_key(*place), tuple(parts)) for place, parts in found.items()}
 
     def _module(self, unit: WeightUnit, make: Callable[[Named], T]) -> T:
         if unit.key not in self._made:

@@ -103,7 +103,7 @@ def test_a_prompt_stays_whole(prompt: str, most: int, room: int, monkeypatch: py
     asked: list[tuple[list[str], int]] = []
     said: list[str] = []
     decoder, done = SimpleNamespace(max_length=8), [SimpleNamespace(tokens=[])]
-    monkeypatch.setattr(samples, "Decoder", lambda *_: decoder)
+    monkeypatch.setattr(samples, "Decoder", SimpleNamespace(of_chunks=lambda *_: decoder))
 
     def generate(_: Any, prompts: list[Any], tokens: int, *__: Any) -> list[Any]:
         asked.append((prompts[0], tokens))
