@@ -26,6 +26,7 @@ MEMORIES = (0.6, 0.93)  # what a pass leaves of the counts before it; the third 
 PRIOR_PASSES = 2.0  # passes of even routing that stand before the first one
 STIFFNESS = 200.0  # of the learned weights: uses that weigh as much as what they are at the start
 KEPT_PER_PASS = 0.999  # of what the weights have learned, for each layer that runs
+UNLIKE = 0.1  # of a prompt's tokens, those that choose unlike all before
 CYCLES = 2.0  # how much the time of a layer's last run counts beside the expected wait
 _LEAST = 1e-4  # chance of use, where it enters as log-odds
 _NOT_CACHED = -math.inf
@@ -58,6 +59,7 @@ class ExpertUses:
         self._passes = np.zeros(num_layers)
         self._tokens = np.zeros(num_layers)
         self._last_tokens = np.full(num_layers, math.inf)  # of the pass before
+        self._usual = np.ones(num_layers)  # tokens of a decoding pass
         self._counts_with = np.ones(num_layers)  # tokens of a layer's next pass, that its times stand for
         self._clock = 0.0  # layers that have run
         self._ran_at = np.arange(num_layers) - float(num_layers)
@@ -92,7 +94,8 @@ class ExpertUses:
         self._clock += 1
         self._expected.pop(row, None)
         # A long pass is a prompt's; what follows it is decoding.
-        self._set_times(row, min(num_tokens, self._last_tokens[row]))
+        self._usual[row] = min(num_tokens, self._last_tokens[row])
+        self._set_times(row, self._usual[row])
         self._last_tokens[row] = num_tokens
 
     def admit(self, layer: int, expert: int) -> None:
@@ -169,6 +172,8 @@ class ExpertUses:
         """The expected times of next use of a layer's experts, in a next pass of so many tokens."""
         self._counts_with[row] = num_tokens
         chance_E = self._chance_LE[row]
+        if num_tokens > self._usual[row]:
+            chance_E = (1 - UNLIKE) * self._shares_LME[row, -1] + UNLIKE * self._prior
         if num_tokens > 1:
             chance_E = 1 - (1 - chance_E) ** num_tokens
         time_E = CYCLES * self._ran_at[row] + len(self._layers) * (CYCLES + 1 / np.maximum(chance_E, 1e-6))
