@@ -1,0 +1,266 @@
+"""Judges caches of experts on recorded routing, without a model.
+
+`python -m benchmarks.expert_caches FILE... [--slots N ... | --shares 0.1 0.25 0.5] [--markdown] [--json]`
+
+FILE is what `python -m inference.generate --record-routing FILE` wrote, also compressed with gzip. A cache has slots for
+some of the experts of all MoE layers. In each pass each layer needs the experts that any of its tokens chose: what is
+cached is a hit; what is missing is loaded, and while the cache is full another expert goes, of those that this layer
+does not need as long as there are some. Nothing is loaded ahead. The table has the share of hits of:
+
+* ours: inference/weights/expert_cache.py
+* LRU: what was used least recently goes
+* LFU: what was used in the fewest passes since the start goes, the least recent of several
+* FIFO: what was loaded first goes
+* Belady: what is used next the latest goes. No cache has more hits; it knows the future.
+
+A line whose share of ours is below the better one of LRU and LFU is marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.tables import table
+from configs import command
+from configs.schema import ConfigError
+from inference.weights.expert_cache import ExpertUses
+from inference.weights.routing_file import Recording, RoutedLayer, read_routing
+
+SHARES = (0.1, 0.25, 0.5, 0.75)  # of all experts
+Key = tuple[int, int]  # layer, expert
+
+
+class CachePolicy(Protocol):
+    """Knows what is cached from what it is told, and names what goes."""
+
+    def routed(self, index: int, visit: RoutedLayer) -> None:
+        """A layer needs its experts; then each of them is touched, hits before misses."""
+
+    def touch(self, key: Key) -> None:
+        """An expert is used; where it was not cached it is now."""
+
+    def victim(self, protected: Collection[Key]) -> Key | None:
+        """The expert that goes, and is no longer cached; None where all that are cached are protected."""
+
+
+class LeastRecent:
+    """LRU; with `by_load` FIFO."""
+
+    def __init__(self, by_load: bool = False) -> None:
+        self._order: OrderedDict[Key, None] = OrderedDict()
+        self._by_load = by_load
+
+    def routed(self, index: int, visit: RoutedLayer) -> None:
+        pass
+
+    def touch(self, key: Key) -> None:
+        self._order[key] = None
+        if not self._by_load:
+            self._order.move_to_end(key)
+
+    def victim(self, protected: Collection[Key]) -> Key | None:
+        found = next((key for key in self._order if key not in protected), None)
+        if found is not None:
+            del self._order[found]
+        return found
+
+
+class LowestFirst:
+    """What has the lowest value goes. Values change when an expert is used, and only then."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], Key]] = []
+        self._value: dict[Key, tuple[int, int]] = {}  # of what is cached
+
+    def put(self, key: Key, value: tuple[int, int]) -> None:
+        if self._value.get(key) != value:
+            self._value[key] = value
+            heapq.heappush(self._heap, (value, key))
+
+    def victim(self, protected: Collection[Key]) -> Key | None:
+        aside, found = [], None
+        while self._heap and found is None:
+            value, key = heapq.heappop(self._heap)
+            if self._value.get(key) != value:
+                continue  # its value has changed since, or it has gone
+            if key in protected:
+                aside.append((value, key))
+            else:
+                found = key
+                del self._value[key]
+        for item in aside:
+            heapq.heappush(self._heap, item)
+        return found
+
+
+class LeastUsed(LowestFirst):
+    """LFU over all time: an expert that comes back has its counts of before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[Key, int] = {}
+        self._time = 0
+
+    def routed(self, index: int, visit: RoutedLayer) -> None:
+        pass
+
+    def touch(self, key: Key) -> None:
+        self._time += 1
+        self._counts[key] = self._counts.get(key, 0) + 1
+        self.put(key, (self._counts[key], self._time))
+
+
+class LatestNextUse(LowestFirst):
+    """Belady's optimum among caches that load on demand."""
+
+    def __init__(self, visits: Sequence[RoutedLayer]) -> None:
+        super().__init__()
+        self._next: list[dict[Key, int]] = [{} for _ in visits]
+        self._now = 0
+        coming: dict[Key, int] = {}
+        for i in range(len(visits) - 1, -1, -1):
+            for expert in visits[i].counts():
+                key = visits[i].layer, expert
+                self._next[i][key] = coming.get(key, len(visits))
+                coming[key] = i
+
+    def routed(self, index: int, visit: RoutedLayer) -> None:
+        self._now = index
+
+    def touch(self, key: Key) -> None:
+        self.put(key, (-self._next[self._now][key], 0))
+
+
+class ExpectedUse:
+    """Ours."""
+
+    def __init__(self, recording: Recording) -> None:
+        header = recording.header
+        self._uses = ExpertUses(header.layers, header.num_experts, header.top_k)
+
+    def routed(self, index: int, visit: RoutedLayer) -> None:
+        self._uses.used(visit.layer, visit.counts())
+
+    def touch(self, key: Key) -> None:
+        self._uses.admit(*key)
+
+    def victim(self, protected: Collection[Key]) -> Key | None:
+        found = self._uses.victims(1, protected)
+        if not found:
+            return None
+        self._uses.drop(*found[0])
+        return found[0]
+
+
+POLICIES: dict[str, Callable[[Recording], CachePolicy]] = {
+    "ours": ExpectedUse,
+    "LRU": lambda recording: LeastRecent(),
+    "LFU": lambda recording: LeastUsed(),
+    "FIFO": lambda recording: LeastRecent(by_load=True),
+    "Belady": lambda recording: LatestNextUse(recording.visits),
+}
+BAR = ("LRU", "LFU")  # ours must not be below either
+
+
+def num_hits(visits: Sequence[RoutedLayer], slots: int, policy: CachePolicy) -> int:
+    """How many of the experts that layers need are cached when they need them, in a cache that begins empty."""
+    cached: set[Key] = set()
+    hits = 0
+    for i, visit in enumerate(visits):
+        needed = [(visit.layer, expert) for expert in visit.counts()]
+        found = [key for key in needed if key in cached]
+        hits += len(found)
+        policy.routed(i, visit)
+        for key in found:
+            policy.touch(key)
+        protected = frozenset(needed)
+        missing = [key for key in needed if key not in cached] if len(found) < len(needed) else []
+        for key in missing:
+            if len(cached) == slots:
+                # in a cache too small for the layer one that has been used makes room
+                gone = policy.victim(protected) or policy.victim(frozenset())
+                assert gone is not None
+                cached.remove(gone)
+            cached.add(key)
+            policy.touch(key)
+    return hits
+
+
+def judged(name: str, recording: Recording, slots: int) -> dict[str, Any]:
+    """Share of hits of each policy with so many slots, which of those that do not know the future is best, and whether
+    ours is below LRU or LFU."""
+    requests = sum(len(visit.counts()) for visit in recording.visits)
+    hits = {policy: num_hits(recording.visits, slots, make(recording)) for policy, make in POLICIES.items()}
+    present = {policy: count for policy, count in hits.items() if policy != "Belady"}
+    return {
+        "recording": name,
+        "slots": slots,
+        "share": slots / (len(recording.header.layers) * recording.header.num_experts),
+        "requests": requests,
+        "hits": hits,
+        "hit_shares": {policy: count / requests for policy, count in hits.items()},
+        "best": max(present, key=lambda policy: present[policy]),
+        "below": hits["ours"] < max(hits[policy] for policy in BAR),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.expert_caches",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="recorded routing")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--slots", nargs="+", type=int, metavar="N", help="experts that the cache holds")
+    text = " ".join(map(str, SHARES))
+    sizes.add_argument("--shares", nargs="+", type=float, metavar="X", help=f"the same, of all experts ({text})")
+    parser.add_argument("--markdown", action="store_true", help="tables for benchmarks/results")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    arguments = parser.parse_args()
+    return command.run(lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints a line for each recording and size."""
+    shares = arguments.shares or SHARES
+    if wrong := [slots for slots in arguments.slots or [] if slots < 1]:
+        raise ConfigError(f"--slots ({wrong[0]}) must be at least 1")
+    if wrong := [share for share in shares if not 0 < share <= 1]:
+        raise ConfigError(f"--shares ({wrong[0]}) must be above 0 and at most 1")
+    recordings = {path: read_routing(path) for path in arguments.files}
+    results = []
+    for path, recording in recordings.items():
+        if not recording.visits:
+            raise ConfigError(f"{path} has no whole pass")
+        total = len(recording.header.layers) * recording.header.num_experts
+        for slots in arguments.slots or [max(1, int(total * share)) for share in shares]:
+            results.append(judged(path.name, recording, slots))
+    rows = [
+        [
+            result["recording"],
+            str(result["slots"]),
+            f"{result['share']:.0%}",
+            f"{result['requests']:,}",
+            *(f"{100 * result['hit_shares'][policy]:.2f}" for policy in POLICIES),
+            result["best"],
+            "BELOW" if result["below"] else "",
+        ]
+        for result in results
+    ]
+    print(table(["recording", "slots", "of all", "needed", *POLICIES, "best", "ours"], rows, arguments.markdown))
+    below = sum(result["below"] for result in results)
+    print(f"\nours below the better one of LRU and LFU: {below} of {len(results)} lines")
+    if arguments.json:
+        print(json.dumps({"results": results}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""A file of recorded routing: which experts each token chose, in each MoE layer, while a model generated.
+
+The first line is a header: `{"format": "mixtrain routing 1", "model": NAME, "num_experts": E, "top_k": K, "layers":
+[numbers of the MoE layers, in the order in which they run], "num_tokens": null}`; how many tokens come nobody knows at
+the start. Then comes one line for each layer of each pass (one forward of a prefill, or of one more token for every
+row):
+
+`{"pass": 7, "layer": 2, "tokens": [[0, 31], [1, 18]], "experts": [[3, 9], [9, 4]]}`
+
+A token is a row (the number of a prompt) and its position there; `experts` has its choice, in the router's order.
+Passes count up, and each has all layers in the header's order. The lines of a pass reach the file together, so the file
+of a killed run ends with a whole pass, or with a cut line that the reader drops. A file may be compressed with gzip.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from configs.files import WriteError, writing
+from configs.schema import ConfigError
+
+FORMAT = "mixtrain routing 1"
+FLAG = "--record-routing"
+_GZIP = b"\x1f\x8b"
+_KEYS = ("pass", "layer", "tokens", "experts")
+
+
+@dataclass(frozen=True)
+class RoutingHeader:
+    """What a recording is of. `layers` are the numbers of the MoE layers, in the order in which a pass runs them."""
+
+    model: str
+    num_experts: int
+    top_k: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RoutedLayer:
+    """One MoE layer in one pass: tokens as (row, position), and the experts that each of them chose."""
+
+    pass_number: int
+    layer: int
+    tokens: tuple[tuple[int, int], ...]
+    experts: tuple[tuple[int, ...], ...]
+
+    def counts(self) -> dict[int, int]:
+        """Tokens of each expert that at least one token chose, by expert, ascending."""
+        found: dict[int, int] = {}
+        for choice in self.experts:
+            for expert in choice:
+                found[expert] = found.get(expert, 0) + 1
+        return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recorded generation, in the order in which it ran."""
+
+    header: RoutingHeader
+    visits: list[RoutedLayer] = field(default_factory=list)
+
+
+class RoutingWriter:
+    """Writes a recording, a pass at a time; a context manager, whose end writes the last pass.
+
+    Raises ConfigError where the file is there already, or cannot be made. An error of the disk later is said on
+    standard error, and ends the recording alone.
+    """
+
+    def __init__(self, path: Path, header: RoutingHeader) -> None:
+        self._path, self._pass = path, -1
+        self._lines: list[str] = []
+        try:
+            self._file: io.FileIO | None = io.FileIO(path, "x")
+        except FileExistsError:
+            raise ConfigError(f"{FLAG} ({path}) must be a new file: there is one of that name.") from None
+        except OSError as error:
+            raise ConfigError(f"{FLAG} ({path}) cannot be made: {error.strerror}.") from None
+        fields = {
+            "format": FORMAT,
+            "model": header.model,
+            "num_experts": header.num_experts,
+            "top_k": header.top_k,
+            "layers": list(header.layers),
+            "num_tokens": None,
+        }
+        self._lines.append(json.dumps(fields))
+        self._flush()
+
+    def __enter__(self) -> RoutingWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(
+        self, pass_number: int, layer: int, tokens: Iterable[Sequence[int]], experts: Iterable[Sequence[int]]
+    ) -> None:
+        """Add the choice of one layer in one pass: the (row, position) of each token, and as many lists of the experts
+        that they chose. The pass before goes to the file when a new one begins."""
+        if pass_number != self._pass:
+            assert pass_number > self._pass, "passes count up"
+            self._flush()
+            self._pass = pass_number
+        places, choices = [list(token) for token in tokens], [list(choice) for choice in experts]
+        assert len(places) == len(choices), "each token has a choice"
+        line = {"pass": pass_number, "layer": layer, "tokens": places, "experts": choices}
+        self._lines.append(json.dumps(line, separators=(",", ":")))
+
+    def close(self) -> None:
+        """Write what is left and close the file; a second call does nothing."""
+        self._flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _flush(self) -> None:
+        lines, self._lines = self._lines, []
+        if self._file is None or not lines:
+            return
+        data = memoryview("".join(line + "\n" for line in lines).encode())
+        try:
+            with writing(self._path):
+                while data:
+                    data = data[self._file.write(data) or 0 :]
+        except WriteError as error:
+            print(f"{FLAG}: {error} The recording ends here.", file=sys.stderr, flush=True)
+            self._file.close()
+            self._file = None
+
+
+def read_routing(path: Path, say: Callable[[str], None] | None = None) -> Recording:
+    """The recording in a file, also in a compressed one.
+
+    A cut last line, and layers of a last pass that is not whole, are dropped; `say` hears of it (None: standard error).
+    Raises ConfigError, naming file and line, for anything else that is no recording.
+    """
+    say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    data, is_cut = _content(path)
+    lines = data.split(b"\n")
+    rest = lines.pop()  # behind the last end of a line: nothing, or a line that was cut or never ended
+    if rest and lines and not _is_json(rest):
+        is_cut = True
+    elif rest:
+        lines.append(rest)
+    if not lines:
+        raise ConfigError(f"{path}:1 is no header of recorded routing, as {FLAG} writes it.")
+    header = _header(path, lines[0])
+    visits: list[RoutedLayer] = []
+    for number, line in enumerate(lines[1:], start=2):
+        visits.append(_visit(f"{path}:{number}", line, header, visits[-1] if visits else None))
+    if is_cut:
+        say(f"note: {path}:{len(lines) + 1} is cut and was dropped: its writer was killed")
+    while visits and visits[-1].layer != header.layers[-1]:
+        is_whole_pass_before = visits[-1].layer == header.layers[0]
+        dropped = visits.pop()
+        if is_whole_pass_before:
+            say(f"note: {path}: pass {dropped.pass_number} at the end lacks layers and was dropped")
+    return Recording(header, visits)
+
+
+def _content(path: Path) -> tuple[bytes, bool]:
+    """The bytes of a file, decompressed where it is gzip; and whether compressed data end too early."""
+    data = path.read_bytes()
+    if not data.startswith(_GZIP):
+        return data, False
+    parts: list[bytes] = []
+    try:
+        while data:
+            stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+            parts.append(stream.decompress(data))
+            if not stream.eof:
+                return b"".join(parts), True
+            data = stream.unused_data
+    except zlib.error as error:
+        line = 1 + sum(part.count(b"\n") for part in parts)
+        raise ConfigError(f"{path}:{line} cannot be decompressed: {error}.") from None
+    return b"".join(parts), False
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _header(path: Path, line: bytes) -> RoutingHeader:
+    try:
+        fields = json.loads(line)
+        if fields["format"] == FORMAT and isinstance(fields["model"], str):
+            header = RoutingHeader(
+                fields["model"], fields["num_experts"], fields["top_k"], tuple(fields["layers"])
+            )
+            whole = all(_is_count(value) for value in (*header.layers, header.num_experts, header.top_k))
+            if whole and 0 < header.top_k <= header.num_experts and len(set(header.layers)) == len(header.layers) > 0:
+                return header
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise ConfigError(f"{path}:1 is no header of recorded routing, as {FLAG} writes it.")
+
+
+def _visit(where: str, line: bytes, header: RoutingHeader, before: RoutedLayer | None) -> RoutedLayer:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{where} is damaged: it is no JSON.") from None
+    if not isinstance(fields, dict) or not all(name in fields for name in _KEYS):
+        raise ConfigError(f"{where} is damaged: it must be an object with {', '.join(_KEYS)}.")
+    number, layer, tokens, experts = (fields[name] for name in _KEYS)
+    for name, value in (("pass", number), ("layer", layer)):
+        if not _is_count(value):
+            raise ConfigError(f"{where} has {name} {value!r}: it must be a whole number from 0 on.")
+    _check_place(where, number, layer, header, before)
+    if not (_is_table(tokens) and _is_table(experts) and len(tokens) == len(experts) > 0):
+        raise ConfigError(f"{where}: tokens and experts must be as many lists of whole numbers, at least one.")
+    if wrong := [token for token in tokens if len(token) != 2]:
+        raise ConfigError(f"{where} has token {wrong[0]}: it must be a row and a position.")
+    for choice in experts:
+        if len(choice) != header.top_k or len(set(choice)) != len(choice):
+            raise ConfigError(f"{where} has the choice {choice}: it must be {header.top_k} different experts.")
+        if max(choice) >= header.num_experts:
+            raise ConfigError(f"{where} has expert {max(choice)}: the header says {header.num_experts} experts.")
+    return RoutedLayer(number, layer, tuple((row, at) for row, at in tokens), tuple(map(tuple, experts)))
+
+
+def _check_place(where: str, number: int, layer: int, header: RoutingHeader, before: RoutedLayer | None) -> None:
+    """Raises ConfigError where this layer does not follow the one before."""
+    if before is None or before.layer == header.layers[-1]:
+        follows, first = header.layers[0], (0 if before is None else before.pass_number + 1)
+        right = layer == follows and number >= first
+        rule = f"layer {follows} of a pass from {first} on"
+    else:
+        follows = header.layers[header.layers.index(before.layer) + 1]
+        right = layer == follows and number == before.pass_number
+        rule = f"layer {follows} of pass {before.pass_number}"
+    if not right:
+        raise ConfigError(f"{where} has layer {layer} of pass {number}: what comes here is {rule}.")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(row, list) and row and all(map(_is_count, row)) for row in value
+    )
