@@ -13,7 +13,6 @@ checkpoint/state.py says what is in it, shards.py how tensors get there, saver.p
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -82,18 +81,9 @@ def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
     import torch  # as the rest: seconds that people who look at checkpoints need not wait for
 
     from checkpoint import export
-    from models import convert
-    from models.folder import new_folder
 
     wanted = None if dtype is None else getattr(torch, dtype)
-    if kind == "weights":
-        folder = export.export(path, target, wanted)
-    else:
-        with new_folder(target) as partial:
-            between = partial / "weights"
-            folder = export.export(path, between, wanted)
-            convert.export_into(between, partial)
-            shutil.rmtree(between)
+    folder = (export.export if kind == "weights" else export.export_huggingface)(path, target, wanted)
     print(f"{folder} -> {target}")
     return 0
 
