@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from checkpoint import manifest, safetensors_header
+from checkpoint.logical.verify import is_folder_of_weights, lacking_in, problems_in
 from checkpoint.state_file import in_words, read_state
 from configs import command
 
@@ -39,10 +40,12 @@ def show_list(path: Path) -> int:
 
 
 def verify(path: Path) -> int:
-    """Print all that is wrong with each checkpoint, with every byte read; 1 if anything is."""
+    """Print all that is wrong with each checkpoint, or with a folder of weights or of Hugging Face, with every byte
+    read; 1 if anything is."""
     bad = 0
-    for folder in manifest.checkpoints_at(path):
-        found = manifest.problems(folder)
+    of_weights = is_folder_of_weights(path)
+    for folder in [path] if of_weights else manifest.checkpoints_at(path):
+        found = problems_in(folder) if of_weights else manifest.problems(folder) or lacking_in(folder)
         bad += bool(found)
         for problem in found or ["good"]:
             print(f"{folder}: {problem}")
@@ -114,8 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
         "convert": "take the weights out, for checkpoint.weights=FOLDER or for Hugging Face",
     }.items():
         subcommand = commands.add_parser(name, help=text, description=text)
+        or_weights = "; or a folder of weights or of Hugging Face" if name == "verify" else ""
         subcommand.add_argument(
-            "path", type=Path, help="a run folder (its newest good checkpoint) or one of its checkpoints/step_XXXXXXX"
+            "path",
+            type=Path,
+            help=f"a run folder (its newest good checkpoint) or one of its checkpoints/step_XXXXXXX{or_weights}",
         )
         if name == "convert":
             subcommand.add_argument("target", type=Path, help="a new folder")

@@ -34,7 +34,7 @@ from models.weight_files.choice import choose
 from models.weight_files.expected import logical_shapes
 from models.weight_files.logical import LogicalWeight
 from models.weight_files.pickled_file import Held, PickledFile
-from models.weight_files.pieces import SCRATCH_BYTES, fill, whole
+from models.weight_files.pieces import bands_of, fill, whole
 from models.weight_files.safetensors_file import SafetensorsFile
 from models.weight_files.stored import StoredMatrix
 from models.weight_files.writer import PART_BYTES as PART_BYTES
@@ -120,16 +120,12 @@ class Reader:
         """Whether two tensors have the same shape and numbers, compared a band at a time. Raises ConfigError."""
         if self.shape(one) != self.shape(other):
             return False
-        both = self.stored(one), self.stored(other)
-        band = max(1, SCRATCH_BYTES // max(1, both[0].columns * both[0].read_as.itemsize))
-        held = [torch.empty(min(band, each.rows), each.columns, dtype=each.read_as) for each in both]
-        for first in range(0, both[0].rows, band):
-            rows = [part[: both[0].rows - first] for part in held]
-            for part, each in zip(rows, both):
-                fill(part, [whole(each)], (first, 0))
-            if not rows[0].equal(rows[1]):
-                return False
-        return True
+        both = zip(bands_of(self.stored(one)), bands_of(self.stored(other)))
+        return self.dtype(one) == self.dtype(other) and all(mine.equal(theirs) for mine, theirs in both)
+
+    def all_names(self) -> list[str]:
+        """Names of everything in the files, also of what others need alone."""
+        return sorted(self._file_of)
 
     def close(self) -> None:
         """Close the files. Nothing is read any more."""

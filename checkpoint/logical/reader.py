@@ -9,6 +9,7 @@ from checkpoint import manifest
 from checkpoint.logical.sources import ModelSource, of_checkpoint, of_huggingface, of_weights
 from configs.schema import Config
 from memory.read_only_file import BounceBuffers
+from models.folder import Reader
 from models.weight_files.expected import logical_shapes
 from models.weight_files.logical import LogicalTensors
 
@@ -81,6 +82,11 @@ class LogicalReader(LogicalTensors):
     def model_type(self) -> str | None:
         """The family of a Hugging Face folder."""
         return self._source.model_type
+
+    @property
+    def files(self) -> Reader | None:
+        """Every tensor of the folder's files as it is stored; None: a checkpoint's are boxes."""
+        return self._source.files
 
     def close(self) -> None:
         """Close the files. Nothing is read any more."""

@@ -35,6 +35,7 @@ class ModelSource:
     trained_with: str | None  # digest of the tokenizer
     notes: tuple[str, ...]  # what the user should know of the folder
     model_type: str | None  # of a Hugging Face folder
+    files: folders.Reader | None  # every tensor as it is stored; None: a checkpoint's are boxes
     close: Callable[[], None]
 
 
@@ -52,6 +53,7 @@ def of_checkpoint(path: Path, bounce: BounceBuffers | None) -> ModelSource:
         None,
         kept_tokenizer.digest_of(path),
         (),
+        None,
         None,
         boxes.close,
     )
@@ -73,6 +75,7 @@ def of_weights(path: Path, bounce: BounceBuffers | None) -> ModelSource:
         None,
         (),
         None,
+        held.reader,
         held.reader.close,
     )
 
@@ -94,5 +97,6 @@ def of_huggingface(path: Path, bounce: BounceBuffers | None) -> ModelSource:
         None,
         hf.notes,
         hf.family.model_type,
-        hf.close,
+        hf.reader,
+        hf.reader.close,
     )

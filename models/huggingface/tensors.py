@@ -42,7 +42,7 @@ class HfFolder:
     config: Config
     dtype: torch.dtype  # of most weights
     notes: tuple[str, ...]  # what the user should know of it
-    _reader: Reader
+    reader: Reader  # of the tensors as they are
     _sources: dict[str, tuple[Rule, list[str]]]  # logical name -> its rule, and the tensors' names in this folder
     _shapes: dict[str, tuple[int, ...]]  # of the logical weights
     _new_head: NewHead | None  # draws weights of the head, for which there are no names
@@ -57,8 +57,8 @@ class HfFolder:
         rule, found = self._sources[name]
         if not found:
             return LogicalWeight(self._shapes[name], self.dtype, ())
-        kinds = [WEIGHT_DTYPES[self._reader.dtype(theirs)] for theirs in found]
-        blocks = placed(rule.layout, [self._reader.stored(theirs) for theirs in found], _heads(self.config))
+        kinds = [WEIGHT_DTYPES[self.reader.dtype(theirs)] for theirs in found]
+        blocks = placed(rule.layout, [self.reader.stored(theirs) for theirs in found], _heads(self.config))
         return LogicalWeight(self._shapes[name], functools.reduce(torch.promote_types, kinds), tuple(blocks))
 
     def get(self, name: str) -> torch.Tensor:
@@ -69,10 +69,6 @@ class HfFolder:
         result = torch.empty(weight.shape, dtype=weight.dtype)
         fill(result.view(as_matrix(result.shape)), weight.blocks)
         return result
-
-    def close(self) -> None:
-        """Close the files. Nothing is read any more."""
-        self._reader.close()
 
 
 def placed(layout: Layout, stored: Sequence[StoredMatrix], heads: Heads) -> list[RowBlock]:

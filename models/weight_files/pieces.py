@@ -61,6 +61,17 @@ def whole(stored: StoredMatrix) -> RowBlock:
     return RowBlock(stored, 0, stored.rows, 0, ((0, 0, stored.columns),))
 
 
+def bands_of(stored: StoredMatrix) -> Iterator[torch.Tensor]:
+    """The rows of a matrix as they are read, a few MiB of them at a time, each in the memory of the one before. Raises
+    ConfigError."""
+    size = max(1, SCRATCH_BYTES // max(1, stored.columns * stored.read_as.itemsize))
+    held = torch.empty(min(size, stored.rows), stored.columns, dtype=stored.read_as)
+    for first in range(0, stored.rows, size):
+        band = held[: stored.rows - first]
+        fill(band, [whole(stored)], (first, 0))
+        yield band
+
+
 @torch.no_grad()
 def fill(target: torch.Tensor, blocks: Iterable[RowBlock], at: tuple[int, int] = (0, 0)) -> None:
     """Fill a matrix of the host, which may be strided and of another type, with the box of the logical matrix that
