@@ -13,12 +13,12 @@ checkpoint/state.py says what is in it, shards.py how tensors get there, saver.p
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from pathlib import Path
 
 from checkpoint import manifest, safetensors_header
+from checkpoint.logical.verify import is_folder_of_weights, lacking_in, problems_in
 from checkpoint.state_file import in_words, read_state
 from configs import command
 
@@ -40,10 +40,12 @@ def show_list(path: Path) -> int:
 
 
 def verify(path: Path) -> int:
-    """Print all that is wrong with each checkpoint, with every byte read; 1 if anything is."""
+    """Print all that is wrong with each checkpoint, or with a folder of weights or of Hugging Face, with every byte
+    read; 1 if anything is."""
     bad = 0
-    for folder in manifest.checkpoints_at(path):
-        found = manifest.problems(folder)
+    of_weights = is_folder_of_weights(path)
+    for folder in [path] if of_weights else manifest.checkpoints_at(path):
+        found = problems_in(folder) if of_weights else manifest.problems(folder) or lacking_in(folder)
         bad += bool(found)
         for problem in found or ["good"]:
             print(f"{folder}: {problem}")
@@ -82,18 +84,9 @@ def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
     import torch  # as the rest: seconds that people who look at checkpoints need not wait for
 
     from checkpoint import export
-    from models import convert
-    from models.folder import new_folder
 
     wanted = None if dtype is None else getattr(torch, dtype)
-    if kind == "weights":
-        folder = export.export(path, target, wanted)
-    else:
-        with new_folder(target) as partial:
-            between = partial / "weights"
-            folder = export.export(path, between, wanted)
-            convert.export_into(between, partial)
-            shutil.rmtree(between)
+    folder = (export.export if kind == "weights" else export.export_huggingface)(path, target, wanted)
     print(f"{folder} -> {target}")
     return 0
 
@@ -124,8 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
         "convert": "take the weights out, for checkpoint.weights=FOLDER or for Hugging Face",
     }.items():
         subcommand = commands.add_parser(name, help=text, description=text)
+        or_weights = "; or a folder of weights or of Hugging Face" if name == "verify" else ""
         subcommand.add_argument(
-            "path", type=Path, help="a run folder (its newest good checkpoint) or one of its checkpoints/step_XXXXXXX"
+            "path",
+            type=Path,
+            help=f"a run folder (its newest good checkpoint) or one of its checkpoints/step_XXXXXXX{or_weights}",
         )
         if name == "convert":
             subcommand.add_argument("target", type=Path, help="a new folder")

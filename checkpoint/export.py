@@ -1,6 +1,7 @@
 """Take the model out of a run: `python -m checkpoint.export RUN_OR_CHECKPOINT OUT_FOLDER`.
 
 Writes a folder of logical weights with its config and the tokenizer, from a checkpoint of any layout, on one process.
+No model is built: tensors pass one at a time.
 `checkpoint.weights=OUT_FOLDER` starts another run from it; `python -m models.convert export` makes a Hugging Face
 folder of it.
 """
@@ -8,7 +9,6 @@ folder of it.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from checkpoint import kept_tokenizer, manifest
 from configs import command, progress
-from configs.architecture import for_use
+from configs.architecture import description
 from configs.compose import load
-from configs.tokenizer_files import FOR_TRANSFORMERS, copy_tokenizer
+from configs.tokenizer_files import FOR_TRANSFORMERS, copy_tokenizer, tokenizer_files
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.tokenizer.pieces import NotConvertible
 
@@ -30,37 +30,61 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
     """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder, as `dtype`
     (None: as the model has them), with the run's tokenizer. Returns the checkpoint. Raises ConfigError, and OSError
     where the disk fails."""
+    good, tokenizer = _checked(source)
+    from checkpoint.logical.reader import open_checkpoint
+    from models import folder as folders  # imports torch, as the one before: seconds that --help need not wait for
+
+    with folders.new_folder(target) as partial:
+        special = _write_tokenizer(tokenizer, good, partial)
+        progress.begin(f"Reading {good}")
+        reader = open_checkpoint(good)
+        specs = [folders.TensorSpec(name, dtype or reader.dtype(name), reader.shape(name)) for name in reader.names()]
+        specs.sort(key=lambda spec: spec.name)
+        writer = folders.Writer(partial, specs, shown=True)
+        for spec in specs:
+            writer.add(spec.name, reader.get(spec.name, spec.dtype))
+        writer.close()
+        reader.close()
+        folders.write_config(partial, description(reader.config, reader.vocab_size), special)
+    return good
+
+
+def export_huggingface(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
+    """Write the same to a new Hugging Face folder. Raises ConfigError also where no family has such a model."""
+    good, tokenizer = _checked(source)
+    from checkpoint.logical.reader import open_checkpoint
+    from models import convert
+    from models import folder as folders
+
+    with folders.new_folder(target) as partial, tempfile.TemporaryDirectory(dir=partial) as between:
+        special = _write_tokenizer(tokenizer, good, Path(between))
+        if special is None:
+            _say(f"{good} has no tokenizer: the Hugging Face folder does not say which tokens begin and end a text.")
+        files = {**tokenizer_files(Path(between)), **tokenizer_files(Path(between) / FOR_TRANSFORMERS)}
+        progress.begin(f"Reading {good}")
+        reader = open_checkpoint(good)
+        config = folders.config_from(description(reader.config, reader.vocab_size))
+        convert.export_model(convert.LeavingModel(config, reader, files, special, dtype), partial)
+        reader.close()
+    return good
+
+
+def _checked(source: Path) -> tuple[Path, Path | None]:
+    """The checkpoint that a path stands for, and its tokenizer. Raises ConfigError."""
     progress.begin(f"Checking {source}")
     good = manifest.good_checkpoint_at(source)
-    tokenizer = kept_tokenizer.of_checkpoint(good)
-    from checkpoint import state as checkpoint_state
-    from models import (
-        folder as folders,  # imports torch, as the next three: seconds that --help and a wrong folder need not wait for
-    )
-    from models.build import build_model
-    from parallel import topology
+    return good, kept_tokenizer.of_checkpoint(good)
 
-    trained = load(good / manifest.CONFIG)
-    config = for_use(trained)
-    config.training.device = "cpu"
-    vocab_size = checkpoint_state.read_state(good)["vocab_size"]
-    with folders.new_folder(target) as partial:
-        special = None
-        if tokenizer is not None:
-            words = load_tokenizer(tokenizer).as_recorded(kept_tokenizer.digest_of(good))
-            copy_tokenizer(tokenizer, partial)
-            _write_for_transformers(words, config.model.family, partial)
-            special = _special_tokens(words, config.model.family)
-        place = topology.initialize(config)
-        try:
-            chunks = build_model(config, place, vocab_size, fill=False)
-            _keep_on_disk(chunks, partial)
-            progress.begin(f"Reading {good}")
-            checkpoint_state.load_weights(chunks, good)
-            folders.write_logical(chunks, partial, trained, vocab_size, dtype, special)
-        finally:
-            topology.destroy()
-    return good
+
+def _write_tokenizer(path: Path | None, good: Path, folder: Path) -> dict[str, int | None] | None:
+    """Write a checkpoint's tokenizer, where there is one; which tokens are special then."""
+    if path is None:
+        return None
+    family = load(good / manifest.CONFIG).model.family
+    words = load_tokenizer(path).as_recorded(kept_tokenizer.digest_of(good))
+    copy_tokenizer(path, folder)
+    _write_for_transformers(words, family, folder)
+    return _special_tokens(words, family)
 
 
 def _write_for_transformers(tokenizer: Tokenizer, family: str, folder: Path) -> None:
@@ -69,11 +93,15 @@ def _write_for_transformers(tokenizer: Tokenizer, family: str, folder: Path) -> 
         files = tokenizer.for_transformers(family)
     except NotConvertible as reason:
         text = f"transformers may treat texts in another way: {tokenizer.path} has no equal tokenizer.json, as {reason}"
-        print(f"note: {text}.", file=sys.stderr, flush=True)
+        _say(f"{text}.")
         return
     for name, text in files.items():
         (folder / FOR_TRANSFORMERS).mkdir(exist_ok=True)
         (folder / FOR_TRANSFORMERS / name).write_text(text, encoding="utf-8")
+
+
+def _say(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _special_tokens(tokenizer: Tokenizer, family: str) -> dict[str, int | None]:
@@ -83,20 +111,6 @@ def _special_tokens(tokenizer: Tokenizer, family: str) -> dict[str, int | None]:
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": tokenizer.pad}
     bos = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
     return {"bos_token_id": bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
-
-
-def _keep_on_disk(chunks: list[torch.nn.Module], folder: Path) -> None:
-    """Put the weights on the disk of `folder` instead of in memory, so that a model may be larger than that. Nothing
-    has been written to the memory that they had so far, so it never existed. The files lose their names at once, so
-    that none is left behind."""
-    import torch
-
-    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            # A full disk is an error here; later, in the mapped file, it would end the process without a word.
-            os.posix_fallocate(file.fileno(), 0, max(1, parameter.nbytes))
-            stored = torch.from_file(file.name, shared=True, size=parameter.numel(), dtype=parameter.dtype)
-        parameter.data = stored.view(parameter.shape)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -69,6 +69,12 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-cache", action="store_true", help="compute every token from the whole text again (slow; for comparison)"
     )
+    parser.add_argument(
+        "--record-routing",
+        type=Path,
+        metavar="FILE",
+        help="keep which experts each token chose, a line of JSON for each layer of each pass",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
     return parser
 
@@ -112,10 +118,11 @@ def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int
 
 
 def _main(options: argparse.Namespace) -> None:
-    import torch.distributed as dist  # as the next three, seconds that --help and a wrong argument need not wait for
+    import torch.distributed as dist  # as the next four, seconds that --help and a wrong argument need not wait for
 
     from inference.generation import Sampling, generate, shared_passes
     from inference.open_model import open_from
+    from inference.recording import recorded
     from models.huggingface.special_tokens import GENERATION_CONFIG, changes_of_text
 
     with open_from(options) as model:
@@ -132,15 +139,16 @@ def _main(options: argparse.Namespace) -> None:
         stop = set() if options.ignore_end else model.end_tokens
         shared_passes(decoder, ids, options.max_tokens, options.batch, not options.no_cache)  # the weights that stay
         begin = time.perf_counter()
-        completions = generate(
-            decoder,
-            ids,
-            options.max_tokens,
-            sampling,
-            stop=stop,
-            batch_size=options.batch,
-            use_cache=not options.no_cache,
-        )
+        with recorded(model, options.record_routing):
+            completions = generate(
+                decoder,
+                ids,
+                options.max_tokens,
+                sampling,
+                stop=stop,
+                batch_size=options.batch,
+                use_cache=not options.no_cache,
+            )
         seconds = time.perf_counter() - begin
         if dist.get_rank() != 0:
             return

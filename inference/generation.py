@@ -53,7 +53,7 @@ def generate(
     continues = _Continues(decoder, max_tokens, sampling, frozenset(stop), is_done, use_cache)
     completions: dict[int, Continuation] = {}
     for batches in shared_passes(decoder, prompts, max_tokens, batch_size, use_cache):
-        found = continues.all([[list(prompts[i]) for i in rows] for rows in batches])
+        found = continues.all([_Rows([list(prompts[i]) for i in rows], rows) for rows in batches])
         for rows, of_batch in zip(batches, found, strict=True):
             completions.update(zip(rows, of_batch, strict=True))
     return [completions[i] for i in range(len(prompts))]
@@ -89,8 +89,9 @@ class _Rows:
     """A batch under way: its texts, and which of them have ended."""
 
     prompts: list[list[int]]
-    cache: Cache | None
-    generators: list[torch.Generator]
+    numbers: list[int]  # of the prompts
+    cache: Cache | None = None
+    generators: list[torch.Generator] = field(default_factory=list)
     texts: list[list[int]] = field(init=False)
     ended: list[bool] = field(init=False)
     ends: list[int | None] = field(init=False)
@@ -101,7 +102,7 @@ class _Rows:
 
     def batch(self) -> TextBatch:
         """All texts so far."""
-        return TextBatch(_padded(self.texts), [len(text) for text in self.texts], self.cache)
+        return TextBatch(_padded(self.texts), [len(text) for text in self.texts], self.cache, self.numbers)
 
     def result(self) -> list[Continuation]:
         """What was added to each prompt."""
@@ -120,16 +121,12 @@ class _Continues:
     is_done: Callable[[list[int]], bool] | None
     use_cache: bool
 
-    def all(self, prompts: Sequence[list[list[int]]]) -> list[list[Continuation]]:
-        """The continuations of each batch of prompts."""
-        batches = [
-            _Rows(
-                of_batch,
-                Cache(max(map(len, of_batch)) + self.max_tokens) if self.use_cache else None,
-                [torch.Generator().manual_seed(self.sampling.seed) for _ in of_batch],
-            )
-            for of_batch in prompts
-        ]
+    def all(self, batches: list[_Rows]) -> list[list[Continuation]]:
+        """The continuations of each batch."""
+        for rows in batches:
+            if self.use_cache:
+                rows.cache = Cache(max(map(len, rows.prompts)) + self.max_tokens)
+            rows.generators = [torch.Generator().manual_seed(self.sampling.seed) for _ in rows.prompts]
         active = list(batches)
         logits = self.decoder.prefill_all([rows.batch() for rows in active])
         for count in range(1, self.max_tokens + 1):

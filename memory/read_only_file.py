@@ -69,6 +69,7 @@ class ReadOnlyFile:
         self.size = os.fstat(self._descriptor).st_size  # bytes
         self._lock = threading.Lock()
         self._read: list[tuple[int, int]] = []  # bytes that the kernel's cache holds by our doing
+        self._num_read = 0
 
     def __del__(self) -> None:
         self.close()
@@ -138,15 +139,15 @@ class ReadOnlyFile:
     def _dropped_later(self, start: int, end: int) -> None:
         with self._lock:
             self._read.append((start, end))
-            if sum(high - low for low, high in self._read) < DROP_BYTES:
-                return
-            self._drop(self._descriptor)
+            self._num_read += end - start
+            if self._num_read >= DROP_BYTES:
+                self._drop(self._descriptor)
 
     def _drop(self, descriptor: int) -> None:
         for start, end in self._read:  # the kernel drops whole pages: one that begins or ends there goes too
             start, end = start // BLOCK * BLOCK, padded(end)
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
-        self._read = []
+        self._read, self._num_read = [], 0
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -3,7 +3,7 @@ HF_FOLDER`.
 
 import: config.json + *.safetensors or pytorch_model.bin of GPT-2, Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral,
 Qwen3-MoE, OLMoE, DeepSeek-V2, DeepSeek-V3, Kimi K2 or BERT -> config.yaml + logical weights. export: the reverse, to
-*.safetensors. Tokenizer files go along. Tensors are streamed: memory holds one part of a file at a time.
+*.safetensors. Tokenizer files go along. Tensors are streamed: memory holds one at a time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs import command
 from configs.architecture import description
-from configs.schema import ConfigError
+from configs.schema import Config, ConfigError
 from configs.tokenizer_files import ALWAYS_READ_WITH, FOR_TRANSFORMERS, SETTINGS, VOCABULARIES, tokenizer_files
+
+if TYPE_CHECKING:
+    import torch
+
+    from models.weight_files.logical import LogicalTensors
 
 SOURCES = {
     "import": "a Hugging Face folder, with config.json and *.safetensors or pytorch_model.bin",
@@ -41,8 +47,10 @@ def import_folder(source: Path, target: Path, part_bytes: int | None = None, hea
     with folders.new_folder(target) as partial:
         for note in hf.notes:
             _say(f"{note}.")
-        writer = folders.Writer(partial, part_bytes or folders.PART_BYTES, hf.num_bytes, shown=True)
-        for name in hf.names():
+        weights = {name: hf.weight(name) for name in hf.names()}
+        specs = [folders.TensorSpec(name, weight.dtype, weight.shape) for name, weight in weights.items()]
+        writer = folders.Writer(partial, specs, part_bytes or folders.PART_BYTES, shown=True)
+        for name in weights:
             writer.add(name, hf.get(name))
         writer.close()
         folders.write_config(partial, description(hf.config, vocab_size), special)
@@ -62,36 +70,62 @@ def export_folder(source: Path, target: Path, part_bytes: int | None = None) -> 
 def export_into(source: Path, target: Path, part_bytes: int | None = None) -> None:
     """Write the files of `export_folder` into a folder that is there. Raises ConfigError."""
     from models import folder as folders
-    from models.huggingface import special_tokens, tensors, translate, unknown_keys
+    from models.huggingface import special_tokens, translate
+    from models.weight_files.expected import logical_shapes
+    from models.weight_files.logical import LogicalTensors
 
     config = folders.config_from(folders.read_config(source))
-    family, hf_config = translate.write_config(config)
-    others, left_out = unknown_keys.of_family(config, family)
-    reader = folders.Reader(source)
-    carried = {**_carried_files(source), **tokenizer_files(source / FOR_TRANSFORMERS)}
-    assert config.model.vocab_size is not None  # write_config has seen to it
-    special = special_tokens.kept_in(source, config.model.vocab_size)
+    translate.write_config(config)  # whether a family has it, before anything is opened
+    held = folders.open_logical_folder(source)
+    weights = LogicalTensors(source, held.weights, logical_shapes(held.config, held.vocab_size))
+    special = special_tokens.kept_in(source, held.vocab_size)
+    files = {**_carried_files(source), **tokenizer_files(source / FOR_TRANSFORMERS)}
     if special is None:
         _say(
             f"{source} does not say which tokens begin and end a text, so the Hugging Face folder does not. Export or "
             "import it again."
         )
+    export_model(LeavingModel(config, weights, files, special), target, part_bytes)
+
+
+@dataclass(frozen=True)
+class LeavingModel:
+    """What becomes a Hugging Face folder."""
+
+    config: Config  # with its vocab_size
+    weights: LogicalTensors
+    files: dict[str, Path]  # that go along, by name
+    special: dict[str, Any] | None  # which tokens begin, end and fill up a text, where that is known
+    dtype: torch.dtype | None = None  # of all weights; None: as they are
+
+
+def export_model(model: LeavingModel, target: Path, part_bytes: int | None = None) -> None:
+    """Write a Hugging Face folder's files into a folder that is there, a tensor at a time. Raises ConfigError, and
+    OSError where the disk fails."""
+    from models import folder as folders
+    from models.huggingface import special_tokens, tensors, translate, unknown_keys
+
+    config, special = model.config, model.special
+    family, hf_config = translate.write_config(config)
+    others, left_out = unknown_keys.of_family(config, family)
+    if special is None:
         special = dict.fromkeys(special_tokens.KEYS)
     if left_out:
         _say(
             f"the model is exported as {family.model_type}, where these keys that it came with mean something else: "
             f"{unknown_keys.listed(left_out)}. They are left out."
         )
-    main_dtype = reader.main_dtype(reader.names())
-    dtype = str(main_dtype).removeprefix("torch.")
-    writer = folders.Writer(target, part_bytes or folders.PART_BYTES, reader.num_bytes(main_dtype), shown=True)
-    for planned in tensors.export_plan(family, config):
-        writer.add(planned.name, planned.make(reader.fill_rows, reader.stored(planned.ours).read_as))
+    dtype = str(model.dtype or model.weights.main_dtype).removeprefix("torch.")
+    plan = list(tensors.export_plan(family, config))
+    specs = [folders.TensorSpec(each.name, model.dtype or model.weights.dtype(each.ours), each.shape) for each in plan]
+    writer = folders.Writer(target, specs, part_bytes or folders.PART_BYTES, shown=True)
+    for each, spec in zip(plan, specs, strict=True):
+        writer.add(each.name, each.make(model.weights.fill, spec.dtype))
     writer.close()
-    _copy(carried, target)
+    _copy(model.files, target)
     _warn_of_class(family.model_type, target)
     generation = special_tokens.generation_config(special)
-    if special_tokens.GENERATION_CONFIG not in carried and config.model.family == "gpt" and generation:
+    if special_tokens.GENERATION_CONFIG not in model.files and config.model.family == "gpt" and generation:
         _write_json(target / special_tokens.GENERATION_CONFIG, generation)
     _write_json(target / "config.json", {**hf_config, **special, "dtype": dtype, "torch_dtype": dtype, **others})
 
@@ -157,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("direction", choices=["import", "export"])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--max-shard-size", type=_size, metavar="2GB", help="of a file; also bounds the memory")
+    parser.add_argument("--max-shard-size", type=_size, metavar="2GB", help="of a file")
     parser.add_argument(
         "--new-head", type=int, metavar="SEED", help="import a model that has no output layer, with a random one"
     )

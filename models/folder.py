@@ -1,7 +1,7 @@
 """Folders of safetensors: a streaming reader and writer, and the folder of logical weights with its config.yaml.
 
 Both Hugging Face folders and ours hold `model.safetensors`, or parts of at most PART_BYTES with an index. Tensors pass
-one at a time, and the writer keeps at most one part in memory.
+one at a time (models/weight_files/writer.py).
 """
 
 from __future__ import annotations
@@ -14,31 +14,34 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from configs import progress
 from configs.architecture import architecture, description
 from configs.schema import Config, ConfigError
 from configs.weights import FORMAT, means_nothing, read_config
 from configs.weights import config_from as config_from  # of what a folder's config.yaml says
 from memory.read_only_file import BounceBuffers
 from models.weight_files.checks import one_line
-from models.weight_files.choice import INDEX_NAME, SINGLE_NAME, choose
+from models.weight_files.choice import INDEX_NAME as INDEX_NAME
+from models.weight_files.choice import SINGLE_NAME as SINGLE_NAME
+from models.weight_files.choice import choose
+from models.weight_files.expected import logical_shapes
+from models.weight_files.logical import LogicalWeight
 from models.weight_files.pickled_file import Held, PickledFile
-from models.weight_files.pieces import SCRATCH_BYTES, fill, whole
+from models.weight_files.pieces import bands_of, fill, whole
 from models.weight_files.safetensors_file import SafetensorsFile
 from models.weight_files.stored import StoredMatrix
-from models.weights import gather_logical, load_logical
+from models.weight_files.writer import PART_BYTES as PART_BYTES
+from models.weight_files.writer import TensorSpec as TensorSpec
+from models.weight_files.writer import Writer as Writer
 from parallel.dtypes import DTYPES, SAFETENSORS_NAMES
 
-PART_BYTES = 2 * 1024**3
 WEIGHT_DTYPES = {SAFETENSORS_NAMES[dtype]: dtype for dtype in DTYPES.values()}
 
 
@@ -81,10 +84,6 @@ class Reader:
         """The shape of the tensor called `name`, without reading it."""
         return self._file_of[name].shape(name)
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all tensors as `dtype`."""
-        return sum(math.prod(self.shape(name)) for name in self.names()) * dtype.itemsize
-
     def main_dtype(self, names: Iterable[str]) -> torch.dtype:
         """The type of most of these weights. Others may be kept in fp32, as a router's bias is; raises ConfigError for
         any other type."""
@@ -117,24 +116,16 @@ class Reader:
         fill(result.view(stored.rows, stored.columns), [whole(stored)])
         return result
 
-    def fill_rows(self, name: str, target: torch.Tensor, first: int) -> None:
-        """Fill a tensor of the host with rows of the one called `name`, from its row `first` on. Raises ConfigError."""
-        fill(target if target.dim() > 1 else target.unsqueeze(-1), [whole(self.stored(name))], (first, 0))
-
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors have the same shape and numbers, compared a band at a time. Raises ConfigError."""
         if self.shape(one) != self.shape(other):
             return False
-        both = self.stored(one), self.stored(other)
-        band = max(1, SCRATCH_BYTES // max(1, both[0].columns * both[0].read_as.itemsize))
-        held = [torch.empty(min(band, each.rows), each.columns, dtype=each.read_as) for each in both]
-        for first in range(0, both[0].rows, band):
-            rows = [part[: both[0].rows - first] for part in held]
-            for part, each in zip(rows, both):
-                fill(part, [whole(each)], (first, 0))
-            if not rows[0].equal(rows[1]):
-                return False
-        return True
+        both = zip(bands_of(self.stored(one)), bands_of(self.stored(other)))
+        return self.dtype(one) == self.dtype(other) and all(mine.equal(theirs) for mine, theirs in both)
+
+    def all_names(self) -> list[str]:
+        """Names of everything in the files, also of what others need alone."""
+        return sorted(self._file_of)
 
     def close(self) -> None:
         """Close the files. Nothing is read any more."""
@@ -198,65 +189,6 @@ def show_json(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:70]}..."
 
 
-class Writer:
-    """Collects tensors and writes a part whenever `part_bytes` are full; `close` numbers the parts and writes the
-    index."""
-
-    def __init__(self, folder: Path, part_bytes: int = PART_BYTES, total_bytes: int = 0, shown: bool = False) -> None:
-        """`total_bytes`: about how much will be added, for the bar that is shown on standard error."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._bar = progress.bar(total_bytes, f"writing {folder.name.partition('.partial-')[0]}", shown=shown)
-        self.folder = folder
-        self.part_bytes = part_bytes
-        self._part: dict[str, torch.Tensor] = {}
-        self._part_size = 0
-        self._parts: list[list[str]] = []
-        self._total_size = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor (copied to the host)."""
-        size = tensor.numel() * tensor.element_size()
-        if self._part and self._part_size + size > self.part_bytes:
-            self._flush()
-        self._part[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._part_size += size
-        self._total_size += size
-        self._bar.update(size)
-
-    def close(self) -> None:
-        """Write what is left, the final file names and the index."""
-        self._flush()
-        self._bar.close()
-        count = len(self._parts)
-        if count == 1:
-            self._path(0).rename(self.folder / SINGLE_NAME)
-            return
-        weight_map = {}
-        for i, names in enumerate(self._parts):
-            final = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-            self._path(i).rename(self.folder / final)
-            weight_map.update(dict.fromkeys(names, final))
-        index = {"metadata": {"total_size": self._total_size}, "weight_map": weight_map}
-        (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-    def _flush(self) -> None:
-        if self._part:
-            path = self._path(len(self._parts))
-            path.touch()
-            mode = path.stat().st_mode  # safetensors gives its files to nobody but their owner
-            try:
-                save_file(self._part, path, metadata={"format": "pt"})
-            except SafetensorError as error:  # a full disk, for one
-                self._bar.close()  # so that what is said of it has a line of its own
-                raise OSError(str(error)) from error
-            path.chmod(mode)
-            self._parts.append(list(self._part))
-            self._part, self._part_size = {}, 0
-
-    def _path(self, part: int) -> Path:
-        return self.folder / f"part-{part}.safetensors"
-
-
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into that takes the name `folder` only when the block ends well. Raises ConfigError if that is
@@ -289,34 +221,51 @@ def save_logical_folder(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write the logical weights of all ranks' `chunks` and their config.yaml to a new folder, as `dtype` (None: as they
-    are); every rank calls it, rank 0 writes."""
+    are); every rank calls it, rank 0 writes. Raises OSError."""
+    from models.weights import gather_logical, logical_tensors  # Megatron-core: seconds that no reader need wait for
+
+    held: list[list[TensorSpec]] = [[] for _ in range(dist.get_world_size())]
+    mine = [TensorSpec(item.name, dtype or item.local.dtype, item.shape) for item in logical_tensors(chunks)]
+    dist.all_gather_object(held, mine)
     if dist.get_rank() != 0:
         for _ in gather_logical(chunks):
             pass
         dist.barrier()
         return
+    specs = {spec.name: spec for specs in reversed(held) for spec in specs}  # of the first rank that holds it
     with new_folder(Path(folder)) as partial:
-        write_logical(chunks, partial, config, vocab_size, dtype)
+        writer = Writer(partial, [specs[name] for name in sorted(specs)], shown=True)
+        for name, tensor in gather_logical(chunks):
+            writer.add(name, tensor.to(specs[name].dtype))
+        writer.close()
+        write_config(partial, description(config, vocab_size))
     dist.barrier()
 
 
-def write_logical(
-    chunks: Sequence[torch.nn.Module],
-    folder: Path,
-    config: Config,
-    vocab_size: int,
-    dtype: torch.dtype | None,
-    special_tokens: dict[str, Any] | None = None,
-) -> None:
-    """Write the files of `save_logical_folder` into a folder, and which tokens are special
-    (models/huggingface/special_tokens.py), where that is known; every rank gathers with the one that calls this. Raises
-    OSError."""
-    wide = [p.numel() * (dtype or p.dtype).itemsize for chunk in chunks for p in chunk.parameters()]
-    writer = Writer(folder, total_bytes=sum(wide), shown=True)
-    for name, tensor in gather_logical(chunks):
-        writer.add(name, tensor if dtype is None else tensor.to(dtype))
-    writer.close()
-    write_config(folder, description(config, vocab_size), special_tokens)
+@dataclass(frozen=True)
+class LogicalFolder:
+    """An open folder of logical weights."""
+
+    config: Config
+    vocab_size: int
+    main_dtype: torch.dtype  # of most weights
+    weights: dict[str, LogicalWeight]
+    reader: Reader
+
+
+def open_logical_folder(folder: Path, bounce: BounceBuffers | None = None) -> LogicalFolder:
+    """Open a folder of logical weights; what it holds besides the model's own is passed over. `bounce`: read past the
+    kernel's cache, through these. Raises ConfigError, also for a weight that is missing."""
+    config = config_from(read_config(folder))
+    vocab_size = config.model.vocab_size
+    if vocab_size is None:
+        raise ConfigError(f"{folder / 'config.yaml'} must say model.vocab_size.")
+    reader = Reader(folder, bounce=bounce)
+    weights = {}
+    for name in logical_shapes(config, vocab_size):
+        stored = reader.stored(name)
+        weights[name] = LogicalWeight(reader.shape(name), stored.read_as, (whole(stored),))
+    return LogicalFolder(config, vocab_size, reader.main_dtype(reader.names()), weights, reader)
 
 
 def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, config: Config, vocab_size: int) -> None:
@@ -336,6 +285,8 @@ def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, c
             f"weights in {folder} are of another model: {'; '.join(wrong)}. Take the values of "
             f"{folder / 'config.yaml'}."
         )
+    from models.weights import load_logical  # Megatron-core: seconds that no reader need wait for
+
     reader = Reader(folder)
     try:
         load_logical(chunks, reader.get)

@@ -4,6 +4,7 @@ exit status."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -17,7 +18,9 @@ import pytest
 from checkpoint import manifest, safetensors_header, state_file
 from configs import command
 from configs.schema import ConfigError
+from configs.weights import config_from
 from inference import command as model_command
+from models.weight_files.expected import logical_shapes
 from parallel import devices
 from parallel.dtypes import DTYPES
 from tests.distributed import ROOT
@@ -74,6 +77,7 @@ WRONG_DEVICES = {
 }
 RUN = """
 import contextlib, io, json, runpy, sys
+from models.weight_files.expected import logical_shapes
 from parallel import devices
 devices._may_have_gpu = lambda: False
 tool, lines, heavy = json.loads(sys.argv[1])
@@ -190,10 +194,18 @@ def write_checkpoint(folder: Path) -> None:
         "layout": {**layout, "timeout_seconds": 600},
     }
     sums = {manifest.STATE: manifest.write_text(folder / manifest.STATE, json.dumps(state))}
-    sums[manifest.CONFIG] = manifest.write_text(folder / manifest.CONFIG, "name: here\n")
+    model = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1}
+    sums[manifest.CONFIG] = manifest.write_text(folder / manifest.CONFIG, json.dumps({"name": "here", "model": model}))
+    shapes = logical_shapes(config_from({"model": model}), 384)
     for rank in range(2):
-        entry = safetensors_header.Entry("weight", "F32", (1, 3), (2, 3), (rank, 0), 0, 12)
-        (folder / f"rank_{rank}.safetensors").write_bytes(safetensors_header.encode([entry]) + bytes(12))
+        entries, start = [], 0
+        for name, shape in {"weight": (2, 3), **shapes}.items():
+            half = (shape[0] // 2, *shape[1:])
+            offset, end = (rank * half[0], *(0 for _ in half[1:])), start + 4 * math.prod(half)
+            entries.append(safetensors_header.Entry(name, "F32", half, shape, offset, start, end))
+            start = end
+        content = safetensors_header.encode(entries) + bytes(start)
+        (folder / f"rank_{rank}.safetensors").write_bytes(content)
         sums[f"rank_{rank}.safetensors"] = manifest.sum_of(folder / f"rank_{rank}.safetensors")
     manifest.write(folder, 7, sums)
 

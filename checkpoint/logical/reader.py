@@ -3,19 +3,15 @@ any tensor, a slice of it, or one expert of a stack."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from checkpoint import manifest
 from checkpoint.logical.sources import ModelSource, of_checkpoint, of_huggingface, of_weights
-from configs.schema import Config, ConfigError
-from memory.read_only_file import BounceBuffers, ReadOnlyFile
+from configs.schema import Config
+from memory.read_only_file import BounceBuffers
+from models.folder import Reader
 from models.weight_files.expected import logical_shapes
-from models.weight_files.pieces import fill, wrong_cover
-from models.weight_files.stored import as_matrix
+from models.weight_files.logical import LogicalTensors
 
 
 def open_logical(path: Path, direct: bool = False) -> LogicalReader:
@@ -24,41 +20,33 @@ def open_logical(path: Path, direct: bool = False) -> LogicalReader:
     direct: read past the kernel's cache where the file systems allow it. Raises ConfigError, before any tensor is read,
     where one is missing, there twice, or of another shape than the model's.
     """
-    kind, bounce = manifest.kind_of_model(path), BounceBuffers() if direct else None
+    kind = manifest.kind_of_model(path)
     if kind == "checkpoint":
-        return LogicalReader(of_checkpoint(manifest.good_checkpoint_at(path), bounce))
-    return LogicalReader((of_weights if kind == "weights" else of_huggingface)(path, bounce))
+        return open_checkpoint(manifest.good_checkpoint_at(path), direct)
+    return LogicalReader((of_weights if kind == "weights" else of_huggingface)(path, _bounce(direct)))
 
 
-class LogicalReader:
-    """A model's tensors by their logical names (models/weights.py), without a model. Several threads may read at
-    once; the files stay open, so that one that is deleted meanwhile still reads."""
+def open_checkpoint(folder: Path, direct: bool = False) -> LogicalReader:
+    """The tensors of a checkpoint that has been checked. Raises ConfigError, as `open_logical`."""
+    return LogicalReader(of_checkpoint(folder, _bounce(direct)))
+
+
+def _bounce(direct: bool) -> BounceBuffers | None:
+    return BounceBuffers() if direct else None
+
+
+class LogicalReader(LogicalTensors):
+    """A trained model's tensors, and what its folder says of it. `folder` is where they are read from: of a run, its
+    checkpoint."""
 
     def __init__(self, source: ModelSource) -> None:
-        self._source, self._weights = source, source.weights
-        expected = logical_shapes(source.config, source.vocab_size)
-        for name in [*expected, *(name for name in self._weights if name not in expected)]:
-            if name not in self._weights:
-                raise ConfigError(f"{source.folder} has no tensor {name}, which its config calls for.")
-            weight = self._weights[name]
-            if weight.shape != expected.get(name):
-                calls_for = (
-                    f"its config calls for {list(expected[name])}" if name in expected else "its config has none"
-                )
-                raise ConfigError(f"tensor {name} of {source.folder} has shape {list(weight.shape)}, but {calls_for}.")
-            problem = wrong_cover(weight.blocks, *as_matrix(weight.shape))
-            if problem is not None:
-                raise ConfigError(f"tensor {name} of {source.folder} is not whole: {problem}.")
+        super().__init__(source.folder, source.weights, logical_shapes(source.config, source.vocab_size))
+        self._source = source
 
     @property
     def kind(self) -> str:
         """What the folder is: checkpoint, weights or huggingface."""
         return self._source.kind
-
-    @property
-    def folder(self) -> Path:
-        """The folder that the tensors are read from: of a run, its checkpoint."""
-        return self._source.folder
 
     @property
     def config(self) -> Config:
@@ -69,11 +57,6 @@ class LogicalReader:
     def vocab_size(self) -> int:
         """Tokens of the model, without padding."""
         return self._source.vocab_size
-
-    @property
-    def main_dtype(self) -> torch.dtype:
-        """The type of most weights."""
-        return self._source.main_dtype
 
     @property
     def tokenizer(self) -> Path:
@@ -100,48 +83,10 @@ class LogicalReader:
         """The family of a Hugging Face folder."""
         return self._source.model_type
 
-    def names(self) -> tuple[str, ...]:
-        """The logical names of all tensors, in the order of Megatron-core's modules or the family's rules."""
-        return tuple(self._weights)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        return self._weights[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type that a tensor is read with; a quantised one is read as a plain one."""
-        return self._weights[name].dtype
-
-    def num_bytes(self, name: str) -> int:
-        """Bytes of a tensor of that type."""
-        return math.prod(self.shape(name)) * self.dtype(name).itemsize
-
-    def file_of(self, name: str) -> Path:
-        """The file that a tensor lies in, or its first part; the folder where that is not known."""
-        stored = self._weights[name].blocks[0].stored.source
-        return stored.path if isinstance(stored, ReadOnlyFile) else self.folder
-
-    def fill(self, name: str, target: torch.Tensor, at: Sequence[int] | None = None) -> None:
-        """Fill a tensor of the host, which may be strided and of any float type, with the box of the logical tensor
-        that begins at `at` (its first number by default) and has the target's shape.
-
-        Raises ConfigError, in a line with file and tensor, where a file cannot be read; ValueError for a box that does
-        not lie inside.
-        """
-        shape = self.shape(name)
-        first = tuple(at) if at is not None else (0,) * len(shape)
-        if not len(shape) == len(first) == target.dim() or not all(
-            0 <= o and o + n <= size for o, n, size in zip(first, target.shape, shape)
-        ):
-            raise ValueError(f"a box {list(target.shape)} at {list(first)} lies outside {name} {list(shape)}")
-        matrix = target if target.dim() == 2 else target.unsqueeze(-1)
-        fill(matrix, self._weights[name].blocks, (first[0], first[1] if len(first) == 2 else 0))
-
-    def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A whole tensor, as `dtype` (None: as it is read). Raises ConfigError."""
-        result = torch.empty(self.shape(name), dtype=dtype or self.dtype(name))
-        self.fill(name, result)
-        return result
+    @property
+    def files(self) -> Reader | None:
+        """Every tensor of the folder's files as it is stored; None: a checkpoint's are boxes."""
+        return self._source.files
 
     def close(self) -> None:
         """Close the files. Nothing is read any more."""

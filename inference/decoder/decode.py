@@ -12,6 +12,7 @@ from inference.decoder.footprint import cache_bytes, pass_bytes
 from inference.decoder.run import Transformer
 from inference.decoder.step import Cache, Step
 from inference.weights.source import ChunkWeights, WeightSource
+from memory.transfer import to_device
 from models.attention.layers import window_mask
 from parallel.topology import Topology
 
@@ -19,11 +20,12 @@ from parallel.topology import Topology
 @dataclass(frozen=True)
 class TextBatch:
     """Texts that go through the model together: int64 `[b, s]`, of which row i has `lengths[i]` tokens; what follows
-    them is ignored. `cache` takes their keys and values."""
+    them is ignored. `cache` takes their keys and values. `prompts`: their numbers, for a record of routing."""
 
     tokens: torch.Tensor
     lengths: Sequence[int]
     cache: Cache | None = None
+    prompts: Sequence[int] = ()
 
 
 class Decoder(Transformer):
@@ -66,7 +68,7 @@ class Decoder(Transformer):
         found = self._run([batch.tokens for batch in batches], steps)
         for batch in batches:
             if batch.cache is not None:
-                batch.cache.counts = list(batch.lengths)
+                batch.cache.counts, batch.cache.prompts = list(batch.lengths), batch.prompts
                 if self._rotary is not None and self._rotary.switches_at is not None:
                     rows = zip(batch.tokens.tolist(), batch.lengths, strict=True)
                     batch.cache.texts = [row[:length] for row, length in rows]
@@ -169,7 +171,9 @@ class Decoder(Transformer):
             where = slice(longest, longest + 1) if positions is None else positions[:, None]
             cos, sin = self._rotary.at(longest + 1, where, [count + 1 for count in counts])
         start = longest if alike else None
-        return Step(rows, 1, cos, sin, cache, start, positions, longest + 1, mask, self._windowed(counts, mask))
+        places = None if self.source.record is None else list(zip(cache.prompts or range(rows), counts, strict=True))
+        within = self._windowed(counts, mask)
+        return Step(rows, 1, cos, sin, cache, start, positions, longest + 1, mask, within, places=places)
 
     def _again(self, cache: Cache) -> torch.Tensor:
         """Read all rows again, where one has become so long that all of its keys turn otherwise (as transformers does
@@ -177,7 +181,7 @@ class Decoder(Transformer):
         assert cache.texts is not None
         lengths = [len(text) for text in cache.texts]
         rows = [text + [0] * (max(lengths) - len(text)) for text in cache.texts]
-        return self.prefill(torch.tensor(rows), lengths, cache)
+        return self.prefill_all([TextBatch(torch.tensor(rows), lengths, cache, cache.prompts)])[0]
 
     def _first_step(self, batch: TextBatch) -> Step:
         rows, length = batch.tokens.shape
@@ -186,7 +190,14 @@ class Decoder(Transformer):
             cos, sin = self._rotary.at(length, slice(0, length), batch.lengths)
         beyond = self._window is not None and length > self._window
         within = window_mask(length, self._window, self.device) if beyond and self._window else None
-        return Step(rows, length, cos, sin, batch.cache, window_mask=within)
+        texts, places = None, None
+        if min(batch.lengths) < length and self.config.moe.num_experts is not None:
+            numbers = [row * length + at for row, count in enumerate(batch.lengths) for at in range(count)]
+            texts = to_device(torch.tensor(numbers), self.device)
+        if self.source.record is not None:
+            prompts = batch.prompts or range(rows)
+            places = [(prompt, at) for prompt, count in zip(prompts, batch.lengths) for at in range(count)]
+        return Step(rows, length, cos, sin, batch.cache, window_mask=within, texts=texts, places=places)
 
     def _windowed(self, counts: list[int], mask: torch.Tensor | None) -> torch.Tensor | None:
         """What a sliding window leaves of `mask` for one token a row behind `counts` others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from configs.schema import Config
 from inference.decoder.linear import Apply, Group, Weights, feed_forward
+from inference.decoder.step import Step
 from inference.weights.parts import FEED_FORWARD, layer_key
 from inference.weights.source import WeightSource
 from moe.router import limit_to_groups
@@ -29,14 +31,22 @@ class DecoderExperts:
         self.group, self.tensor_group = expert_group, group
         self.has_shared = config.moe.shared_expert_ffn_hidden_size is not None
 
-    def __call__(self, inputs: Sequence[torch.Tensor], chosen: Callable[[], None]) -> list[torch.Tensor]:
-        """The sum for each token of each batch [T, H]. Every wanted expert comes once for all batches; `chosen` is
-        called when they are on their way."""
-        batches = [_ExpertBatch(hidden, *self.route(hidden), self.moe.num_experts or 0) for hidden in inputs]
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], steps: Sequence[Step], chosen: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        """The sum for each token of each batch [T, H], zero for what fills rows up. Every wanted expert comes once for
+        all batches; `chosen` is called when they are on their way."""
+        texts = [
+            hidden if step.texts is None else hidden[step.texts] for hidden, step in zip(inputs, steps, strict=True)
+        ]
+        batches = [_ExpertBatch(hidden, *self.route(hidden), self.moe.num_experts or 0) for hidden in texts]
         if self.source.record is not None:
-            self.source.record(self.layer, [batch.chosen.tolist() for batch in batches])
-        wanted = sorted({expert for batch in batches for expert in batch.experts})
-        fetched = self.source.experts(self.layer, wanted, self._expert)
+            places = [place for step in steps for place in step.places or ()]
+            self.source.record.add(self.layer, places, [row for batch in batches for row in batch.chosen.tolist()])
+        wanted = Counter[int]()
+        for batch in batches:
+            wanted.update(batch.counts)
+        fetched = self.source.experts(self.layer, dict(sorted(wanted.items())), self._expert)
         chosen()
         for expert, apply in fetched:
             for batch in batches:
@@ -45,10 +55,13 @@ class DecoderExperts:
         if self.group is not None:
             for output in outputs:
                 dist.all_reduce(output, group=self.group)
-        if not self.has_shared:
-            return outputs
-        with self.source.use(layer_key(self.layer, FEED_FORWARD), self._shared) as shared:
-            return [output + shared(hidden) for output, hidden in zip(outputs, inputs, strict=True)]
+        if self.has_shared:
+            with self.source.use(layer_key(self.layer, FEED_FORWARD), self._shared) as shared:
+                outputs = [output + shared(hidden) for output, hidden in zip(outputs, texts, strict=True)]
+        return [
+            output if step.texts is None else torch.zeros_like(hidden).index_copy_(0, step.texts, output)
+            for output, hidden, step in zip(outputs, inputs, steps, strict=True)
+        ]
 
     def _expert(self, weights: Weights) -> Apply:
         return feed_forward(weights, "", self.config, None)
@@ -86,13 +99,14 @@ class _ExpertBatch:
         self.outputs: dict[int, torch.Tensor] = {}
         if len(hidden) == 1:
             self.experts = chosen[0].tolist()
+            self.counts = dict.fromkeys(self.experts, 1)
             return
         flat = chosen.reshape(-1)
         self._order = flat.argsort(stable=True)  # assignments, by expert
         counts = torch.bincount(flat, minlength=num_experts).tolist()
         tokens = (self._order // chosen.size(1)).split(counts)
         self._tokens = {expert: of_expert for expert, of_expert in enumerate(tokens) if counts[expert]}
-        self.experts = list(self._tokens)
+        self.counts = {expert: counts[expert] for expert in self._tokens}  # tokens of each chosen expert
 
     def compute(self, expert: int, apply: Apply) -> None:
         """Have an expert do its tokens, if any."""

@@ -3,6 +3,7 @@ in turn, so that its weights come once for all of them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -42,7 +43,7 @@ class Layer:
             ]
         inputs = [self._before(self.feed_forward_norm, each) for each in middle]
         if self.experts is not None:
-            outputs = self.experts(inputs, lambda: self._expected(middle))
+            outputs = self.experts(inputs, steps, lambda: self._expected(middle, steps))
         else:
             with self.source.use(layer_key(self.layer, FEED_FORWARD), self._feed_forward) as apply:
                 outputs = [apply(each) for each in inputs]
@@ -61,12 +62,14 @@ class Layer:
     def _feed_forward(self, weights: Weights) -> Apply:
         return feed_forward({**self.small, **weights}, "mlp.", self.config, self.group)
 
-    def _expected(self, middle: Sequence[torch.Tensor]) -> None:
+    def _expected(self, middle: Sequence[torch.Tensor], steps: Sequence[Step]) -> None:
         """Say which experts the next layer will want, by its router on what this one's experts have not changed yet."""
         after = self.next_moe
         if after is None or not self.source.streams_experts:
             return
         assert after.experts is not None
-        choices = [after.experts.route(after._before(after.feed_forward_norm, each))[1] for each in middle]
-        counts = torch.bincount(torch.cat([each.flatten() for each in choices]).cpu())
-        self.source.expect(after.layer, [int(expert) for expert in counts.argsort(descending=True) if counts[expert]])
+        wanted = Counter[int]()
+        for each, step in zip(middle, steps, strict=True):
+            inputs = after._before(after.feed_forward_norm, each if step.texts is None else each[step.texts])
+            wanted.update(after.experts.route(inputs)[1].flatten().tolist())
+        self.source.expect(after.layer, [expert for expert, _ in wanted.most_common()])

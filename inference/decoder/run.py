@@ -61,6 +61,8 @@ class Transformer:
         """The final hidden states [T, H] of each batch, normed, on the ranks of the last pipeline stage; None on the
         others."""
         hidden: list[torch.Tensor] | None = None
+        if self.source.record is not None:
+            self.source.record.begin_pass()
         if self._stages[0].is_mine:
             hidden = [self._embed(each.to(self.device), step) for each, step in zip(tokens, steps, strict=True)]
         for stage in self._stages:

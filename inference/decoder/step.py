@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ class Cache:
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     counts: list[int] = field(default_factory=list)
+    prompts: Sequence[int] = ()  # their numbers, where it is recorded who chose which experts
     texts: list[list[int]] | None = None  # the tokens of each row, where they may have to be read again
 
 
@@ -35,6 +37,8 @@ class Step:
     # the same for layers with a sliding window; of a prefill [s, s]
     window_mask: torch.Tensor | None = None
     is_causal: bool = True  # a prefill's tokens attend to those before them alone
+    texts: torch.Tensor | None = None  # which of the T tokens are of a text, int64; None: all, none fills a row up
+    places: list[tuple[int, int]] | None = None  # of these: prompt and position, where routing is recorded
 
     @property
     def is_prefill(self) -> bool:

@@ -4,7 +4,7 @@ fetched ahead where a router says which ones will probably be chosen."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,9 +61,10 @@ class ExpertSlots:
         self.counts = ExpertCounts()
 
     def take(
-        self, layer: int, wanted: Sequence[int], make: Callable[[Place, torch.Tensor], Any]
+        self, layer: int, wanted: Mapping[int, int], make: Callable[[Place, torch.Tensor], Any]
     ) -> Iterator[tuple[int, Any]]:
-        """The wanted experts, those first that are there. All that have room are on their way when this returns."""
+        """The wanted experts, each with the number of its tokens; those first that are there. All that have room are on
+        their way when this returns."""
         places = [(layer, expert) for expert in wanted]
         self._drop_wrong(layer, set(places))
         here = [place for place in places if place in self._held and self._held[place].there.is_issued]
@@ -110,13 +111,14 @@ class ExpertSlots:
         """Fetch those of these experts ahead that are not here, the surest first, behind all that is waited for."""
         for place in ((layer, expert) for expert in experts):
             if len(self._expected) >= self._most_expected:
-                return
+                break
             if place in self._held:
                 self._expected.setdefault(place, self._held[place].there)
             elif (slot := self._room(self._expected.keys())) is not None:
                 self._begin(place, slot, SAVES)
                 self._expected[place] = slot.there
                 self.counts.fetched_ahead += 1
+        self._uses.expect(layer, [expert for of, expert in self._expected if of == layer])
 
     def _drop_wrong(self, layer: int, wanted: set[Place]) -> None:
         """What was expected of this layer and is not wanted stays if it is here, and is left out if nobody has begun
@@ -130,16 +132,15 @@ class ExpertSlots:
     def _begin(self, place: Place, slot: ExpertSlot, priority: int) -> None:
         slot.there = self._load(place, slot.memory, [slot.there, slot.used], priority)
         self._held[place] = slot
-        self._uses.admit(place)
+        self._uses.admit(*place)
 
     def _room(self, protected: Collection[Place] = ()) -> ExpertSlot | None:
-        """A slot whose expert goes, rather one that is not expected; None where all are wanted or protected."""
+        """A slot whose expert goes; None where all are wanted or protected."""
         if not self._free:
-            victim = self._uses.victim(self._pinned | self._expected.keys())
-            if victim is None and not protected:
-                victim = self._uses.victim(self._pinned)
-            if victim is None:
+            found = self._uses.victims(1, {*self._pinned, *protected})
+            if not found:
                 return None
+            (victim,) = found
             self._expected.pop(victim, None)
             self._release(victim)
         return self._free.pop()
@@ -148,4 +149,4 @@ class ExpertSlots:
         slot = self._held.pop(place)
         slot.made = None
         self._free.append(slot)
-        self._uses.drop(place)
+        self._uses.drop(*place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -141,11 +141,11 @@ class FileWeights(WeightSource):
         finally:
             self._ring.give_back(slot, Completion.so_far(self.device))
 
-    def experts(self, layer: int, wanted: Sequence[int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
+    def experts(self, layer: int, wanted: Mapping[int, int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
         """The wanted experts of this rank, those first that are there."""
         assert self._slots is not None
         units = self.held.experts
-        own = [expert for expert in wanted if (layer, expert) in units]
+        own = {expert: tokens for expert, tokens in wanted.items() if (layer, expert) in units}
         self.counts.bytes_used += len(own) * self.sizes.expert
         return self._slots.take(layer, own, lambda place, memory: make(self._named(units[place], memory)))
 
@@ -262,7 +262,7 @@ class FileWeights(WeightSource):
 
         slots = ExpertSlots(
             list(self.loader.allocate(num_slots * size).split(size)),
-            ExpertUses(layers, self.config.moe.num_experts or 0),
+            ExpertUses(layers, self.config.moe.num_experts or 0, self.config.moe.top_k),
             lambda place, memory, free, priority: self.loader.load(units[place], memory, free, priority),
             wait,
             lambda: Completion.so_far(self.device),

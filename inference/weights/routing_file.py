@@ -201,9 +201,7 @@ def _header(path: Path, line: bytes) -> RoutingHeader:
     try:
         fields = json.loads(line)
         if fields["format"] == FORMAT and isinstance(fields["model"], str):
-            header = RoutingHeader(
-                fields["model"], fields["num_experts"], fields["top_k"], tuple(fields["layers"])
-            )
+            header = RoutingHeader(fields["model"], fields["num_experts"], fields["top_k"], tuple(fields["layers"]))
             whole = all(_is_count(value) for value in (*header.layers, header.num_experts, header.top_k))
             if whole and 0 < header.top_k <= header.num_experts and len(set(header.layers)) == len(header.layers) > 0:
                 return header
@@ -255,6 +253,4 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(row, list) and row and all(map(_is_count, row)) for row in value
-    )
+    return isinstance(value, list) and all(isinstance(row, list) and row and all(map(_is_count, row)) for row in value)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,16 @@ Named = dict[str, torch.Tensor]
 T = TypeVar("T")
 
 
+class RoutingRecord(Protocol):
+    """Whoever keeps who chose what."""
+
+    def begin_pass(self) -> None:
+        """All layers follow."""
+
+    def add(self, layer: int, tokens: list[tuple[int, int]], experts: list[list[int]]) -> None:
+        """The experts of each token (prompt, position), in one layer."""
+
+
 class WeightSource(ABC):
     """This rank's weights, unit by unit. Names are given without their layer's, or their expert's, beginning.
 
@@ -33,8 +43,7 @@ class WeightSource(ABC):
         self.held: RankWeights = rank_weights(config, topology, vocab_size, dtype.itemsize)
         self.units = {unit.key: unit for unit in self.held.units}
         self._prefix = f"{transformer_name(config)}.layers."
-        # Hears of every layer which experts [T, k] the tokens of each batch chose.
-        self.record: Callable[[int, list[list[list[int]]]], None] | None = None
+        self.record: RoutingRecord | None = None  # hears who chose which experts
 
     @property
     def streams(self) -> bool:
@@ -61,8 +70,9 @@ class WeightSource(ABC):
         """A unit, made of its weights, which are there until the block ends. Units are used in their order."""
 
     @abstractmethod
-    def experts(self, layer: int, wanted: Sequence[int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
-        """The wanted experts of this rank, each once, as they come; one is there until the next is asked for."""
+    def experts(self, layer: int, wanted: Mapping[int, int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
+        """The wanted experts of this rank, given with how many tokens chose each: each once, as they come. One is there
+        until the next is asked for."""
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
         """Experts that will probably be wanted soon are these, the surest first."""
@@ -119,7 +129,7 @@ class ChunkWeights(WeightSource):
         """A unit, made of its weights."""
         yield self._module(self.units[key], make)
 
-    def experts(self, layer: int, wanted: Sequence[int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
+    def experts(self, layer: int, wanted: Mapping[int, int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
         """The wanted experts of this rank."""
         for expert in wanted:
             if (layer, expert) in self.held.experts:

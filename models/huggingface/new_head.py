@@ -9,7 +9,6 @@ import torch
 
 from configs.schema import Config
 from models.blueprint import Weight, weights, whole
-from models.initial_weights import initial_weight
 
 HEAD = ("lm_head.", "output_layer.")  # begin the logical names of what makes logits of the last layer's output
 
@@ -28,6 +27,8 @@ class NewHead:
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The initial values of a logical weight."""
+        from models.initial_weights import initial_weight  # Megatron-core: seconds that no other import waits for
+
         return initial_weight(name, self.weights[name], self.config).to(dtype)
 
 

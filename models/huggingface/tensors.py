@@ -26,10 +26,11 @@ from models.huggingface.identity import OTHER_HEADS, identify
 from models.huggingface.new_head import NewHead, is_of_head, new_head
 from models.huggingface.quantized import open_weights, read_quantization
 from models.weight_files.expected import logical_shapes
+from models.weight_files.logical import LogicalWeight
 from models.weight_files.pieces import RowBlock, fill
 from models.weight_files.stored import StoredMatrix, as_matrix
 
-FillRows = Callable[[str, torch.Tensor, int], None]
+FillBox = Callable[[str, torch.Tensor, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,8 @@ class HfFolder:
     stated: HfConfig  # config.json, with its model_type
     config: Config
     dtype: torch.dtype  # of most weights
-    num_bytes: int  # of all weights
     notes: tuple[str, ...]  # what the user should know of it
-    _reader: Reader
+    reader: Reader  # of the tensors as they are
     _sources: dict[str, tuple[Rule, list[str]]]  # logical name -> its rule, and the tensors' names in this folder
     _shapes: dict[str, tuple[int, ...]]  # of the logical weights
     _new_head: NewHead | None  # draws weights of the head, for which there are no names
@@ -51,33 +51,24 @@ class HfFolder:
         """The logical names of all weights."""
         return iter(self._sources)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a logical weight."""
-        return self._shapes[name]
-
-    def weight_dtype(self, name: str) -> torch.dtype:
-        """The type of a logical weight: one of others beside it, where several make it, may be wider."""
+    def weight(self, name: str) -> LogicalWeight:
+        """Where a logical weight lies; nowhere, where it is one of a new output layer. Its type is the widest of those
+        that make it."""
         rule, found = self._sources[name]
-        kinds = {WEIGHT_DTYPES[self._reader.dtype(theirs)] for theirs in found}
-        return functools.reduce(torch.promote_types, kinds) if kinds else self.dtype
-
-    def blocks(self, name: str) -> list[RowBlock]:
-        """Where a logical weight lies; nowhere, where it is one of a new output layer."""
-        rule, found = self._sources[name]
-        stored = [self._reader.stored(theirs) for theirs in found]
-        return placed(rule.layout, stored, _heads(self.config)) if found else []
+        if not found:
+            return LogicalWeight(self._shapes[name], self.dtype, ())
+        kinds = [WEIGHT_DTYPES[self.reader.dtype(theirs)] for theirs in found]
+        blocks = placed(rule.layout, [self.reader.stored(theirs) for theirs in found], _heads(self.config))
+        return LogicalWeight(self._shapes[name], functools.reduce(torch.promote_types, kinds), tuple(blocks))
 
     def get(self, name: str) -> torch.Tensor:
         """The logical weight called `name`, on the host."""
-        if self._new_head is not None and not self._sources[name][1]:
+        weight = self.weight(name)
+        if self._new_head is not None and not weight.blocks:
             return self._new_head.get(name, self.dtype)
-        result = torch.empty(self.shape(name), dtype=self.weight_dtype(name))
-        fill(result.view(as_matrix(result.shape)), self.blocks(name))
+        result = torch.empty(weight.shape, dtype=weight.dtype)
+        fill(result.view(as_matrix(result.shape)), weight.blocks)
         return result
-
-    def close(self) -> None:
-        """Close the files. Nothing is read any more."""
-        self._reader.close()
 
 
 def placed(layout: Layout, stored: Sequence[StoredMatrix], heads: Heads) -> list[RowBlock]:
@@ -144,7 +135,6 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
         hf,
         config,
         dtype,
-        reader.num_bytes(dtype),
         (*notes, *reader.notes),
         reader,
         sources,
@@ -232,12 +222,12 @@ class ExportedTensor:
     layout: Layout
     runs: list[Run]
 
-    def make(self, fill_rows: FillRows, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor, as `dtype`, from `fill_rows(logical name, target, first row of the logical weight)`."""
+    def make(self, fill_box: FillBox, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor, as `dtype`, from `fill_box(logical name, target, where the target's first number lies)`."""
         result = torch.empty(self.shape, dtype=dtype)
         rows = result.t() if self.layout.transposed else result
         for there, ours, length in self.runs:
-            fill_rows(self.ours, rows[there : there + length], ours)
+            fill_box(self.ours, rows[there : there + length], (ours, *(0 for _ in self.shape[1:])))
         return result
 
 

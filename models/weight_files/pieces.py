@@ -15,6 +15,7 @@ import torch
 
 from configs.schema import ConfigError
 from memory.read_only_file import ReadOnlyFile, UnreadableFile
+from models.weight_files.cover import Box
 from models.weight_files.stored import BlockScale, StoredMatrix
 
 SCRATCH_BYTES = 4 * 2**20
@@ -36,8 +37,8 @@ class RowBlock:
     runs: tuple[tuple[int, int, int], ...]
     transposed: bool = False
 
-    def boxes(self) -> Iterator[tuple[int, int, int, int]]:
-        """(first row, first column, end of the rows, end of the columns) of the logical matrix that it covers."""
+    def boxes(self) -> Iterator[Box]:
+        """What it covers of the logical matrix."""
         for _, first, length in self.runs:
             box = (self.line, first, self.line + self.rows, first + length)
             yield (box[1], box[0], box[3], box[2]) if self.transposed else box
@@ -60,20 +61,15 @@ def whole(stored: StoredMatrix) -> RowBlock:
     return RowBlock(stored, 0, stored.rows, 0, ((0, 0, stored.columns),))
 
 
-def wrong_cover(blocks: Iterable[RowBlock], rows: int, columns: int) -> str | None:
-    """Why blocks do not make up a matrix, each number of it once, in words; None if they do."""
-    boxes = sorted(box for block in blocks for box in block.boxes() if box[0] < box[2] and box[1] < box[3])
-    active: list[tuple[int, int, int, int]] = []
-    held = 0
-    for box in boxes:
-        if box[0] < 0 or box[1] < 0 or box[2] > rows or box[3] > columns:
-            return f"rows {box[0]} to {box[2]} and columns {box[1]} to {box[3]} lie outside [{rows}, {columns}]"
-        active = [other for other in active if other[2] > box[0]]
-        if any(box[1] < other[3] and other[1] < box[3] for other in active):
-            return f"row {box[0]} is there twice"
-        active.append(box)
-        held += (box[2] - box[0]) * (box[3] - box[1])
-    return None if held == rows * columns else f"{held} of its {rows * columns} numbers are there"
+def bands_of(stored: StoredMatrix) -> Iterator[torch.Tensor]:
+    """The rows of a matrix as they are read, a few MiB of them at a time, each in the memory of the one before. Raises
+    ConfigError."""
+    size = max(1, SCRATCH_BYTES // max(1, stored.columns * stored.read_as.itemsize))
+    held = torch.empty(min(size, stored.rows), stored.columns, dtype=stored.read_as)
+    for first in range(0, stored.rows, size):
+        band = held[: stored.rows - first]
+        fill(band, [whole(stored)], (first, 0))
+        yield band
 
 
 @torch.no_grad()

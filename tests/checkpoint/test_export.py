@@ -20,8 +20,9 @@ from checkpoint import export
 from configs.tokenizer_files import copy_tokenizer
 from data.tokenizer import load_tokenizer
 from inference import generate
-from models import convert, folder
+from models import convert
 from tests import distributed
+from tests.models.helpers import write_tensors
 from tests.models.test_huggingface import FAMILIES
 from tests.training.helpers import train_on_ranks
 from tests.training.test_old_runs import unpack
@@ -193,9 +194,7 @@ def test_an_export_is_whole_or_not_there(
 
 def test_a_file_of_weights_takes_the_usual_mode(tmp_path: Path) -> None:
     (tmp_path / "usual").touch()
-    writer = folder.Writer(tmp_path)
-    writer.add("weight", torch.zeros(3))
-    writer.close()
+    write_tensors(tmp_path, {"weight": torch.zeros(3)})
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 

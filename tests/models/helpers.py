@@ -18,12 +18,22 @@ from configs.schema import Config
 from models.attention.rows import SLICES
 from models.build import build_model, family_module
 from models.parallelize import mark_tensor_parallel
+from models.weight_files.writer import PART_BYTES, TensorSpec, Writer
 from models.weights import gather_logical, load_logical
 from parallel.context import all_rows
 from parallel.topology import initialize
 
 NUM_MICRO_BATCHES = 2
 Batch = dict[str, torch.Tensor]
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], part_bytes: int = PART_BYTES) -> None:
+    """Write tensors to a folder as a model's weights."""
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    writer = Writer(path, specs, part_bytes)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.close()
 
 
 def make_config(*overrides: dict[str, dict[str, Any]]) -> Config:

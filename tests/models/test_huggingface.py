@@ -18,7 +18,7 @@ from configs.schema import ConfigError
 from models import convert, folder
 from models.huggingface import tensors, translate
 from tests.distributed import run
-from tests.models.helpers import Batch, random_batch, relative_error, run_model
+from tests.models.helpers import Batch, random_batch, relative_error, run_model, write_tensors
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, ORACLE_GRADS, ORACLE_LOGITS
 
 VOCAB_SIZE = 99  # odd
@@ -348,11 +348,11 @@ def test_family_against_transformers(name: str, tmp_path: Path, capsys: pytest.C
     family, _ = translate.read_config(json.loads((tmp_path / "hf" / "config.json").read_text()))
     config = folder.config_from(folder.read_config(tmp_path / "ours"))
 
-    def fill_rows(name: str, target: torch.Tensor, first: int) -> None:
-        target.copy_(result["gradients"][name][first : first + len(target)])
+    def fill_box(name: str, target: torch.Tensor, at: tuple[int, ...]) -> None:
+        target.copy_(result["gradients"][name][at[0] : at[0] + len(target)])
 
     plan = tensors.export_plan(family, config)
-    gradients = {planned.name: planned.make(fill_rows, torch.float32) for planned in plan}
+    gradients = {planned.name: planned.make(fill_box, torch.float32) for planned in plan}
     assert gradients.keys() == expected_gradients.keys()
     largest = max(grad.abs().max().item() for grad in expected_gradients.values())
     for key, grad in gradients.items():
@@ -451,15 +451,13 @@ def test_names_of_old_files(name: str, tmp_path: Path) -> None:
     prefix, renamed, extra = OLD_NAMES[name]
     tensors = _tensors(tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors").unlink()
-    writer = folder.Writer(tmp_path / "hf")
+    old_names = {}
     for key, tensor in tensors.items():
         key = key.removeprefix(prefix)
         for now, before in renamed:
             key = key.replace(now, before)
-        writer.add(key, tensor)
-    for key in extra:
-        writer.add(key, torch.zeros(1))
-    writer.close()
+        old_names[key] = tensor
+    write_tensors(tmp_path / "hf", old_names | {key: torch.zeros(1) for key in extra})
     assert convert.main(["import", str(tmp_path / "hf"), str(tmp_path / "old")]) == 0
     new, old = _tensors(tmp_path / "new"), _tensors(tmp_path / "old")
     assert new.keys() == old.keys()
@@ -467,11 +465,8 @@ def test_names_of_old_files(name: str, tmp_path: Path) -> None:
 
 
 def test_writer_splits_and_indexes(tmp_path: Path) -> None:
-    writer = folder.Writer(tmp_path, part_bytes=100)
     tensors = {f"t{i}": torch.randn(5, i + 1) for i in range(4)}
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    writer.close()
+    write_tensors(tmp_path, tensors, part_bytes=100)
     index = json.loads((tmp_path / folder.INDEX_NAME).read_text())
     assert sorted(set(index["weight_map"].values())) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert index["metadata"]["total_size"] == sum(tensor.numel() * 4 for tensor in tensors.values())
