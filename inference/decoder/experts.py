@@ -43,10 +43,10 @@ class DecoderExperts:
         if self.source.record is not None:
             places = [place for step in steps for place in step.places or ()]
             self.source.record.add(self.layer, places, [row for batch in batches for row in batch.chosen.tolist()])
-        wanted = Counter[int]()
-        for batch in batches:
-            wanted.update(batch.counts)
-        fetched = self.source.experts(self.layer, dict(sorted(wanted.items())), self._expert)
+        wanted = batches[0].counts
+        for batch in batches[1:]:
+            wanted = dict(sorted((Counter(wanted) + Counter(batch.counts)).items()))
+        fetched = self.source.experts(self.layer, wanted, self._expert)
         chosen()
         for expert, apply in fetched:
             for batch in batches:

@@ -79,13 +79,6 @@ class ExpertSlots:
         self._fetch(misses, order)
         return self._each(order, misses, make)
 
-    def load_all(self, places: Sequence[Place]) -> None:
-        """Have all of these, for which there is room, before the first is wanted."""
-        for place in places:
-            self._begin(place, self._free.pop(), PASSES)
-        for place in places:
-            self._wait(place, self._held[place].there)
-
     def _each(
         self, order: deque[Place], misses: deque[Place], make: Callable[[Place, torch.Tensor], Any]
     ) -> Iterator[tuple[int, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,12 +18,12 @@ from configs.schema import Config
 from inference.weights.expert_cache import ExpertUses
 from inference.weights.expert_slots import ExpertCounts, ExpertSlots, Place
 from inference.weights.loader import UnitLoader, WeightFiles
-from inference.weights.parts import WeightUnit
+from inference.weights.parts import WeightUnit, expert_key
 from inference.weights.plan import MIB, HeldSizes, StreamPlan, plan_weights
 from inference.weights.ring import Ring
 from inference.weights.source import Named, WeightSource
 from memory.completion import Completion
-from memory.copy_stream import UPDATES
+from memory.copy_stream import PASSES, UPDATES
 from memory.host_link import HostLink
 from parallel.topology import Topology
 
@@ -93,6 +93,7 @@ class FileWeights(WeightSource):
         self._told = 0.0
         self._small = self.loader.load_now(WeightUnit("small", self.held.small))
         self.sizes = self._sizes()
+        self._bytes_of = dict(self.sizes.units)
 
     @property
     def small(self) -> Named:
@@ -127,13 +128,13 @@ class FileWeights(WeightSource):
     @contextmanager
     def use(self, key: str, make: Callable[[Named], T]) -> Iterator[T]:
         """A unit, made of its weights, which are there until the block ends."""
-        unit = self.units[key]
-        self.counts.bytes_used += self.loader.num_bytes(unit)
+        self.counts.bytes_used += self._bytes_of[key]
         if self._ring is None or not self._ring.holds(key):
             if key not in self._made:
                 self._made[key] = make(self._kept[key])
             yield self._made[key]
             return
+        unit = self.units[key]
         slot = self._ring.take(key)
         self.counts.seconds_waited += self.loader.wait(unit, slot.there)
         try:
@@ -143,11 +144,20 @@ class FileWeights(WeightSource):
 
     def experts(self, layer: int, wanted: Mapping[int, int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
         """The wanted experts of this rank, those first that are there."""
-        assert self._slots is not None
         units = self.held.experts
         own = {expert: tokens for expert, tokens in wanted.items() if (layer, expert) in units}
         self.counts.bytes_used += len(own) * self.sizes.expert
+        if self._slots is None:
+            return self._resident(layer, own, make)
         return self._slots.take(layer, own, lambda place, memory: make(self._named(units[place], memory)))
+
+    def _resident(self, layer: int, wanted: Iterable[int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
+        """Experts that all stay."""
+        for expert in wanted:
+            key = expert_key(layer, expert)
+            if key not in self._made:
+                self._made[key] = make(self._kept[key])
+            yield expert, self._made[key]
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
         """Fetch experts ahead."""
@@ -213,14 +223,12 @@ class FileWeights(WeightSource):
         is_first, self.plan = self.plan is None, plan
         self._ring = self._slots = self._words = None
         self._made.clear()
-        self._kept = {key: value for key, value in self._kept.items() if key in plan.kept}
+        stays = plan.kept if self.streams_experts else {*plan.kept, *(unit.key for unit in self.held.experts.values())}
+        self._kept = {key: value for key, value in self._kept.items() if key in stays}
         if self.streams:
             self._say(self._words_of(plan, is_first))
         self._keep_words(plan)
-        for unit in self.held.units:
-            if unit.key in plan.kept and unit.key not in self._kept:
-                loaded = self.loader.load_now(unit)
-                self._kept[unit.key] = {self.name_in_unit(name): each for name, each in loaded.items()}
+        self._keep(unit for unit in self.held.units if unit.key in plan.kept)
         cycle = [unit for unit in self.held.units if unit.key not in plan.kept]
         if cycle:
             self._ring = Ring(
@@ -229,12 +237,24 @@ class FileWeights(WeightSource):
                 self.loader.num_bytes,
                 lambda unit, memory, free: self.loader.load(unit, memory, free, UPDATES),
             )
-        if self.held.experts:
+        if self.streams_experts:
             self._slots = self._expert_slots(plan.expert_slots)
+        else:
+            self._keep(self.held.experts.values())
         self.loader.bytes_read, self._told = 0, 0.0
         self.counts = ReadingCounts()
         if self._slots is not None:
             self._slots.counts = self.counts.experts
+
+    def _keep(self, units: Iterable[WeightUnit]) -> None:
+        """Have units stay; one is read while the memory of the next is taken."""
+        coming = []
+        for unit in (unit for unit in units if unit.key not in self._kept):
+            memory = self.loader.allocate(self.loader.num_bytes(unit))
+            coming.append((unit, memory, self.loader.load(unit, memory, (), PASSES)))
+        for unit, memory, there in coming:
+            self.loader.wait(unit, there)
+            self._kept[unit.key] = self._named(unit, memory)
 
     def _keep_words(self, plan: StreamPlan) -> None:
         """The table of tokens, whose rows the blocks of the head are where it is the output layer too."""
@@ -260,16 +280,13 @@ class FileWeights(WeightSource):
         def wait(place: Place, there: Completion) -> None:
             self.counts.expert_seconds_waited += self.loader.wait(units[place], there)
 
-        slots = ExpertSlots(
+        return ExpertSlots(
             list(self.loader.allocate(num_slots * size).split(size)),
             ExpertUses(layers, self.config.moe.num_experts or 0, self.config.moe.top_k),
             lambda place, memory, free, priority: self.loader.load(units[place], memory, free, priority),
             wait,
             lambda: Completion.so_far(self.device),
         )
-        if num_slots == len(units):
-            slots.load_all(list(units))
-        return slots
 
     def _named(self, unit: WeightUnit, memory: torch.Tensor) -> Named:
         return {self.name_in_unit(name): each for name, each in self.loader.views(unit, memory).items()}
