@@ -150,8 +150,8 @@ WORDS = ("layers", "hidden", "ffn", "experts", "expert_ffn", "top_k", "heads", "
 def made_config(
     family: str, num_bytes: float | None = None, dtype: str = "bfloat16", fixed: dict[str, int] | None = None
 ) -> HfConfig:
-    """config.json of a model of at least `num_bytes` in the family's proportions (None: a hidden size and a number of
-    layers are in `fixed`, which holds words of WORDS and their values). Raises ValueError."""
+    """config.json of a model of `num_bytes` or a little more in the family's proportions; `fixed` holds words of WORDS
+    and their values. None: `fixed` must have `hidden` and `layers`. Raises ValueError."""
     preset, fixed = PRESETS[family], fixed or {}
     if unknown := sorted(fixed.keys() - preset.keys.keys()):
         raise ValueError(f"{family} has no {unknown[0]}: it has {', '.join(preset.keys)}")
@@ -166,15 +166,16 @@ def made_config(
         return config(fixed["hidden"], fixed["layers"])
     best: tuple[float, HfConfig] | None = None
     for hidden in [fixed["hidden"]] if "hidden" in fixed else _hidden_sizes():
-        two, three = (weights_bytes(config(hidden, layers)) for layers in (2, 3))
-        layers = max(1, math.ceil((num_bytes - two) / (three - two)) + 2)
-        layers = fixed.get("layers", layers)
-        # How far it is from the preset's shape, and from the size where the layers are given.
-        distance = abs(math.log(layers / hidden * preset.hidden / preset.layers))
         if "layers" in fixed:
-            distance = abs(math.log((two + (layers - 2) * (three - two)) / num_bytes))
+            found = config(hidden, fixed["layers"])
+            distance = abs(math.log(weights_bytes(found) / num_bytes))
+        else:
+            two, three = (weights_bytes(config(hidden, layers)) for layers in (2, 3))
+            layers = max(1, math.ceil((num_bytes - two) / (three - two)) + 2)
+            found = config(hidden, layers)
+            distance = abs(math.log(layers / hidden * preset.hidden / preset.layers))
         if best is None or distance < best[0]:
-            best = distance, config(hidden, layers)
+            best = distance, found
     assert best is not None
     return best[1]
 
