@@ -25,6 +25,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.cgroup_controllers import can_limit_disk as can_limit_disk
+from benchmarks.cgroup_controllers import can_limit_memory as can_limit_memory
 from benchmarks.cgroup_controllers import disk_of, find_controller
 
 SAMPLE_SECONDS = 0.02

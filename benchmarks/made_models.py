@@ -58,7 +58,8 @@ def write_made_model(
         )
     dtype = getattr(torch, config["dtype"])
     # Where blocks are added up, as GPT-2's: their sum does not grow with the number of layers.
-    blocks = _Blocks(dtype, seed, 1 / math.sqrt(2 * num_layers(config)))
+    size = min(BLOCK, total // dtype.itemsize | 1)
+    blocks = _Blocks(size, dtype, seed, 1 / math.sqrt(2 * num_layers(config)))
     with folders.new_folder(folder) as partial:
         _write_parts(partial, tensor_shapes(config, logical), dtype, blocks, part_bytes)
         if logical:
@@ -73,9 +74,9 @@ def write_made_model(
 class _Blocks:
     """Random elements, and pieces of them for tensors."""
 
-    def __init__(self, dtype: torch.dtype, seed: int, output_factor: float) -> None:
-        normal = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed))
-        self.width = dtype.itemsize
+    def __init__(self, size: int, dtype: torch.dtype, seed: int, output_factor: float) -> None:
+        normal = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+        self.size, self.width = size, dtype.itemsize
         self.inner, self.output = (self._bytes((normal * scale).to(dtype)) for scale in (STD, STD * output_factor))
         self.ones = self._bytes(torch.ones(2**20, dtype=dtype))
         self.zeros = self._bytes(torch.zeros(2**20, dtype=dtype))
@@ -105,7 +106,7 @@ class _Blocks:
                 )
             )
             block = self.output if is_output else self.inner
-            start = self.num_tensors * STRIDE % BLOCK * self.width
+            start = self.num_tensors * STRIDE % self.size * self.width
         while left:
             piece = block[start : start + left]
             yield piece
