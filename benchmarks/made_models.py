@@ -1,0 +1,193 @@
+"""Writes a Hugging Face folder of random weights as fast as the disk takes it, of any size:
+`python -m benchmarks.made_models llama FOLDER --gigabytes 2 [--dtype bfloat16] [--layers 1] [--logical]`.
+
+No model is built. All tensors are pieces of one random block, each from a place of its own: values are normal, no two
+tensors or experts are alike, and a forward pass stays finite. `--logical` writes what `python -m models.convert import`
+would make of such a folder, with other values: the decoder's own layout, config.yaml in place of config.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.made_sizes import PRESETS, WORDS, made_config, num_layers, tensor_shapes, weights_bytes
+from configs import command
+from configs.architecture import description
+from configs.schema import ConfigError
+from configs.weights import config_from
+from models import folder as folders
+from models.huggingface import special_tokens, translate
+from models.huggingface.families.keys import HfConfig
+from models.weight_files.choice import INDEX_NAME, SINGLE_NAME
+from parallel.dtypes import SAFETENSORS_NAMES
+
+DTYPES = ("bfloat16", "float16", "float32")
+PART_BYTES = 2 * 10**9
+# Odd numbers, so that a tensor's rows never meet their like in the next one, nor in the block's next round.
+BLOCK = 2**24 - 3  # elements
+STRIDE = 7_368_787
+STD = 0.02
+FREE_BYTES = 10**9  # of the disk that stay
+ALIGNMENT = 8  # safetensors': of a header
+
+
+def write_made_model(
+    folder: Path, config: HfConfig, *, seed: int = 0, part_bytes: int = PART_BYTES, logical: bool = False
+) -> int:
+    """Write a folder with config.json `config` (of `made_config`), in parts of at most `part_bytes`; the bytes of its
+    weights. Raises ValueError where the folder exists or the disk is too full."""
+    total = weights_bytes(config)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if os.path.lexists(folder):
+        raise ConfigError(f"output folder {folder} exists. Try another name.")
+    if free < total + FREE_BYTES:
+        raise ConfigError(
+            f"{folder.parent} has {free / 1e9:.1f} GB free, but the weights take {total / 1e9:.1f} GB and "
+            f"{FREE_BYTES / 1e9:.0f} GB must stay free."
+        )
+    dtype = getattr(torch, config["dtype"])
+    # Where blocks are added up, as GPT-2's: their sum does not grow with the number of layers.
+    size = min(BLOCK, total // dtype.itemsize | 1)
+    blocks = _Blocks(size, dtype, seed, 1 / math.sqrt(2 * num_layers(config)))
+    with folders.new_folder(folder) as partial:
+        _write_parts(partial, tensor_shapes(config, logical), dtype, blocks, part_bytes)
+        if logical:
+            family, overrides = translate.read_config(config)
+            special = special_tokens.of_config(config, config["vocab_size"])
+            folders.write_config(partial, description(config_from(overrides), config["vocab_size"]), special)
+        else:
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return total
+
+
+class _Blocks:
+    """Random elements, and pieces of them for tensors."""
+
+    def __init__(self, size: int, dtype: torch.dtype, seed: int, output_factor: float) -> None:
+        normal = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+        self.size, self.width = size, dtype.itemsize
+        self.inner, self.output = (self._bytes((normal * scale).to(dtype)) for scale in (STD, STD * output_factor))
+        self.ones = self._bytes(torch.ones(2**20, dtype=dtype))
+        self.zeros = self._bytes(torch.zeros(2**20, dtype=dtype))
+        self.num_tensors = 0
+
+    @staticmethod
+    def _bytes(tensor: torch.Tensor) -> memoryview:
+        return memoryview(tensor.view(torch.uint8).numpy().data)
+
+    def pieces(self, name: str, num_elements: int) -> Iterator[memoryview]:
+        """The bytes of the next tensor."""
+        self.num_tensors += 1
+        left = num_elements * self.width
+        if name.endswith("bias"):
+            block, start = self.zeros, 0
+        elif "norm" in name or ".ln_" in name:
+            block, start = self.ones, 0
+        else:
+            is_output = name.endswith(
+                (
+                    "o_proj.weight",
+                    "down_proj.weight",
+                    "w2.weight",
+                    "c_proj.weight",
+                    "linear_proj.weight",
+                    "linear_fc2.weight",
+                )
+            )
+            block = self.output if is_output else self.inner
+            start = self.num_tensors * STRIDE % self.size * self.width
+        while left:
+            piece = block[start : start + left]
+            yield piece
+            left, start = left - len(piece), 0
+
+
+def _write_parts(
+    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, blocks: _Blocks, part_bytes: int
+) -> None:
+    parts: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for name, shape in shapes.items():
+        width = math.prod(shape) * dtype.itemsize
+        if parts[-1] and size + width > part_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = shape
+        size += width
+    if len(parts) == 1:
+        _write_part(folder / SINGLE_NAME, parts[0], dtype, blocks)
+        return
+    weight_map = {}
+    for index, part in enumerate(parts):
+        name = f"model-{index + 1:05d}-of-{len(parts):05d}.safetensors"
+        _write_part(folder / name, part, dtype, blocks)
+        weight_map.update(dict.fromkeys(part, name))
+    total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_NAME).write_text(json.dumps(index_file, indent=2, sort_keys=True) + "\n")
+
+
+def _write_part(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, blocks: _Blocks) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name, shape in shapes.items():
+            for piece in blocks.pieces(name, math.prod(shape)):
+                file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # others need the memory more
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=list(PRESETS))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gigabytes", type=float, help="of the weights at least, in the family's proportions")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    for word in WORDS:
+        parser.add_argument(f"--{word.replace('_', '-')}", type=int, help="given, and not by the proportions")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part-gigabytes", type=float, default=PART_BYTES / 1e9, help="of a file at most (2)")
+    parser.add_argument("--logical", action="store_true", help="a folder of logical weights")
+    options = parser.parse_args(arguments)
+    fixed = {word: getattr(options, word) for word in WORDS if getattr(options, word) is not None}
+
+    def write() -> None:
+        num_bytes = None if options.gigabytes is None else options.gigabytes * 1e9
+        config = made_config(options.family, num_bytes, options.dtype, fixed)
+        begin = time.perf_counter()
+        part_bytes = int(options.part_gigabytes * 1e9)
+        total = write_made_model(
+            options.folder, config, seed=options.seed, part_bytes=part_bytes, logical=options.logical
+        )
+        seconds = time.perf_counter() - begin
+        print(
+            f"wrote {options.folder}: {total / 1e9:.2f} GB, {num_layers(config)} layers, in {seconds:.1f} s "
+            f"({total / seconds / 1e6:.0f} MB/s)"
+        )
+
+    return command.run(write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
