@@ -63,6 +63,21 @@ class DecoderExperts:
             for output, hidden, step in zip(outputs, inputs, steps, strict=True)
         ]
 
+    def likeliest(self, inputs: Sequence[torch.Tensor]) -> list[int]:
+        """The experts that tokens [T, H] which are not quite these will probably choose, the surest first: those that
+        these choose, by how many do, and as many again that come next."""
+        hidden = torch.cat(list(inputs)) if len(inputs) > 1 else inputs[0]
+        ranking, _ = self._ranked(hidden)
+        count = min(2 * self.moe.top_k, ranking.size(1))
+        places = ranking.topk(count, dim=1).indices
+        weights = torch.arange(count, 0, -1, device=places.device) + count * (
+            torch.arange(count, device=places.device) < self.moe.top_k
+        )
+        sums = torch.zeros(ranking.size(1), dtype=torch.long, device=places.device)
+        sums.index_add_(0, places.flatten(), weights.expand_as(places).flatten())
+        found = sums.cpu()
+        return [expert for expert in found.argsort(descending=True, stable=True).tolist() if found[expert] > 0]
+
     def _expert(self, weights: Weights) -> Apply:
         return feed_forward(weights, "", self.config, None)
 
@@ -73,6 +88,18 @@ class DecoderExperts:
         """Weights (fp32) and numbers of each token's experts `[T, k]`: Megatron-core's
         topk_routing_with_score_function."""
         moe = self.moe
+        ranking, scores = self._ranked(hidden)
+        chosen = ranking.topk(moe.top_k, dim=1).indices
+        probs = scores.gather(1, chosen)
+        if moe.router_score == "softmax" and moe.normalize_top_k:
+            probs = probs.softmax(dim=1)
+        elif moe.router_score == "sigmoid" and moe.top_k > 1:
+            probs = probs / (probs.sum(dim=1, keepdim=True) + 1e-20)
+        return probs * (moe.routed_scaling_factor or 1.0), chosen
+
+    def _ranked(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What experts are chosen by, and their scores, fp32 `[T, E]`."""
+        moe = self.moe
         scores = F.linear(hidden.float(), self.router, self.bias)
         if moe.router_score == "sigmoid":
             scores = scores.sigmoid()
@@ -82,13 +109,7 @@ class DecoderExperts:
         if moe.num_groups is not None and moe.group_top_k is not None:
             best = moe.group_score_top_k or moe.top_k // moe.group_top_k
             ranking = limit_to_groups(ranking, moe.num_groups, moe.group_top_k, best)
-        chosen = ranking.topk(moe.top_k, dim=1).indices
-        probs = scores.gather(1, chosen)
-        if moe.router_score == "softmax" and moe.normalize_top_k:
-            probs = probs.softmax(dim=1)
-        elif moe.router_score == "sigmoid" and moe.top_k > 1:
-            probs = probs / (probs.sum(dim=1, keepdim=True) + 1e-20)
-        return probs * (moe.routed_scaling_factor or 1.0), chosen
+        return ranking, scores
 
 
 class _ExpertBatch:

@@ -3,7 +3,6 @@ in turn, so that its weights come once for all of them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -68,8 +67,8 @@ class Layer:
         if after is None or not self.source.streams_experts:
             return
         assert after.experts is not None
-        wanted = Counter[int]()
-        for each, step in zip(middle, steps, strict=True):
-            inputs = after._before(after.feed_forward_norm, each if step.texts is None else each[step.texts])
-            wanted.update(after.experts.route(inputs)[1].flatten().tolist())
-        self.source.expect(after.layer, [expert for expert, _ in wanted.most_common()])
+        inputs = [
+            after._before(after.feed_forward_norm, each if step.texts is None else each[step.texts])
+            for each, step in zip(middle, steps, strict=True)
+        ]
+        self.source.expect(after.layer, after.experts.likeliest(inputs))

@@ -3,10 +3,10 @@ experts, under one budget with the cache and what a pass computes."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from configs import progress
-from configs.schema import Config
+from configs.schema import Config, ConfigError
 from inference.weights.expert_cache import ExpertUses
 from inference.weights.expert_slots import ExpertCounts, ExpertSlots, Place
 from inference.weights.loader import UnitLoader, WeightFiles
@@ -28,6 +28,7 @@ from memory.host_link import HostLink
 from parallel.topology import Topology
 
 T = TypeVar("T")
+NUM_STEPS = 50  # in which the room beside weights that come and go grows, as parts of the budget
 
 
 @dataclass
@@ -117,6 +118,11 @@ class FileWeights(WeightSource):
             return
         plan = plan_weights(self.sizes, self.budget, num_bytes, self._given)
         self._other = num_bytes
+        step = int(self.budget / NUM_STEPS) or 1
+        with contextlib.suppress(ConfigError):  # somewhat more is soon asked for, and would empty all slots
+            more = -(-num_bytes // step) * step
+            if plan.ring_bytes or plan.expert_slots < self.sizes.num_experts:
+                plan, self._other = plan_weights(self.sizes, self.budget, more, self._given), more
         if plan != self.plan:
             self._take_up(plan)
 
@@ -125,7 +131,7 @@ class FileWeights(WeightSource):
         """A quarter of the budget, where weights come and go."""
         return int(self.budget / 4) if self.streams else None
 
-    @contextmanager
+    @contextlib.contextmanager
     def use(self, key: str, make: Callable[[Named], T]) -> Iterator[T]:
         """A unit, made of its weights, which are there until the block ends."""
         self.counts.bytes_used += self._bytes_of[key]
