@@ -8,16 +8,14 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from safetensors import safe_open
 
 from configs.architecture import for_use
-from inference import open_model
-from inference.decoder import Decoder, run
+from inference.open_model import OpenModel
+from inference.weights.source import TensorWeights
 from models import folder as folders
 from models.huggingface import special_tokens
 from parallel import topology
@@ -32,17 +30,8 @@ def mapped_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-class MappedModel(open_model.OpenModel):
-    """What `open_model` yields, with weights that are pages of files."""
-
-    def decoder(self) -> Decoder:
-        weights = [SimpleNamespace(name=name, local=tensor) for name, tensor in mapped_weights(self.source).items()]
-        with mock.patch.object(run, "logical_tensors", lambda chunks: weights):
-            return Decoder([], self.config, self.topology, self.vocab_size)
-
-
 @contextlib.contextmanager
-def open_mapped(options: argparse.Namespace) -> Iterator[MappedModel]:
+def open_mapped(options: argparse.Namespace) -> Iterator[OpenModel]:
     """In the place of `inference.open_model.open_from`: a folder of logical weights in one process, on the host."""
     folder: Path = options.checkpoint
     stated: Any = folders.config_from(folders.read_config(folder))
@@ -53,6 +42,7 @@ def open_mapped(options: argparse.Namespace) -> Iterator[MappedModel]:
     ends = special_tokens.end_tokens(folder, special_tokens.kept_in(folder, vocab_size))
     place = topology.initialize(config)
     try:
-        yield MappedModel(config, place, vocab_size, [], None, ends or set(), folder)
+        weights = TensorWeights(mapped_weights(folder), config, place, vocab_size)
+        yield OpenModel(config, place, vocab_size, weights, None, ends or set(), folder)
     finally:
         topology.destroy()

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,17 +34,19 @@ if TYPE_CHECKING:
 HARNESS = "bash launch/setup.sh --extra eval"  # what installs it
 
 
-def evaluate_text(model: OpenModel, decoder: Decoder, text: str, length: int, stride: int, batch_size: int) -> Score:
-    """The score of a text that follows an end-of-text token, as documents do in training."""
+def evaluate_texts(
+    model: OpenModel, decoder: Decoder, texts: Sequence[str], length: int, stride: int, batch_size: int
+) -> list[Score]:
+    """The scores of texts that each follow an end-of-text token, as documents do in training."""
     from inference.scoring import (  # imports torch, as others below: seconds that --help need not wait for
         Score,
-        log_likelihoods,
+        log_likelihoods_of,
     )
 
     tokenizer = model.needed_tokenizer("Give --tokenizer.")
-    tokens = [tokenizer.eod, *tokenizer.encode(text)]
-    nats = -log_likelihoods(decoder, tokens, length, stride, batch_size)
-    return Score.of(nats, len(text.encode()))
+    tokens = [[tokenizer.eod, *tokenizer.encode(text)] for text in texts]
+    found = log_likelihoods_of(decoder, tokens, length, stride, batch_size)
+    return [Score.of(-log_probs, len(text.encode())) for log_probs, text in zip(found, texts, strict=True)]
 
 
 def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Decoder) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Deco
         texts = read_texts(path, "--files", options.text_key, options.documents_in_text)
         if not texts:
             raise ConfigError(f"--files ({path}) holds no text.")
-        found = (evaluate_text(model, decoder, text, length, stride, options.batch) for text in texts)
+        found = evaluate_texts(model, decoder, texts, length, stride, options.batch)
         scores[str(path)] = sum(found, Score(0.0, 0, 0))
     total = sum(scores.values(), Score(0.0, 0, 0))
     rows = [*scores.items(), *([("all", total)] if len(scores) > 1 else [])]
@@ -157,6 +160,8 @@ def _main(options: argparse.Namespace) -> None:
             result["tasks"] = _evaluate_tasks(options, model, decoder)
         if dist.get_rank() == 0 and options.json:
             print(json.dumps(result))
+        if dist.get_rank() == 0 and (line := model.weights.progress()) is not None:
+            print(line, file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,6 +3,7 @@ lm-eval."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from configs.schema import ConfigError
 from inference.decoder import Decoder
 from inference.generation import Sampling, generate, room_for_answer
 from inference.open_model import OpenModel
-from inference.scoring import log_likelihoods
+from inference.scoring import log_likelihoods_of, score_together, shared_batches
 
 MAX_NEW_TOKENS = 256  # of an answer whose task does not say
 
@@ -53,26 +54,22 @@ class HarnessModel(TemplateLM):
         # A continuation is predicted from as much of its context as the model was trained to read.
         texts = [(context + continuation)[-self.length :] for _, context, continuation in requests]
         order = sorted(range(len(requests)), key=lambda i: len(texts[i]))
-        for begin in range(0, len(order), self.batch_size):
-            group = order[begin : begin + self.batch_size]
-            longest = max(len(texts[i]) for i in group)
-            scores, greedy = self.decoder.score(
-                torch.tensor([texts[i] + [0] * (longest - len(texts[i])) for i in group]),
-                [len(texts[i]) for i in group],
-            )
-            for row, i in enumerate(group):
-                last = len(texts[i]) - 1
-                part = slice(max(0, last - len(requests[i][2])), last)
-                results[i] = (float(scores[row, part].double().sum()), bool(greedy[row, part].all()))
+        batches = [order[begin : begin + self.batch_size] for begin in range(0, len(order), self.batch_size)]
+        for those in shared_batches(self.decoder, batches, [[len(texts[i]) for i in batch] for batch in batches]):
+            found = score_together(self.decoder, [[texts[i] for i in batch] for batch in those])
+            for batch, (scores, greedy) in zip(those, found, strict=True):
+                for row, i in enumerate(batch):
+                    last = len(texts[i]) - 1
+                    part = slice(max(0, last - len(requests[i][2])), last)
+                    results[i] = (float(scores[row, part].double().sum()), bool(greedy[row, part].all()))
         return [results[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts."""
         stride = max(1, self.length // 2)
         texts = [[self.eot_token_id, *self.words.encode(request.args[0])] for request in requests]
-        return [
-            float(log_likelihoods(self.decoder, text, self.length, stride, self.batch_size).sum()) for text in texts
-        ]
+        found = log_likelihoods_of(self.decoder, texts, self.length, stride, self.batch_size)
+        return [float(log_probs.sum()) for log_probs in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continuations up to one of the task's stop words, which is left out.
@@ -97,17 +94,21 @@ class HarnessModel(TemplateLM):
                 file=sys.stderr,
                 flush=True,
             )
-        return [
-            self._answer(prompt, room, request.args[1])
-            for prompt, room, request in zip(prompts, rooms, requests, strict=True)
-        ]
+        answers: dict[int, str] = {}
+        alike: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            alike.setdefault(json.dumps([rooms[i], request.args[1]], sort_keys=True, default=str), []).append(i)
+        for those in alike.values():  # they share passes where weights come from files
+            found = self._answers([prompts[i] for i in those], rooms[those[0]], requests[those[0]].args[1])
+            answers.update(zip(those, found, strict=True))
+        return [answers[i] for i in range(len(requests))]
 
     def _refuse(self, text: str, must: str, remedy: str) -> NoReturn:
         raise ConfigError(
             f"--tasks has {text}: it must {must} the model's sequence length ({self.length}). {remedy} the task out."
         )
 
-    def _answer(self, prompt: list[int], max_tokens: int, settings: dict[str, Any]) -> str:
+    def _answers(self, prompts: list[list[int]], max_tokens: int, settings: dict[str, Any]) -> list[str]:
         until = settings.get("until") or []
         until = [until] if isinstance(until, str) else list(until)
         temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
@@ -117,9 +118,11 @@ class HarnessModel(TemplateLM):
             text = self.words.decode(tokens)
             return any(word in text for word in until)
 
-        answer = generate(self.decoder, [prompt], max_tokens, sampling, stop=self.end_tokens, is_done=is_done)[0]
-        text = self.words.decode(answer.tokens)
-        return text[: min((text.index(word) for word in until if word in text), default=len(text))]
+        found = generate(
+            self.decoder, prompts, max_tokens, sampling, stop=self.end_tokens, is_done=is_done, batch_size=1
+        )
+        texts = [self.words.decode(answer.tokens) for answer in found]
+        return [text[: min((text.index(word) for word in until if word in text), default=len(text))] for text in texts]
 
 
 def run_tasks(

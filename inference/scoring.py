@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 from data.pieces import bucket_name
 from inference.decoder import Decoder, TextBatch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,26 +67,46 @@ def windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, in
         counted, end = end, min(end + stride, num_tokens)
 
 
-@torch.inference_mode()
 def log_likelihoods(decoder: Decoder, tokens: list[int], length: int, stride: int, batch_size: int) -> torch.Tensor:
     """Log-probability of each token but the first, fp64 on the host, from the tokens of its window before it."""
-    result = torch.zeros(max(len(tokens) - 1, 0), dtype=torch.float64)
-    pending = list(windows(len(tokens), length, stride))
-    groups = [pending[begin : begin + batch_size] for begin in range(0, len(pending), batch_size)]
-    shared = 1
-    if groups:
-        longest = max(end - start for start, end, _ in pending)
-        shared = decoder.batches_at_once(len(groups[0]), longest, 0, False, len(groups))
-    for begin in range(0, len(groups), shared):
-        those = groups[begin : begin + shared]
-        found = decoder.score_all([_window_batch(tokens, group) for group in those])
-        for group, (log_probs, _) in zip(those, found, strict=True):
+    return log_likelihoods_of(decoder, [tokens], length, stride, batch_size)[0]
+
+
+@torch.inference_mode()
+def log_likelihoods_of(
+    decoder: Decoder, texts: Sequence[list[int]], length: int, stride: int, batch_size: int
+) -> list[torch.Tensor]:
+    """The same of several texts. A batch has windows of one text; batches share passes where weights come from
+    files."""
+    results = [torch.zeros(max(len(tokens) - 1, 0), dtype=torch.float64) for tokens in texts]
+    groups = [
+        (number, pending[begin : begin + batch_size])
+        for number, tokens in enumerate(texts)
+        for pending in [list(windows(len(tokens), length, stride))]
+        for begin in range(0, len(pending), batch_size)
+    ]
+    for those in shared_batches(decoder, groups, [[end - start for start, end, _ in group] for _, group in groups]):
+        found = score_together(decoder, [[texts[n][start:end] for start, end, _ in group] for n, group in those])
+        for (number, group), (log_probs, _) in zip(those, found, strict=True):
             for (start, end, first), row in zip(group, log_probs.double().cpu(), strict=True):
-                result[first - 1 : end - 1] = row[first - start - 1 : end - start - 1]
-    return result
+                results[number][first - 1 : end - 1] = row[first - start - 1 : end - start - 1]
+    return results
 
 
-def _window_batch(tokens: list[int], group: list[tuple[int, int, int]]) -> TextBatch:
-    longest = max(end - start for start, end, _ in group)
-    rows = [tokens[start:end] + [0] * (longest - (end - start)) for start, end, _ in group]
-    return TextBatch(torch.tensor(rows), [end - start for start, end, _ in group])
+def shared_batches(decoder: Decoder, batches: Sequence[T], lengths: Sequence[Sequence[int]]) -> list[Sequence[T]]:
+    """Batches of texts that are scored, of so many tokens each, by the passes that they share."""
+    if not batches:
+        return []
+    longest = max(max(of_batch) for of_batch in lengths)
+    size = decoder.batches_at_once(max(map(len, lengths)), longest, 0, False, len(batches))
+    return [batches[begin : begin + size] for begin in range(0, len(batches), size)]
+
+
+def score_together(decoder: Decoder, batches: Sequence[list[list[int]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`Decoder.score` of batches of texts, in one pass over the weights; shorter texts of a batch are filled up."""
+    filled = []
+    for texts in batches:
+        longest = max(map(len, texts))
+        rows = [text + [0] * (longest - len(text)) for text in texts]
+        filled.append(TextBatch(torch.tensor(rows), [len(text) for text in texts]))
+    return decoder.score_all(filled)

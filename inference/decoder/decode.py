@@ -11,9 +11,10 @@ from configs.schema import Config, ConfigError
 from inference.decoder.footprint import cache_bytes, pass_bytes
 from inference.decoder.run import Transformer
 from inference.decoder.step import Cache, Step
-from inference.weights.source import ChunkWeights, WeightSource
+from inference.weights.source import TensorWeights, WeightSource
 from memory.transfer import to_device
 from models.attention.layers import window_mask
+from models.weights import logical_tensors
 from parallel.topology import Topology
 
 
@@ -45,7 +46,8 @@ class Decoder(Transformer):
         cls, chunks: Sequence[torch.nn.Module], config: Config, topology: Topology, vocab_size: int
     ) -> Decoder:
         """A decoder that reads the chunks' own storage: later changes of the weights count."""
-        return cls(ChunkWeights(chunks, config, topology, vocab_size), config, topology, vocab_size)
+        weights = {item.name: item.local.detach() for item in logical_tensors(chunks)}
+        return cls(TensorWeights(weights, config, topology, vocab_size), config, topology, vocab_size)
 
     def prefill(self, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache | None) -> torch.Tensor:
         """Read the first tokens of each row, int64 `[b, s]`, of which row i has `lengths[i]` (what follows them is

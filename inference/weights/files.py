@@ -182,6 +182,10 @@ class FileWeights(WeightSource):
         self.counts.bytes_used += rows.nbytes
         return F.embedding(places, rows.to(self.device))
 
+    def progress(self) -> str | None:
+        """Tokens a second, the share of the weights that came from memory, and seconds waited."""
+        return self.counts.line() if self.streams else None
+
     def pass_is_over(self, num_tokens: int) -> None:
         """Count it, and say now and then how it goes."""
         counts, now = self.counts, time.perf_counter()

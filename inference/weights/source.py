@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from configs.schema import Config
 from inference.weights.parts import EXPERTS, OUTPUT, WORDS, LocalPart, RankWeights, WeightUnit, expert_key, rank_weights
 from models.blueprint.pieces import transformer_name
-from models.weights import logical_tensors
 from parallel.topology import Topology
 
 Named = dict[str, torch.Tensor]
@@ -90,6 +89,10 @@ class WeightSource(ABC):
         """A pass has gone through all units and made, or read, so many tokens."""
         return
 
+    def progress(self) -> str | None:
+        """How it goes with weights that come and go, in a line; None where all stay."""
+        return None
+
     @property
     def room_for_batches(self) -> int | None:
         """Bytes that batches which share a pass may take beside the weights; None where nothing is to be won."""
@@ -108,11 +111,11 @@ class WeightSource(ABC):
         return rest.removeprefix(EXPERTS).partition(".")[2] if rest.startswith(EXPERTS) else rest
 
 
-class ChunkWeights(WeightSource):
-    """The weights of model chunks, in their own memory: later changes count."""
+class TensorWeights(WeightSource):
+    """Weights that lie in tensors: this rank's parts under their logical names. They are used where they lie, so that
+    later changes count."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], config: Config, topology: Topology, vocab_size: int) -> None:
-        weights = {item.name: item.local.detach() for item in logical_tensors(chunks)}
+    def __init__(self, weights: Named, config: Config, topology: Topology, vocab_size: int) -> None:
         super().__init__(config, topology, vocab_size, next(iter(weights.values())).dtype)
         self._weights = weights
         self.held = replace(self.held, experts=self._own_experts())
