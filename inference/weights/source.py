@@ -91,9 +91,14 @@ class WeightSource(ABC):
         return
 
     @property
-    def room_for_batches(self) -> int | None:
-        """Bytes that batches which share a pass may take beside the weights; None where nothing is to be won."""
-        return None
+    def streams(self) -> bool:
+        """Whether weights come and go, so that batches should share a pass."""
+        return False
+
+    @property
+    def room_for_batches(self) -> int:
+        """Bytes that batches which share a pass may take beside the weights."""
+        return 0
 
     def close(self) -> None:
         """Nobody uses the weights any more."""
