@@ -42,7 +42,7 @@ def open_mapped(options: argparse.Namespace) -> Iterator[OpenModel]:
     ends = special_tokens.end_tokens(folder, special_tokens.kept_in(folder, vocab_size))
     place = topology.initialize(config)
     try:
-        weights = TensorWeights(mapped_weights(folder), config, place, vocab_size)
+        weights: Any = TensorWeights(mapped_weights(folder), config, place, vocab_size)
         yield OpenModel(config, place, vocab_size, weights, None, ends or set(), folder)
     finally:
         topology.destroy()

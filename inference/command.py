@@ -4,6 +4,7 @@ wait for torch."""
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from configs import command
 from configs.ranks import launched
 from parallel.devices import refuse_missing
 
+GRACE = 5.0  # seconds that a rank has to say why it leaves
 PRECISIONS = ("bf16", "fp16", "fp32")  # those of parallel/dtypes.py
 
 
@@ -50,6 +52,19 @@ def _mebibytes(text: str) -> float:
 _mebibytes.__name__ = "number"  # what argparse calls it
 
 
+def _beside_others(body: Callable[[argparse.Namespace], Any], options: argparse.Namespace) -> None:
+    """Run on one of several ranks. Where another one fails in the middle, its own line says why."""
+    try:
+        body(options)
+    except Exception as error:
+        from parallel.refusal import is_lost_rank  # torch is there by now
+
+        if not is_lost_rank(error):
+            raise
+        time.sleep(GRACE)  # a launcher ends all ranks when the first has ended
+        raise OSError("another rank has left; its own last line says why") from error
+
+
 def run_command(
     body: Callable[[argparse.Namespace], Any], parser: argparse.ArgumentParser, arguments: list[str] | None
 ) -> int:
@@ -60,6 +75,9 @@ def run_command(
         launched().check_meeting()
         refuse_missing(options.device, "--device")
         manifest.kind_of_model(options.checkpoint)
-        body(options)
+        if launched().world_size == 1:
+            body(options)
+        else:
+            _beside_others(body, options)
 
     return command.run(checked)

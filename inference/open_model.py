@@ -27,7 +27,6 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from inference.decoder import Decoder, Encoder
 from inference.weights.budget import memory_budget
 from inference.weights.files import FileWeights
-from inference.weights.source import WeightSource
 from models.huggingface import unknown_keys
 from parallel import topology
 from parallel.dtypes import DTYPES
@@ -41,7 +40,7 @@ class OpenModel:
     config: Config
     topology: Topology
     vocab_size: int
-    weights: WeightSource
+    weights: FileWeights
     tokenizer: Tokenizer | None
     end_tokens: set[int]
     source: Path

@@ -22,6 +22,11 @@ def raise_together(problem: str | None, kind: type[Exception] = ConfigError) -> 
         raise kind(found[0])
 
 
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective call failed because another rank has left the job: gloo says so in a RuntimeError."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
 def refuse_other_layouts(config: Config) -> None:
     """Raise ConfigError on every rank where ranks chose other layouts than rank 0, before there are groups. A
     collective call."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from configs.schema import Config, ConfigError
 from inference.decoder.footprint import cache_bytes, pass_bytes
@@ -15,6 +16,7 @@ from inference.weights.source import TensorWeights, WeightSource
 from memory.transfer import to_device
 from models.attention.layers import window_mask
 from models.weights import logical_tensors
+from parallel.refusal import raise_together
 from parallel.topology import Topology
 
 
@@ -124,15 +126,25 @@ class Decoder(Transformer):
         of the memory budget holds, at most `most`. Leaves room for them.
 
         prompt: tokens of a text that go through the model at once. length: tokens that the cache of a text takes, 0
-        without one. generates: only logits of last tokens are wanted. Raises ConfigError where the budget is too small
-        for one batch.
+        without one. generates: only logits of last tokens are wanted. Raises ConfigError, on all ranks, where the
+        budget of one is too small for one batch. A collective call.
         """
-        self.source.reserve(self._needed(rows, length, prompt, generates, 1))
+        problem = None
+        try:
+            self.source.reserve(self._needed(rows, length, prompt, generates, 1))
+        except ConfigError as error:
+            problem = str(error)
+        raise_together(problem)
         count, room = 1, self.source.room_for_batches
-        while count < most and room is not None and self._needed(rows, length, prompt, generates, count + 1) <= room:
+        while count < most and self._needed(rows, length, prompt, generates, count + 1) <= room:
             count += 1
-        self.source.reserve(self._needed(rows, length, prompt, generates, count))
-        return count
+        every = [(False, 1)] * dist.get_world_size()
+        dist.all_gather_object(every, (self.source.streams, count))
+        if any(streams for streams, _ in every):
+            count = min(of_rank for _, of_rank in every)
+            self.source.reserve(self._needed(rows, length, prompt, generates, count))
+            return count
+        return 1
 
     def _reserve_for(self, batches: Sequence[TextBatch], generates: bool) -> None:
         """Room for a pass that nobody has asked room for."""

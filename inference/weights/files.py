@@ -127,9 +127,12 @@ class FileWeights(WeightSource):
             self._take_up(plan)
 
     @property
-    def room_for_batches(self) -> int | None:
-        """A quarter of the budget, where weights come and go."""
-        return int(self.budget / 4) if self.streams else None
+    def room_for_batches(self) -> int:
+        """What leaves all weights where they are; where they come and go, a quarter of the budget, and what leaves room
+        for one unit."""
+        if not self.streams:
+            return int(self.budget) - self.sizes.total
+        return int(min(self.budget / 4, self.budget - self.sizes.least))
 
     @contextlib.contextmanager
     def use(self, key: str, make: Callable[[Named], T]) -> Iterator[T]:

@@ -35,6 +35,11 @@ class HeldSizes:
         """Bytes of all weights."""
         return self.small + sum(size for _, size in self.units) + self.expert * self.num_experts + self.words
 
+    @property
+    def least(self) -> int:
+        """Bytes of what there must be room for: what always stays, the largest unit, and an expert."""
+        return self.small + max((size for _, size in self.units), default=0) + min(1, self.num_experts) * self.expert
+
 
 @dataclass(frozen=True)
 class StreamPlan:

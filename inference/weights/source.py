@@ -94,9 +94,9 @@ class WeightSource(ABC):
         return None
 
     @property
-    def room_for_batches(self) -> int | None:
-        """Bytes that batches which share a pass may take beside the weights; None where nothing is to be won."""
-        return None
+    def room_for_batches(self) -> int:
+        """Bytes that batches which share a pass may take beside the weights."""
+        return 0
 
     def close(self) -> None:
         """Nobody uses the weights any more."""
