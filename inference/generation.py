@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from configs.schema import ConfigError
 from inference.decoder import Cache, Decoder, TextBatch
+from memory.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,11 @@ class _Continues:
         active = list(batches)
         logits = self.decoder.prefill_all([rows.batch() for rows in active])
         for count in range(1, self.max_tokens + 1):
-            chosen = [
+            drawn = [
                 (rows, _choose(found, self.sampling, rows.generators))
                 for rows, found in zip(active, logits, strict=True)
             ]
+            chosen = [(rows, tokens.cpu()) for rows, tokens in drawn]
             for rows, tokens in chosen:
                 self._add(rows, tokens.tolist())
             for rows in active:
@@ -167,13 +169,14 @@ def _padded(texts: list[list[int]]) -> torch.Tensor:
 
 
 def _choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:
-    """A token for each row of logits [rows, vocabulary], the same on every rank."""
+    """A token for each row of logits [rows, vocabulary], on the host or the device, the same on every rank."""
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=1)
     else:
         drawn = [_sample(row, sampling, generator) for row, generator in zip(logits.cpu(), generators, strict=True)]
-        tokens = torch.tensor(drawn, device=logits.device)
+        tokens = torch.tensor(drawn)  # of the host, which has drawn them
     if dist.get_world_size() > 1:
+        tokens = to_device(tokens, logits.device)
         dist.broadcast(tokens, src=0)  # ranks that computed the same logits may differ in the last bit
     return tokens
 

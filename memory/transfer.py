@@ -9,8 +9,8 @@ import torch
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on the device; the host goes on at once. From memory that is not pinned it would wait for all that
-    the stream has to do before."""
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+    the stream has to do before. What is on the device stays as it is."""
+    return values if values.device.type == device.type else values.pin_memory().to(device, non_blocking=True)
 
 
 def lists_to_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:

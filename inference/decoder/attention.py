@@ -14,6 +14,7 @@ from configs.rotary import attention_factor, scores_factor, switches_at
 from configs.schema import Config
 from inference.decoder.linear import Group, Weights, all_heads_norm, gather, norm, row_linear
 from inference.decoder.step import Step
+from memory.transfer import to_device
 from models.norm import LATENT_NORM_EPSILON
 from models.pointwise.frequencies import HOST, angles, inverse_frequencies
 
@@ -135,7 +136,7 @@ class DecoderRotary:
         """fp32 cosines and signed sines `[s, 1, 1, d]`, or `[b, s, 1, 1, d]` where rows differ. All positions, the same
         of each row or int64 `[b, 1]`, are below `length`; `lengths`: tokens of each row's text."""
         if self.cos.size(1) < length:
-            turned = torch.stack([angles(2 * length, each) for each in self.frequencies]).to(self.cos.device)
+            turned = to_device(torch.stack([angles(2 * length, each) for each in self.frequencies]), self.cos.device)
             cos, sin = turned.cos() * self.factor, turned.sin() * self.factor
             self.cos = torch.cat([cos, cos], dim=2)[:, :, None, None]
             # The sign of rotate_half([a, b]) = [-b, a], so that the halves need only be swapped.
@@ -143,7 +144,7 @@ class DecoderRotary:
         is_long = [self.switches_at is not None and tokens > self.switches_at for tokens in lengths]
         if all(is_long) or not any(is_long):
             return self.cos[int(is_long[0]), positions], self.sin[int(is_long[0]), positions]
-        which = torch.tensor(is_long, device=self.cos.device).long()
+        which = to_device(torch.tensor(is_long).long(), self.cos.device)
         if isinstance(positions, slice):
             return self.cos[which, positions], self.sin[which, positions]
         return self.cos[which[:, None], positions], self.sin[which[:, None], positions]

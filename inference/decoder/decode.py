@@ -101,7 +101,7 @@ class Decoder(Transformer):
         """`score` of several batches in one pass over the weights."""
         self._reserve_for(batches, generates=False)
         found = self._run([batch.tokens for batch in batches], [self._first_step(batch) for batch in batches])
-        targets = [batch.tokens[:, 1:].reshape(-1).to(self.device) for batch in batches]
+        targets = [to_device(batch.tokens[:, 1:].reshape(-1), self.device) for batch in batches]
         if found is not None:
             assert self._head is not None
             before = [
@@ -170,7 +170,7 @@ class Decoder(Transformer):
 
     def _last(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
         """The hidden states of each row's last token."""
-        last = torch.tensor(batch.lengths, device=self.device) - 1
+        last = to_device(torch.tensor(batch.lengths), self.device) - 1
         return hidden.view(*batch.tokens.shape, -1)[torch.arange(len(last), device=self.device), last]
 
     def _next_step(self, rows: int, cache: Cache) -> Step:
@@ -178,7 +178,7 @@ class Decoder(Transformer):
         longest, alike = max(counts), min(counts) == max(counts)
         positions = mask = None
         if not alike:
-            positions = torch.tensor(counts, device=self.device)
+            positions = to_device(torch.tensor(counts), self.device)
             mask = (torch.arange(longest + 1, device=self.device) <= positions[:, None])[:, None, None]
         cos = sin = None
         if self._rotary is not None:
@@ -186,7 +186,7 @@ class Decoder(Transformer):
             cos, sin = self._rotary.at(longest + 1, where, [count + 1 for count in counts])
         start = longest if alike else None
         places = None if self.source.record is None else list(zip(cache.prompts or range(rows), counts, strict=True))
-        within = self._windowed(counts, mask)
+        within = self._windowed(counts, positions, mask)
         return Step(rows, 1, cos, sin, cache, start, positions, longest + 1, mask, within, places=places)
 
     def _again(self, cache: Cache) -> torch.Tensor:
@@ -213,10 +213,15 @@ class Decoder(Transformer):
             places = [(prompt, at) for prompt, count in zip(prompts, batch.lengths) for at in range(count)]
         return Step(rows, length, cos, sin, batch.cache, window_mask=within, texts=texts, places=places)
 
-    def _windowed(self, counts: list[int], mask: torch.Tensor | None) -> torch.Tensor | None:
-        """What a sliding window leaves of `mask` for one token a row behind `counts` others."""
-        if self._window is None or max(counts) < self._window:
+    def _windowed(
+        self, counts: list[int], positions: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """What a sliding window leaves of `mask` for one token a row behind `counts` others; `positions`: the same on
+        the device, where they differ."""
+        longest = max(counts)
+        if self._window is None or longest < self._window:
             return mask
-        keys = torch.arange(max(counts) + 1, device=self.device)
-        within = (keys > torch.tensor(counts, device=self.device)[:, None] - self._window)[:, None, None]
+        keys = torch.arange(longest + 1, device=self.device)
+        first = longest if positions is None else positions[:, None]
+        within = (keys > first - self._window).view(-1, 1, 1, longest + 1)
         return within if mask is None else mask & within

@@ -13,6 +13,7 @@ from inference.decoder.linear import norm
 from inference.decoder.run import Transformer
 from inference.decoder.step import Step
 from inference.weights.source import WeightSource
+from memory.transfer import lists_to_device
 from parallel.topology import Topology
 
 
@@ -36,7 +37,8 @@ class Encoder(Transformer):
         found = self._run([text[None] for text in texts], [self._step(len(text)) for text in texts])
         hidden = None
         if found is not None:
-            hidden = [self._transformed(each[list(those)]) for each, those in zip(found, places, strict=True)]
+            rows = lists_to_device(places, self.device)
+            hidden = [self._transformed(each[those]) for each, those in zip(found, rows, strict=True)]
         logits = self._logits(hidden, [len(those) for those in places])
         self.source.pass_is_over(sum(len(text) for text in texts))
         return logits

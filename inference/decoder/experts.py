@@ -17,6 +17,7 @@ from inference.weights.source import WeightSource
 from moe.router import limit_to_groups
 
 SHARED = "mlp.shared_experts."
+MORE_EXPECTED = 1.5  # experts that are expected of a layer, as parts of those that it will choose
 
 
 class DecoderExperts:
@@ -32,22 +33,32 @@ class DecoderExperts:
         self.has_shared = config.moe.shared_expert_ffn_hidden_size is not None
 
     def __call__(
-        self, inputs: Sequence[torch.Tensor], steps: Sequence[Step], chosen: Callable[[], None]
+        self,
+        inputs: Sequence[torch.Tensor],
+        steps: Sequence[Step],
+        expected: Sequence[torch.Tensor],
+        expect: Callable[[Sequence[int]], None],
     ) -> list[torch.Tensor]:
         """The sum for each token of each batch [T, H], zero for what fills rows up. Every wanted expert comes once for
-        all batches; `chosen` is called when they are on their way."""
+        all batches. `expected`: what another layer will probably choose; `expect` hears of it once this layer's experts
+        are on their way."""
         texts = [
             hidden if step.texts is None else hidden[step.texts] for hidden, step in zip(inputs, steps, strict=True)
         ]
-        batches = [_ExpertBatch(hidden, *self.route(hidden), self.moe.num_experts or 0) for hidden in texts]
+        routed = [self.route(hidden) for hidden in texts]
+        on_host = _to_host([*(chosen for _, chosen in routed), *expected])
+        batches = [
+            _ExpertBatch(hidden, *of_batch, numbers) for hidden, of_batch, numbers in zip(texts, routed, on_host)
+        ]
         if self.source.record is not None:
             places = [place for step in steps for place in step.places or ()]
-            self.source.record.add(self.layer, places, [row for batch in batches for row in batch.chosen.tolist()])
+            self.source.record.add(self.layer, places, [row for batch in batches for row in batch.numbers.tolist()])
         wanted = batches[0].counts
         for batch in batches[1:]:
             wanted = dict(sorted((Counter(wanted) + Counter(batch.counts)).items()))
         fetched = self.source.experts(self.layer, wanted, self._expert)
-        chosen()
+        if expected:
+            expect(torch.cat([each.flatten() for each in on_host[len(routed) :]]).tolist())
         for expert, apply in fetched:
             for batch in batches:
                 batch.compute(expert, apply)
@@ -63,20 +74,11 @@ class DecoderExperts:
             for output, hidden, step in zip(outputs, inputs, steps, strict=True)
         ]
 
-    def likeliest(self, inputs: Sequence[torch.Tensor]) -> list[int]:
-        """The experts that tokens [T, H] which are not quite these will probably choose, the surest first: those that
-        these choose, by how many do, and as many again that come next."""
-        hidden = torch.cat(list(inputs)) if len(inputs) > 1 else inputs[0]
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The experts `[T, n]` that tokens [T, H] which are not quite these will probably choose, the surest first:
+        those that these choose, and some that come next."""
         ranking, _ = self._ranked(hidden)
-        count = min(2 * self.moe.top_k, ranking.size(1))
-        places = ranking.topk(count, dim=1).indices
-        weights = torch.arange(count, 0, -1, device=places.device) + count * (
-            torch.arange(count, device=places.device) < self.moe.top_k
-        )
-        sums = torch.zeros(ranking.size(1), dtype=torch.long, device=places.device)
-        sums.index_add_(0, places.flatten(), weights.expand_as(places).flatten())
-        found = sums.cpu()
-        return [expert for expert in found.argsort(descending=True, stable=True).tolist() if found[expert] > 0]
+        return ranking.topk(min(int(MORE_EXPECTED * self.moe.top_k), ranking.size(1)), dim=1).indices
 
     def _expert(self, weights: Weights) -> Apply:
         return feed_forward(weights, "", self.config, None)
@@ -112,39 +114,44 @@ class DecoderExperts:
         return ranking, scores
 
 
-class _ExpertBatch:
-    """Hidden states [T, H] of a batch, the experts that its tokens chose, and their outputs as they come."""
+def _to_host(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Integers `[T, k]` on the host, all in one copy: the device is waited for once."""
+    if numbers[0].device.type == "cpu":
+        return list(numbers)
+    flat = torch.cat([each.flatten() for each in numbers]).cpu()
+    parts = flat.split([each.numel() for each in numbers])
+    return [part.view(each.shape) for part, each in zip(parts, numbers, strict=True)]
 
-    def __init__(self, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, num_experts: int) -> None:
-        self.hidden, self.probs, self.chosen = hidden, probs, chosen
+
+class _ExpertBatch:
+    """Hidden states [T, H] of a batch, the experts that its tokens chose, and their outputs as they come. `numbers`:
+    `chosen` on the host."""
+
+    def __init__(
+        self, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, numbers: torch.Tensor
+    ) -> None:
+        self.hidden, self.probs, self.chosen, self.numbers = hidden, probs, chosen, numbers
         self.outputs: dict[int, torch.Tensor] = {}
         if len(hidden) == 1:
-            self.experts = chosen[0].tolist()
-            self.counts = dict.fromkeys(self.experts, 1)
+            self.counts = dict.fromkeys(numbers[0].tolist(), 1)  # tokens of each chosen expert
             return
-        flat = chosen.reshape(-1)
-        self._order = flat.argsort(stable=True)  # assignments, by expert
-        counts = torch.bincount(flat, minlength=num_experts).tolist()
+        counts = torch.bincount(numbers.flatten()).tolist()
+        self._order = chosen.reshape(-1).argsort(stable=True)  # assignments, by expert
         tokens = (self._order // chosen.size(1)).split(counts)
         self._tokens = {expert: of_expert for expert, of_expert in enumerate(tokens) if counts[expert]}
-        self.counts = {expert: counts[expert] for expert in self._tokens}  # tokens of each chosen expert
+        self.counts = {expert: counts[expert] for expert in self._tokens}
 
     def compute(self, expert: int, apply: Apply) -> None:
         """Have an expert do its tokens, if any."""
-        if len(self.hidden) == 1:
-            if expert in self.experts:
-                self.outputs[expert] = apply(self.hidden)
-        elif expert in self._tokens:
-            self.outputs[expert] = apply(self.hidden[self._tokens[expert]])
+        if expert in self.counts:
+            self.outputs[expert] = apply(self.hidden if len(self.hidden) == 1 else self.hidden[self._tokens[expert]])
 
     def sum(self) -> torch.Tensor:
         """The weighted sum of what was computed [T, H], in an order that does not depend on when experts came."""
         if len(self.hidden) == 1:
-            output = torch.zeros_like(self.hidden)
-            for expert, weight in zip(self.experts, self.probs[0].tolist(), strict=True):
-                if expert in self.outputs:
-                    output.add_(self.outputs[expert], alpha=weight)
-            return output
+            nothing = torch.zeros_like(self.hidden)
+            by_expert = torch.cat([self.outputs.get(expert, nothing) for expert in self.counts])
+            return torch.mm(self.probs.to(self.hidden.dtype), by_expert)
         parts = [  # experts of other ranks add nothing
             self.outputs[expert] if expert in self.outputs else self.hidden.new_zeros(len(tokens), self.hidden.size(1))
             for expert, tokens in self._tokens.items()

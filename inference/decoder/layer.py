@@ -3,6 +3,7 @@ in turn, so that its weights come once for all of them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -42,7 +43,7 @@ class Layer:
             ]
         inputs = [self._before(self.feed_forward_norm, each) for each in middle]
         if self.experts is not None:
-            outputs = self.experts(inputs, steps, lambda: self._expected(middle, steps))
+            outputs = self.experts(inputs, steps, self._expected(middle, steps), self._expect)
         else:
             with self.source.use(layer_key(self.layer, FEED_FORWARD), self._feed_forward) as apply:
                 outputs = [apply(each) for each in inputs]
@@ -61,14 +62,17 @@ class Layer:
     def _feed_forward(self, weights: Weights) -> Apply:
         return feed_forward({**self.small, **weights}, "mlp.", self.config, self.group)
 
-    def _expected(self, middle: Sequence[torch.Tensor], steps: Sequence[Step]) -> None:
-        """Say which experts the next layer will want, by its router on what this one's experts have not changed yet."""
+    def _expected(self, middle: Sequence[torch.Tensor], steps: Sequence[Step]) -> list[torch.Tensor]:
+        """The experts of each token that the next layer will probably want, by its router on what this one's experts
+        have not changed yet; empty where nobody fetches them ahead."""
         after = self.next_moe
         if after is None or not self.source.streams_experts:
-            return
+            return []
         assert after.experts is not None
-        inputs = [
-            after._before(after.feed_forward_norm, each if step.texts is None else each[step.texts])
-            for each, step in zip(middle, steps, strict=True)
-        ]
-        self.source.expect(after.layer, after.experts.likeliest(inputs))
+        texts = [each if step.texts is None else each[step.texts] for each, step in zip(middle, steps, strict=True)]
+        return [after.experts.likeliest(after._before(after.feed_forward_norm, each)) for each in texts]
+
+    def _expect(self, chosen: Sequence[int]) -> None:
+        """Have the next layer's experts fetched ahead: one number for each token and choice."""
+        assert self.next_moe is not None
+        self.source.expect(self.next_moe.layer, [expert for expert, _ in Counter(chosen).most_common()])

@@ -16,6 +16,7 @@ from inference.decoder.layer import Layer
 from inference.decoder.linear import Apply, if_split, norm
 from inference.decoder.step import Step
 from inference.weights.source import WeightSource
+from memory.transfer import to_device
 from models.blueprint.pieces import transformer_name
 from parallel.topology import Topology
 
@@ -64,7 +65,7 @@ class Transformer:
         if self.source.record is not None:
             self.source.record.begin_pass()
         if self._stages[0].is_mine:
-            hidden = [self._embed(each.to(self.device), step) for each, step in zip(tokens, steps, strict=True)]
+            hidden = [self._embed(each, step) for each, step in zip(tokens, steps, strict=True)]
         for stage in self._stages:
             if stage.is_mine:
                 if hidden is None:
@@ -92,7 +93,7 @@ class Transformer:
             hidden = self.source.word_rows(flat)
         else:
             rows = words.shape[0]
-            local = flat - self._tensor_group.rank() * rows
+            local = to_device(flat, self.device) - self._tensor_group.rank() * rows
             elsewhere = (local < 0) | (local >= rows)
             hidden = self.source.word_rows(local.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0.0)
             dist.all_reduce(hidden, group=self._tensor_group)

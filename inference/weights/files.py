@@ -25,6 +25,7 @@ from inference.weights.source import Named, WeightSource
 from memory.completion import Completion
 from memory.copy_stream import PASSES, UPDATES
 from memory.host_link import HostLink
+from memory.transfer import to_device
 from parallel.topology import Topology
 
 T = TypeVar("T")
@@ -176,14 +177,14 @@ class FileWeights(WeightSource):
     def word_rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rows of the table of tokens; each is read from its file where the table does not stay."""
         if self._words is not None:
-            return F.embedding(tokens, self._words)
+            return F.embedding(to_device(tokens, self.device), self._words)
         assert self.held.words is not None
-        found, places = tokens.unique(return_inverse=True)
+        found, places = tokens.cpu().unique(return_inverse=True)
         begin = time.perf_counter()
         rows = self.loader.read_rows(self.held.words, found.tolist())
         self.counts.seconds_waited += time.perf_counter() - begin
         self.counts.bytes_used += rows.nbytes
-        return F.embedding(places, rows.to(self.device))
+        return F.embedding(to_device(places, self.device), to_device(rows, self.device))
 
     def progress(self) -> str | None:
         """Tokens a second, the share of the weights that came from memory, and seconds waited."""

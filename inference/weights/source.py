@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from configs.schema import Config
 from inference.weights.parts import EXPERTS, OUTPUT, WORDS, LocalPart, RankWeights, WeightUnit, expert_key, rank_weights
+from memory.transfer import to_device
 from models.blueprint.pieces import transformer_name
 from parallel.topology import Topology
 
@@ -79,7 +80,8 @@ class WeightSource(ABC):
 
     @abstractmethod
     def word_rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank's table of tokens, `[n, H]`, for int64 indices `[n]` into it."""
+        """Rows of this rank's table of tokens, `[n, H]`, for int64 indices `[n]` into it, of the host or the
+        device."""
 
     def reserve(self, num_bytes: int) -> None:
         """Leave room beside the weights, for keys and values and what a pass computes."""
@@ -140,7 +142,7 @@ class TensorWeights(WeightSource):
 
     def word_rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rows of the table of tokens."""
-        return F.embedding(tokens, self._weights[WORDS])
+        return F.embedding(to_device(tokens, self.device), self._weights[WORDS])
 
     def _own_experts(self) -> dict[tuple[int, int], WeightUnit]:
         """The experts whose homes are here now: homes may have moved."""

@@ -111,6 +111,14 @@ def _on_threads() -> None:
     threading.Thread.run = on_device  # type: ignore[assignment, method-assign]
 
 
+def _inference_mode(mode: Any = True) -> Any:
+    """No gradients: a tensor of the device that was made in torch's own inference mode could not be told from its
+    views."""
+    if callable(mode):
+        return torch.no_grad()(mode)
+    return torch.no_grad() if mode else torch.enable_grad()
+
+
 def _record_stream(tensor: torch.Tensor, stream: streams.Stream) -> None:
     streams.record(host_of(tensor), stream)
 
@@ -142,6 +150,7 @@ def install_cuda() -> None:
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda device=None: None,
+        "mem_get_info": lambda device=None: (properties.total_memory - memory.Bytes.now, properties.total_memory),
         "memory_allocated": lambda device=None: memory.Bytes.now,
         "memory_reserved": lambda device=None: memory.Bytes.now,
         "max_memory_allocated": lambda device=None: memory.Bytes.peak,
@@ -161,6 +170,7 @@ def install() -> None:
     torch.Tensor.record_stream = DeviceTensor.record_stream = _record_stream
     torch.empty, torch.zeros = with_pins(torch.empty), with_pins(torch.zeros)
     torch.nn.Module.to = _move_module
+    torch.inference_mode = _inference_mode
     torch.nn.functional.rms_norm, torch.nn.functional.scaled_dot_product_attention = (
         _rms_norm_of_cuda,
         _attention_of_cuda,

@@ -1,0 +1,149 @@
+"""A trained model used on the pretended device or on the CPU, under a memory budget: what the rank of a test runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tests.cuda import runs
+from tests.cuda.pretended.observed import OBSERVED, Mutant
+
+PROMPTS = [[5, 7, 9, 11], [3, 90], [8, 1, 2, 3, 4, 5, 6]]
+TEXT = [(7 * i) % 97 for i in range(20)]
+NEW_TOKENS = 4
+MASK, MASKED = 4, [[2, 4, 17, 5], [9, 8, 4, 4, 11, 30]]  # a BERT's texts
+
+Waits = Counter[tuple[str, str]]  # by kind and place
+
+
+@dataclass
+class Used:
+    """What came of it: the tokens that follow PROMPTS, log-probabilities of TEXT, or for a BERT those of its guesses;
+    and what the device saw of the second generation's prefill, and of each token after it."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    numbers: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    prefill: Waits = field(default_factory=Counter)
+    each_token: list[Waits] = field(default_factory=list)
+    scoring: Waits = field(default_factory=Counter)
+    worker_waits: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    pinned: Counter[str] = field(default_factory=Counter)  # by what was used already once
+    faults: list[str] = field(default_factory=list)
+    left_out: int = 0
+    streams: tuple[bool, bool] = False, False  # units, experts
+    bytes_read: list[int] = field(default_factory=list)  # so far, after each of three uses
+    cancelled: int = 0
+    device_bytes: int = 0  # the most at a time
+    held_bytes: int = 0  # of weights, as is said of them
+    host_bytes: Counter[str] = field(default_factory=Counter)  # counted under the host's budget
+
+
+def budgets(folder: Path, shares: Sequence[float], rows: int = 2) -> list[float]:
+    """MiB, to be asked on the CPU: room for what is needed beside the weights, for one unit and one expert, and for a
+    share of the rest. `rows`: texts of a batch."""
+    from inference.open_model import open_model
+    from inference.weights.plan import MIB
+
+    with open_model(folder, device="cpu") as model:
+        _first_use(model, rows)
+        sizes, other = model.weights.sizes, model.weights._other
+    least = sizes.small + max(size for _, size in sizes.units) + sizes.expert
+    return [(other + least + share * (sizes.total - least)) / MIB for share in shares]
+
+
+def use(
+    device: str,
+    folder: Path,
+    budget: float | None = None,
+    rows: int = 2,
+    early: bool = False,
+    mutant: Mutant | None = None,
+) -> Used:
+    """Generate twice and score a text twice, or fill in masks twice, with a budget of so many MiB."""
+    if device == "cpu":
+        return _use(device, folder, budget, rows)
+    with runs.pretended(mutant, early):
+        used = _use(device, folder, budget, rows)
+    used.faults, used.left_out = sorted(OBSERVED.faults), mutant.left_out if mutant else 0
+    return used
+
+
+def _first_use(model: object, rows: int) -> None:
+    if model.config.model.family == "bert":  # type: ignore[attr-defined]
+        _guesses(model)
+    else:
+        _generate(model.decoder(), rows)  # type: ignore[attr-defined]
+        _scores(model.decoder())  # type: ignore[attr-defined]
+
+
+def _use(device: str, folder: Path, budget: float | None, rows: int) -> Used:
+    from inference.open_model import open_model
+    from memory.budgets import HOST
+
+    used = Used(worker_waits=OBSERVED.worker_waits)
+    with open_model(folder, device=device, budget=budget) as model:
+        weights = model.weights
+        _first_use(model, rows)
+        used.bytes_read.append(weights.loader.bytes_read)
+        OBSERVED.pinned.clear()
+        with _waits_of_passes(weights) as passes:
+            if model.config.model.family == "bert":
+                used.numbers = _guesses(model)
+                used.scoring = passes[-1]
+            else:
+                decoder = model.decoder()
+                used.tokens = _generate(decoder, rows)
+                used.prefill, *used.each_token = passes[: NEW_TOKENS if rows >= len(PROMPTS) else None]
+                used.bytes_read.append(weights.loader.bytes_read)
+                used.numbers = _scores(decoder)
+                used.scoring = passes[-1]
+        used.bytes_read.append(weights.loader.bytes_read)
+        used.pinned = Counter(OBSERVED.pinned)
+        assert weights.plan is not None
+        used.streams = weights.plan.ring_bytes > 0, weights.streams_experts
+        used.cancelled, used.held_bytes = weights.counts.experts.cancelled, weights.bytes_held
+        used.host_bytes = Counter(HOST.held)
+    return used
+
+
+@contextlib.contextmanager
+def _waits_of_passes(weights: object) -> Iterator[list[Waits]]:
+    """The host's waits since the last pass, at the end of each."""
+    passes: list[Waits] = []
+    is_over, before = weights.pass_is_over, Counter(OBSERVED.waits)  # type: ignore[attr-defined]
+
+    def counted(num_tokens: int) -> None:
+        nonlocal before
+        is_over(num_tokens)
+        passes.append(OBSERVED.waits - before)
+        before = Counter(OBSERVED.waits)
+
+    weights.pass_is_over = counted  # type: ignore[attr-defined]
+    try:
+        yield passes
+    finally:
+        del weights.pass_is_over  # type: ignore[attr-defined]
+
+
+def _generate(decoder: object, rows: int) -> list[list[int]]:
+    from inference.generation import generate
+
+    return [found.tokens for found in generate(decoder, PROMPTS, NEW_TOKENS, batch_size=rows)]  # type: ignore[arg-type]
+
+
+def _scores(decoder: object) -> torch.Tensor:
+    from inference.scoring import log_likelihoods
+
+    return log_likelihoods(decoder, TEXT, 8, 4, 2)  # type: ignore[arg-type]
+
+
+def _guesses(model: object) -> torch.Tensor:
+    from inference.fill_mask import fill_masks
+
+    found = fill_masks(model, MASKED, MASK, 5)  # type: ignore[arg-type]
+    return torch.tensor([[guess.token, guess.probability] for text in found for place in text for guess in place])
