@@ -66,6 +66,9 @@ class ReadOnlyFile:
         direct = None if bounce is None else _open_direct(path)
         self.is_direct = direct is not None
         self._descriptor = _open(path, os.O_RDONLY) if direct is None else direct
+        if not self.is_direct:
+            # no readahead: it brings pages that are dropped in part alone, or not at all
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         self.size = os.fstat(self._descriptor).st_size  # bytes
         self._lock = threading.Lock()
         self._read: list[tuple[int, int]] = []  # bytes that the kernel's cache holds by our doing

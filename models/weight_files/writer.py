@@ -107,8 +107,7 @@ class _PartFile:
         text += b" " * (-len(text) % 8)
         self._header = struct.pack("<Q", len(text)) + text
         self._left, self._descriptor = set(self.specs), -1
-        self._unflushed: list[tuple[int, int]] = []  # (byte, number of bytes)
-        self._num_unflushed = 0  # bytes
+        self._unflushed = 0  # bytes
         self._size = len(self._header) + at
 
     def __del__(self) -> None:
@@ -148,18 +147,16 @@ class _PartFile:
         while content:
             # a write to a disk that is almost full may be short
             count = os.pwrite(self._descriptor, content[:FLUSH_BYTES], at)
-            self._unflushed.append((at, count))
-            self._num_unflushed += count
+            self._unflushed += count
             content, at = content[count:], at + count
-            if self._num_unflushed >= FLUSH_BYTES:
+            if self._unflushed >= FLUSH_BYTES:
                 self._flush()
 
     def _flush(self) -> None:
         """Leave nothing in the kernel's cache: dirty pages of a model would fill a small cgroup."""
         os.fdatasync(self._descriptor)
-        for start, size in self._unflushed:
-            os.posix_fadvise(self._descriptor, start, size, os.POSIX_FADV_DONTNEED)
-        self._unflushed, self._num_unflushed = [], 0
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # all of it: a page may hold two tensors
+        self._unflushed = 0
 
 
 def _name(number: int, count: int) -> str:
