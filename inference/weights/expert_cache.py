@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 # Chosen on recorded and on made-up routing: benchmarks/results/expert_caches.md.
 MEMORIES = (0.6, 0.93)  # what a pass leaves of the counts before it; the third forgets nothing
 PRIOR_PASSES = 2.0  # passes of even routing that stand before the first one
-STIFFNESS = 200.0  # of the learned weights: uses that weigh as much as what they are at the start
+STIFFNESS = 50.0  # of the learned weights: uses that weigh as much as what they are at the start
 KEPT_PER_PASS = 0.999  # of what the weights have learned, for each layer that runs
 UNLIKE = 0.1  # of a prompt's tokens, those that choose unlike all before
 CYCLES = 2.0  # how much the time of a layer's last run counts beside the expected wait
