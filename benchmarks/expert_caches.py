@@ -2,10 +2,11 @@
 
 `python -m benchmarks.expert_caches FILE... [--slots N ... | --shares 0.1 0.25 0.5] [--markdown] [--json]`
 
-FILE is what `python -m inference.generate --record-routing FILE` wrote, also compressed with gzip. A cache has slots for
-some of the experts of all MoE layers. In each pass each layer needs the experts that any of its tokens chose: what is
-cached is a hit; what is missing is loaded, and while the cache is full another expert goes, of those that this layer
-does not need as long as there are some. Nothing is loaded ahead. The table has the share of hits of:
+FILE is what `python -m inference.generate --record-routing FILE` wrote, also compressed with gzip. A cache has slots
+for some of the experts of all MoE layers. In each pass each layer needs the experts that any of its tokens chose: what
+is cached is a hit; what is missing is loaded, one after the other, and where the cache is full another expert goes.
+While a layer's experts all fit they stay until it has run; else each may go once it has been used. Nothing is loaded
+ahead. The table has the share of hits of:
 
 * ours: inference/weights/expert_cache.py
 * LRU: what was used least recently goes
@@ -126,7 +127,7 @@ class LatestNextUse(LowestFirst):
         self._now = 0
         coming: dict[Key, int] = {}
         for i in range(len(visits) - 1, -1, -1):
-            for expert in visits[i].counts():
+            for expert in visits[i].counts:
                 key = visits[i].layer, expert
                 self._next[i][key] = coming.get(key, len(visits))
                 coming[key] = i
@@ -146,7 +147,7 @@ class ExpectedUse:
         self._uses = ExpertUses(header.layers, header.num_experts, header.top_k)
 
     def routed(self, index: int, visit: RoutedLayer) -> None:
-        self._uses.used(visit.layer, visit.counts())
+        self._uses.used(visit.layer, visit.counts)
 
     def touch(self, key: Key) -> None:
         self._uses.admit(*key)
@@ -174,19 +175,19 @@ def num_hits(visits: Sequence[RoutedLayer], slots: int, policy: CachePolicy) -> 
     cached: set[Key] = set()
     hits = 0
     for i, visit in enumerate(visits):
-        needed = [(visit.layer, expert) for expert in visit.counts()]
-        found = [key for key in needed if key in cached]
+        needed = [(visit.layer, expert) for expert in visit.counts]
+        found = {key: None for key in needed if key in cached}
         hits += len(found)
         policy.routed(i, visit)
         for key in found:
             policy.touch(key)
-        protected = frozenset(needed)
-        missing = [key for key in needed if key not in cached] if len(found) < len(needed) else []
-        for key in missing:
+        protected = frozenset(needed if len(needed) <= slots else ())
+        for key in needed if len(found) < len(needed) else ():
+            if key in found:
+                continue
             if len(cached) == slots:
-                # in a cache too small for the layer one that has been used makes room
-                gone = policy.victim(protected) or policy.victim(frozenset())
-                assert gone is not None
+                gone = policy.victim(protected)
+                assert gone is not None, "what is missing is not cached, so something else is"
                 cached.remove(gone)
             cached.add(key)
             policy.touch(key)
@@ -196,7 +197,7 @@ def num_hits(visits: Sequence[RoutedLayer], slots: int, policy: CachePolicy) -> 
 def judged(name: str, recording: Recording, slots: int) -> dict[str, Any]:
     """Share of hits of each policy with so many slots, which of those that do not know the future is best, and whether
     ours is below LRU or LFU."""
-    requests = sum(len(visit.counts()) for visit in recording.visits)
+    requests = sum(len(visit.counts) for visit in recording.visits)
     hits = {policy: num_hits(recording.visits, slots, make(recording)) for policy, make in POLICIES.items()}
     present = {policy: count for policy, count in hits.items() if policy != "Belady"}
     return {

@@ -20,6 +20,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,6 +53,7 @@ class RoutedLayer:
     tokens: tuple[tuple[int, int], ...]
     experts: tuple[tuple[int, ...], ...]
 
+    @cached_property
     def counts(self) -> dict[int, int]:
         """Tokens of each expert that at least one token chose, by expert, ascending."""
         found: dict[int, int] = {}
@@ -201,9 +203,7 @@ def _header(path: Path, line: bytes) -> RoutingHeader:
     try:
         fields = json.loads(line)
         if fields["format"] == FORMAT and isinstance(fields["model"], str):
-            header = RoutingHeader(
-                fields["model"], fields["num_experts"], fields["top_k"], tuple(fields["layers"])
-            )
+            header = RoutingHeader(fields["model"], fields["num_experts"], fields["top_k"], tuple(fields["layers"]))
             whole = all(_is_count(value) for value in (*header.layers, header.num_experts, header.top_k))
             if whole and 0 < header.top_k <= header.num_experts and len(set(header.layers)) == len(header.layers) > 0:
                 return header
@@ -255,6 +255,4 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(row, list) and row and all(map(_is_count, row)) for row in value
-    )
+    return isinstance(value, list) and all(isinstance(row, list) and row and all(map(_is_count, row)) for row in value)
