@@ -3,16 +3,17 @@
 `python -m benchmarks.expert_caches FILE... [--slots N ... | --shares 0.1 0.25 0.5] [--markdown] [--json]`
 
 FILE is what `python -m inference.generate --record-routing FILE` wrote, also compressed with gzip. A cache has slots
-for some of the experts of all MoE layers. In each pass each layer needs the experts that any of its tokens chose: what
-is cached is a hit; what is missing is loaded, one after the other, and where the cache is full another expert goes.
-While a layer's experts all fit they stay until it has run; else each may go once it has been used. Nothing is loaded
-ahead. The table has the share of hits of:
+for some of the experts of all MoE layers. In each pass each layer needs the experts that any of its tokens chose. What
+is cached is a hit and is used first. What is missing is loaded and used, one after the other, and where the cache is
+full another expert goes, perhaps one that has just been used. Nothing is loaded ahead. The table has the share of hits
+of:
 
 * ours: inference/weights/expert_cache.py
 * LRU: what was used least recently goes
 * LFU: what was used in the fewest passes since the start goes, the least recent of several
 * FIFO: what was loaded first goes
-* Belady: what is used next the latest goes. No cache has more hits; it knows the future.
+* Belady: what is used next the latest goes. It knows the future; no cache that loads on demand has more hits, but for
+  one or two where the order of the loads matters.
 
 A line whose share of ours is below the better one of LRU and LFU is marked.
 """
@@ -24,7 +25,7 @@ import heapq
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,8 +48,8 @@ class CachePolicy(Protocol):
     def touch(self, key: Key) -> None:
         """An expert is used; where it was not cached it is now."""
 
-    def victim(self, protected: Collection[Key]) -> Key | None:
-        """The expert that goes, and is no longer cached; None where all that are cached are protected."""
+    def victim(self) -> Key:
+        """The expert that goes, and is no longer cached."""
 
 
 class LeastRecent:
@@ -66,11 +67,8 @@ class LeastRecent:
         if not self._by_load:
             self._order.move_to_end(key)
 
-    def victim(self, protected: Collection[Key]) -> Key | None:
-        found = next((key for key in self._order if key not in protected), None)
-        if found is not None:
-            del self._order[found]
-        return found
+    def victim(self) -> Key:
+        return self._order.popitem(last=False)[0]
 
 
 class LowestFirst:
@@ -85,20 +83,12 @@ class LowestFirst:
             self._value[key] = value
             heapq.heappush(self._heap, (value, key))
 
-    def victim(self, protected: Collection[Key]) -> Key | None:
-        aside, found = [], None
-        while self._heap and found is None:
+    def victim(self) -> Key:
+        while True:
             value, key = heapq.heappop(self._heap)
-            if self._value.get(key) != value:
-                continue  # its value has changed since, or it has gone
-            if key in protected:
-                aside.append((value, key))
-            else:
-                found = key
+            if self._value.get(key) == value:  # else it has changed since, or it has gone
                 del self._value[key]
-        for item in aside:
-            heapq.heappush(self._heap, item)
-        return found
+                return key
 
 
 class LeastUsed(LowestFirst):
@@ -152,12 +142,10 @@ class ExpectedUse:
     def touch(self, key: Key) -> None:
         self._uses.admit(*key)
 
-    def victim(self, protected: Collection[Key]) -> Key | None:
-        found = self._uses.victims(1, protected)
-        if not found:
-            return None
-        self._uses.drop(*found[0])
-        return found[0]
+    def victim(self) -> Key:
+        (found,) = self._uses.victims(1)
+        self._uses.drop(*found)
+        return found
 
 
 POLICIES: dict[str, Callable[[Recording], CachePolicy]] = {
@@ -176,19 +164,15 @@ def num_hits(visits: Sequence[RoutedLayer], slots: int, policy: CachePolicy) -> 
     hits = 0
     for i, visit in enumerate(visits):
         needed = [(visit.layer, expert) for expert in visit.counts]
-        found = {key: None for key in needed if key in cached}
+        found = [key for key in needed if key in cached]
+        missing = [key for key in needed if key not in cached]
         hits += len(found)
         policy.routed(i, visit)
         for key in found:
             policy.touch(key)
-        protected = frozenset(needed if len(needed) <= slots else ())
-        for key in needed if len(found) < len(needed) else ():
-            if key in found:
-                continue
+        for key in missing:
             if len(cached) == slots:
-                gone = policy.victim(protected)
-                assert gone is not None, "what is missing is not cached, so something else is"
-                cached.remove(gone)
+                cached.remove(policy.victim())
             cached.add(key)
             policy.touch(key)
     return hits

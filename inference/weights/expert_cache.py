@@ -23,8 +23,8 @@ Floats = npt.NDArray[np.float64]
 
 # Chosen on recorded and on made-up routing: benchmarks/results/expert_caches.md.
 MEMORIES = (0.6, 0.93)  # what a pass leaves of the counts before it; the third forgets nothing
-PRIOR_PASSES = 2.0  # passes of even routing that stand before the first one
-STIFFNESS = 50.0  # of the learned weights: uses that weigh as much as what they are at the start
+PRIOR_PASSES = 3.0  # passes of even routing that stand before the first one
+STIFFNESS = 70.0  # of the learned weights: uses that weigh as much as what they are at the start
 KEPT_PER_PASS = 0.999  # of what the weights have learned, for each layer that runs
 UNLIKE = 0.1  # of a prompt's tokens, those that choose unlike all before
 CYCLES = 2.0  # how much the time of a layer's last run counts beside the expected wait
@@ -58,7 +58,7 @@ class ExpertUses:
         self._curvature = np.eye(kinds) * STIFFNESS
         self._passes = np.zeros(num_layers)
         self._tokens = np.zeros(num_layers)
-        self._last_tokens = np.full(num_layers, math.inf)  # of the pass before
+        self._last_tokens = np.ones(num_layers)  # of the pass before
         self._usual = np.ones(num_layers)  # tokens of a decoding pass
         self._counts_with = np.ones(num_layers)  # tokens of a layer's next pass, that its times stand for
         self._clock = 0.0  # layers that have run

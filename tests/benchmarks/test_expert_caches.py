@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +23,13 @@ pytestmark = pytest.mark.fast
 HEADER = RoutingHeader("small", num_experts=4, top_k=2, layers=(0, 1))
 
 
-def small(seed: int, num_passes: int = 5) -> Recording:
-    """Two layers with four experts; one or two tokens a pass, with two experts each."""
+def small(seed: int, top_k: int, num_passes: int = 6) -> Recording:
+    """Two layers with four experts; one or two tokens a pass where top_k is 2, else one."""
     rng = np.random.default_rng(seed)
-    recording = Recording(HEADER)
+    recording = Recording(replace(HEADER, top_k=top_k))
     for number in range(num_passes):
         for layer in HEADER.layers:
-            choices = [tuple(rng.permutation(4)[:2].tolist()) for _ in range(1 + seed % 2)]
+            choices = [tuple(rng.permutation(4)[:top_k].tolist()) for _ in range(1 + seed % top_k)]
             tokens = tuple((row, number) for row in range(len(choices)))
             recording.visits.append(RoutedLayer(number, layer, tokens, tuple(choices)))
     return recording
@@ -42,18 +43,14 @@ def best_hits(visits: Sequence[RoutedLayer], slots: int) -> int:
         after: dict[frozenset[Key], int] = {}
         for cache, hits in caches.items():
             hits += len(needed & cache)
-            room = slots - len(needed)
-            if room >= 0:
-                others = cache - needed
-                kept = min(room, len(others))
-                found = [needed | set(some) for some in itertools.combinations(sorted(others), kept)]
-            else:  # any of them may stay, and the one that was loaded last does
-                last = max(needed - cache)
-                others = (needed | cache) - {last}
-                found = [{last, *some} for some in itertools.combinations(sorted(others), slots - 1)]
+            if missing := needed - cache:  # any of them may stay, and the one that is loaded last does
+                last, every = max(missing), needed | cache
+                stay = itertools.combinations(sorted(every - {last}), min(slots, len(every)) - 1)
+                found = [frozenset({last, *some}) for some in stay]
+            else:
+                found = [cache]
             for new in found:
-                key = frozenset(new)
-                after[key] = max(after.get(key, 0), hits)
+                after[new] = max(after.get(new, 0), hits)
         caches = after
     return max(caches.values())
 
@@ -72,8 +69,7 @@ def by_list(visits: Sequence[RoutedLayer], slots: int, rank: Callable[[list[Key]
             if key in hit:
                 continue
             if len(cached) == slots:
-                others = [one for one in cached if one not in needed or len(needed) > slots]
-                cached.remove(min(others, key=lambda one: rank(uses, one)))
+                cached.remove(min(cached, key=lambda one: rank(uses, one)))
             cached.append(key)
             uses.append(key)
     return hits
@@ -89,13 +85,15 @@ RANKS: dict[str, Callable[[list[Key], Key], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_belady_is_the_best_of_all_choices(seed: int) -> None:
-    recording = small(seed)
-    for slots in (1, 2, 3, 4, 5, 6, 8):
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_belady_is_the_best_of_all_choices(top_k: int) -> None:
+    """With several experts a layer, what is cached changes the order of the loads, and that may cost a hit."""
+    for seed, slots in itertools.product(range(8), (1, 2, 3, 4, 5, 6, 8)):
+        recording = small(seed, top_k)
         best = best_hits(recording.visits, slots)
         hits = {name: num_hits(recording.visits, slots, make(recording)) for name, make in POLICIES.items()}
-        assert hits["Belady"] == best == max(hits.values()), (slots, hits)
+        assert max(hits.values()) == hits["Belady"] <= best, (slots, hits)
+        assert best - hits["Belady"] <= top_k - 1, (slots, hits)
 
 
 @pytest.mark.parametrize("kind", ["words", "rows", "local"])

@@ -114,7 +114,7 @@ KINDS: dict[str, Callable[[MadeRouting], Pass]] = {
 
 
 def made(
-    kind: str, seed: int, *, num_layers: int = 4, num_experts: int = 24, top_k: int = 3, num_passes: int = 120
+    kind: str, seed: int, *, num_layers: int = 4, num_experts: int = 24, top_k: int = 3, num_passes: int = 150
 ) -> Recording:
     """A recording of that kind; its MoE layers are every other layer of a model."""
     source = MadeRouting(seed, num_layers, num_experts, top_k, num_passes)

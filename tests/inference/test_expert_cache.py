@@ -102,7 +102,8 @@ def test_a_cache_of_any_size_holds_what_it_may(top_k: int) -> None:
     """Also one that is smaller than what a layer needs, where nothing but what has been used can go."""
     recording = made("rows", 0, num_layers=2, num_experts=6, top_k=top_k, num_passes=12)
     for slots in (1, 2, 5, 11, 12, 100):
-        uses, cached = ExpertUses(recording.header.layers, 6, top_k), set()
+        uses = ExpertUses(recording.header.layers, 6, top_k)
+        cached: set[tuple[int, int]] = set()
         for visit in recording.visits:
             uses.used(visit.layer, visit.counts)
             needed = [(visit.layer, expert) for expert in visit.counts]
