@@ -12,8 +12,8 @@ of:
 * LRU: what was used least recently goes
 * LFU: what was used in the fewest passes since the start goes, the least recent of several
 * FIFO: what was loaded first goes
-* Belady: what is used next the latest goes. It knows the future; no cache that loads on demand has more hits, but for
-  one or two where the order of the loads matters.
+* Belady: what is used next the latest goes, even if it has just been loaded. It knows the future, and no cache of that
+  size has more hits.
 
 A line whose share of ours is below the better one of LRU and LFU is marked.
 """
@@ -42,6 +42,8 @@ Key = tuple[int, int]  # layer, expert
 class CachePolicy(Protocol):
     """Knows what is cached from what it is told, and names what goes."""
 
+    keeps_new: bool  # what is loaded stays for the time being
+
     def routed(self, index: int, visit: RoutedLayer) -> None:
         """A layer needs its experts; then each of them is touched, hits before misses."""
 
@@ -54,6 +56,8 @@ class CachePolicy(Protocol):
 
 class LeastRecent:
     """LRU; with `by_load` FIFO."""
+
+    keeps_new = True
 
     def __init__(self, by_load: bool = False) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()
@@ -94,6 +98,8 @@ class LowestFirst:
 class LeastUsed(LowestFirst):
     """LFU over all time: an expert that comes back has its counts of before."""
 
+    keeps_new = True
+
     def __init__(self) -> None:
         super().__init__()
         self._counts: dict[Key, int] = {}
@@ -109,7 +115,9 @@ class LeastUsed(LowestFirst):
 
 
 class LatestNextUse(LowestFirst):
-    """Belady's optimum among caches that load on demand."""
+    """Belady's optimum, where what has been loaded and used need not stay."""
+
+    keeps_new = False
 
     def __init__(self, visits: Sequence[RoutedLayer]) -> None:
         super().__init__()
@@ -131,6 +139,8 @@ class LatestNextUse(LowestFirst):
 
 class ExpectedUse:
     """Ours."""
+
+    keeps_new = True
 
     def __init__(self, recording: Recording) -> None:
         header = recording.header
@@ -171,10 +181,12 @@ def num_hits(visits: Sequence[RoutedLayer], slots: int, policy: CachePolicy) -> 
         for key in found:
             policy.touch(key)
         for key in missing:
-            if len(cached) == slots:
+            if len(cached) == slots and policy.keeps_new:
                 cached.remove(policy.victim())
             cached.add(key)
             policy.touch(key)
+            if len(cached) > slots:
+                cached.remove(policy.victim())
     return hits
 
 
