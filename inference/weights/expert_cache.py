@@ -1,14 +1,14 @@
 """Which experts a cache keeps while a model generates: those whose next use is expected soonest.
 
 The MoE layers of a model run in a known cycle, so the layer that has just run is farthest away; caches by recent use or
-by counts do not know that. Each expert has use counts that age (SE-MoE, arXiv 2205.10034, algorithm 2), here in three
-memories: a short one, a longer one, and one of the whole generation, by passes and by tokens. Which of them tells most
-about the next pass depends on model and text. So their log-odds are added up with weights that are learned while it
-runs: logistic regression, a Newton step for each layer that runs. The learned chance p makes the expected time of the
-next use: L layers a pass, times 1 / p.
+by counts do not know that. Use counts age (SE-MoE, arXiv 2205.10034, algorithm 2), here in several memories: from a
+short one to one of the whole generation, by passes and by tokens. Which of them tells most about the next pass depends
+on model and text. So their log-odds are added up with weights that are learned while it runs: logistic regression, a
+Newton step for each layer that runs. The chance p that this foretells makes the expected time of the next use: L layers
+a pass, times 1 / p.
 
 What is expected to be used latest goes first. A prompt's pass uses nearly all experts: layers that it has yet to run
-count with the chance that any of its tokens chooses the expert, and layers behind it with that of a decoded token.
+count with the chance that any of its tokens chooses the expert, and layers behind it with that of decoding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 # Chosen on recorded and on made-up routing: benchmarks/results/expert_caches.md.
-MEMORIES = (0.6, 0.93)  # what a pass leaves of the counts before it; the third forgets nothing
+MEMORIES = (0.3, 0.6, 0.9, 0.98)  # what a pass leaves of the counts before it; one more forgets nothing
 PRIOR_PASSES = 3.0  # passes of even routing that stand before the first one
 STIFFNESS = 70.0  # of the learned weights: uses that weigh as much as what they are at the start
 KEPT_PER_PASS = 0.999  # of what the weights have learned, for each layer that runs
