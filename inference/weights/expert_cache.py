@@ -38,8 +38,10 @@ class ExpertUses:
     owner of the slots says what is cached.
 
     `layers` are the numbers of the MoE layers in the order in which a pass runs them. In each pass the owner calls, for
-    each layer: `used` when the router has chosen; `victims`, `drop` and `admit` for what is missing; then `expect` for
-    what the next layer will probably use. A call takes tens of microseconds, whatever the cache holds.
+    each layer: `used` when the router has chosen; `expect` for what the next layer will probably use; and for what is
+    missing `victims`, `drop` and `admit`. It uses what is cached first, and protects what is not yet used or on its
+    way, and nothing else: what has been used is often the best victim. A call takes tens of microseconds, whatever the
+    cache holds.
     """
 
     def __init__(self, layers: Sequence[int], num_experts: int, top_k: int) -> None:
