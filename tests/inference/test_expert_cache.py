@@ -102,6 +102,15 @@ def test_a_prompt_keeps_what_its_later_layers_will_use() -> None:
     assert {layer for layer, _ in uses.victims(3, needed)} == {0}  # decoding hardly uses them
 
 
+def test_what_follows_a_prompt_is_decoding() -> None:
+    uses = ExpertUses([0, 1], 4, 1)
+    uses.used(0, {0: 97, 1: 1, 2: 1, 3: 1})
+    uses.used(1, {0: 50, 1: 50})
+    for layer, expert in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        uses.admit(layer, expert)
+    assert uses.victims(1) == [(0, 1)]  # the next prompt would use it before layer 1 runs again
+
+
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_a_cache_of_any_size_holds_what_it_may(top_k: int) -> None:
     """Also one that is smaller than what a layer needs, where nothing but what has been used can go."""
