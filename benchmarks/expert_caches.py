@@ -2,16 +2,18 @@
 
 `python -m benchmarks.expert_caches FILE... [--slots N ... | --shares 0.1 0.25 0.5] [--markdown] [--json]`
 
-FILE is what `python -m inference.generate --record-routing FILE` wrote, also compressed with gzip. A cache has slots for
-some of the experts of all MoE layers. In each pass each layer needs the experts that any of its tokens chose: what is
-cached is a hit; what is missing is loaded, and while the cache is full another expert goes, of those that this layer
-does not need as long as there are some. Nothing is loaded ahead. The table has the share of hits of:
+FILE is what `python -m inference.generate --record-routing FILE` wrote, also compressed with gzip. A cache has slots
+for some of the experts of all MoE layers. In each pass each layer needs the experts that any of its tokens chose. What
+is cached is a hit and is used first. What is missing is loaded and used, one after the other, and where the cache is
+full another expert goes, perhaps one that has just been used. Nothing is loaded ahead. The table has the share of hits
+of:
 
 * ours: inference/weights/expert_cache.py
 * LRU: what was used least recently goes
 * LFU: what was used in the fewest passes since the start goes, the least recent of several
 * FIFO: what was loaded first goes
-* Belady: what is used next the latest goes. No cache has more hits; it knows the future.
+* Belady: what is used next the latest goes, even if it has just been loaded. It knows the future, and no cache of that
+  size has more hits.
 
 A line whose share of ours is below the better one of LRU and LFU is marked.
 """
@@ -23,7 +25,7 @@ import heapq
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,18 +42,22 @@ Key = tuple[int, int]  # layer, expert
 class CachePolicy(Protocol):
     """Knows what is cached from what it is told, and names what goes."""
 
+    keeps_new: bool  # what is loaded stays for the time being
+
     def routed(self, index: int, visit: RoutedLayer) -> None:
         """A layer needs its experts; then each of them is touched, hits before misses."""
 
     def touch(self, key: Key) -> None:
         """An expert is used; where it was not cached it is now."""
 
-    def victim(self, protected: Collection[Key]) -> Key | None:
-        """The expert that goes, and is no longer cached; None where all that are cached are protected."""
+    def victim(self) -> Key:
+        """The expert that goes, and is no longer cached."""
 
 
 class LeastRecent:
     """LRU; with `by_load` FIFO."""
+
+    keeps_new = True
 
     def __init__(self, by_load: bool = False) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()
@@ -65,11 +71,8 @@ class LeastRecent:
         if not self._by_load:
             self._order.move_to_end(key)
 
-    def victim(self, protected: Collection[Key]) -> Key | None:
-        found = next((key for key in self._order if key not in protected), None)
-        if found is not None:
-            del self._order[found]
-        return found
+    def victim(self) -> Key:
+        return self._order.popitem(last=False)[0]
 
 
 class LowestFirst:
@@ -84,24 +87,18 @@ class LowestFirst:
             self._value[key] = value
             heapq.heappush(self._heap, (value, key))
 
-    def victim(self, protected: Collection[Key]) -> Key | None:
-        aside, found = [], None
-        while self._heap and found is None:
+    def victim(self) -> Key:
+        while True:
             value, key = heapq.heappop(self._heap)
-            if self._value.get(key) != value:
-                continue  # its value has changed since, or it has gone
-            if key in protected:
-                aside.append((value, key))
-            else:
-                found = key
+            if self._value.get(key) == value:  # else it has changed since, or it has gone
                 del self._value[key]
-        for item in aside:
-            heapq.heappush(self._heap, item)
-        return found
+                return key
 
 
 class LeastUsed(LowestFirst):
     """LFU over all time: an expert that comes back has its counts of before."""
+
+    keeps_new = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +115,9 @@ class LeastUsed(LowestFirst):
 
 
 class LatestNextUse(LowestFirst):
-    """Belady's optimum among caches that load on demand."""
+    """Belady's optimum, where what has been loaded and used need not stay."""
+
+    keeps_new = False
 
     def __init__(self, visits: Sequence[RoutedLayer]) -> None:
         super().__init__()
@@ -126,7 +125,7 @@ class LatestNextUse(LowestFirst):
         self._now = 0
         coming: dict[Key, int] = {}
         for i in range(len(visits) - 1, -1, -1):
-            for expert in visits[i].counts():
+            for expert in visits[i].counts:
                 key = visits[i].layer, expert
                 self._next[i][key] = coming.get(key, len(visits))
                 coming[key] = i
@@ -141,22 +140,22 @@ class LatestNextUse(LowestFirst):
 class ExpectedUse:
     """Ours."""
 
+    keeps_new = True
+
     def __init__(self, recording: Recording) -> None:
         header = recording.header
         self._uses = ExpertUses(header.layers, header.num_experts, header.top_k)
 
     def routed(self, index: int, visit: RoutedLayer) -> None:
-        self._uses.used(visit.layer, visit.counts())
+        self._uses.used(visit.layer, visit.counts)
 
     def touch(self, key: Key) -> None:
         self._uses.admit(*key)
 
-    def victim(self, protected: Collection[Key]) -> Key | None:
-        found = self._uses.victims(1, protected)
-        if not found:
-            return None
-        self._uses.drop(*found[0])
-        return found[0]
+    def victim(self) -> Key:
+        (found,) = self._uses.victims(1)
+        self._uses.drop(*found)
+        return found
 
 
 POLICIES: dict[str, Callable[[Recording], CachePolicy]] = {
@@ -174,29 +173,27 @@ def num_hits(visits: Sequence[RoutedLayer], slots: int, policy: CachePolicy) -> 
     cached: set[Key] = set()
     hits = 0
     for i, visit in enumerate(visits):
-        needed = [(visit.layer, expert) for expert in visit.counts()]
+        needed = [(visit.layer, expert) for expert in visit.counts]
         found = [key for key in needed if key in cached]
+        missing = [key for key in needed if key not in cached]
         hits += len(found)
         policy.routed(i, visit)
         for key in found:
             policy.touch(key)
-        protected = frozenset(needed)
-        missing = [key for key in needed if key not in cached] if len(found) < len(needed) else []
         for key in missing:
-            if len(cached) == slots:
-                # in a cache too small for the layer one that has been used makes room
-                gone = policy.victim(protected) or policy.victim(frozenset())
-                assert gone is not None
-                cached.remove(gone)
+            if len(cached) == slots and policy.keeps_new:
+                cached.remove(policy.victim())
             cached.add(key)
             policy.touch(key)
+            if len(cached) > slots:
+                cached.remove(policy.victim())
     return hits
 
 
 def judged(name: str, recording: Recording, slots: int) -> dict[str, Any]:
     """Share of hits of each policy with so many slots, which of those that do not know the future is best, and whether
     ours is below LRU or LFU."""
-    requests = sum(len(visit.counts()) for visit in recording.visits)
+    requests = sum(len(visit.counts) for visit in recording.visits)
     hits = {policy: num_hits(recording.visits, slots, make(recording)) for policy, make in POLICIES.items()}
     present = {policy: count for policy, count in hits.items() if policy != "Belady"}
     return {

@@ -167,8 +167,8 @@ def _main(options: argparse.Namespace) -> None:
                 print(f"--- prompt\n{prompt}\n--- continuation\n{text}", flush=True)
             else:
                 print(text, flush=True)
-        if (line := model.weights.progress()) is not None:
-            print(line, file=sys.stderr, flush=True)
+        if (progress := model.weights.progress()) is not None:
+            print(progress, file=sys.stderr, flush=True)
         made = sum(len(completion.tokens) for completion in completions)
         print(f"{made} tokens in {seconds:.2f} s, {made / seconds:.0f} tokens/s", file=sys.stderr)
 

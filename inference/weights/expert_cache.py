@@ -1,14 +1,14 @@
 """Which experts a cache keeps while a model generates: those whose next use is expected soonest.
 
 The MoE layers of a model run in a known cycle, so the layer that has just run is farthest away; caches by recent use or
-by counts do not know that. Each expert has use counts that age (SE-MoE, arXiv 2205.10034, algorithm 2), here in three
-memories: a short one, a longer one, and one of the whole generation, by passes and by tokens. Which of them tells most
-about the next pass depends on model and text. So their log-odds are added up with weights that are learned while it
-runs: logistic regression, a Newton step for each layer that runs. The learned chance p makes the expected time of the
-next use: L layers a pass, times 1 / p.
+by counts do not know that. Use counts age (SE-MoE, arXiv 2205.10034, algorithm 2), here in several memories: from a
+short one to one of the whole generation, by passes and by tokens. Which of them tells most about the next pass depends
+on model and text. So their log-odds are added up with weights that are learned while it runs: logistic regression, a
+Newton step for each layer that runs. The chance p that this foretells makes the expected time of the next use: L layers
+a pass, times 1 / p.
 
 What is expected to be used latest goes first. A prompt's pass uses nearly all experts: layers that it has yet to run
-count with the chance that any of its tokens chooses the expert, and layers behind it with that of a decoded token.
+count with the chance that any of its tokens chooses the expert, and layers behind it with that of decoding.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 # Chosen on recorded and on made-up routing: benchmarks/results/expert_caches.md.
-MEMORIES = (0.6, 0.93)  # what a pass leaves of the counts before it; the third forgets nothing
-PRIOR_PASSES = 2.0  # passes of even routing that stand before the first one
-STIFFNESS = 200.0  # of the learned weights: uses that weigh as much as what they are at the start
+MEMORIES = (0.3, 0.6, 0.9, 0.98)  # what a pass leaves of the counts before it; one more forgets nothing
+PRIOR_PASSES = 3.0  # passes of even routing that stand before the first one
+STIFFNESS = 70.0  # of the learned weights: uses that weigh as much as what they are at the start
 KEPT_PER_PASS = 0.999  # of what the weights have learned, for each layer that runs
 UNLIKE = 0.1  # of a prompt's tokens, those that choose unlike all before
 CYCLES = 2.0  # how much the time of a layer's last run counts beside the expected wait
@@ -38,8 +38,10 @@ class ExpertUses:
     owner of the slots says what is cached.
 
     `layers` are the numbers of the MoE layers in the order in which a pass runs them. In each pass the owner calls, for
-    each layer: `used` when the router has chosen; `victims`, `drop` and `admit` for what is missing; then `expect` for
-    what the next layer will probably use. A call takes tens of microseconds, whatever the cache holds.
+    each layer: `used` when the router has chosen; `expect` for what the next layer will probably use; and for what is
+    missing `victims`, `drop` and `admit`. It uses what is cached first, and protects what is not yet used or on its
+    way, and nothing else: what has been used is often the best victim. A call takes tens of microseconds, whatever the
+    cache holds.
     """
 
     def __init__(self, layers: Sequence[int], num_experts: int, top_k: int) -> None:
@@ -58,7 +60,7 @@ class ExpertUses:
         self._curvature = np.eye(kinds) * STIFFNESS
         self._passes = np.zeros(num_layers)
         self._tokens = np.zeros(num_layers)
-        self._last_tokens = np.full(num_layers, math.inf)  # of the pass before
+        self._last_tokens = np.ones(num_layers)  # of the pass before
         self._usual = np.ones(num_layers)  # tokens of a decoding pass
         self._counts_with = np.ones(num_layers)  # tokens of a layer's next pass, that its times stand for
         self._clock = 0.0  # layers that have run

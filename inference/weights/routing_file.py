@@ -20,6 +20,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,6 +53,7 @@ class RoutedLayer:
     tokens: tuple[tuple[int, int], ...]
     experts: tuple[tuple[int, ...], ...]
 
+    @cached_property
     def counts(self) -> dict[int, int]:
         """Tokens of each expert that at least one token chose, by expert, ascending."""
         found: dict[int, int] = {}
