@@ -63,10 +63,12 @@ def test_tensors_differ_and_are_normal(tmp_path: Path) -> None:
     experts = {name: tensor.float() for name, tensor in tensors.items() if ".experts." in name}
     assert len(experts) == 2 * 16 * 3
     assert len({tuple(tensor.flatten().tolist()) for tensor in experts.values()}) == len(experts)
-    assert all(abs(tensor.mean()) < 0.005 for tensor in experts.values())
+    assert all(abs(tensor.mean()) < 0.02 for tensor in experts.values())
     ups = torch.stack([tensor for name, tensor in experts.items() if "up_proj" in name])
     downs = torch.stack([tensor for name, tensor in experts.items() if "down_proj" in name])
-    assert ups.std() == pytest.approx(0.02, rel=0.05) and downs.std() == pytest.approx(0.01, rel=0.05)
+    inner = made_models.INNER / 8  # of 64 inputs
+    assert ups.std() == pytest.approx(inner, rel=0.05) and downs.std() == pytest.approx(inner / 2, rel=0.05)
+    assert tensors["model.embed_tokens.weight"].float().std() == pytest.approx(made_models.EMBEDDING, rel=0.05)
     assert (tensors["model.norm.weight"] == 1).all()
 
 
