@@ -12,6 +12,7 @@ from models.huggingface import translate
 from models.huggingface.families.keys import HfConfig
 from models.huggingface.families.rules import Family, sizes
 from models.huggingface.tensors import expand_rules
+from models.weight_files.expected import logical_shapes
 
 SMALLEST, WIDEST, STEP = 256, 12288, 256  # hidden sizes that are tried; wide ones in steps of twice that
 ROPE = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
@@ -191,12 +192,13 @@ def tensor_shapes(config: HfConfig, logical: bool = False) -> dict[str, tuple[in
     weights. Raises ConfigError for a config.json that is not accepted."""
     family, ours = _read(config)
     lengths = sizes(ours)
+    shapes = logical_shapes(ours, lengths["vocab"])
     found: dict[str, tuple[int, ...]] = {}
     for rule in _in_order(list(expand_rules(family, ours))):
         if not logical:
             found.update(zip(rule.theirs, rule.shapes(lengths), strict=True))
         elif not rule.unread:
-            found[rule.ours] = _logical_shape(rule, ours, lengths)
+            found[rule.ours] = shapes[rule.ours]
     return found
 
 
@@ -213,15 +215,6 @@ def num_layers(config: HfConfig) -> int:
 def _read(config: HfConfig) -> tuple[Family, Any]:
     family, overrides = translate.read_config(config)
     return family, config_from(overrides)
-
-
-def _logical_shape(rule: Any, ours: Any, lengths: dict[str, int]) -> tuple[int, ...]:
-    import torch
-
-    from models.huggingface.tensors import _heads
-
-    parts = [torch.empty(shape, device="meta") for shape in rule.shapes(lengths)]
-    return tuple(rule.layout.to_ours(parts, _heads(ours)).shape)
 
 
 def _in_order(rules: list[Any]) -> Iterable[Any]:
