@@ -243,7 +243,9 @@ class FileWeights(WeightSource):
         self._keep_words(plan)
         self._keep(unit for unit in self.held.units if unit.key in plan.kept)
         cycle = [unit for unit in self.held.units if unit.key not in plan.kept]
-        self.loader.copies.expected = plan.streamed_bytes + self.streams_experts * self.sizes.num_experts * self.sizes.expert
+        self.loader.copies.expected = (
+            plan.streamed_bytes + self.streams_experts * self.sizes.num_experts * self.sizes.expert
+        )
         if cycle:
             self._ring = Ring(
                 self.loader.allocate(plan.ring_bytes),

@@ -1,5 +1,5 @@
-"""Units that come to a GPU again and again, in pinned memory of the host: SE-MoE (arXiv:2205.10034, section 4) keeps all
-layers there and a ring of slots on the device, so that a pass reads no file."""
+"""Units that come to a GPU again and again, in pinned memory of the host, so that a pass reads no file: SE-MoE
+(arXiv:2205.10034, section 4) keeps all layers there, and a ring of slots on the device."""
 
 from __future__ import annotations
 

@@ -101,9 +101,7 @@ class UnitLoader:
             users.add(up, size)
         return up
 
-    def _read(
-        self, unit: WeightUnit, memory: torch.Tensor, free: Sequence[Completion], priority: int
-    ) -> Completion:
+    def _read(self, unit: WeightUnit, memory: torch.Tensor, free: Sequence[Completion], priority: int) -> Completion:
         size = self.num_bytes(unit)
         self.bytes_read += size
         return self._link.read.submit(lambda: self._fill(unit, memory), (), size, free, priority)
