@@ -135,13 +135,14 @@ class _Continues:
                 (rows, _choose(found, self.sampling, rows.generators))
                 for rows, found in zip(active, logits, strict=True)
             ]
-            chosen = [(rows, tokens.cpu()) for rows, tokens in drawn]
-            for rows, tokens in chosen:
+            chosen = []
+            for rows, found in drawn:
+                tokens = found.cpu()
                 self._add(rows, tokens.tolist())
-            for rows in active:
                 if all(rows.ended):
                     rows.cache = None
-            chosen = [(rows, tokens) for rows, tokens in chosen if not all(rows.ended)]
+                else:
+                    chosen.append((rows, tokens))
             active = [rows for rows, _ in chosen]
             if not active or count == self.max_tokens:
                 break

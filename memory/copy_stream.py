@@ -180,9 +180,10 @@ class CopyStream:
 
     def _wait(self, item: _Item) -> None:
         """The host's part of all is over, but for what others than these threads do."""
-        # The last user of the memory came after the others itself.
-        last = next((done for done in reversed(item.free) if not isinstance(done.error, Cancelled)), None)
-        for before in (*item.after, *(() if last is None else (last,))):
+        free = [done for done in item.free if not isinstance(done.error, Cancelled)]
+        if self._streams is None:
+            free = free[-1:]  # the last user of the memory came after the others itself
+        for before in (*item.after, *free):
             if self._streams is None:
                 before.wait(self._timeout)
             else:

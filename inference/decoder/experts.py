@@ -127,9 +127,7 @@ class _ExpertBatch:
     """Hidden states [T, H] of a batch, the experts that its tokens chose, and their outputs as they come. `numbers`:
     `chosen` on the host."""
 
-    def __init__(
-        self, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, numbers: torch.Tensor
-    ) -> None:
+    def __init__(self, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, numbers: torch.Tensor) -> None:
         self.hidden, self.probs, self.chosen, self.numbers = hidden, probs, chosen, numbers
         self.outputs: dict[int, torch.Tensor] = {}
         if len(hidden) == 1:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from inference.weights.expert_cache import ExpertUses
-from memory.completion import Completion
+from memory.completion import Completion, Users
 from memory.copy_stream import PASSES, SAVES
 
 Place = tuple[int, int]  # layer, expert
@@ -25,7 +25,7 @@ class ExpertSlot:
 
     memory: torch.Tensor
     there: Completion = field(default_factory=Completion.already)
-    used: Completion = field(default_factory=Completion.already)  # the last use is over
+    users: Users = field(default_factory=Users)  # who wrote to it and read it
     made: Any = None
 
 
@@ -52,7 +52,8 @@ class ExpertSlots:
         wait: Callable[[Place, Completion], None],
         after_use: Callable[[], Completion],
     ) -> None:
-        self._free = [ExpertSlot(memory) for memory in slots]
+        self._all = [ExpertSlot(memory) for memory in slots]
+        self._free = list(self._all)
         self._uses, self._load, self._wait, self._after_use = uses, load, wait, after_use
         self._held: dict[Place, ExpertSlot] = {}
         self._expected: dict[Place, Completion] = {}  # fetched ahead, and their layer has not come yet
@@ -89,7 +90,7 @@ class ExpertSlots:
             if slot.made is None:
                 slot.made = make(place, slot.memory)
             yield place[1], slot.made
-            slot.used = self._after_use()
+            slot.users.add(self._after_use())
             self._pinned.discard(place)
             self._fetch(misses, order)
 
@@ -113,6 +114,12 @@ class ExpertSlots:
                 self.counts.fetched_ahead += 1
         self._uses.expect(layer, [expert for of, expert in self._expected if of == layer])
 
+    def stop(self) -> list[Completion]:
+        """Leave out what nobody has begun with; all that must be over before the memory may go."""
+        for slot in self._all:
+            slot.there.cancel()
+        return [done for slot in self._all for done in slot.users.all()]
+
     def _drop_wrong(self, layer: int, wanted: set[Place]) -> None:
         """What was expected of this layer and is not wanted stays if it is here, and is left out if nobody has begun
         with it."""
@@ -123,7 +130,8 @@ class ExpertSlots:
                 self.counts.cancelled += 1
 
     def _begin(self, place: Place, slot: ExpertSlot, priority: int) -> None:
-        slot.there = self._load(place, slot.memory, [slot.there, slot.used], priority)
+        slot.there = self._load(place, slot.memory, slot.users.all(), priority)
+        slot.users.add(slot.there)
         self._held[place] = slot
         self._uses.admit(*place)
 

@@ -22,6 +22,8 @@ from inference.weights.parts import WeightUnit, expert_key
 from inference.weights.plan import MIB, HeldSizes, StreamPlan, plan_weights
 from inference.weights.ring import Ring
 from inference.weights.source import Named, WeightSource
+from memory import host_memory
+from memory.budgets import HOST
 from memory.completion import Completion
 from memory.copy_stream import PASSES, UPDATES
 from memory.host_link import HostLink
@@ -83,6 +85,8 @@ class FileWeights(WeightSource):
         super().__init__(config, topology, vocab_size, dtype)
         self.budget, self._given = budget, given
         self._link = HostLink(topology.device)
+        if topology.device.type == "cuda":
+            HOST.open(None, host_memory.available())  # for pinned memory
         self.loader = UnitLoader(files, self._link, dtype)
         self.counts = ReadingCounts()
         self.plan: StreamPlan | None = None
@@ -95,6 +99,7 @@ class FileWeights(WeightSource):
         self._told = 0.0
         self._small = self.loader.load_now(WeightUnit("small", self.held.small))
         self.sizes = self._sizes()
+        self.loader.stage_bytes = max([self.sizes.expert, *(size for _, size in self.sizes.units)])
         self._bytes_of = dict(self.sizes.units)
 
     @property
@@ -212,9 +217,14 @@ class FileWeights(WeightSource):
 
     def close(self) -> None:
         """End the threads, and let go of the memory."""
+        self._stop()
+        self._link.close()  # what is under way still writes to this memory
         self._ring = self._slots = self._words = None
         self._kept, self._made = {}, {}
-        self._link.close()
+
+    def _stop(self) -> list[Completion]:
+        """Nothing more comes to the ring and the slots; all that must be over before their memory may go."""
+        return [done for each in (self._ring, self._slots) if each is not None for done in each.stop()]
 
     def _sizes(self) -> HeldSizes:
         experts, size = self.held.experts, self.loader.num_bytes
@@ -235,6 +245,8 @@ class FileWeights(WeightSource):
 
     def _take_up(self, plan: StreamPlan) -> None:
         is_first, self.plan = self.plan is None, plan
+        for done in self._stop():
+            done.order()
         self._ring = self._slots = self._words = None
         self._made.clear()
         stays = plan.kept if self.streams_experts else {*plan.kept, *(unit.key for unit in self.held.experts.values())}
@@ -244,12 +256,15 @@ class FileWeights(WeightSource):
         self._keep_words(plan)
         self._keep(unit for unit in self.held.units if unit.key in plan.kept)
         cycle = [unit for unit in self.held.units if unit.key not in plan.kept]
+        self.loader.copies.expected = (
+            plan.streamed_bytes + self.streams_experts * self.sizes.num_experts * self.sizes.expert
+        )
         if cycle:
             self._ring = Ring(
                 self.loader.allocate(plan.ring_bytes),
                 cycle,
                 self.loader.num_bytes,
-                lambda unit, memory, free: self.loader.load(unit, memory, free, UPDATES),
+                lambda unit, memory, free: self.loader.load(unit, memory, free, UPDATES, again=True),
             )
         if self.streams_experts:
             self._slots = self._expert_slots(plan.expert_slots)
@@ -297,7 +312,7 @@ class FileWeights(WeightSource):
         return ExpertSlots(
             list(self.loader.allocate(num_slots * size).split(size)),
             ExpertUses(layers, self.config.moe.num_experts or 0, self.config.moe.top_k),
-            lambda place, memory, free, priority: self.loader.load(units[place], memory, free, priority),
+            lambda place, memory, free, priority: self.loader.load(units[place], memory, free, priority, again=True),
             wait,
             lambda: Completion.so_far(self.device),
         )
@@ -309,14 +324,18 @@ class FileWeights(WeightSource):
         """How much of the model stays, in a line."""
         sizes = self.sizes
         kept = sum(size for key, size in sizes.units if key in plan.kept)
+        beside_gpu = self.device.type == "cuda"
+        where = "the host" if beside_gpu else "the files"
         parts = [f"{(sizes.small + kept) / MIB:.0f} MiB of the weights stay"]
         if plan.ring_bytes:
             parts.append(
-                f"{plan.streamed_bytes / MIB:.0f} MiB come from the files in every pass, through a ring of "
+                f"{plan.streamed_bytes / MIB:.0f} MiB come from {where} in every pass, through a ring of "
                 f"{plan.ring_bytes / MIB:.0f} MiB"
             )
         if self.streams_experts:
-            parts.append(f"{plan.expert_slots} of {sizes.num_experts} experts have slots")
+            parts.append(f"{plan.expert_slots} of {sizes.num_experts} experts have slots, the others come from {where}")
+        if beside_gpu:
+            parts.append(f"the host keeps at most {max(HOST.room, 0) / MIB:.0f} MiB of what comes and goes")
         whole = "the model" if is_first else "with what is needed beside it, the model"
         return (
             f"{whole} ({sizes.total / MIB:.0f} MiB) is larger than its memory ({self.budget / MIB:.0f} MiB, "

@@ -12,13 +12,15 @@ from typing import Protocol
 import torch
 
 from configs.schema import ConfigError
+from inference.weights.host_copies import HostCopies
 from inference.weights.parts import LocalPart, WeightUnit
-from memory.completion import TIMEOUT, Completion, Users, soonest_free
+from memory.completion import TIMEOUT, Cancelled, Completion, Users, soonest_free
 from memory.copy_stream import PASSES
 from memory.host_link import HostLink
 
 ALIGNMENT = 64  # bytes, of each weight in its unit
 SLOW = 10.0  # seconds after which the user hears what is waited for
+STAGE_BYTES = 32 * 2**20  # of a table's rows that come at once, where no unit is larger
 NUM_STAGES = 2  # pieces of pinned memory between files and a GPU
 FP32_NAMES = ("router.expert_bias",)  # weights that no precision changes
 
@@ -39,12 +41,21 @@ class _StagingPiece:
     users: Users = field(default_factory=Users)
 
 
+def _cancel_too(before: Completion, read: Completion) -> None:
+    """Nobody needs what is read for a copy that is left out."""
+    if isinstance(before.error, Cancelled):
+        read.cancel()
+
+
 class UnitLoader:
     """Reads units into pieces of memory of the device, as `dtype`."""
 
     def __init__(self, files: WeightFiles, link: HostLink, dtype: torch.dtype, timeout: float = TIMEOUT) -> None:
         self._files, self._link, self._dtype, self._timeout = files, link, dtype, timeout
         self._stages: list[_StagingPiece] = []
+        self.stage_bytes = 0  # of a piece at least: the largest unit's, so that none is pinned in a pass
+        self.copies = HostCopies(link)  # beside a GPU
+        self._allocated = Completion.already()  # what the device did with the memory that was allocated, before
         self._reading = ""  # what the reading thread is at
         self.bytes_read = 0
 
@@ -61,25 +72,59 @@ class UnitLoader:
             start += self._padded(part)
         return found
 
-    def load(self, unit: WeightUnit, memory: torch.Tensor, free: Sequence[Completion], priority: int) -> Completion:
-        """Read a unit into memory that is free once all of `free` is over."""
+    def load(
+        self, unit: WeightUnit, memory: torch.Tensor, free: Sequence[Completion], priority: int, again: bool = False
+    ) -> Completion:
+        """Bring a unit to memory that is free once all of `free` is over. `again`: it will be wanted again, so beside a
+        GPU the host keeps it where it has room."""
         size = self.num_bytes(unit)
-        self.bytes_read += size
         if self._link.device.type == "cpu":
-            return self._link.read.submit(lambda: self._fill(unit, memory), (), size, free, priority)
-        stage = self._stage(size)
-        piece = stage.memory[:size]
-        read = self._link.read.submit(lambda: self._fill(unit, piece), (), size, stage.users.all(), priority)
+            return self._read(unit, memory, free, priority)
+        users: Users | None = None
+        copy = self.copies.of(unit.key) or (self.copies.add(unit.key, size) if again else None)
+        if copy is None:
+            stage = self._stage(size)
+            piece, users = stage.memory[:size], stage.users
+            read = self._read(unit, piece, users.all(), priority)
+            users.add(read)
+        else:
+            if copy.must_be_read:
+                copy.read = self._read(unit, copy.memory, (), priority)
+            assert copy.read is not None
+            piece, read = copy.memory, copy.read
         target = memory[:size]
-        up = self._link.up.submit(lambda: target.copy_(piece, non_blocking=True), (read,), size, free, priority)
-        stage.users.add(up, size)
+        up = self._link.up.submit(
+            lambda: target.copy_(piece, non_blocking=True), (read,), size, (self._allocated, *free), priority
+        )
+        up.when_issued(lambda: _cancel_too(up, read))
+        if users is not None:
+            users.add(up, size)
         return up
 
+    def _read(self, unit: WeightUnit, memory: torch.Tensor, free: Sequence[Completion], priority: int) -> Completion:
+        size = self.num_bytes(unit)
+        self.bytes_read += size
+        return self._link.read.submit(lambda: self._fill(unit, memory), (), size, free, priority)
+
     def load_now(self, unit: WeightUnit) -> dict[str, torch.Tensor]:
-        """A unit's weights by their logical names, in memory of their own."""
+        """A unit's weights by their logical names, in memory of their own. A table comes in blocks of its rows."""
         memory = self.allocate(self.num_bytes(unit))
-        self.wait(unit, self.load(unit, memory, (), PASSES))
+        start = 0
+        for block in self._blocks(unit):
+            self.wait(block, self.load(block, memory[start:], (), PASSES))
+            start += self.num_bytes(block)
         return self.views(unit, memory)
+
+    def _blocks(self, unit: WeightUnit) -> list[WeightUnit]:
+        """The unit in pieces that are as large as the staging pieces at most, where it is one table."""
+        most = max(self.stage_bytes, STAGE_BYTES)
+        if len(unit.parts) > 1 or self.num_bytes(unit) <= most:
+            return [unit]
+        (part,) = unit.parts
+        num_rows, row = part.shape[0], self.num_bytes(unit) // part.shape[0]
+        size = max(ALIGNMENT, most // row // ALIGNMENT * ALIGNMENT)  # rows, whose bytes are aligned
+        starts = range(0, num_rows, size)
+        return [WeightUnit(unit.key, (part.rows(start, min(size, num_rows - start)),)) for start in starts]
 
     def read_rows(self, part: LocalPart, rows: Sequence[int]) -> torch.Tensor:
         """Single rows of a table, `[n, H]` on the host."""
@@ -99,7 +144,10 @@ class UnitLoader:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory of the device, uint8, that other threads may fill."""
         with torch.inference_mode(False):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._link.device)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._link.device)
+        # The allocator gives memory that the current stream may still be using for somebody else.
+        self._allocated = Completion.so_far(self._link.device)
+        return memory
 
     def wait(self, unit: WeightUnit, there: Completion) -> float:
         """What the device is given from now on comes after a unit is there; the seconds that the host waited. Raises
@@ -124,8 +172,17 @@ class UnitLoader:
             for stage in self._stages:  # what is read into it goes on
                 for done in stage.users.all():
                     done.wait(self._timeout)
-            self._stages = [_StagingPiece(self._link.allocate(size)) for _ in range(NUM_STAGES)]
+            self._stages = []
+            self._stages = [_StagingPiece(self._pinned(max(size, self.stage_bytes))) for _ in range(NUM_STAGES)]
         return self._stages[soonest_free([stage.users for stage in self._stages])]
+
+    def _pinned(self, num_bytes: int) -> torch.Tensor:
+        memory = self._link.take(num_bytes, "weights on their way")
+        if memory is None:
+            raise ConfigError(
+                f"the host has no {num_bytes / 2**20:.0f} MiB of memory for weights on their way to the GPU. Free some"
+            )
+        return memory
 
     def _fill(self, unit: WeightUnit, memory: torch.Tensor) -> None:
         for part, target in zip(unit.parts, self.views(unit, memory).values(), strict=True):

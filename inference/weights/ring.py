@@ -47,7 +47,9 @@ class Ring:
     def take(self, key: str) -> RingSlot:
         """The slot of the unit that is used next; the caller waits until it is there."""
         while self._live and self._live[0].unit.key != key:  # a pass that was broken off
-            self.give_back(self._live[0], Completion.already())
+            slot = self._live.popleft()
+            slot.there.cancel()
+            self._before.append((slot.start, slot.end, slot.there))
         if not self._live:
             self._next = self._places[key]
             self._ahead()
@@ -57,9 +59,14 @@ class Ring:
         """The slot's unit is not used any more once `after` is over; what comes next is loaded."""
         assert self._live[0] is slot, slot.unit.key
         self._live.popleft()
-        # A unit that nobody used may still be on its way.
-        self._before += [(slot.start, slot.end, done) for done in (slot.there, after)]
+        self._before.append((slot.start, slot.end, after))
         self._ahead()
+
+    def stop(self) -> list[Completion]:
+        """Leave out what nobody has begun with; all that must be over before the memory may go."""
+        for slot in self._live:
+            slot.there.cancel()
+        return [*(done for _, _, done in self._before), *(slot.there for slot in self._live)]
 
     def _ahead(self) -> None:
         """Load units as long as there is room behind the last one."""

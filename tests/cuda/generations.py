@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -32,20 +33,22 @@ class Used:
     each_token: list[Waits] = field(default_factory=list)
     scoring: Waits = field(default_factory=Counter)
     worker_waits: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    pinned: Counter[str] = field(default_factory=Counter)  # by what was used already once
+    pinned: Counter[str] = field(default_factory=Counter)  # pieces of memory that passes pinned, by place
     faults: list[str] = field(default_factory=list)
     left_out: int = 0
     streams: tuple[bool, bool] = False, False  # units, experts
     bytes_read: list[int] = field(default_factory=list)  # so far, after each of three uses
-    cancelled: int = 0
-    device_bytes: int = 0  # the most at a time
-    held_bytes: int = 0  # of weights, as is said of them
     host_bytes: Counter[str] = field(default_factory=Counter)  # counted under the host's budget
 
 
-def budgets(folder: Path, shares: Sequence[float], rows: int = 2) -> list[float]:
-    """MiB, to be asked on the CPU: room for what is needed beside the weights, for one unit and one expert, and for a
-    share of the rest. `rows`: texts of a batch."""
+def on_cpu(folder: Path, share: float | None, rows: int) -> tuple[float | None, Used]:
+    """`use`, and its budget in MiB: room for what is needed beside the weights, for one unit and one expert, and for a
+    share of the rest; None: for all."""
+    budget = None if share is None else _budget(folder, share, rows)
+    return budget, _use("cpu", folder, budget, rows)
+
+
+def _budget(folder: Path, share: float, rows: int) -> float:
     from inference.open_model import open_model
     from inference.weights.plan import MIB
 
@@ -53,22 +56,19 @@ def budgets(folder: Path, shares: Sequence[float], rows: int = 2) -> list[float]
         _first_use(model, rows)
         sizes, other = model.weights.sizes, model.weights._other
     least = sizes.small + max(size for _, size in sizes.units) + sizes.expert
-    return [(other + least + share * (sizes.total - least)) / MIB for share in shares]
+    return float(other + least + share * (sizes.total - least)) / MIB
 
 
-def use(
-    device: str,
-    folder: Path,
-    budget: float | None = None,
-    rows: int = 2,
-    early: bool = False,
-    mutant: Mutant | None = None,
-) -> Used:
-    """Generate twice and score a text twice, or fill in masks twice, with a budget of so many MiB."""
-    if device == "cpu":
-        return _use(device, folder, budget, rows)
-    with runs.pretended(mutant, early):
-        used = _use(device, folder, budget, rows)
+def use(folder: Path, budget: float | None, rows: int, early: bool, mutant: Mutant | None, copies: bool) -> Used:
+    """Generate twice and score a text twice on the device, or fill in masks twice, with a budget of so many MiB.
+    `rows`: texts of a batch. `copies`: the host has room for what comes and goes."""
+    from inference.weights.host_copies import HostCopies
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(runs.pretended(mutant, early))
+        if not copies:
+            stack.enter_context(mock.patch.object(HostCopies, "add", lambda *_: None))
+        used = _use("cuda", folder, budget, rows)
     used.faults, used.left_out = sorted(OBSERVED.faults), mutant.left_out if mutant else 0
     return used
 
@@ -106,7 +106,6 @@ def _use(device: str, folder: Path, budget: float | None, rows: int) -> Used:
         used.pinned = Counter(OBSERVED.pinned)
         assert weights.plan is not None
         used.streams = weights.plan.ring_bytes > 0, weights.streams_experts
-        used.cancelled, used.held_bytes = weights.counts.experts.cancelled, weights.bytes_held
         used.host_bytes = Counter(HOST.held)
     return used
 
