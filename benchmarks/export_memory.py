@@ -1,12 +1,12 @@
 """Takes models out of checkpoints and folders where no more memory is to be had than two of their tensors need: `python
--m benchmarks.export_memory [--layers 8] [--folder FOLDER] [--json]`
+-m benchmarks.export_memory [--layers 4] [--folder FOLDER] [--json]`
 
 Needs root and a memory cgroup that can be made; else it says so and measures nothing. Two models with random weights
 are made, each at least 4 times what its commands may take beside the process: a mixture of experts in a checkpoint of
 two ranks, whose experts lie in stacks, and a GPT-2, whose queries, keys and values are one transposed matrix in its
-Hugging Face folder. Each command runs first on a tiny model of the same kind, in a cgroup without a limit, for the peak
-of the process; then on the model, in a cgroup that allows this peak, twice the largest tensor and 64 MiB. Pages of
-files and dirty pages count in both. Some tensors of what was written are compared with what was made.
+Hugging Face folder. Each command runs first on a tiny model of the same kind, twice, in a cgroup without a limit, for
+the peak of the process; then on the model, in a cgroup that allows the lower peak, twice the largest tensor and 64 MiB.
+Pages of files and dirty pages count in both. Some tensors of what was written are compared with what was made.
 """
 
 from __future__ import annotations
