@@ -7,6 +7,7 @@ whole, and one of them is held at a time.
 from __future__ import annotations
 
 import re
+import threading
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ class Held:
 
     path: Path | None = None
     tensors: Tensors = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class PickledFile:
@@ -63,11 +65,12 @@ class PickledFile:
     def _tensors(self) -> Tensors:
         if self._mapped is not None:
             return self._mapped
-        if self._held.path != self._path:
-            self._held.path, self._held.tensors = None, {}  # before the next is read
-            self._held.tensors = _load(self._path, mapped=False)
-            self._held.path = self._path
-        return self._held.tensors
+        with self._held.lock:
+            if self._held.path != self._path:
+                self._held.path, self._held.tensors = None, {}  # before the next is read
+                self._held.tensors = _load(self._path, mapped=False)
+                self._held.path = self._path
+            return self._held.tensors
 
 
 def _load(path: Path, mapped: bool) -> Tensors:

@@ -17,7 +17,7 @@ import torch
 from configs.schema import ConfigError
 from memory.read_only_file import ReadOnlyFile, UnreadableFile
 from models.weight_files.cover import Box
-from models.weight_files.stored import BlockScale, StoredMatrix
+from models.weight_files.stored import BlockScale, StoredMatrix, as_bytes
 
 SCRATCH_BYTES = 4 * 2**20
 SCALED_BYTES = 2**20  # of a band of fp8 numbers, which are fp32 between
@@ -196,4 +196,4 @@ def _read(stored: StoredMatrix, row: int, column: int, target: torch.Tensor) -> 
     if target.numel() == 0:
         return
     start = stored.start + (row * stored.columns + column) * stored.dtype.itemsize
-    stored.source.read(start, memoryview(target.detach().view(-1).view(torch.uint8).numpy()))
+    stored.source.read(start, as_bytes(target))

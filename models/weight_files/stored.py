@@ -58,3 +58,9 @@ class BlockScale:
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of a tensor of any shape."""
     return (math.prod(shape), 1) if len(shape) < 2 else (math.prod(shape[:-1]), shape[-1])
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the host, without a copy."""
+    dense = tensor.detach().as_strided((tensor.numel(),), (1,))  # one number may have any stride
+    return memoryview(dense.view(torch.uint8).numpy())

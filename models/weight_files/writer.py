@@ -16,6 +16,7 @@ import torch
 from configs import progress
 from configs.files import writing
 from models.weight_files.choice import INDEX_NAME, SINGLE_NAME
+from models.weight_files.stored import as_bytes
 from parallel.dtypes import SAFETENSORS_NAMES
 
 PART_BYTES = 2 * 1024**3
@@ -123,7 +124,7 @@ class _PartFile:
                 self._open()
             start = len(self._header) + self._starts[name]
             if tensor.numel() > 0:
-                self._write(memoryview(tensor.view(-1).view(torch.uint8).numpy()), start)
+                self._write(as_bytes(tensor), start)
         self._left.remove(name)
         if not self._left:
             self.close()
