@@ -137,9 +137,9 @@ def _main(options: argparse.Namespace) -> None:
                 flush=True,
             )
         stop = set() if options.ignore_end else model.end_tokens
-        shared_passes(decoder, ids, options.max_tokens, options.batch, not options.no_cache)  # the weights that stay
-        begin = time.perf_counter()
         with recorded(model, options.record_routing):
+            shared_passes(decoder, ids, options.max_tokens, options.batch, not options.no_cache)  # the weights that stay
+            begin = time.perf_counter()
             completions = generate(
                 decoder,
                 ids,

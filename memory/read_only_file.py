@@ -12,13 +12,17 @@ import mmap
 import os
 import resource
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import weakref
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 
 from memory.host_memory import BLOCK, padded
 
+NUM_THREADS = 2  # that read beside those that copy
 CHUNK_BYTES = 4 * 2**20  # of one read
 DROP_BYTES = 8 * 2**20  # that are read before they are dropped from the kernel's cache
 
@@ -34,6 +38,33 @@ class UnreadableFile(OSError):
         return f"{self.path} cannot be read: {self.strerror}"
 
 
+@dataclass(frozen=True)
+class _Issued:
+    """A read that some thread will do."""
+
+    done: Future[None]
+    file: ReadOnlyFile
+    start: int
+    chunk: memoryview
+    needed: int
+
+
+def _read_issued(work: SimpleQueue[_Issued | None]) -> None:
+    while (item := work.get()) is not None:
+        try:
+            item.file.read_aligned(item.start, item.chunk, item.needed)
+        except BaseException as error:  # whoever waits must hear of it
+            item.done.set_exception(error)
+        else:
+            item.done.set_result(None)
+        del item  # no file stays open for a thread that waits
+
+
+def _end_threads(work: SimpleQueue[_Issued | None]) -> None:
+    for _ in range(NUM_THREADS):
+        work.put(None)
+
+
 class BounceBuffers:
     """Aligned memory for direct reads: two chunks for each thread that reads, one of which is read into while the other
     is copied from."""
@@ -41,7 +72,10 @@ class BounceBuffers:
     def __init__(self, chunk_bytes: int = CHUNK_BYTES):
         self.chunk_bytes = padded(chunk_bytes)
         self._of_thread = threading.local()
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="direct-read")
+        self._work: SimpleQueue[_Issued | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, _end_threads, self._work)
 
     def pair(self) -> tuple[memoryview, memoryview]:
         """The calling thread's two chunks."""
@@ -53,7 +87,15 @@ class BounceBuffers:
 
     def issue(self, file: ReadOnlyFile, start: int, chunk: memoryview, needed: int) -> Future[None]:
         """Begin to read bytes of a file into a chunk."""
-        return self._pool.submit(file.read_aligned, start, chunk, needed)
+        with self._lock:
+            while len(self._threads) < NUM_THREADS:  # that no process waits for at its end: a disk may never answer
+                name = f"direct-read {len(self._threads)}"
+                thread = threading.Thread(target=_read_issued, args=(self._work,), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        done: Future[None] = Future()
+        self._work.put(_Issued(done, file, start, chunk, needed))
+        return done
 
 
 class ReadOnlyFile:
@@ -136,7 +178,8 @@ class ReadOnlyFile:
             except OSError as error:
                 raise UnreadableFile(self.path, error.errno, error.strerror or str(error)) from error
             if done + count < needed and count < block:
-                raise UnreadableFile(self.path, errno.EIO, f"it was cut at byte {start + done + count} meanwhile")
+                size = os.fstat(self._descriptor).st_size
+                raise UnreadableFile(self.path, errno.EIO, f"it was cut at byte {size} of {self.size} meanwhile")
             done += count if done + count >= needed else count // block * block  # what follows must stay aligned
 
     def _dropped_later(self, start: int, end: int) -> None:
