@@ -11,10 +11,10 @@ import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-# What a cgroup's limit, use, and the part of it that the kernel can drop are called: in version 2, and in 1.
+# What a cgroup's limit, use, and the parts of it that the kernel can drop and that are mapped are called: in version 2, and in 1.
 FILES = {
-    2: ("memory.max", "memory.current", "inactive_file"),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file", "file_mapped"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_mapped_file"),
 }
 
 BLOCK = 4096  # bytes that a disk is read and written in multiples of
@@ -67,11 +67,13 @@ def _left_by_cgroups() -> Iterator[int]:
                 break
 
 
-def _left(folder: Path, limit_name: str, use_name: str, reclaimable_name: str) -> Iterator[int]:
+def _left(folder: Path, limit_name: str, use_name: str, reclaimable_name: str, mapped_name: str) -> Iterator[int]:
     try:
         limit, use = (folder / limit_name).read_text().strip(), int((folder / use_name).read_text())
         entries = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         if limit != "max":
-            yield int(limit) - use + int(entries.get(reclaimable_name, 0))
+            reclaimable, mapped = (int(entries.get(name, 0)) for name in (reclaimable_name, mapped_name))
+            # Pages of programs and libraries: without them every step would wait for the disk.
+            yield int(limit) - use + max(0, reclaimable - mapped)
     except (OSError, ValueError):
         return  # no limit here

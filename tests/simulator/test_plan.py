@@ -377,13 +377,13 @@ def test_what_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch, r
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_memory_that_a_cgroup_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: int) -> None:
-    limit, use, reclaimable = host_memory.FILES[version]
+    limit, use, reclaimable, mapped = host_memory.FILES[version]
     root = tmp_path / "memory" if version == 1 else tmp_path
     for folder, most in ((root / "a", "1000000"), (root / "a/b", "max" if version == 2 else str(2**63 - 4096))):
         folder.mkdir(parents=True)
         (folder / limit).write_text(f"{most}\n")
         (folder / use).write_text("300000\n")
-        (folder / "memory.stat").write_text(f"anon 1\n{reclaimable} 100000\n")
+        (folder / "memory.stat").write_text(f"anon 1\n{reclaimable} 150000\n{mapped} 50000\n")
     (tmp_path / "own").write_text("4:cpu,cpuacct:/x\n3:memory:/a/b\n0::/none\n" if version == 1 else "0::/a/b\n")
     monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path)
     monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
