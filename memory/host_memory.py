@@ -11,7 +11,7 @@ import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-# What a cgroup's limit, use, and the parts of it that the kernel can drop and that are mapped are called: in version 2, and in 1.
+# What a cgroup's limit, use, and the parts of it that the kernel can drop and that are mapped are called, by version.
 FILES = {
     2: ("memory.max", "memory.current", "inactive_file", "file_mapped"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_mapped_file"),
