@@ -17,7 +17,6 @@ from inference.weights.source import WeightSource
 from moe.router import limit_to_groups
 
 SHARED = "mlp.shared_experts."
-MORE_EXPECTED = 1.5  # experts that are expected of a layer, as parts of those that it will choose
 
 
 class DecoderExperts:
@@ -74,12 +73,6 @@ class DecoderExperts:
             for output, hidden, step in zip(outputs, inputs, steps, strict=True)
         ]
 
-    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The experts `[T, n]` that tokens [T, H] which are not quite these will probably choose, the surest first:
-        those that these choose, and some that come next."""
-        ranking, _ = self._ranked(hidden)
-        return ranking.topk(min(int(MORE_EXPECTED * self.moe.top_k), ranking.size(1)), dim=1).indices
-
     def _expert(self, weights: Weights) -> Apply:
         return feed_forward(weights, "", self.config, None)
 
@@ -90,18 +83,6 @@ class DecoderExperts:
         """Weights (fp32) and numbers of each token's experts `[T, k]`: Megatron-core's
         topk_routing_with_score_function."""
         moe = self.moe
-        ranking, scores = self._ranked(hidden)
-        chosen = ranking.topk(moe.top_k, dim=1).indices
-        probs = scores.gather(1, chosen)
-        if moe.router_score == "softmax" and moe.normalize_top_k:
-            probs = probs.softmax(dim=1)
-        elif moe.router_score == "sigmoid" and moe.top_k > 1:
-            probs = probs / (probs.sum(dim=1, keepdim=True) + 1e-20)
-        return probs * (moe.routed_scaling_factor or 1.0), chosen
-
-    def _ranked(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What experts are chosen by, and their scores, fp32 `[T, E]`."""
-        moe = self.moe
         scores = F.linear(hidden.float(), self.router, self.bias)
         if moe.router_score == "sigmoid":
             scores = scores.sigmoid()
@@ -111,7 +92,13 @@ class DecoderExperts:
         if moe.num_groups is not None and moe.group_top_k is not None:
             best = moe.group_score_top_k or moe.top_k // moe.group_top_k
             ranking = limit_to_groups(ranking, moe.num_groups, moe.group_top_k, best)
-        return ranking, scores
+        chosen = ranking.topk(moe.top_k, dim=1).indices
+        probs = scores.gather(1, chosen)
+        if moe.router_score == "softmax" and moe.normalize_top_k:
+            probs = probs.softmax(dim=1)
+        elif moe.router_score == "sigmoid" and moe.top_k > 1:
+            probs = probs / (probs.sum(dim=1, keepdim=True) + 1e-20)
+        return probs * (moe.routed_scaling_factor or 1.0), chosen
 
 
 def _to_host(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -70,7 +70,7 @@ class Layer:
             return []
         assert after.experts is not None
         texts = [each if step.texts is None else each[step.texts] for each, step in zip(middle, steps, strict=True)]
-        return [after.experts.likeliest(after._before(after.feed_forward_norm, each)) for each in texts]
+        return [after.experts.route(after._before(after.feed_forward_norm, each))[1] for each in texts]
 
     def _expect(self, chosen: Sequence[int]) -> None:
         """Have the next layer's experts fetched ahead: one number for each token and choice."""
