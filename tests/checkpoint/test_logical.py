@@ -110,6 +110,10 @@ def test_names_in_checkpoints_are_those_of_every_preset_and_family() -> None:
 
 SMALL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "sequence_length": 16}
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 20}
+LATENT = {"attention": "latent", "num_query_groups": None, "head_dim": 8, "rotary_head_dim": 4, "value_head_dim": 8} | {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_pp2": (4, {"model": SMALL, "parallel": {"tensor": 2, "pipeline": 2}}),
     "vpp": (
@@ -119,7 +123,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts": (
         4,
         {
-            "model": SMALL,
+            "model": {**SMALL, **LATENT},
             "moe": {**EXPERTS, "layers": [0, 1, 1, 1], "shared_expert_ffn_hidden_size": 12, "expert_bias": True}
             | {"router_score": "sigmoid"},
             "parallel": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2},
