@@ -127,6 +127,8 @@ class Decoder(Transformer):
         without one. generates: only logits of last tokens are wanted. Raises ConfigError, on all ranks, where the
         budget of one is too small for one batch. A collective call.
         """
+        if not self.source.has_budget:
+            return 1
         problem = None
         try:
             self.source.reserve(self._needed(rows, length, prompt, generates, 1))

@@ -101,6 +101,11 @@ class FileWeights(WeightSource):
         return self._small
 
     @property
+    def has_budget(self) -> bool:
+        """There is one, whoever said it."""
+        return True
+
+    @property
     def streams(self) -> bool:
         """Whether weights come and go."""
         return self.plan is not None and (self.plan.ring_bytes > 0 or self.streams_experts)

@@ -91,6 +91,11 @@ class WeightSource(ABC):
         return
 
     @property
+    def has_budget(self) -> bool:
+        """Whether there is a limit to what may be kept in memory."""
+        return False
+
+    @property
     def streams(self) -> bool:
         """Whether weights come and go, so that batches should share a pass."""
         return False
