@@ -161,12 +161,18 @@ def _random_model(name: str, **more: Any) -> Any:
     return model_class(model_class.config_class(**{**values, key: LENGTH, **more})).eval()
 
 
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
 def _in_fp8(folder: Path) -> None:
     """Projections become fp8 with scales, as DeepSeek-V3 has them."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     path, block = folder / "model.safetensors", FP8_BLOCK
-    tensors, generator = load_file(path), torch.Generator().manual_seed(2)
+    tensors, generator = _tensors(folder), torch.Generator().manual_seed(2)
     for name in [name for name in tensors if name.endswith("proj.weight") or "kv_a_proj" in name]:
         rows, columns = tensors[name].shape
         tensors[name] = (100 * torch.randn(rows, columns, generator=generator)).to(torch.float8_e4m3fn)
@@ -189,8 +195,8 @@ def huggingface_folder(source: str, folder: Path) -> None:
     if kind == "fp8":
         _in_fp8(folder)
     elif kind == "in pytorch_model.bin":
+        torch.save(_tensors(folder), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
-        torch.save(model.state_dict(), folder / "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
