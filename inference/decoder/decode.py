@@ -114,10 +114,12 @@ class Decoder(Transformer):
             ]
         self.source.pass_is_over(sum(batch.tokens.numel() for batch in batches))
         shapes = [(len(batch.tokens), batch.tokens.size(1) - 1) for batch in batches]
-        return [
+        results = [
             (self._from_last(log_probs).view(shape), self._from_last(greedy).view(shape))
             for (log_probs, greedy), shape in zip(scores, shapes, strict=True)
         ]
+        self.source.check_finite([log_probs for log_probs, _ in results])
+        return results
 
     def batches_at_once(self, rows: int, prompt: int, length: int, generates: bool, most: int) -> int:
         """How many batches of `rows` texts should share a pass: one where all weights stay; else as many as a quarter

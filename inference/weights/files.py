@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from configs import progress
-from configs.schema import Config
+from configs.schema import Config, ConfigError
 from inference.weights.expert_cache import ExpertUses
 from inference.weights.expert_slots import ExpertCounts, ExpertSlots, Place
+from inference.weights.finite import are_finite, first_not_finite
 from inference.weights.loader import UnitLoader, WeightFiles
 from inference.weights.parts import WeightUnit, expert_key
 from inference.weights.plan import MIB, HeldSizes, StreamPlan, plan_weights
@@ -25,9 +26,11 @@ from inference.weights.source import Named, WeightSource
 from memory.completion import Completion
 from memory.copy_stream import PASSES, UPDATES
 from memory.host_link import HostLink
+from parallel.refusal import raise_together
 from parallel.topology import Topology
 
 T = TypeVar("T")
+NOT_FINITE = "has a number that is NaN or infinite. Take another copy of the model, or an earlier checkpoint."
 
 
 @dataclass
@@ -79,7 +82,7 @@ class FileWeights(WeightSource):
         given: float | None = None,
     ) -> None:
         super().__init__(config, topology, vocab_size, dtype)
-        self.budget, self._given = budget, given
+        self.budget, self._given, self._files = budget, given, files
         self._link = HostLink(topology.device)
         self.loader = UnitLoader(files, self._link, dtype)
         self.counts = ReadingCounts()
@@ -193,6 +196,19 @@ class FileWeights(WeightSource):
         if self.streams and now - max(self._told, counts.begun) >= progress.LOG_EVERY_SECONDS:
             self._told = now
             self._say(counts.line())
+
+    def check_finite(self, answers: Sequence[torch.Tensor]) -> None:
+        """Raises ConfigError, on all ranks, with the file and the weight to blame where an answer is no number."""
+        if are_finite(answers):
+            return
+        self._ring = self._slots = self._words = None  # their memory is needed, and nobody goes on
+        self._kept, self._made = {}, {}
+        name = first_not_finite(self.loader, self.held)
+        raise_together(None if name is None else f"{self._files.file_of(name)}: tensor {name} {NOT_FINITE}")
+        raise ConfigError(
+            f"the model's answers are not finite in {self.config.training.precision}, though all of its weights are. "
+            "Its numbers grow beyond what that holds."
+        )
 
     @property
     def bytes_held(self) -> int:
