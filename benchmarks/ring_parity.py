@@ -184,10 +184,11 @@ def _in_fp8(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": fp8}))
 
 
-def huggingface_folder(source: str, folder: Path) -> None:
-    """A folder of a family, `family`, `family bf16`, `family in parts`, `family in pytorch_model.bin`, `family fp8`."""
+def huggingface_folder(source: str, folder: Path, **more: Any) -> None:
+    """A folder of a family: `family`, `family bf16`, `family in parts`, `family in pytorch_model.bin`, `family fp8`. `more`:
+    values of its config."""
     name, _, kind = source.partition(" ")
-    model = _random_model(name)
+    model = _random_model(name, **more)
     if kind in ("bf16", "fp8"):
         model = model.to(torch.bfloat16)
     with contextlib.redirect_stderr(io.StringIO()):
@@ -212,6 +213,7 @@ TRAININGS = {
     "run of TP2xPP2": Training("gpt_tiny", 4, (TP2, "parallel.sequence=true", PP2)),
     "run of TP2xPP2, MoE": Training("gpt_moe_tiny", 4, (TP2, "parallel.sequence=true", PP2)),
     "run of EP4, moved homes": Training("gpt_moe_tiny", 4, ("parallel.expert=4", *PLACED)),
+    "run of EP2, moved homes": Training("gpt_moe_tiny", 2, (EP2, *PLACED)),
     "run of EP2xETP2, moved homes": Training(
         "gpt_moe_tiny", 4, (TP2, "parallel.sequence=true", EP2, "parallel.expert_tensor=2", *PLACED)
     ),
@@ -228,11 +230,11 @@ TRAININGS = {
 EXPORTED = ", exported"
 
 
-def make_folder(source: str, folder: Path, data: Sequence[str]) -> Path:
-    """What a source's words ask for."""
+def make_folder(source: str, folder: Path, data: Sequence[str], **more: Any) -> Path:
+    """What a source's words ask for. `more`: values of the config of a Hugging Face folder."""
     run = source.removesuffix(EXPORTED)
     if run not in TRAININGS:
-        huggingface_folder(source, folder)
+        huggingface_folder(source, folder, **more)
         return folder
     training = TRAININGS[run]
     words = [f"experiment={training.model}", *SMALL, f"memory.disk_dir={folder}", f"run_dir={folder / 'run'}"]
@@ -259,7 +261,7 @@ def cases() -> list[Case]:
     for name, training in TRAININGS.items():
         is_moe = "moe" in training.model
         found += [Case(name), Case(name, EP2 if is_moe else TP2), Case(name, PP2)]
-    found += [Case(f"{name}{EXPORTED}", layout) for name in list(TRAININGS)[1:3] for layout in (None, EP2)]
+    found += [Case(f"{name}{EXPORTED}", layout) for name in ("run of TP2xPP2, MoE", "run of EP4, moved homes") for layout in (None, EP2)]
     return found
 
 

@@ -12,10 +12,11 @@ from configs.schema import Config, ConfigError
 from inference.decoder.footprint import cache_bytes, pass_bytes
 from inference.decoder.run import Transformer
 from inference.decoder.step import Cache, Step
+from inference.weights.budget import refuse_together
+from inference.weights.plan import BudgetTooSmall
 from inference.weights.source import ChunkWeights, WeightSource
 from memory.transfer import to_device
 from models.attention.layers import window_mask
-from parallel.refusal import raise_together
 from parallel.topology import Topology
 
 
@@ -134,9 +135,9 @@ class Decoder(Transformer):
         problem = None
         try:
             self.source.reserve(self._needed(rows, length, prompt, generates, 1))
-        except ConfigError as error:
-            problem = str(error)
-        raise_together(problem)
+        except BudgetTooSmall as error:
+            problem = error
+        refuse_together(problem)
         count, room = 1, self.source.room_for_batches
         while count < most and self._needed(rows, length, prompt, generates, count + 1) <= room:
             count += 1

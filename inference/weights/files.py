@@ -30,7 +30,7 @@ from parallel.refusal import raise_together
 from parallel.topology import Topology
 
 T = TypeVar("T")
-NOT_FINITE = "has a number that is NaN or infinite. Take another copy of the model, or an earlier checkpoint."
+OTHER_COPY = "Take another copy of the model, or an earlier checkpoint."
 
 
 @dataclass
@@ -133,7 +133,7 @@ class FileWeights(WeightSource):
         """What leaves all weights where they are; where they come and go, a quarter of the budget, and what leaves room
         for one unit."""
         if not self.streams:
-            return int(self.budget) - self.sizes.total
+            return int(self.budget) - self.bytes_held
         return int(min(self.budget / 4, self.budget - self.sizes.least))
 
     @contextmanager
@@ -204,7 +204,8 @@ class FileWeights(WeightSource):
         self._ring = self._slots = self._words = None  # their memory is needed, and nobody goes on
         self._kept, self._made = {}, {}
         name = first_not_finite(self.loader, self.held)
-        raise_together(None if name is None else f"{self._files.file_of(name)}: tensor {name} {NOT_FINITE}")
+        text = f"has a number that is NaN or infinite in {self.config.training.precision}. {OTHER_COPY}"
+        raise_together(None if name is None else f"{self._files.file_of(name)}: tensor {name} {text}")
         raise ConfigError(
             f"the model's answers are not finite in {self.config.training.precision}, though all of its weights are. "
             "Its numbers grow beyond what that holds."
