@@ -1,9 +1,10 @@
 """Seconds that a generation waits for experts, with those that the next layer's router foretells read ahead, and
 without: `python -m benchmarks.expert_waits [--cases NAME ...] [--rounds 5] [--tokens 48] [--markdown] [--json]`.
 
-Models are made (benchmarks/made_models.py), of random weights whose routing differs from token to token; a part of their
-experts has slots. Each round opens the model once for each way, in turns, generates once so that the slots are full, and
-measures the generation after that. Waited is what the passes waited for experts, of all the time of the generation.
+Models are made (benchmarks/made_models.py), of random weights whose routing differs from token to token; a part of
+their experts has slots. Each round opens the model once for each way, in turns, generates once so that the slots are
+full, and measures the generation after that. Waited is what the passes waited for experts, of all the time of the
+generation.
 """
 
 from __future__ import annotations

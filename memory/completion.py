@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+MOST_USERS = 16  # of a piece of memory that are remembered before those that are over are forgotten
 TIMEOUT = 600.0  # seconds that may pass until a piece of work is done
 
 
@@ -103,6 +104,8 @@ class Users:
     def add(self, done: Completion, size: int = 0) -> None:
         """It has been given to work that is over with `done`."""
         self._given.append((done, size))
+        if len(self._given) > MOST_USERS:
+            self.all()
         self.last = time.perf_counter()
 
     def all(self) -> list[Completion]:

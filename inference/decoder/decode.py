@@ -12,11 +12,12 @@ from configs.schema import Config, ConfigError
 from inference.decoder.footprint import cache_bytes, pass_bytes
 from inference.decoder.run import Transformer
 from inference.decoder.step import Cache, Step
+from inference.weights.budget import refuse_together
+from inference.weights.plan import BudgetTooSmall
 from inference.weights.source import TensorWeights, WeightSource
 from memory.transfer import to_device
 from models.attention.layers import window_mask
 from models.weights import logical_tensors
-from parallel.refusal import raise_together
 from parallel.topology import Topology
 
 
@@ -116,10 +117,12 @@ class Decoder(Transformer):
             ]
         self.source.pass_is_over(sum(batch.tokens.numel() for batch in batches))
         shapes = [(len(batch.tokens), batch.tokens.size(1) - 1) for batch in batches]
-        return [
+        results = [
             (self._from_last(log_probs).view(shape), self._from_last(greedy).view(shape))
             for (log_probs, greedy), shape in zip(scores, shapes, strict=True)
         ]
+        self.source.check_finite([log_probs for log_probs, _ in results])
+        return results
 
     def batches_at_once(self, rows: int, prompt: int, length: int, generates: bool, most: int) -> int:
         """How many batches of `rows` texts should share a pass: one where all weights stay; else as many as a quarter
@@ -129,12 +132,14 @@ class Decoder(Transformer):
         without one. generates: only logits of last tokens are wanted. Raises ConfigError, on all ranks, where the
         budget of one is too small for one batch. A collective call.
         """
+        if not self.source.has_budget:
+            return 1
         problem = None
         try:
             self.source.reserve(self._needed(rows, length, prompt, generates, 1))
-        except ConfigError as error:
-            problem = str(error)
-        raise_together(problem)
+        except BudgetTooSmall as error:
+            problem = error
+        refuse_together(problem)
         count, room = 1, self.source.room_for_batches
         while count < most and self._needed(rows, length, prompt, generates, count + 1) <= room:
             count += 1

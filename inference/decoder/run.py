@@ -111,8 +111,11 @@ class Transformer:
         """fp32 `[n, V]` of each batch on all ranks, of which `counts` has the n."""
         if hidden is not None:
             assert self._head is not None
-            return [self._from_last(logits) for logits in self._head.logits(hidden)]
-        return [self._from_last(torch.empty(count, self.vocab_size, device=self.device)) for count in counts]
+            found = [self._from_last(logits) for logits in self._head.logits(hidden)]
+        else:
+            found = [self._from_last(torch.empty(count, self.vocab_size, device=self.device)) for count in counts]
+        self.source.check_finite(found)
+        return found
 
     def _from_last(self, values: torch.Tensor) -> torch.Tensor:
         """The last pipeline stage's values, which others have room for."""

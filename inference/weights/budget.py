@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from configs.ranks import launched
-from inference.weights.plan import MIB
+from inference.weights.plan import MIB, BudgetTooSmall
 from memory import host_memory
 
 SHARE = 0.8  # of what is free, where nobody limits it
@@ -24,3 +25,14 @@ def memory_budget(given: float | None, device: torch.device) -> float:
     limited = host_memory.left_by_cgroups()
     free = SHARE * host_memory.free()
     return min(free, free if limited is None else LEFT_IN_GROUP * limited) / ranks
+
+
+def refuse_together(problem: BudgetTooSmall | None) -> None:
+    """Raise BudgetTooSmall on every rank where a budget is too small for one: what the rank that wants most says. A
+    collective call."""
+    found: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
+    dist.all_gather_object(found, (0, "") if problem is None else (problem.wanted, str(problem)))
+    wanted, rank = max((wanted, -rank) for rank, (wanted, _) in enumerate(found))
+    if wanted:
+        where = f" (rank {-rank})" if len(found) > 1 else ""
+        raise BudgetTooSmall(found[-rank][1] + where, wanted)

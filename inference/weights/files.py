@@ -17,6 +17,7 @@ from configs import progress
 from configs.schema import Config, ConfigError
 from inference.weights.expert_cache import ExpertUses
 from inference.weights.expert_slots import ExpertCounts, ExpertSlots, Place
+from inference.weights.finite import are_finite, first_not_finite
 from inference.weights.loader import UnitLoader, WeightFiles
 from inference.weights.parts import WeightUnit, expert_key
 from inference.weights.plan import MIB, HeldSizes, StreamPlan, plan_weights
@@ -28,10 +29,12 @@ from memory.completion import Completion
 from memory.copy_stream import PASSES, UPDATES
 from memory.host_link import HostLink
 from memory.transfer import to_device
+from parallel.refusal import raise_together
 from parallel.topology import Topology
 
 T = TypeVar("T")
 NUM_STEPS = 50  # in which the room beside weights that come and go grows, as parts of the budget
+OTHER_COPY = "Take another copy of the model, or an earlier checkpoint."
 
 
 @dataclass
@@ -83,7 +86,7 @@ class FileWeights(WeightSource):
         given: float | None = None,
     ) -> None:
         super().__init__(config, topology, vocab_size, dtype)
-        self.budget, self._given = budget, given
+        self.budget, self._given, self._files = budget, given, files
         self._link = HostLink(topology.device)
         if topology.device.type == "cuda":
             HOST.open(None, host_memory.available())  # for pinned memory
@@ -106,6 +109,11 @@ class FileWeights(WeightSource):
     def small(self) -> Named:
         """What always stays, under its logical names."""
         return self._small
+
+    @property
+    def has_budget(self) -> bool:
+        """There is one, whoever said it."""
+        return True
 
     @property
     def streams(self) -> bool:
@@ -137,7 +145,7 @@ class FileWeights(WeightSource):
         """What leaves all weights where they are; where they come and go, a quarter of the budget, and what leaves room
         for one unit."""
         if not self.streams:
-            return int(self.budget) - self.sizes.total
+            return int(self.budget) - self.bytes_held
         return int(min(self.budget / 4, self.budget - self.sizes.least))
 
     @contextlib.contextmanager
@@ -204,6 +212,20 @@ class FileWeights(WeightSource):
         if self.streams and now - max(self._told, counts.begun) >= progress.LOG_EVERY_SECONDS:
             self._told = now
             self._say(counts.line())
+
+    def check_finite(self, answers: Sequence[torch.Tensor]) -> None:
+        """Raises ConfigError, on all ranks, with the file and the weight to blame where an answer is no number."""
+        if are_finite(answers):
+            return
+        self._ring = self._slots = self._words = None  # their memory is needed, and nobody goes on
+        self._kept, self._made = {}, {}
+        name = first_not_finite(self.loader, self.held)
+        text = f"has a number that is NaN or infinite in {self.config.training.precision}. {OTHER_COPY}"
+        raise_together(None if name is None else f"{self._files.file_of(name)}: tensor {name} {text}")
+        raise ConfigError(
+            f"the model's answers are not finite in {self.config.training.precision}, though all of its weights are. "
+            "Its numbers grow beyond what that holds."
+        )
 
     @property
     def bytes_held(self) -> int:

@@ -130,12 +130,15 @@ class UnitLoader:
         """Single rows of a table, `[n, H]` on the host."""
         with torch.inference_mode(False):
             found = torch.empty(len(rows), *part.shape[1:], dtype=self._dtype)
-        first = part.runs[0][1] if part.runs else 0
+        _, first, held = part.runs[0] if part.runs else (0, 0, part.shape[0])
 
         def read() -> None:
             self._reading = part.name
             for target, row in zip(found, rows, strict=True):
-                self._files.fill(part.name, target[None], (first + row, 0))
+                if row < held:
+                    self._files.fill(part.name, target[None], (first + row, 0))
+                else:  # a row that pads the vocabulary
+                    target.zero_()
 
         self.bytes_read += found.nbytes
         self.wait(WeightUnit(part.name, (part,)), self._link.read.submit(read, priority=PASSES))

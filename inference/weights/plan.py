@@ -18,6 +18,14 @@ MIB = 2**20
 SLOTS_OF_A_LAYER = 2
 
 
+class BudgetTooSmall(ConfigError):
+    """A budget that does not even hold one unit at a time; `wanted` MiB would do."""
+
+    def __init__(self, text: str, wanted: int) -> None:
+        super().__init__(text)
+        self.wanted = wanted
+
+
 @dataclass(frozen=True)
 class HeldSizes:
     """Bytes on this rank: of what always stays, of each unit in the order of use, of an expert, and of the table of
@@ -59,7 +67,7 @@ class StreamPlan:
 
 def plan_weights(sizes: HeldSizes, budget: float, other_bytes: int, given: float | None) -> StreamPlan:
     """Divide `budget` bytes, of which `other_bytes` go to the cache and to what a pass computes. `given`: MiB of
-    --memory-budget, for the message. Raises ConfigError where not even one unit at a time fits."""
+    --memory-budget, for the message. Raises BudgetTooSmall where not even one unit at a time fits."""
     room = budget - other_bytes
     names = [name for name, _ in sizes.units]
     if sizes.total <= room:
@@ -74,7 +82,7 @@ def plan_weights(sizes: HeldSizes, budget: float, other_bytes: int, given: float
     largest = max((size for _, size in sizes.units), default=0)
     least = largest + fewest * sizes.expert
     if room < least:
-        raise ConfigError(_refusal(sizes, budget, other_bytes, least, given))
+        raise _refusal(sizes, budget, other_bytes, least, given)
     slots = min(sizes.num_experts, SLOTS_OF_A_LAYER * sizes.top_k)
     while slots > fewest and least - fewest * sizes.expert + slots * sizes.expert > room:
         slots -= 1
@@ -109,12 +117,13 @@ def _kept(units: Sequence[tuple[str, int]], room: float) -> frozenset[str]:
     return frozenset(kept)
 
 
-def _refusal(sizes: HeldSizes, budget: float, other: int, least: int, given: float | None) -> str:
+def _refusal(sizes: HeldSizes, budget: float, other: int, least: int, given: float | None) -> BudgetTooSmall:
     wanted = math.ceil((other + sizes.small + least) / MIB)
     said = f"--memory-budget ({given:g})" if given is not None else f"the memory that is left ({budget / MIB:.0f} MiB)"
     what = "one unit of the weights" + (" and an expert" if sizes.num_experts else "")
-    return (
+    text = (
         f"{said} must hold {other / MIB:.1f} MiB for keys, values and what a pass computes, {sizes.small / MIB:.1f} "
         f"for norms and tables and {least / MIB:.1f} for {what}. Try --memory-budget {wanted}, fewer prompts at once "
         "(--batch) or shorter ones"
     )
+    return BudgetTooSmall(text, wanted)

@@ -96,9 +96,19 @@ class WeightSource(ABC):
         return None
 
     @property
+    def has_budget(self) -> bool:
+        """Whether there is a limit to what may be kept in memory."""
+        return False
+
+    @property
     def room_for_batches(self) -> int:
         """Bytes that batches which share a pass may take beside the weights."""
         return 0
+
+    def check_finite(self, answers: Sequence[torch.Tensor]) -> None:
+        """What the model answers, which is the same on all ranks. Raises ConfigError where it is no number because of a
+        weight of the files."""
+        return
 
     def close(self) -> None:
         """Nobody uses the weights any more."""

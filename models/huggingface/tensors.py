@@ -185,7 +185,7 @@ def _match(
     has_head = any(found for ours, (_, found) in sources.items() if is_of_head(ours))
     for rule, name in missing:
         if has_head or not is_of_head(rule.ours):
-            raise ConfigError(f"the Hugging Face folder has no tensor {name}, which config.json calls for.")
+            raise ConfigError(f"{reader.folder} has no tensor {name}, which config.json calls for.")
     for twin, original in family.tied if config.model.tie_embeddings else ():
         one, other = _find(family, twin, names), _find(family, original, names)
         if one is not None and other is not None:
@@ -202,7 +202,8 @@ def _match(
     for name, shape in shapes.items():
         if reader.shape(name) != shape:
             raise ConfigError(
-                f"tensor {name} has shape {list(reader.shape(name))}, but config.json calls for {list(shape)}."
+                f"{reader.folder}: tensor {name} has shape {list(reader.shape(name))}, but config.json calls for "
+                f"{list(shape)}."
             )
     for one, other in twins:
         if not reader.equal(one, other):

@@ -1,50 +1,57 @@
-"""Weights that come from the files in every pass give the same bits as weights that stay, whatever the budget."""
+"""Weights that come from the files in every pass give the same bits as weights that stay, whatever the budget. All
+families, layouts and folders: benchmarks/ring_parity.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from inference.generation import Sampling, generate
-from inference.open_model import OpenModel, open_model
-from inference.scoring import log_likelihoods
-from inference.weights.plan import MIB
+from benchmarks.ring_parity import EP2, PP2, TP2, Case, compare, make_folder, no_room_for_buffers, with_budgets
+from inference.generation import generate
+from inference.open_model import open_model
+from inference.weights.plan import MIB, HeldSizes
 from tests import distributed
-from tests.inference.test_generate import GPT_FAMILIES, _save
 
-PROMPTS = [[5, 7, 9, 11], [3], [8, 1, 2, 3, 4, 5, 6, 7, 8], [90, 91], [17] * 6]
-TEXT = [(7 * i) % 97 for i in range(50)]
-SAMPLED = Sampling(1.5, top_k=40, top_p=0.9, seed=7)
-
-
-def _results(model: OpenModel) -> tuple[Any, ...]:
-    decoder = model.decoder()
-    greedy = generate(decoder, PROMPTS, 6, batch_size=2)
-    drawn = generate(decoder, PROMPTS[:2], 6, SAMPLED, batch_size=1)
-    return greedy, drawn, log_likelihoods(decoder, TEXT, 16, 8, 2).tolist()
+CASES = [
+    *(Case("gpt2_untied", None, "bf16"), Case("llama_tied"), Case("mixtral_tied", None, "bf16"), Case("bert")),
+    *(Case("deepseek_v3 fp8"), Case("qwen3_moe", PP2), Case("mixtral", EP2), Case("mixtral bf16", TP2)),
+    Case("run of EP2, moved homes"),
+]
 
 
-def _by_budget(folder: Path, shares: list[float], precision: str) -> dict[float, tuple[Any, ...]]:
-    with open_model(folder, device="cpu", precision=precision) as model:
-        found = {1.0: _results(model)}
-        plan, sizes, other = model.weights.plan, model.weights.sizes, model.weights._other
-        assert plan is not None and not model.weights.streams
-    largest = max(size for _, size in sizes.units) + sizes.expert
-    for share in shares:
-        room = sizes.small + largest + share * (sizes.total - sizes.small - largest)
-        with open_model(folder, device="cpu", precision=precision, budget=(other + room) / MIB) as model:
-            found[share] = _results(model)
-            assert model.weights.counts.bytes_read > 0
-            assert model.weights.bytes_held <= room
-    return found
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_same_bits_with_every_budget(case: Case, data: list[str], tmp_path: Path) -> None:
+    found = compare(case, make_folder(case.source, tmp_path, data), [0.0, 0.6])
+    assert found.passed, found
 
 
-@pytest.mark.parametrize("name", GPT_FAMILIES)
-def test_the_same_bits_with_every_budget(name: str, tmp_path: Path) -> None:
-    _save(name, tmp_path)
-    precision = "bf16" if GPT_FAMILIES.index(name) % 2 else "fp32"
-    (found,) = distributed.run(_by_budget, 1, tmp_path, [0.0, 0.25, 0.6, 0.95], precision)
-    for share, results in found.items():
-        assert results == found[1.0], share
+def test_batches_share_passes(tmp_path: Path) -> None:
+    folder = make_folder("llama", tmp_path, [])
+    ((differing, _, fewer_passes),) = distributed.run(with_budgets, 1, folder, None, None, [0.6])[0].values()
+    assert not differing and fewer_passes > 5
+
+
+def _passes(folder: Path, layout: list[str], budget: float) -> tuple[bool, int, HeldSizes, int]:
+    with no_room_for_buffers(), open_model(folder, layout, device="cpu", budget=budget) as model:
+        generate(model.decoder(), [[1, 2], [3], [4, 5, 6], [7]], 3, batch_size=1)
+        weights = model.weights
+        return weights.streams, weights.counts.passes, weights.sizes, weights._other
+
+
+def test_batches_that_share_a_pass_leave_room_for_the_largest_unit(tmp_path: Path) -> None:
+    folder = make_folder("llama", tmp_path, [])
+    ((streams, passes, sizes, other),) = distributed.run(_passes, 1, folder, [], 100.0)
+    assert (streams, passes) == (False, 12)
+    ((streams, passes, _, more),) = distributed.run(_passes, 1, folder, [], (sizes.least + other) / MIB)
+    assert streams and passes == 12 and more == other
+
+
+def test_pipeline_ranks_of_which_one_streams_agree_on_the_batches_of_a_pass(tmp_path: Path) -> None:
+    folder = make_folder("llama", tmp_path, [], vocab_size=2000)
+    (_, _, of_first, other), (_, _, of_last, _) = distributed.run(_passes, 2, folder, [PP2], 100.0)
+    budget = of_first.total - of_first.words + 3 * other  # the first rank reads rows of its table of tokens
+    assert budget - other < of_last.total
+    found = distributed.run(_passes, 2, folder, [PP2], budget / MIB)
+    assert [streams for streams, *_ in found] == [False, True]
+    assert found[0][1] == found[1][1] < 12
