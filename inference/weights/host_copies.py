@@ -28,16 +28,16 @@ class HostCopy:
 
 
 class HostCopies:
-    """As many units as the host has room for. Whoever comes first stays: the order of use is a cycle, in which a cache
-    of what was used last would hit nothing. `expected`: bytes of all units that may come."""
+    """Keeps units as long as the host has room. Whoever comes first stays: the order of use is a cycle, in which a
+    cache of what was used last would hit nothing. `expected`: bytes of all units that may come."""
 
     def __init__(self, link: HostLink) -> None:
         self.expected = 0
         self._link = link
         self._copies: dict[str, HostCopy] = {}
         self._segments: list[torch.Tensor] = []
-        self._left: torch.Tensor | None = None  # of the newest one
-        self._num_bytes = 0  # of all copies
+        self._used = 0  # bytes of the newest segment
+        self._is_full = False
 
     def of(self, key: str) -> HostCopy | None:
         """The unit's copy, if it has one."""
@@ -45,21 +45,28 @@ class HostCopies:
 
     def add(self, key: str, num_bytes: int) -> HostCopy | None:
         """Memory for a unit that has none; None where the host has no room."""
-        if self._left is None or self._left.numel() < num_bytes:
-            self._left = self._segment(num_bytes)
-        if self._left is None:
+        if self._left < num_bytes and not self._is_full:
+            self._begin_segment(num_bytes)
+        if self._left < num_bytes:
             return None
-        memory, self._left = self._left[:num_bytes], self._left[num_bytes:]
-        self._num_bytes += num_bytes
+        memory = self._segments[-1][self._used : self._used + num_bytes]
+        self._used += num_bytes
         copy = self._copies[key] = HostCopy(memory)
         return copy
 
-    def _segment(self, least: int) -> torch.Tensor | None:
-        wanted = max(least, min(SEGMENT, self.expected - self._num_bytes))
+    @property
+    def _left(self) -> int:
+        """Bytes of the newest segment that nobody has."""
+        return self._segments[-1].numel() - self._used if self._segments else 0
+
+    def _begin_segment(self, least: int) -> None:
+        wanted = max(least, min(SEGMENT, self.expected - sum(copy.memory.numel() for copy in self._copies.values())))
         size = 1 << (wanted - 1).bit_length()
         while size > HOST.room and size >= 2 * least:
             size //= 2
         segment = self._link.take(size, "weights")
-        if segment is not None:
+        if segment is None:
+            self._is_full = True
+        else:
             self._segments.append(segment)
-        return segment
+            self._used = 0

@@ -11,12 +11,22 @@ from unittest import mock
 
 import torch
 
+from inference.decoder import Decoder
+from inference.fill_mask import fill_masks
+from inference.generation import Sampling, generate
+from inference.open_model import OpenModel, open_model
+from inference.scoring import log_likelihoods
+from inference.weights.files import FileWeights
+from inference.weights.host_copies import HostCopies
+from inference.weights.plan import MIB
+from memory.budgets import HOST
 from tests.cuda import runs
 from tests.cuda.pretended.observed import OBSERVED, Mutant
 
 PROMPTS = [[5, 7, 9, 11], [3, 90], [8, 1, 2, 3, 4, 5, 6]]
 TEXT = [(7 * i) % 97 for i in range(20)]
 NEW_TOKENS = 4
+GREEDY, DRAWN = Sampling(), Sampling(1.0, seed=3)
 MASK, MASKED = 4, [[2, 4, 17, 5], [9, 8, 4, 4, 11, 30]]  # a BERT's texts
 
 Waits = Counter[tuple[str, str]]  # by kind and place
@@ -31,6 +41,8 @@ class Used:
     numbers: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     prefill: Waits = field(default_factory=Counter)
     each_token: list[Waits] = field(default_factory=list)
+    drawn: list[list[int]] = field(default_factory=list)  # with a seed
+    each_drawn: list[Waits] = field(default_factory=list)
     scoring: Waits = field(default_factory=Counter)
     worker_waits: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     pinned: Counter[str] = field(default_factory=Counter)  # pieces of memory that passes pinned, by place
@@ -49,9 +61,6 @@ def on_cpu(folder: Path, share: float | None, rows: int) -> tuple[float | None, 
 
 
 def _budget(folder: Path, share: float, rows: int) -> float:
-    from inference.open_model import open_model
-    from inference.weights.plan import MIB
-
     with open_model(folder, device="cpu") as model:
         _first_use(model, rows)
         sizes, other = model.weights.sizes, model.weights._other
@@ -62,29 +71,24 @@ def _budget(folder: Path, share: float, rows: int) -> float:
 def use(folder: Path, budget: float | None, rows: int, early: bool, mutant: Mutant | None, copies: bool) -> Used:
     """Generate twice and score a text twice on the device, or fill in masks twice, with a budget of so many MiB.
     `rows`: texts of a batch. `copies`: the host has room for what comes and goes."""
-    from inference.weights.host_copies import HostCopies
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(runs.pretended(mutant, early))
         if not copies:
             stack.enter_context(mock.patch.object(HostCopies, "add", lambda *_: None))
-        used = _use("cuda", folder, budget, rows)
+        used = _use("cuda", folder, budget, rows, draws=mutant is None)  # from what is no number nobody can draw
     used.faults, used.left_out = sorted(OBSERVED.faults), mutant.left_out if mutant else 0
     return used
 
 
-def _first_use(model: object, rows: int) -> None:
-    if model.config.model.family == "bert":  # type: ignore[attr-defined]
+def _first_use(model: OpenModel, rows: int) -> None:
+    if model.config.model.family == "bert":
         _guesses(model)
     else:
-        _generate(model.decoder(), rows)  # type: ignore[attr-defined]
-        _scores(model.decoder())  # type: ignore[attr-defined]
+        _generate(model.decoder(), rows)
+        _scores(model.decoder())
 
 
-def _use(device: str, folder: Path, budget: float | None, rows: int) -> Used:
-    from inference.open_model import open_model
-    from memory.budgets import HOST
-
+def _use(device: str, folder: Path, budget: float | None, rows: int, draws: bool = True) -> Used:
     used = Used(worker_waits=OBSERVED.worker_waits)
     with open_model(folder, device=device, budget=budget) as model:
         weights = model.weights
@@ -100,6 +104,9 @@ def _use(device: str, folder: Path, budget: float | None, rows: int) -> Used:
                 used.tokens = _generate(decoder, rows)
                 used.prefill, *used.each_token = passes[: NEW_TOKENS if rows >= len(PROMPTS) else None]
                 used.bytes_read.append(weights.loader.bytes_read)
+                before = len(passes)
+                used.drawn = _generate(decoder, 1, PROMPTS[:1], DRAWN) if draws else []
+                used.each_drawn = passes[before + 1 :]
                 used.numbers = _scores(decoder)
                 used.scoring = passes[-1]
         used.bytes_read.append(weights.loader.bytes_read)
@@ -111,10 +118,10 @@ def _use(device: str, folder: Path, budget: float | None, rows: int) -> Used:
 
 
 @contextlib.contextmanager
-def _waits_of_passes(weights: object) -> Iterator[list[Waits]]:
+def _waits_of_passes(weights: FileWeights) -> Iterator[list[Waits]]:
     """The host's waits since the last pass, at the end of each."""
     passes: list[Waits] = []
-    is_over, before = weights.pass_is_over, Counter(OBSERVED.waits)  # type: ignore[attr-defined]
+    is_over, before = weights.pass_is_over, Counter(OBSERVED.waits)
 
     def counted(num_tokens: int) -> None:
         nonlocal before
@@ -122,27 +129,20 @@ def _waits_of_passes(weights: object) -> Iterator[list[Waits]]:
         passes.append(OBSERVED.waits - before)
         before = Counter(OBSERVED.waits)
 
-    weights.pass_is_over = counted  # type: ignore[attr-defined]
-    try:
+    with mock.patch.object(weights, "pass_is_over", counted):
         yield passes
-    finally:
-        del weights.pass_is_over  # type: ignore[attr-defined]
 
 
-def _generate(decoder: object, rows: int) -> list[list[int]]:
-    from inference.generation import generate
-
-    return [found.tokens for found in generate(decoder, PROMPTS, NEW_TOKENS, batch_size=rows)]  # type: ignore[arg-type]
-
-
-def _scores(decoder: object) -> torch.Tensor:
-    from inference.scoring import log_likelihoods
-
-    return log_likelihoods(decoder, TEXT, 8, 4, 2)  # type: ignore[arg-type]
+def _generate(
+    decoder: Decoder, rows: int, prompts: list[list[int]] = PROMPTS, sampling: Sampling = GREEDY
+) -> list[list[int]]:
+    return [found.tokens for found in generate(decoder, prompts, NEW_TOKENS, sampling, batch_size=rows)]
 
 
-def _guesses(model: object) -> torch.Tensor:
-    from inference.fill_mask import fill_masks
+def _scores(decoder: Decoder) -> torch.Tensor:
+    return log_likelihoods(decoder, TEXT, 8, 4, 2)
 
-    found = fill_masks(model, MASKED, MASK, 5)  # type: ignore[arg-type]
+
+def _guesses(model: OpenModel) -> torch.Tensor:
+    found = fill_masks(model, MASKED, MASK, 5)
     return torch.tensor([[guess.token, guess.probability] for text in found for place in text for guess in place])

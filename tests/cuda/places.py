@@ -39,9 +39,10 @@ LOOP_OVER_EXPERTS: Waits = {**FLAT, ("tolist", "moe/route.py:read_ends"): 1}
 PLACED_LOOP: Waits = {**PLACED, **LOOP_OVER_EXPERTS}
 LOOP_LOCAL: Waits = {("tolist", "moe/route.py:read_ends"): 1}
 
-# Of generation: the token that was chosen, for each batch of a pass; what this layer's router chose and the next one's
-# probably will, for each MoE layer and pass; and log-probabilities, for each batch.
+# Of generation: the token that was chosen, or the logits that it is drawn from, for each batch of a pass; what this
+# layer's router chose and the next one's probably will, for each MoE layer and pass; log-probabilities, for each batch.
 TOKEN: Waits = {("copy to host", "inference/generation.py:_Continues.all"): 1}
+DRAWN: Waits = {("copy to host", "inference/generation.py:_choose"): 1}
 CHOICE: Waits = {("copy to host", "inference/decoder/experts.py:_to_host"): 1}
 SCORES: Waits = {("copy to host", "inference/scoring.py:log_likelihoods"): 1}
 

@@ -44,7 +44,7 @@ class Generation:
 
 
 GENERATIONS = {
-    "whole": Generation("mixtral", None, 1, (False, False), 2),
+    "whole": Generation("phi3", None, 3, (False, False)),
     "layers": Generation("mistral", 0.3, 3, (True, False)),
     "experts": Generation("qwen3_moe_normalized", 0.5, 1, (False, True), 2),
     "layers and experts": Generation("deepseek_v3", 0.1, 3, (True, True), 1),
@@ -101,7 +101,7 @@ def _compare(name: str, used: Used, folder: Path) -> None:
     _, of_cpu = _cpu(name, folder)
     assert used.faults == []
     assert used.streams == of_cpu.streams == GENERATIONS[name].streams
-    assert used.tokens == of_cpu.tokens
+    assert (used.tokens, used.drawn) == (of_cpu.tokens, of_cpu.drawn)
     assert torch.allclose(used.numbers, of_cpu.numbers, rtol=ORACLE_LOGITS, atol=ORACLE_LOGITS)
 
 
@@ -113,6 +113,7 @@ def test_waits(name: str, folders: dict[str, Path]) -> None:
     if case.token:
         assert used.prefill == case.waits()
         assert used.each_token and all(found == case.waits(case.token) for found in used.each_token), used.each_token
+        assert used.each_drawn and all(found == case.waits(places.DRAWN) for found in used.each_drawn), used.each_drawn
         assert used.scoring == case.waits(places.SCORES)
     else:
         assert used.scoring == Counter()
