@@ -1,9 +1,9 @@
 """The same bits with every memory budget: python -m benchmarks.ring_parity [--only WORDS] [--markdown] [--json].
 
-Opens models of every kind twice: with all weights in memory, and with budgets that have them come from the files in
-every pass: 0% holds one unit at a time (an attention, a feed-forward block, a block of the output layer) and one expert,
-100% would hold all. A cell is `same` if every bit of the results is: logits of a prompt's pass, tokens that are chosen
-greedily, drawn with a seed, and computed without a cache, log-likelihoods of overlapping windows; of a BERT the
+Opens models of every kind with all weights in memory, and with budgets that have them come from the files in every
+pass. 0% holds one unit at a time (an attention, a feed-forward block, a block of the output layer) and one expert; 100%
+would hold all. A cell is `same` if every bit of the results is. These are logits of a prompt's pass; tokens chosen
+greedily, drawn with a seed, and computed without a cache; log-likelihoods of overlapping windows; of a BERT the
 probabilities of masked words. Behind it stands the share of the weights' bytes that came from memory.
 
 Sources: every family of tests/models/test_huggingface.py as a Hugging Face folder; such folders in parts, in
@@ -185,8 +185,8 @@ def _in_fp8(folder: Path) -> None:
 
 
 def huggingface_folder(source: str, folder: Path, **more: Any) -> None:
-    """A folder of a family: `family`, `family bf16`, `family in parts`, `family in pytorch_model.bin`, `family fp8`. `more`:
-    values of its config."""
+    """A folder of a family: `family`, `family bf16`, `family in parts`, `family in pytorch_model.bin`, `family fp8`.
+    `more`: values of its config."""
     name, _, kind = source.partition(" ")
     model = _random_model(name, **more)
     if kind in ("bf16", "fp8"):
@@ -250,18 +250,29 @@ def cases() -> list[Case]:
     """All that is compared."""
     gpt = [name for name in FAMILIES if not name.startswith("bert")]
     found = [Case(name, None, precision) for name in gpt for precision in ("fp32", "bf16")]
-    found += [Case(f"{name} bf16", None, precision) for name in ("llama", "mixtral", "gpt2") for precision in (None, "fp32")]
+    found += [
+        Case(f"{name} bf16", None, precision) for name in ("llama", "mixtral", "gpt2") for precision in (None, "fp32")
+    ]
     found += [Case("llama", None, "fp16"), Case("bert"), Case("bert", None, "bf16"), Case("bert_masked_lm")]
     for layout in (TP2, PP2):
         found += [Case(name, layout) for name in ("gpt2", "llama_tied", "mixtral", "qwen3_moe", "deepseek_v3", "bert")]
     found += [Case(name, EP2, "bf16") for name in ("mixtral", "qwen3_moe_normalized", "deepseek_v2")]
     for kind in ("in parts", "in pytorch_model.bin"):
         found += [Case(f"{name} {kind}") for name in ("gpt2", "llama", "mixtral")]
-    found += [Case("llama in parts", TP2), Case("deepseek_v3 fp8"), Case("deepseek_v3 fp8", EP2), Case("llama fp8", TP2)]
+    found += [
+        Case("llama in parts", TP2),
+        Case("deepseek_v3 fp8"),
+        Case("deepseek_v3 fp8", EP2),
+        Case("llama fp8", TP2),
+    ]
     for name, training in TRAININGS.items():
         is_moe = "moe" in training.model
         found += [Case(name), Case(name, EP2 if is_moe else TP2), Case(name, PP2)]
-    found += [Case(f"{name}{EXPORTED}", layout) for name in ("run of TP2xPP2, MoE", "run of EP4, moved homes") for layout in (None, EP2)]
+    found += [
+        Case(f"{name}{EXPORTED}", layout)
+        for name in ("run of TP2xPP2, MoE", "run of EP4, moved homes")
+        for layout in (None, EP2)
+    ]
     return found
 
 

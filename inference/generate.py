@@ -138,7 +138,9 @@ def _main(options: argparse.Namespace) -> None:
             )
         stop = set() if options.ignore_end else model.end_tokens
         with recorded(model, options.record_routing):
-            shared_passes(decoder, ids, options.max_tokens, options.batch, not options.no_cache)  # the weights that stay
+            shared_passes(
+                decoder, ids, options.max_tokens, options.batch, not options.no_cache
+            )  # the weights that stay
             begin = time.perf_counter()
             completions = generate(
                 decoder,

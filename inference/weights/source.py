@@ -96,11 +96,6 @@ class WeightSource(ABC):
         return False
 
     @property
-    def streams(self) -> bool:
-        """Whether weights come and go, so that batches should share a pass."""
-        return False
-
-    @property
     def room_for_batches(self) -> int:
         """Bytes that batches which share a pass may take beside the weights."""
         return 0
