@@ -1,9 +1,9 @@
 """The same bits with every memory budget: python -m benchmarks.ring_parity [--only WORDS] [--markdown] [--json].
 
-Opens models of every kind twice: with all weights in memory, and with budgets that have them come from the files in
-every pass: 0% holds one unit at a time (an attention, a feed-forward block, a block of the output layer) and one expert,
-100% would hold all. A cell is `same` if every bit of the results is: logits of a prompt's pass, tokens that are chosen
-greedily, drawn with a seed, and computed without a cache, log-likelihoods of overlapping windows; of a BERT the
+Opens models of every kind with all weights in memory, and with budgets that have them come from the files in every
+pass. 0% holds one unit at a time (an attention, a feed-forward block, a block of the output layer) and one expert; 100%
+would hold all. A cell is `same` if every bit of the results is. These are logits of a prompt's pass; tokens chosen
+greedily, drawn with a seed, and computed without a cache; log-likelihoods of overlapping windows; of a BERT the
 probabilities of masked words. Behind it stands the share of the weights' bytes that came from memory.
 
 Sources: every family of tests/models/test_huggingface.py as a Hugging Face folder; such folders in parts, in
@@ -185,8 +185,8 @@ def _in_fp8(folder: Path) -> None:
 
 
 def huggingface_folder(source: str, folder: Path, **more: Any) -> None:
-    """A folder of a family: `family`, `family bf16`, `family in parts`, `family in pytorch_model.bin`, `family fp8`. `more`:
-    values of its config."""
+    """A folder of a family: `family`, `family bf16`, `family in parts`, `family in pytorch_model.bin`, `family fp8`.
+    `more`: values of its config."""
     name, _, kind = source.partition(" ")
     model = _random_model(name, **more)
     if kind in ("bf16", "fp8"):
