@@ -259,3 +259,9 @@ def test_the_advised_budget_is_enough(layout: list[str], model: Path) -> None:
     prompts = [word for text in ("1 2 3", "4", "5 6") for word in ("--prompt", text)]
     for said, (status, _, errors) in distributed.run(_advised, 1 + len(layout), generate.main, [*line, *prompts]):
         assert status == 0 and ("(rank " in said) == bool(layout), (said, errors)
+
+
+def test_a_model_that_continues_text_fills_no_masks(model: Path) -> None:
+    line = ["--checkpoint", str(model), "--ids", "--mask-id", "4", "--text", "1 4", "--device", "cpu"]
+    assert "Try python -m inference.generate." in _last(distributed.run(command, 1, fill_mask.main, line)[0])
+    assert _run(model)[0] == 0

@@ -21,7 +21,7 @@ from models.parallelize import mark_tensor_parallel
 from models.weight_files.writer import PART_BYTES, TensorSpec, Writer
 from models.weights import gather_logical, load_logical
 from parallel.context import all_rows
-from parallel.topology import initialize
+from parallel.topology import destroy, initialize, leave_layout
 
 NUM_MICRO_BATCHES = 2
 Batch = dict[str, torch.Tensor]
@@ -151,13 +151,17 @@ def opened_logits(path: Path, batch: Batch) -> torch.Tensor:
     reader = open_logical(path)
     config = for_use(reader.config)
     config.training.precision, config.training.device, config.model.backend = "fp32", "cpu", "portable"
+    joined = torch.distributed.is_initialized()
     place = initialize(config)
-    with torch.inference_mode():
-        chunks = build_model(config, place, reader.vocab_size, fill=False)
-        load_logical(chunks, reader.get)
-        output = family_module(config).forward(chunks[0].eval(), given)
-        logits = output if config.model.family == "gpt" else output[0]
-        return logits[..., : reader.vocab_size].clone()
+    try:
+        with torch.inference_mode():
+            chunks = build_model(config, place, reader.vocab_size, fill=False)
+            load_logical(chunks, reader.get)
+            output = family_module(config).forward(chunks[0].eval(), given)
+            logits = output if config.model.family == "gpt" else output[0]
+            return logits[..., : reader.vocab_size].clone()
+    finally:
+        leave_layout() if joined else destroy()
 
 
 def gradient(tensor: torch.Tensor) -> torch.Tensor:
