@@ -12,7 +12,7 @@ from inference.weights.parts import RankWeights, WeightUnit
 
 def are_finite(values: Sequence[torch.Tensor]) -> bool:
     """Whether no number of these is infinite or NaN."""
-    return all(bool(each.sum().isfinite()) for each in values)
+    return bool(torch.stack([each.sum() for each in values]).isfinite().all().item())
 
 
 def first_not_finite(loader: UnitLoader, held: RankWeights) -> str | None:

@@ -44,7 +44,9 @@ LOOP_LOCAL: Waits = {("tolist", "moe/route.py:read_ends"): 1}
 TOKEN: Waits = {("copy to host", "inference/generation.py:_Continues.all"): 1}
 DRAWN: Waits = {("copy to host", "inference/generation.py:_choose"): 1}
 CHOICE: Waits = {("copy to host", "inference/decoder/experts.py:_to_host"): 1}
-SCORES: Waits = {("copy to host", "inference/scoring.py:log_likelihoods"): 1}
+SCORES: Waits = {("copy to host", "inference/scoring.py:log_likelihoods_of"): 1}
+# Of each pass with answers: whether these are numbers.
+FINITE: Waits = {("item", "inference/weights/finite.py:are_finite"): 1}
 
 
 def waits(per_layer: Waits, layers: int, also: Waits | None = None) -> Counter[tuple[str, str]]:

@@ -40,7 +40,8 @@ class Generation:
 
     def waits(self, also: places.Waits | None = None) -> Counter[tuple[str, str]]:
         """The host's, in a pass."""
-        return Counter({**{key: self.moe_layers * count for key, count in places.CHOICE.items()}, **(also or {})})
+        choices = {key: self.moe_layers * count for key, count in places.CHOICE.items() if self.moe_layers}
+        return Counter({**choices, **places.FINITE, **(also or {})})
 
 
 GENERATIONS = {
@@ -116,7 +117,7 @@ def test_waits(name: str, folders: dict[str, Path]) -> None:
         assert used.each_drawn and all(found == case.waits(places.DRAWN) for found in used.each_drawn), used.each_drawn
         assert used.scoring == case.waits(places.SCORES)
     else:
-        assert used.scoring == Counter()
+        assert used.scoring == Counter(places.FINITE)
     assert set(used.pinned) <= {places.SMALL}
     kinds = {(thread, kind) for thread, kind, place in used.worker_waits if place != places.STREAMS_END}
     assert kinds <= {("disk read stream", "event.synchronize")}
