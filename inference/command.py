@@ -45,7 +45,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def _mebibytes(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0, in MiB")
+        raise argparse.ArgumentTypeError(f"{text} must be a number above 0, in MiB")
     return value
 
 

@@ -99,6 +99,8 @@ def _main(options: argparse.Namespace) -> None:
         for text, guesses in zip(options.text, found, strict=True):
             if dist.get_rank() == 0:
                 _show(model, text, guesses, options)
+        if dist.get_rank() == 0 and (line := model.weights.progress()) is not None:
+            print(line, file=sys.stderr, flush=True)
 
 
 def _read(model: OpenModel, text: str, options: argparse.Namespace) -> tuple[list[int], int]:

@@ -58,10 +58,10 @@ class ReadingCounts:
     def line(self) -> str:
         """Tokens a second, the share of the weights that came from memory, and seconds waited."""
         waited, found = self.seconds_waited + self.expert_seconds_waited, self.experts
-        text = (
-            f"{self.tokens / max(time.perf_counter() - self.begun, 1e-9):.3g} tokens/s, {self.share_from_memory:.1%} "
-            f"of the weights from memory, waited {waited:.1f} s for files"
-        )
+        rate = self.tokens / max(time.perf_counter() - self.begun, 1e-9)
+        shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+        text = f"{shown} tokens/s, {self.share_from_memory:.1%} of the weights from memory, "
+        text += f"waited {waited:.1f} s for files"
         wanted = found.hits + found.coming + found.misses
         if found.misses + found.coming:
             text += f"; experts: {found.hits / wanted:.1%} there, {found.coming / wanted:.1%} on their way"

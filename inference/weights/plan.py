@@ -121,9 +121,11 @@ def _refusal(sizes: HeldSizes, budget: float, other: int, least: int, given: flo
     wanted = math.ceil((other + sizes.small + least) / MIB)
     said = f"--memory-budget ({given:g})" if given is not None else f"the memory that is left ({budget / MIB:.0f} MiB)"
     what = "one unit of the weights" + (" and an expert" if sizes.num_experts else "")
+    # Advice to name a budget beyond what is left would end in the kernel's killing.
+    try_this = f"--memory-budget {wanted}" if given is not None else f"a machine or a limit that leaves {wanted} MiB"
     text = (
         f"{said} must hold {other / MIB:.1f} MiB for keys, values and what a pass computes, {sizes.small / MIB:.1f} "
-        f"for norms and tables and {least / MIB:.1f} for {what}. Try --memory-budget {wanted}, fewer prompts at once "
-        "(--batch) or shorter ones"
+        f"for norms and tables and {least / MIB:.1f} for {what}. Try {try_this}, fewer prompts at once (--batch) or "
+        "shorter ones"
     )
     return BudgetTooSmall(text, wanted)

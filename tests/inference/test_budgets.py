@@ -10,7 +10,8 @@ import pytest
 from benchmarks.ring_parity import EP2, PP2, TP2, Case, compare, make_folder, no_room_for_buffers, with_budgets
 from inference.generation import generate
 from inference.open_model import open_model
-from inference.weights.plan import MIB, HeldSizes
+from inference.weights.files import ReadingCounts
+from inference.weights.plan import MIB, BudgetTooSmall, HeldSizes, plan_weights
 from tests import distributed
 
 CASES = [
@@ -55,3 +56,17 @@ def test_pipeline_ranks_of_which_one_streams_agree_on_the_batches_of_a_pass(tmp_
     found = distributed.run(_passes, 2, folder, [PP2], budget / MIB)
     assert [streams for streams, *_ in found] == [False, True]
     assert found[0][1] == found[1][1] < 12
+
+
+def test_a_budget_beyond_what_is_left_is_not_advised() -> None:
+    sizes = HeldSizes(small=0, units=(("a", 4 * MIB), ("b", 4 * MIB)))
+    with pytest.raises(BudgetTooSmall, match="Try --memory-budget 5,"):
+        plan_weights(sizes, 2 * MIB, MIB, given=2)
+    with pytest.raises(BudgetTooSmall, match=r"is left \(2 MiB\) .*Try a machine or a limit that leaves 5 MiB"):
+        plan_weights(sizes, 2 * MIB, MIB, given=None)
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(3000, "1,500 tokens/s"), (5, "2.5 tokens/s")])
+def test_rates_are_plain_numbers(tokens: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: 3.0)
+    assert ReadingCounts(tokens=tokens, begun=1.0).line().startswith(said)
