@@ -4,6 +4,7 @@ too."""
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,12 @@ def available() -> int:
 def free() -> int:
     """Bytes that the host has free, with swap."""
     return psutil.virtual_memory().available + psutil.swap_memory().free
+
+
+def left_of_addresses() -> int | None:
+    """Bytes that this process may still take under its own limit (`ulimit -v`); None where there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - psutil.Process().memory_info().vms)
 
 
 def left_by_cgroups() -> int | None:

@@ -11,20 +11,21 @@ from memory import host_memory
 
 SHARE = 0.8  # of what is free, where nobody limits it
 LEFT_IN_GROUP = 0.95  # of what a control group leaves
+OF_ADDRESSES = 0.6  # of what `ulimit -v` leaves: threads reserve addresses that they never use
 
 
 def memory_budget(given: float | None, device: torch.device) -> float:
-    """Bytes for this rank: `given` MiB; else what the control groups leave, or 80% of what is free, of the host or the
-    GPU, shared by the ranks of this node."""
+    """Bytes for this rank: `given` MiB; else 95% of what the control groups leave, or 80% of what is free, of the host
+    or the GPU, shared by the ranks of this node; and 60% of what the process's own limit leaves."""
     if given is not None:
         return given * MIB
     if device.type == "cuda":
         return SHARE * torch.cuda.mem_get_info(device)[0]
     launch = launched()
     ranks = launch.local_world_size or launch.world_size
-    limited = host_memory.left_by_cgroups()
-    free = SHARE * host_memory.free()
-    return min(free, free if limited is None else LEFT_IN_GROUP * limited) / ranks
+    group, addresses = host_memory.left_by_cgroups(), host_memory.left_of_addresses()
+    shared = [SHARE * host_memory.free(), *([] if group is None else [LEFT_IN_GROUP * group])]
+    return min([min(shared) / ranks, *([] if addresses is None else [OF_ADDRESSES * addresses])])
 
 
 def refuse_together(problem: BudgetTooSmall | None) -> None:
