@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks.ring_rig import make_models, models_folder
-from benchmarks.tables import table
+from benchmarks.tables import headline, line
 from inference.generation import Sampling, generate
 from inference.open_model import open_model
 from inference.weights.files import FileWeights
@@ -106,6 +106,16 @@ def run_case(folder: Path, name: str, rounds: int, tokens: int) -> WaitRow:
     )
 
 
+def _cells(row: WaitRow) -> list[str]:
+    return [
+        row.case,
+        *(f"{row.with_waited:.2f}", f"{row.without_waited:.2f}", f"{row.with_seconds:.2f}"),
+        *(f"{row.without_seconds:.2f}", f"{row.with_there:.1%}", f"{row.without_there:.1%}"),
+        f"{row.ratio:.2f} +- {row.error:.2f}",
+        "met" if row.ratio <= 0.5 else "missed",
+    ]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 1 where a wait is more than half."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,20 +126,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    with models_folder(options.folder) as folder:
-        rows = [run_case(folder, name, options.rounds, options.tokens) for name in options.cases]
     headings = ["generation", "waited s", "without", "of s", "without", "there or coming", "without", "waits", "bar"]
-    cells = [
-        [
-            row.case,
-            *(f"{row.with_waited:.2f}", f"{row.without_waited:.2f}", f"{row.with_seconds:.2f}"),
-            *(f"{row.without_seconds:.2f}", f"{row.with_there:.1%}", f"{row.without_there:.1%}"),
-            f"{row.ratio:.2f} +- {row.error:.2f}",
-            "met" if row.ratio <= 0.5 else "missed",
-        ]
-        for row in rows
-    ]
-    print(table(headings, cells, options.markdown))
+    print(headline(headings, options.markdown), flush=True)
+    rows = []
+    with models_folder(options.folder) as folder:
+        for name in options.cases:
+            rows.append(run_case(folder, name, options.rounds, options.tokens))
+            print(line(_cells(rows[-1]), headings, options.markdown), flush=True)
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
     return int(any(row.ratio > 0.5 for row in rows))
