@@ -80,7 +80,13 @@ class Ring:
             if any(slot.start < end and start < slot.end for slot in self._live):
                 return
             free = [done for low, high, done in self._before if low < end and start < high]
-            self._before = [(low, high, done) for low, high, done in self._before if not (start <= low and high <= end)]
+            # Who comes to these bytes after this unit waits for it alone.
+            self._before = [
+                (first, last, done)
+                for low, high, done in self._before
+                for first, last in ((low, min(high, start)), (max(low, end), high))
+                if first < last
+            ]
             memory = self._memory[start:end]
             slot = RingSlot(unit, start, end, memory, self._load(unit, memory, free))
             self._live.append(slot)
