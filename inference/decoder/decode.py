@@ -143,8 +143,9 @@ class Decoder(Transformer):
         count, room = 1, self.source.room_for_batches
         while count < most and self._needed(rows, length, prompt, generates, count + 1) <= room:
             count += 1
-        every = [(False, 1)] * dist.get_world_size()
-        dist.all_gather_object(every, (self.source.streams, count))
+        every = [(self.source.streams, count)] * dist.get_world_size()
+        if len(every) > 1:
+            dist.all_gather_object(every, every[0])
         if any(streams for streams, _ in every):
             count = min(of_rank for _, of_rank in every)
             self.source.reserve(self._needed(rows, length, prompt, generates, count))

@@ -31,9 +31,12 @@ def memory_budget(given: float | None, device: torch.device) -> float:
 def refuse_together(problem: BudgetTooSmall | None) -> None:
     """Raise BudgetTooSmall on every rank where a budget is too small for one: what the rank that wants most says. A
     collective call."""
+    if dist.get_world_size() == 1:
+        if problem is not None:
+            raise problem
+        return
     found: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
     dist.all_gather_object(found, (0, "") if problem is None else (problem.wanted, str(problem)))
     wanted, rank = max((wanted, -rank) for rank, (wanted, _) in enumerate(found))
     if wanted:
-        where = f" (rank {-rank})" if len(found) > 1 else ""
-        raise BudgetTooSmall(found[-rank][1] + where, wanted)
+        raise BudgetTooSmall(f"{found[-rank][1]} (rank {-rank})", wanted)
