@@ -15,6 +15,7 @@ pytestmark = pytest.mark.fast
 
 # Where a time that runs out is what is tested: file and function.
 OF_TIMES = {
+    ("tests/benchmarks/test_cgroups.py", "test_timeout_ends_what_was_started"),
     ("tests/benchmarks/test_cluster.py", "test_a_stuck_rank_is_reported_with_its_stack"),
     ("tests/benchmarks/test_cluster.py", "test_launch_fails_with_its_rank_and_in_time"),
     ("tests/test_distributed_pool.py", "test_hang_is_reported_with_stacks_and_ends_the_pool"),

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import cgroups
 from benchmarks.cgroup_controllers import Controller, can_limit_disk, can_limit_memory, disk_of, find_controller
 from benchmarks.cgroups import DiskCgroup, MemoryCgroup, drop_page_cache, prefix_of, run_in, run_limited
+from tests.waits import LONG
 
 MIB = 2**20
 needs_memory = pytest.mark.skipif(can_limit_memory() is not None, reason=can_limit_memory() or "")
@@ -17,7 +18,7 @@ needs_memory = pytest.mark.skipif(can_limit_memory() is not None, reason=can_lim
 
 @needs_memory
 def test_outcome() -> None:
-    outcome = run_limited([sys.executable, "-c", f"x = b'1' * {40 * MIB}; print(len(x)); exit(3)"], timeout=60)
+    outcome = run_limited([sys.executable, "-c", f"x = b'1' * {40 * MIB}; print(len(x)); exit(3)"], timeout=LONG)
     assert (outcome.status, outcome.stdout, outcome.verdict()) == (3, f"{40 * MIB}\n", "failed with status 3")
     assert outcome.peak_bytes is not None and outcome.peak_bytes > 40 * MIB
     assert outcome.disk_bytes is None and not outcome.out_of_memory and not outcome.timed_out
@@ -26,7 +27,7 @@ def test_outcome() -> None:
 @needs_memory
 def test_killed_for_memory() -> None:
     with MemoryCgroup(24 * MIB) as memory:
-        outcome = run_in([sys.executable, "-c", f"bytearray({200 * MIB})"], memory, timeout=60)
+        outcome = run_in([sys.executable, "-c", f"bytearray({200 * MIB})"], memory, timeout=LONG)
         folder = memory.folder
     assert (outcome.status, outcome.out_of_memory, outcome.verdict()) == (-9, True, "killed: out of memory")
     assert outcome.peak_bytes is not None and outcome.peak_bytes <= 24 * MIB
@@ -39,7 +40,7 @@ def test_peak_without_pages_of_files(tmp_path: Path) -> None:
     drop_page_cache(tmp_path)
     code = f"x = b'1' * {16 * MIB}; open({str(tmp_path / 'file')!r}, 'rb').read({MIB}); import time; time.sleep(0.3)"
     outcome = run_limited(
-        ["sh", "-c", f'cat {tmp_path}/file > /dev/null; exec "$@"', "sh", sys.executable, "-c", code], timeout=60
+        ["sh", "-c", f'cat {tmp_path}/file > /dev/null; exec "$@"', "sh", sys.executable, "-c", code], timeout=LONG
     )
     assert outcome.peak_bytes is not None and outcome.peak_held_bytes is not None
     assert 16 * MIB < outcome.peak_held_bytes < 48 * MIB < outcome.peak_bytes
@@ -60,7 +61,7 @@ def test_disk_bytes(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(8 * MIB))
     drop_page_cache(tmp_path)
     read = ["dd", f"if={tmp_path}/file", "of=/dev/null", "bs=1M", "iflag=direct"]
-    outcome = run_limited(read, memory_bytes=64 * MIB, read_bytes_per_second=64 * MIB, path=tmp_path, timeout=60)
+    outcome = run_limited(read, memory_bytes=64 * MIB, read_bytes_per_second=64 * MIB, path=tmp_path, timeout=LONG)
     assert outcome.status == 0 and outcome.disk_bytes is not None and outcome.disk_bytes >= 8 * MIB
 
 

@@ -148,7 +148,7 @@ def test_boxes_that_do_not_make_up_a_matrix() -> None:
 def test_a_file_that_fails_is_named_with_the_tensor(tmp_path: Path) -> None:
     stored = _stored(tmp_path, torch.randn(50, 10))
     os.truncate(tmp_path / "t", 500)
-    with pytest.raises(ConfigError, match=rf"^tensor t: {tmp_path / 't'} cannot be read: it was cut at byte 500 mean"):
+    with pytest.raises(ConfigError, match=rf"^tensor t: {tmp_path / 't'} cannot be read: it was cut at byte 500 of "):
         fill(torch.empty(50, 10), [whole(stored)])
 
 
