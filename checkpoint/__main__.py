@@ -21,7 +21,6 @@ from checkpoint import manifest, safetensors_header
 from checkpoint.logical.verify import is_folder_of_weights, lacking_in, problems_in
 from checkpoint.state_file import in_words, read_state
 from configs import command
-from configs.schema import ConfigError
 
 
 def show_list(path: Path) -> int:
@@ -45,14 +44,8 @@ def verify(path: Path) -> int:
     read; 1 if anything is."""
     bad = 0
     of_weights = is_folder_of_weights(path)
-    try:
-        folders = [path] if of_weights else manifest.checkpoints_at(path)
-    except ConfigError as error:
-        text = str(error)
-        if text.endswith("/step_XXXXXXX."):
-            text = text.removesuffix(".") + ", or a folder of weights or of Hugging Face."
-        raise ConfigError(text) from error
-    for folder in folders:
+    also = ", or a folder of weights or of Hugging Face"
+    for folder in [path] if of_weights else manifest.checkpoints_at(path, also):
         found = problems_in(folder) if of_weights else manifest.problems(folder) or lacking_in(folder)
         bad += bool(found)
         for problem in found or ["good"]:

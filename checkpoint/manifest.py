@@ -247,9 +247,9 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return [folder for folder in all_checkpoints(run_dir) if folder not in others]
 
 
-def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoints that a path stands for, newest first, good or not: all of a run, or one. Raises ConfigError where
-    there are none."""
+def checkpoints_at(path: Path, also: str = "") -> list[Path]:
+    """The checkpoints that a path stands for, newest first, good or not: all of a run, or one. Raises ConfigError,
+    which says what else (`also`) the caller takes, where there are none."""
     found = list_checkpoints(path.parent if path.name == "checkpoints" else path)
     if not found and path.is_dir() and ((path / MANIFEST).exists() or path.name.startswith("step_")):
         found = [path]
@@ -257,7 +257,9 @@ def checkpoints_at(path: Path) -> list[Path]:
         foreign = foreign_checkpoints(path)
         if foreign:
             raise ConfigError(f"{path} holds no checkpoint of its own run: {foreign[0][0].name}: {foreign[0][1]}.")
-        raise ConfigError(f"{path} holds no checkpoint. Give a run folder or one of its checkpoints/step_XXXXXXX.")
+        raise ConfigError(
+            f"{path} holds no checkpoint. Give a run folder or one of its checkpoints/step_XXXXXXX{also}."
+        )
     return found
 
 

@@ -103,7 +103,7 @@ class _Rows:
 
     def batch(self) -> TextBatch:
         """All texts so far."""
-        return TextBatch(_padded(self.texts), [len(text) for text in self.texts], self.cache, self.numbers)
+        return TextBatch.of(self.texts, self.cache, self.numbers)
 
     def result(self) -> list[Continuation]:
         """What was added to each prompt."""
@@ -161,12 +161,6 @@ class _Continues:
                 text = rows.texts[row]
                 text.append(token)
                 rows.ended[row] = self.is_done is not None and self.is_done(text[len(rows.prompts[row]) :])
-
-
-def _padded(texts: list[list[int]]) -> torch.Tensor:
-    """int64 [rows, longest]; what follows a text is never attended to."""
-    longest = max(map(len, texts))
-    return torch.tensor([text + [0] * (longest - len(text)) for text in texts])
 
 
 def _choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:

@@ -104,9 +104,4 @@ def shared_batches(decoder: Decoder, batches: Sequence[T], lengths: Sequence[Seq
 
 def score_together(decoder: Decoder, batches: Sequence[list[list[int]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """`Decoder.score` of batches of texts, in one pass over the weights; shorter texts of a batch are filled up."""
-    filled = []
-    for texts in batches:
-        longest = max(map(len, texts))
-        rows = [text + [0] * (longest - len(text)) for text in texts]
-        filled.append(TextBatch(torch.tensor(rows), [len(text) for text in texts]))
-    return decoder.score_all(filled)
+    return decoder.score_all([TextBatch.of(texts) for texts in batches])

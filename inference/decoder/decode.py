@@ -12,8 +12,6 @@ from configs.schema import Config, ConfigError
 from inference.decoder.footprint import cache_bytes, pass_bytes
 from inference.decoder.run import Transformer
 from inference.decoder.step import Cache, Step
-from inference.weights.budget import refuse_together
-from inference.weights.plan import BudgetTooSmall
 from inference.weights.source import TensorWeights, WeightSource
 from memory.transfer import to_device
 from models.attention.layers import window_mask
@@ -30,6 +28,13 @@ class TextBatch:
     lengths: Sequence[int]
     cache: Cache | None = None
     prompts: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, texts: Sequence[list[int]], cache: Cache | None = None, prompts: Sequence[int] = ()) -> TextBatch:
+        """The batch of texts, of which shorter ones are filled up to the longest."""
+        longest = max(map(len, texts))
+        rows = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+        return cls(rows, [len(text) for text in texts], cache, prompts)
 
 
 class Decoder(Transformer):
@@ -134,12 +139,7 @@ class Decoder(Transformer):
         """
         if not self.source.has_budget:
             return 1
-        problem = None
-        try:
-            self.source.reserve(self._needed(rows, length, prompt, generates, 1))
-        except BudgetTooSmall as error:
-            problem = error
-        refuse_together(problem)
+        self._reserve_together(self._needed(rows, length, prompt, generates, 1))
         count, room = 1, self.source.room_for_batches
         while count < most and self._needed(rows, length, prompt, generates, count + 1) <= room:
             count += 1
@@ -199,9 +199,7 @@ class Decoder(Transformer):
         """Read all rows again, where one has become so long that all of its keys turn otherwise (as transformers does
         for Phi-3)."""
         assert cache.texts is not None
-        lengths = [len(text) for text in cache.texts]
-        rows = [text + [0] * (max(lengths) - len(text)) for text in cache.texts]
-        return self.prefill_all([TextBatch(torch.tensor(rows), lengths, cache, cache.prompts)])[0]
+        return self.prefill_all([TextBatch.of(cache.texts, cache, cache.prompts)])[0]
 
     def _first_step(self, batch: TextBatch) -> Step:
         rows, length = batch.tokens.shape

@@ -12,8 +12,6 @@ from inference.decoder.footprint import pass_bytes
 from inference.decoder.linear import norm
 from inference.decoder.run import Transformer
 from inference.decoder.step import Step
-from inference.weights.budget import refuse_together
-from inference.weights.plan import BudgetTooSmall
 from inference.weights.source import WeightSource
 from memory.transfer import lists_to_device
 from parallel.topology import Topology
@@ -35,12 +33,7 @@ class Encoder(Transformer):
     def logits(self, texts: Sequence[torch.Tensor], places: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """fp32 `[n, V]` of the n places of each text, int64 `[s]`, in one pass over the weights."""
         longest = max(len(text) for text in texts)
-        needed, problem = pass_bytes(self.config, self.source, longest, len(texts), sum(map(len, places))), None
-        try:
-            self.source.reserve(needed)
-        except BudgetTooSmall as error:
-            problem = error
-        refuse_together(problem)
+        self._reserve_together(pass_bytes(self.config, self.source, longest, len(texts), sum(map(len, places))))
         found = self._run([text[None] for text in texts], [self._step(len(text)) for text in texts])
         hidden = None
         if found is not None:

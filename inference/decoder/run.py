@@ -15,6 +15,8 @@ from inference.decoder.head import Head
 from inference.decoder.layer import Layer
 from inference.decoder.linear import Apply, if_split, norm
 from inference.decoder.step import Step
+from inference.weights.budget import refuse_together
+from inference.weights.plan import BudgetTooSmall
 from inference.weights.source import WeightSource
 from memory.transfer import to_device
 from models.blueprint.pieces import transformer_name
@@ -79,6 +81,16 @@ class Transformer:
         if hidden is None or self._head is None:
             return None
         return hidden if self._final_norm is None else [self._final_norm(each) for each in hidden]
+
+    def _reserve_together(self, num_bytes: int) -> None:
+        """Leave room beside the weights. Raises ConfigError, on all ranks, where the budget of one is too small. A
+        collective call."""
+        problem = None
+        try:
+            self.source.reserve(num_bytes)
+        except BudgetTooSmall as error:
+            problem = error
+        refuse_together(problem)
 
     def _received(self, step: Step, source: int | None) -> torch.Tensor:
         shape = step.rows * step.new, self.config.model.hidden_size

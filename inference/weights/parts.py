@@ -20,9 +20,9 @@ from models.blueprint.operation import (
     unknown,
 )
 from models.blueprint.pieces import transformer_name
+from models.weights import EXPERTS as EXPERTS
 from parallel.topology import Topology
 
-EXPERTS = "mlp.experts."
 ATTENTION, FEED_FORWARD, HEAD = "attention", "feed_forward", "head"
 WORDS = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"

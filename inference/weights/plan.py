@@ -59,11 +59,6 @@ class StreamPlan:
     keeps_words: bool
     streamed_bytes: int  # of a pass, without experts
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing streams but, perhaps, experts."""
-        return self.ring_bytes == 0
-
 
 def plan_weights(sizes: HeldSizes, budget: float, other_bytes: int, given: float | None) -> StreamPlan:
     """Divide `budget` bytes, of which `other_bytes` go to the cache and to what a pass computes. `given`: MiB of
@@ -79,12 +74,12 @@ def plan_weights(sizes: HeldSizes, budget: float, other_bytes: int, given: float
         slots = min(sizes.num_experts, int((room - in_units) // sizes.expert)) if sizes.num_experts else 0
         left = room - in_units - slots * sizes.expert
         return StreamPlan(frozenset(names), 0, slots, sizes.words <= left, 0)
-    largest = max((size for _, size in sizes.units), default=0)
-    least = largest + fewest * sizes.expert
+    least = sizes.least - sizes.small
+    largest = least - fewest * sizes.expert
     if room < least:
         raise _refusal(sizes, budget, other_bytes, least, given)
     slots = min(sizes.num_experts, SLOTS_OF_A_LAYER * sizes.top_k)
-    while slots > fewest and least - fewest * sizes.expert + slots * sizes.expert > room:
+    while slots > fewest and largest + slots * sizes.expert > room:
         slots -= 1
     room -= slots * sizes.expert
     ring = min(int(room), _pair(sizes.units))
