@@ -294,6 +294,11 @@ def has_tiers(config: Config) -> bool:
     return config.optimizer.state_device != "device" or config.optimizer.moment_dtype != "fp32"
 
 
+def streams_experts(config: Config) -> bool:
+    """Whether the routed experts' weights lie off the device and come to it for their uses."""
+    return is_moe(config) and config.moe.weights_device in ("host", "disk")
+
+
 def may_save(config: Config) -> bool:
     """Whether a run may write a checkpoint when it is stopped."""
     return config.checkpoint.interval > 0 or config.checkpoint.at_end
@@ -302,7 +307,8 @@ def may_save(config: Config) -> bool:
 def uses_host(config: Config) -> bool:
     """Whether something is kept on the host under `memory.host_budget`."""
     offloads = is_moe(config) and any(word in config.moe.memory_strategy for word in ("offload", "auto"))
-    return config.optimizer.state_device != "device" or config.training.activation_offload != "none" or offloads
+    leaves = config.optimizer.state_device != "device" or streams_experts(config)
+    return leaves or config.training.activation_offload != "none" or offloads
 
 
 def exchange_sms(config: Config) -> int:

@@ -287,6 +287,17 @@ class MoEConfig:
             *("offload", "offload_recompute", "communicate_offload", "auto"),
         ),
     )
+    weights_device: str = key(
+        "device",
+        "where the routed experts' weights lie between their uses; auto: by predicted time",
+        "free",
+        choices=("device", "host", "disk", "auto"),
+    )
+    shard_weights: bool = key(
+        True,
+        "off the device: ranks that hold the same experts keep a part each of weights, gradients and state",
+        "free",
+    )
     all_to_all: str = key(
         "flat",
         "hierarchical: fewer, larger messages between nodes; auto: by measured costs",

@@ -218,6 +218,13 @@ class TrainingConfig:
         "free",
         form="none, auto or a number greater than 0",
     )
+    pass_order: str = key(
+        "by_micro_batch",
+        "which of a step's passes come first; by_layer: all micro-batches go through a layer before the next, so that "
+        "its weights come once; auto: by predicted time",
+        "free",
+        choices=("by_micro_batch", "by_layer", "auto"),
+    )
     token_tile: Optional[int] = key(
         None,
         "tokens whose logits are there at once; with recompute=full also those that a dense layer takes at once. null: "

@@ -29,6 +29,7 @@ RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
     training.optimizer,
     memory.optimizer_state,
     memory.activations,
+    memory.expert_weights,
     idle.idle,
 ]
 

@@ -123,6 +123,11 @@ READY = [
         "parallel.expert is 1: nothing is sent again",
     ),
     Needs(
+        ("moe.shard_weights",),
+        lambda c: not derived.is_moe(c) or c.moe.weights_device != "device",
+        "moe.weights_device is device",
+    ),
+    Needs(
         ("moe.placement.block_rows",),
         lambda c: not derived.is_moe(c) or c.moe.placement.bitwise,
         "moe.placement.bitwise is false",

@@ -35,6 +35,25 @@ def optimizer_state(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("memory.disk_dir", "must be a folder for optimizer.state_device=disk", fixes)
 
 
+def expert_weights(config: Config, world_size: int) -> Iterator[Problem]:
+    """Rules of experts whose weights lie off the device."""
+    weights, state = config.moe.weights_device, config.optimizer.state_device
+    below = {"host": ["host", "disk"], "disk": ["disk"]}.get(weights)
+    if not derived.is_moe(config) or below is None:
+        return
+    if state not in below:
+        tiers = " or ".join(below)
+        rule = f"must be {tiers}: state lies on the tier of the weights (moe.weights_device={weights}) or below"
+        fixes: list[Fix] = [*set_to("optimizer.state_device", below), {"moe.weights_device": "device"}]
+        yield Problem("optimizer.state_device", rule, fixes)
+    if config.training.precision == "fp16":
+        rule = "must be fp32 or bf16 where experts' weights lie off the device: no loss scale is taken out there"
+        yield Problem("training.precision", rule, [{"training.precision": "bf16"}, {"moe.weights_device": "device"}])
+    if "disk" in (weights, state) and config.memory.disk_dir is None:
+        rule = "must be a folder for moe.weights_device=disk"
+        yield Problem("memory.disk_dir", rule, set_to("memory.disk_dir", [config.run_dir]))
+
+
 def activations(config: Config, world_size: int) -> Iterator[Problem]:
     offload = config.training.activation_offload
     if offload != "none" and config.training.recompute != "full":

@@ -1,0 +1,129 @@
+"""What experts off the device take of each tier, and how their records are cut. Pure, and without torch: a run
+allocates by it, and its plan counts by it.
+
+A MoE layer's experts on one rank lie one after the other in one flat range: all experts' first matrices, second
+matrices, then biases. Ranks that hold the same experts keep an equal part of it each (`moe.shard_weights`), or all of
+it. A bucket is a run of that part: its weights are one record, its gradient another, its state a third.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs import derived
+from configs.schema import Config
+from memory.host_memory import padded
+from optim.arrangement.arrange import GRAD_BYTES
+from optim.arrangement.buckets import CUT
+
+WEIGHT_SLOTS = 2  # of the device, each for a layer's weights: one computes, the next one's come
+GRAD_SLOTS = 2  # of the device, each for a layer's gradient in fp32
+RECORD_SLOTS = 4  # of the host, that records of the disk pass through
+
+
+@dataclass(frozen=True)
+class ExpertRecords:
+    """The experts of one rank whose weights lie off the device."""
+
+    num_layers: int  # MoE layers of this rank
+    numel: int  # parameters of one layer's experts on this rank
+    parts: int  # ranks that keep a part each; 1: this rank keeps all
+    alike: int  # ranks that hold the same experts
+    tier: str  # of the weights and the gradient: host, disk
+    weight_bytes: int  # of a parameter
+    sums_on_host: bool  # micro-batches of a layer come apart: their gradients are added on the host
+    limit: int  # parameters of a bucket, at most
+
+    @property
+    def padded_numel(self) -> int:
+        """Parameters of a layer with what makes its parts equal."""
+        each = CUT * self.parts
+        return -(-self.numel // each) * each if self.parts > 1 else self.numel
+
+    @property
+    def part_numel(self) -> int:
+        """Those that a rank keeps."""
+        return self.padded_numel // self.parts
+
+    @property
+    def buckets(self) -> list[tuple[int, int]]:
+        """[first, end) of each bucket in a rank's part of a layer."""
+        size = max(self.limit // CUT, 1) * CUT
+        return [(first, min(first + size, self.part_numel)) for first in range(0, self.part_numel, size)]
+
+    @property
+    def weight_slots(self) -> int:
+        return min(WEIGHT_SLOTS, self.num_layers)
+
+    @property
+    def grad_slots(self) -> int:
+        """On the device: a layer's gradient in fp32, unless the host adds up and nobody else has a part of it."""
+        return 0 if self.sums_on_host and self.alike == 1 else min(GRAD_SLOTS, self.num_layers)
+
+    @property
+    def weights_on_device(self) -> int:
+        """Bytes of the slots for weights."""
+        return self.weight_slots * self.padded_numel * self.weight_bytes
+
+    @property
+    def grads_on_device(self) -> int:
+        """Bytes of the slots for gradients."""
+        return self.grad_slots * self.padded_numel * GRAD_BYTES
+
+    @property
+    def sum_numel(self) -> int:
+        """Parameters whose gradient a rank keeps of a layer off the device."""
+        return self.padded_numel if self.sums_on_host else self.part_numel
+
+    @property
+    def weights_kept(self) -> int:
+        """Bytes of the weights' records."""
+        return self.num_layers * sum(padded((end - first) * self.weight_bytes) for first, end in self.buckets)
+
+    @property
+    def grads_kept(self) -> int:
+        """Bytes of the gradients' records: as many buckets of each part that this rank adds up."""
+        each = sum(padded((end - first) * GRAD_BYTES) for first, end in self.buckets)
+        return self.num_layers * each * (self.sum_numel // self.part_numel)
+
+    @property
+    def largest_record(self) -> int:
+        """Bytes of a slot of the host for any record of the disk."""
+        return padded(max((end - first for first, end in self.buckets), default=0) * max(self.weight_bytes, GRAD_BYTES))
+
+    @property
+    def staging(self) -> int:
+        """Bytes of the host that records pass through: slots of the disk, a bucket for saves and loads, and what comes
+        of micro-batches' gradients."""
+        slots = RECORD_SLOTS * self.largest_record if self.tier == "disk" else 0
+        leaving = GRAD_SLOTS * self.padded_numel * self.weight_bytes if self.sums_on_host else 0
+        return slots + self.largest_record + leaving
+
+    @property
+    def host_bytes(self) -> int:
+        kept = self.weights_kept + self.grads_kept if self.tier == "host" else 0
+        return kept + self.staging
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.weights_kept + self.grads_kept if self.tier == "disk" else 0
+
+
+def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRecords | None:
+    """Of a rank with so many MoE layers; None where experts lie on the device."""
+    if not derived.streams_experts(config) or not num_layers:
+        return None
+    assert config.moe.num_experts is not None
+    numel = config.moe.num_experts // config.parallel.expert * derived.expert_numbers(config)
+    alike = derived.expert_data_parallel_size(config, world_size)
+    apart = config.training.pass_order == "by_micro_batch" and derived.num_micro_batches(config, world_size) > 1
+    return ExpertRecords(
+        num_layers=num_layers,
+        numel=numel,
+        parts=alike if config.moe.shard_weights else 1,
+        alike=alike,
+        tier=config.moe.weights_device,
+        weight_bytes=derived.element_size(config),
+        sums_on_host=apart,
+        limit=config.optimizer.bucket_parameters,
+    )
