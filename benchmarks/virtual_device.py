@@ -186,8 +186,8 @@ def install(flops_per_second: float) -> None:
 def use_for_experts(chunks: Iterable[torch.nn.Module]) -> None:
     """The experts of all MoE layers take the device's time, too."""
     for layer in layers_of(list(chunks)).values():
-        link, layer.expert_compute = layer.expert_compute.link, _Experts()
-        layer.expert_compute.link = link
+        before, layer.expert_compute = layer.expert_compute, _Experts()
+        layer.expert_compute.link, layer.expert_compute.streamed = before.link, before.streamed
 
 
 @functools.cache

@@ -131,10 +131,14 @@ def copy_bytes(config: Config) -> int:
 
 def expert_numbers(config: Config) -> int:
     """Parameters of one expert on one rank."""
-    width = expert_ffn_hidden_size(config) // expert_tensor_size(config)
-    matrices = 3 if config.model.activation == "swiglu" else 2
-    biases = config.model.hidden_size + (matrices - 1) * width if config.model.linear_bias else 0
-    return matrices * config.model.hidden_size * width + biases
+    return sum(expert_numbers_by_kind(config))
+
+
+def expert_numbers_by_kind(config: Config) -> list[int]:
+    """The same of its first matrix, its second and, where it has them, their biases."""
+    hidden, width = config.model.hidden_size, expert_ffn_hidden_size(config) // expert_tensor_size(config)
+    outer = width * (2 if config.model.activation == "swiglu" else 1)
+    return [outer * hidden, hidden * width, *([outer, hidden] if config.model.linear_bias else [])]
 
 
 def plans_moe(config: Config) -> bool:

@@ -17,7 +17,7 @@ from models.initial_weights import initialize_weights
 from models.loss.output_layer import become_output_layer
 from models.specs import block_spec, resolve_backend
 from models.transformer_config import transformer_config
-from moe.layer import hand_rows_to_routers
+from moe.layer import hand_rows_to_routers, layers_of
 from parallel.topology import Topology
 
 FAMILIES: dict[str, ModuleType] = {"gpt": gpt, "bert": bert}
@@ -28,12 +28,15 @@ def family_module(config: Config) -> ModuleType:
     return FAMILIES[config.model.family]
 
 
-def build_model(config: Config, topology: Topology, vocab_size: int, *, fill: bool = True) -> list[torch.nn.Module]:
+def build_model(
+    config: Config, topology: Topology, vocab_size: int, *, fill: bool = True, streams: bool = False
+) -> list[torch.nn.Module]:
     """This rank's model chunks (`parallel.virtual_pipeline` of them, or one), on its device, weights initialized, not
     wrapped.
 
     `vocab_size` is the logical one; padding of the storage changes neither loss nor gradients. Without `fill` the
-    weights hold anything: the caller loads them. Raises ConfigError.
+    weights hold anything: the caller loads them. `streams`: experts lie off the device, and are filled where they lie.
+    Raises ConfigError.
     """
     family, device, pipeline = family_module(config), topology.device, topology.pipeline
     backend = resolve_backend(config, device)
@@ -49,7 +52,7 @@ def build_model(config: Config, topology: Topology, vocab_size: int, *, fill: bo
                 config,
                 megatron,
                 topology,
-                block_spec(config, topology, megatron, backend, vp_stage),
+                block_spec(config, topology, megatron, backend, vp_stage, streams),
                 padded_vocab_size(vocab_size, topology.tensor.size),
                 pre_process=pipeline.rank == 0 and index == 0,
                 post_process=pipeline.is_last and index == num_chunks - 1,
@@ -61,6 +64,8 @@ def build_model(config: Config, topology: Topology, vocab_size: int, *, fill: bo
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data = parameter.data.to(megatron.params_dtype)
+        for layer in layers_of([chunk]).values():
+            layer.experts.stand_in(device)
         if chunk.post_process:
             become_output_layer(chunk.output_layer, vocab_size, config.training.token_tile)
         if config.training.recompute == "full" and config.training.token_tile is not None:

@@ -23,10 +23,12 @@ DRAWN_ROWS = 256  # a block of a large model is about a million numbers: 10 ms t
 
 
 def initialize_weights(chunks: Sequence[torch.nn.Module], config: Config) -> None:
-    """Fill this rank's weights for `training.seed`; rows that pad the vocabulary become 0."""
+    """Fill this rank's weights for `training.seed`; rows that pad the vocabulary become 0. What lies off the device is
+    filled there."""
     with torch.no_grad():
         for item in logical_tensors(chunks):
-            fill(item, config)
+            if not item.is_elsewhere:
+                fill(item, config)
 
 
 def fill(item: LogicalTensor, config: Config) -> None:

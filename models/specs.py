@@ -116,9 +116,15 @@ def backend_line(config: Config, device: torch.device) -> str | None:
 
 
 def block_spec(
-    config: Config, topology: Topology, megatron: TransformerConfig, backend_name: str, vp_stage: int | None
+    config: Config,
+    topology: Topology,
+    megatron: TransformerConfig,
+    backend_name: str,
+    vp_stage: int | None,
+    off_device: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's model chunk and the final norm. Layers are dense or MoE by `moe.layers`."""
+    """The layers of this rank's model chunk and the final norm. Layers are dense or MoE by `moe.layers`. `off_device`:
+    experts' weights lie off the device."""
     backend = _backend(backend_name, megatron)
     # TransformerEngine's attention would need lengths of its own, and rows that it deals itself.
     if config.data.documents == "separate" or config.parallel.context > 1:
@@ -128,7 +134,7 @@ def block_spec(
     stage = topology.pipeline.rank
     offset = get_transformer_layer_offset(megatron, vp_stage, stage)
     pattern = derived.moe_layer_pattern(config)[offset : offset + get_num_layers_to_build(megatron, vp_stage, stage)]
-    moe = _moe_spec(config, topology, backend)
+    moe = _moe_spec(config, topology, backend, off_device)
     return TransformerBlockSubmodules(
         layer_specs=[
             _layer(backend, megatron, topology.tensor, config, causal, post_norm, moe if is_moe else None)
@@ -139,7 +145,7 @@ def block_spec(
     )
 
 
-def _moe_spec(config: Config, topology: Topology, backend: Backend) -> ModuleSpec:
+def _moe_spec(config: Config, topology: Topology, backend: Backend, off_device: bool) -> ModuleSpec:
     all_to_all = "flat" if config.moe.all_to_all == "auto" else config.moe.all_to_all
     linear = MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear)
     return moe_spec(
@@ -151,6 +157,7 @@ def _moe_spec(config: Config, topology: Topology, backend: Backend) -> ModuleSpe
         policy_of(config, topology.device.type),
         config.moe.group_score_top_k,
         strided=config.moe.token_budget is not None,
+        off_device=off_device,
     )
 
 

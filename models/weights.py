@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
+from parallel.owned import owner_of
 from models.blueprint.operation import EXPERT, EXPERT_TENSOR, TENSOR, local_runs, unknown
 
 EXPERTS = "mlp.experts."  # begins the names of routed experts' weights in a layer
@@ -45,6 +46,7 @@ class LogicalTensor:
     dim: int | None  # split by tensor parallelism
     gated: bool  # fc1 of SwiGLU: rows are [gate | up], each split by itself
     group: dist.ProcessGroup  # the tensor parallel group that splits it
+    is_elsewhere: bool = False  # its numbers lie off the device, and `local` stands in for them
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a logical tensor; rows that pad the vocabulary are zero. Raises ValueError for a wrong
@@ -137,7 +139,8 @@ def _chunk_tensors(chunk: torch.nn.Module) -> Iterator[LogicalTensor]:
             elif split.axis != EXPERT:
                 unknown("logical_tensors", f"axis of {name}", split.axis)
         group = chunk.pg_collection.expt_tp if weight.is_expert else chunk.pg_collection.tp
-        yield LogicalTensor(name, tensor, weight.shape[stacked:], weight.kind, dim, weight.gated, group)
+        elsewhere, shape = getattr(tensor, "is_elsewhere", False), weight.shape[stacked:]
+        yield LogicalTensor(name, tensor, shape, weight.kind, dim, weight.gated, group, elsewhere)
 
 
 def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -153,9 +156,10 @@ def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iter
         layer = getattr(chunk, block).layers[int(index)]
         prefix = f"{block}.layers.{layer.layer_number - 1}."
         if rest.startswith(EXPERTS):
-            gradients = getattr(tensor, "main_grad", None)
+            gradients, owner = getattr(tensor, "main_grad", None), owner_of(tensor)
             for i, expert in enumerate(layer.mlp.local_expert_indices):
                 view = tensor.detach()[i]
+                view.is_elsewhere = owner is not None and not owner.is_here  # type: ignore[attr-defined]
                 if gradients is not None:
                     view.main_grad = gradients[i]  # type: ignore[attr-defined]
                 yield f"{prefix}{EXPERTS}{expert}.{rest.removeprefix(EXPERTS)}", prefix + rest, view

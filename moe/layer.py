@@ -204,6 +204,7 @@ class MixtrainMoELayer(MoELayer):
     def _routed(
         self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, shared_expert: SharedExpert | None = None
     ) -> torch.Tensor:
+        streamed = self.expert_compute.streamed
         setting = Setting(
             self.exchange,
             shared_expert,
@@ -215,7 +216,8 @@ class MixtrainMoELayer(MoELayer):
             experts=self.expert_compute,
             timer=self.timer,
         )
-        home = replace(self.experts(), block_rows=self._block_rows)
+        home = self.experts() if streamed is None else streamed.open()
+        home = replace(home, block_rows=self._block_rows)
         return routed_experts(x, probs, routing_map, home, self.plan, setting)
 
 

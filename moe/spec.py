@@ -26,11 +26,12 @@ def moe_spec(
     placement: Policy | None = None,
     group_score_top_k: int | None = None,
     strided: bool = False,
+    off_device: bool = False,
 ) -> ModuleSpec:
     """MoE in place of a feed-forward layer, over the process groups of a Topology.
 
     The shared expert is made of `linear`, the backend's parallel linear layers; `activation` is swiglu, gelu or
-    gelu_tanh; `strided`: chunks take every so many-th token.
+    gelu_tanh; `strided`: chunks take every so many-th token. `off_device`: the experts' weights lie off the device.
     """
     return ModuleSpec(
         module=MixtrainMoELayer,
@@ -42,7 +43,7 @@ def moe_spec(
             "strided": strided,
         },
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=StackedExperts, params={"activation": activation}),
+            experts=ModuleSpec(module=StackedExperts, params={"activation": activation, "off_device": off_device}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
             router=functools.partial(Router, group_score_top_k=group_score_top_k),
         ),

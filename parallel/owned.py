@@ -10,11 +10,15 @@ models/parallelize.py wraps the model. From then on its owner says all that othe
 * its update: a member of the optimizer's chain steps all that this rank holds of it, or the tiers do, and passes that
   read it wait at the tiers' gate (parallel/megatron/optimizer.py, tiered.py);
 * its box in checkpoints, for the weight and its moments (checkpoint/state.py).
+
+Off the device the parameter is a stand-in that says its shape. Its weights, its gradient and its state are records of
+the optimizer's tiers (optim/tiers/expert_tier.py), and come to the device in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,9 +49,12 @@ class OwnedParameter:
         scale: float | None,
         box: PartBox | None,
         grad_dtype: torch.dtype,
+        off_device: bool = False,
     ):
         self.parameter, self.group, self.scale, self.box = parameter, group, scale, box
-        self.grad_dtype = grad_dtype
+        self.grad_dtype, self.off_device = grad_dtype, off_device
+        # Whether its numbers are at hand: off the device where some are read or written as a whole (`at_hand`).
+        self.is_here = not off_device
         # Called with the parameter before its gradient of a step is first written: the last update may still read it.
         self.gate: Callable[[torch.nn.Parameter], None] | None = None
         self._hook: Any = None
@@ -58,9 +65,12 @@ class OwnedParameter:
         return self.group is None or self.group.rank() == 0
 
     def begin(self, scale: float) -> None:
-        """Take the gradient's memory, and gradients from autograd. `scale`: Megatron's of all others."""
-        assert self.grad_dtype == torch.float32 or self.parameter.dtype != torch.float32, self.grad_dtype
+        """Take the gradient's memory, and gradients from autograd. `scale`: Megatron's of all others. Off the device the
+        tiers have that memory, and take gradients where they are made."""
         self.scale = scale if self.scale is None else self.scale
+        if self.off_device:
+            return
+        assert self.grad_dtype == torch.float32 or self.parameter.dtype != torch.float32, self.grad_dtype
         self.parameter.main_grad = torch.zeros_like(self.parameter, dtype=self.grad_dtype)  # type: ignore[attr-defined]
         self._hook = self.parameter.register_post_accumulate_grad_hook(lambda found: take_gradient(found, self.gate))
 
@@ -94,6 +104,7 @@ def own(
     scale: float | None = None,
     box: PartBox | None = None,
     grad_dtype: torch.dtype = torch.float32,
+    off_device: bool = False,
 ) -> OwnedParameter:
     """Keep a module's parameter out of Megatron-core's buffers. Called on a bare model, on every rank that holds it.
 
@@ -103,6 +114,7 @@ def own(
         scale: of the gradient, before it is added up; None: as DDP's, 1 / (data times context parallel ranks).
         box: where the part lies; None: all of it is here, or as its module says.
         grad_dtype: of the gradient's memory. Optimizer tiers and fp32 parameters take fp32 alone.
+        off_device: it stands in for numbers that lie elsewhere.
 
     Raises ValueError for a parameter that is owned already, needs no gradient, or does not fit its box.
     """
@@ -110,7 +122,7 @@ def own(
         raise ValueError(f"parameter {tuple(parameter.shape)} is owned already, or needs no gradient")
     if box is not None and not _fits(parameter, box):
         raise ValueError(f"part {tuple(parameter.shape)} does not fit its box: {box}")
-    parameter.owned = OwnedParameter(parameter, group, scale, box, grad_dtype)  # type: ignore[attr-defined]
+    parameter.owned = OwnedParameter(parameter, group, scale, box, grad_dtype, off_device)  # type: ignore[attr-defined]
     return owner_of(parameter)  # type: ignore[return-value]
 
 
@@ -128,6 +140,26 @@ def owner_of(parameter: torch.Tensor) -> OwnedParameter | None:
 def owners(parameters: Iterable[torch.nn.Parameter]) -> list[OwnedParameter]:
     """The owners of those parameters that have one, in their order."""
     return [owner for parameter in parameters if (owner := owner_of(parameter)) is not None]
+
+
+def is_off_device(parameter: torch.Tensor) -> bool:
+    """Whether a parameter stands in for numbers that lie off the device."""
+    return (owner := owner_of(parameter)) is not None and owner.off_device
+
+
+@contextmanager
+def at_hand(parameters: Sequence[torch.nn.Parameter], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, parameters off the device hold these tensors of their shapes."""
+    stand_ins = [parameter.data for parameter in parameters]
+    try:
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            parameter.data = tensor
+            parameter.owned.is_here = True  # type: ignore[attr-defined]
+        yield
+    finally:
+        for parameter, stand_in in zip(parameters, stand_ins, strict=True):
+            parameter.data = stand_in
+            parameter.owned.is_here = False  # type: ignore[attr-defined]
 
 
 def with_boxes(state: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from memory.pool import WORKSPACE
 from moe.experts import blocks
 from moe.experts.bitwise import BlockGrads
 from moe.experts.blocks import SPARE_ROWS, approximate
+from moe.experts.streamed import StreamedExperts
 from moe.experts.weights import (
     Assignments,
     ChunkInputs,
@@ -147,9 +148,10 @@ def weighted_activation_backward(
 
 class ExpertCompute:
     """What computes a chunk's experts, slab by slab. A benchmark puts its own in the place of this one. `link`: what
-    offloads leave the device by."""
+    offloads leave the device by. `streamed`: the experts, where their weights lie off the device."""
 
     link: HostLink | None = None
+    streamed: StreamedExperts | None = None
 
     def forward(
         self, inputs: ChunkInputs, preactivation: torch.Tensor | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -16,32 +17,51 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from moe.experts.blocks import hidden_factor
 from moe.experts.weights import Slab
 from moe.placement_map import PlacementMap
+from parallel.owned import own
 
 
 class StackedLinear(torch.nn.Module):
     """The weights [E, out, in] (and biases [E, out]) of one linear layer of each expert."""
 
-    def __init__(self, shape: tuple[int, int, int], with_bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, shape: tuple[int, int, int], with_bias: bool, dtype: torch.dtype, off_device: bool) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.zeros(shape[:2], dtype=dtype)) if with_bias else None
+        self.weight: torch.nn.Parameter | None = None
+        self.bias: torch.nn.Parameter | None = None
+        self._off_device, self._kinds = off_device, {"weight": shape, **({"bias": shape[:2]} if with_bias else {})}
+        for name, of_kind in () if off_device else self._kinds.items():
+            make = torch.empty if name == "weight" else torch.zeros
+            setattr(self, name, torch.nn.Parameter(make(of_kind, dtype=dtype)))
+
+    def stand_in(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Where the weights lie off the device: have parameters that say their shape, and whose every number is the one
+        NaN that they take memory for."""
+        for name, shape in self._kinds.items() if self._off_device else ():
+            setattr(self, name, torch.nn.Parameter(torch.full((), math.nan, dtype=dtype, device=device).expand(shape)))
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The parameters. A call, because Megatron's DDP finishes gathering a module's parameters before its
         forward."""
+        assert self.weight is not None
         return self.weight, self.bias
 
 
 class StackedExperts(MegatronModule):
-    """This rank's routed experts. Holds the parameters; the layer's schedule computes with them.
+    """This rank's routed experts. Holds the parameters; the layer's schedule computes with them. `off_device`: they lie
+    off the device, and the parameters are there once `stand_in` was called.
 
     Raises ValueError for an expert that cannot be split over the expert tensor ranks.
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, activation: str, pg_collection: ProcessGroupCollection
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        activation: str,
+        pg_collection: ProcessGroupCollection,
+        off_device: bool = False,
     ) -> None:
         super().__init__(config=config)
+        self.off_device = off_device
         self.num_local_experts, self.activation = num_local_experts, activation
         self.ep_group, self.data_group = pg_collection.ep, pg_collection.expt_dp
         self.tensor_group = pg_collection.expt_tp
@@ -62,20 +82,38 @@ class StackedExperts(MegatronModule):
         width //= parts
         outer, size = hidden_factor(activation) * width, config.hidden_size
         with_bias, dtype = config.add_bias_linear, config.params_dtype
-        self.linear_fc1 = StackedLinear((num_local_experts, outer, size), with_bias, dtype)
-        self.linear_fc2 = StackedLinear((num_local_experts, size, width), with_bias, dtype)
-        if config.perform_initialization:
+        self.linear_fc1 = StackedLinear((num_local_experts, outer, size), with_bias, dtype, off_device)
+        self.linear_fc2 = StackedLinear((num_local_experts, size, width), with_bias, dtype, off_device)
+        if config.perform_initialization and not off_device:
+            assert self.linear_fc1.weight is not None and self.linear_fc2.weight is not None
             for weight in self.linear_fc1.weight.detach():
                 config.init_method(weight)
             for weight in self.linear_fc2.weight.detach():
                 config.output_layer_init_method(weight)
+        self._mark()
+
+    def stand_in(self, device: torch.device) -> None:
+        """Where the experts lie off the device: what stands in their place, owned outside Megatron-core's buffers."""
+        for linear in (self.linear_fc1, self.linear_fc2):
+            linear.stand_in(self.config.params_dtype, device)
+        self._mark()
+        for parameter in self.parameters():
+            own(parameter, self.data_group, off_device=True)
+
+    def by_kind(self) -> list[torch.nn.Parameter]:
+        """The parameters in the order of a slab's: both matrices, then their biases where there are any."""
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        return [each for each in (fc1.weight, fc2.weight, fc1.bias, fc2.bias) if each is not None]
+
+    def _mark(self) -> None:
+        config = self.config
         for name, parameter in self.named_parameters():
             parameter.holds_experts = True  # type: ignore[attr-defined]
             # Megatron reduces the gradient of such a parameter over the expert data parallel ranks ...
             parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             # ... and counts it in the gradient norm on every tensor rank: even unsplit, each holds other experts.
             dim = 2 if name == "linear_fc2.weight" else 1
-            stride = hidden_factor(activation) if name.startswith("linear_fc1") else 1
+            stride = hidden_factor(self.activation) if name.startswith("linear_fc1") else 1
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=stride)
 
     def forward(self) -> Slab:

@@ -186,6 +186,11 @@ class CallCopies:
             self._messages.wait()
             self._messages = None
 
+    def take_arrived(self) -> list[tuple[int, torch.Tensor]]:
+        """Hand out the gradients that came home: the slot of each, and its record."""
+        arrived, self._slots.arrived = self._slots.arrived, []
+        return arrived
+
     def add_arrived(self, home: Slab, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the experts at home here, with what came of their copies: see `CopySlots`."""
         return self._slots.add_arrived(home, grads)

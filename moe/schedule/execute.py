@@ -5,6 +5,7 @@ Shapes: T tokens of this rank, H hidden size, P assignments of its tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ def run(
     call: LocalCall | SpreadCall, timer: PassTimer, x_TH: torch.Tensor, probs_P: torch.Tensor, home: Slab
 ) -> torch.Tensor:
     """The output [T, H] of a call, differentiable once in x, probs and the weights at home; the backward pass is
-    timed."""
-    return _Schedule.apply(call, timer, home, x_TH, probs_P, *home.parameters)
+    timed. Weights off the device are no part of autograd's graph: their gradients leave by the call."""
+    weights = home.parameters if call.streamed is None else (None,) * 4
+    return _Schedule.apply(call, timer, home, x_TH, probs_P, *weights)
 
 
 class _Schedule(torch.autograd.Function):
@@ -31,7 +33,8 @@ class _Schedule(torch.autograd.Function):
         x_TH, probs_P, *matrices = tensors
         ctx.call, ctx.timer, ctx.kind = call, timer, (like.activation, like.block_rows)
         ctx.save_for_backward(*tensors)
-        return call.forward(x_TH, probs_P, _weights(Slab(*matrices, *ctx.kind), call.copies))
+        home = like if call.streamed is not None else Slab(*matrices, *ctx.kind)
+        return call.forward(x_TH, probs_P, _weights(home, call.copies))
 
     @staticmethod
     def backward(ctx: Any, output_grad_TH: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -41,16 +44,20 @@ class _Schedule(torch.autograd.Function):
             raise RuntimeError(
                 "an MoE layer's output can be differentiated once; it was asked for a second time (retain_graph)."
             )
-        home, copies = Slab(*matrices, *ctx.kind), call.copies
+        streamed, copies = call.streamed, call.copies
+        # What lies off the device has come to another place since the forward pass.
+        home = Slab(*matrices, *ctx.kind) if streamed is None else replace(streamed.open(), block_rows=ctx.kind[1])
         weights, grads = _weights(home, copies), None
-        if any(ctx.needs_input_grad[5:]):
+        if streamed is not None or any(ctx.needs_input_grad[5:]):
             by_blocks = home.block_rows is not None
             grads = BlockGrads(weights, () if copies is None else copies.apart) if by_blocks else WeightGrads(weights)
         with ctx.timer.measure("backward", x_TH.device):
             x_grad_TH, probs_grad_P = call.backward(x_TH, probs_P, weights, output_grad_TH.contiguous(), grads)
-        parameter_grads = (None,) * 4 if grads is None else grads.finish()
-        if copies is not None:
-            parameter_grads = copies.add_arrived(home, parameter_grads)
+        parameter_grads: Any = (None,) * 4
+        if grads is not None and streamed is None:
+            parameter_grads = grads.finish()
+            if copies is not None:
+                parameter_grads = copies.add_arrived(home, parameter_grads)
         return None, None, None, x_grad_TH, probs_grad_P.to(probs_P.dtype), *parameter_grads
 
 

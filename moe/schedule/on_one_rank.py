@@ -40,6 +40,7 @@ class LocalCall:
         x_TH: torch.Tensor,
         both: bool,
     ) -> None:
+        self.streamed = experts.streamed
         self.plan, self.strategy, self.experts, self.turns_T = plan, strategy, experts, choice.turns_T
         passes = local_chunks(choice, pass_degrees(plan, both), weights.num_experts)
         if needs_host_ends(weights.home):
@@ -109,7 +110,7 @@ class _LocalForward:
         self.result = ChunkedResult(x_TH, call.turns_T)
 
     def run(self) -> torch.Tensor:
-        operations = program.local_forward(self.call.plan.degree, self.call.strategy)
+        operations = program.local_forward(self.call.plan.degree, self.call.strategy, self.call.streamed is not None)
         program.perform(operations, FORWARD, self, INTERPRETER)
         return self.result.tensor()
 
@@ -147,7 +148,8 @@ class _LocalBackward:
         self.preactivation: torch.Tensor | None = None  # of the chunk that is computed
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        operations = program.local_backward(self.call.plan.backward_degree, self.call.strategy)
+        call = self.call
+        operations = program.local_backward(call.plan.backward_degree, call.strategy, call.streamed is not None)
         program.perform(operations, BACKWARD, self, INTERPRETER)
         self.call.preactivations.free()
         return self.result.tensor(), self.compute.probs_grad_Q()
@@ -167,6 +169,10 @@ class _LocalBackward:
         if work is not None:
             work.free()
 
+    def store_expert(self, operation: program.StoreExpert) -> None:
+        if self.call.streamed is not None and self.grads is not None:
+            self.call.streamed.store(self.grads.finish(), ())
+
     def release(self, operation: program.Release) -> None:
         preactivation, self.preactivation = self.preactivation, None
         self.call.preactivations.done(preactivation)
@@ -174,11 +180,16 @@ class _LocalBackward:
 
 # What each operation does to the state of a pass.
 FORWARD: program.Lines = {
+    program.FetchExpert: lambda state, _: state.call.streamed.fetch(),
+    program.WaitExpert: lambda state, _: state.call.streamed.wait(),
     program.LocalExperts: _LocalForward.experts,
     program.Offload: _LocalForward.offload,
     program.Release: _LocalForward.release,
 }
 BACKWARD: program.Lines = {
+    program.FetchExpert: lambda state, _: state.call.streamed.fetch(),
+    program.WaitExpert: lambda state, _: state.call.streamed.wait(),
+    program.StoreExpert: _LocalBackward.store_expert,
     program.Fetch: _LocalBackward.fetch,
     program.LocalGrads: _LocalBackward.grads_of_chunk,
     program.Release: _LocalBackward.release,

@@ -61,7 +61,7 @@ class SpreadCall:
         copies: CallCopies | None = None,
     ) -> None:
         self.choice, self.order, self.plan, self.strategy = choice, order, plan, strategy
-        self.exchange, self.experts, self.copies = exchange, experts, copies
+        self.exchange, self.experts, self.copies, self.streamed = exchange, experts, copies, experts.streamed
         self.forward_sizes, self.backward_sizes = sizes
         self.num_assignments = sum(self.forward_sizes.assignments.send)  # of this rank's tokens
         row_tokens_U = order.row_tokens(sum(self.forward_sizes.sends.total_rows()), self.num_assignments)
@@ -216,7 +216,10 @@ class _Forward(_Pass):
         self.compute: ChunkCompute | None = None  # once the assignments are there
 
     def run(self) -> torch.Tensor:
-        operations = program.forward(self.sizes.degree, self.call.strategy, self.call.copies is not None)
+        call = self.call
+        operations = program.forward(
+            self.sizes.degree, call.strategy, call.copies is not None, call.streamed is not None
+        )
         with card.exchanges_under_way():
             program.perform(operations, FORWARD, self, INTERPRETER)
         return self.finish()
@@ -305,8 +308,8 @@ class _Backward(_Pass):
         self.works: dict[int, tuple[WeightWork | None, torch.Tensor, torch.Tensor | None]] = {}
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        lag, copies = self.call.plan.weight_lag, self.call.copies is not None
-        operations = program.backward(self.sizes.degree, self.call.strategy, lag, copies)
+        lag, copies, streamed = self.call.plan.weight_lag, self.call.copies is not None, self.call.streamed is not None
+        operations = program.backward(self.sizes.degree, self.call.strategy, lag, copies, streamed)
         with card.exchanges_under_way():
             program.perform(operations, BACKWARD, self, INTERPRETER)
         x_grad_TH = self.finish()
@@ -356,6 +359,11 @@ class _Backward(_Pass):
     def send_probs_grad(self, operation: program.SendProbsGrad) -> None:
         self.send_message(self.compute.probs_grad_Q(), self.sizes.assignments_back)
 
+    def store_expert(self, operation: program.StoreExpert) -> None:
+        streamed, copies = self.call.streamed, self.call.copies
+        if streamed is not None and self.grads is not None:
+            streamed.store(self.grads.finish(), () if copies is None else copies.take_arrived())
+
     def take_probs_grad(self, operation: program.TakeProbsGrad) -> None:
         call, home_P = self.call, self.take_message()
         size = len(call.order.assignments)
@@ -366,6 +374,8 @@ class _Backward(_Pass):
 
 # What each operation does to the state of a pass.
 FORWARD: program.Lines = {
+    program.FetchExpert: lambda state, _: state.call.streamed.fetch(),
+    program.WaitExpert: lambda state, _: state.call.streamed.wait(),
     program.FetchCopies: lambda state, _: state.call.copies.fetch(state.weights.home),
     program.WaitCopies: lambda state, _: state.call.copies.wait(),
     program.SendAssignments: _Forward.send_assignments,
@@ -381,6 +391,9 @@ FORWARD: program.Lines = {
     program.SumCombine: _Forward.sum_combine,
 }
 BACKWARD: program.Lines = {
+    program.FetchExpert: lambda state, _: state.call.streamed.fetch(),
+    program.WaitExpert: lambda state, _: state.call.streamed.wait(),
+    program.StoreExpert: _Backward.store_expert,
     program.Expect: _Backward.expect,
     program.Dispatch: _Backward.dispatch,
     program.SharedExpertGrad: _Backward.shared_expert_grad,

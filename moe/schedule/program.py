@@ -55,6 +55,19 @@ class WaitDispatch(TransferOperation):
     """Wait for what the other ranks dispatched."""
 
 
+class FetchExpert(Operation):
+    """Have the weights of the layers that are used next come to the device, where experts lie off it; this layer's are
+    on their way."""
+
+
+class WaitExpert(Operation):
+    """Wait for this layer's."""
+
+
+class StoreExpert(Operation):
+    """Add the call's gradients of experts off the device to the step's; what is complete leaves."""
+
+
 class FetchCopies(Operation):
     """Send the weights of experts at home here whose copies others take up, receive those of copies here; and send home
     the gradients of copies that lose their slots."""
@@ -141,13 +154,15 @@ Program = tuple[Operation, ...]
 
 
 @cache
-def forward(degree: int, strategy: Strategy, copies: bool = False) -> Program:
-    """The forward pass in `degree` chunks over several ranks; `copies`: experts may have copies on other ranks."""
+def forward(degree: int, strategy: Strategy, copies: bool = False, streamed: bool = False) -> Program:
+    """The forward pass in `degree` chunks over several ranks; `copies`: experts may have copies on other ranks;
+    `streamed`: their weights lie off the device."""
     # What is kept has room for all chunks at once.
     ahead = degree if strategy.rows == "keep" else AHEAD
-    program: list[Operation] = [SendAssignments()]
-    if copies:
-        program.insert(0, FetchCopies())
+    program: list[Operation] = [FetchExpert()] if streamed else []
+    if copies:  # of what is at home, which must be here
+        program += [WaitExpert(), FetchCopies()] if streamed else [FetchCopies()]
+    program.append(SendAssignments())
     program += [Expect(i, "rows") for i in range(min(ahead + 1, degree))]
     program += [Dispatch(i, "rows") for i in range(min(DEPTH, degree))]
     program += [SharedExpert(), TakeAssignments()]
@@ -159,6 +174,8 @@ def forward(degree: int, strategy: Strategy, copies: bool = False) -> Program:
         program.append(WaitDispatch(i, "rows"))
         if copies and i == 0:  # every chunk has its share of each copy's assignments
             program.append(WaitCopies())
+        if streamed and not copies and i == 0:
+            program.append(WaitExpert())
         program += [Experts(i), Combine(i)]
         if strategy.offloads:
             program.append(Offload(i))
@@ -170,15 +187,18 @@ def forward(degree: int, strategy: Strategy, copies: bool = False) -> Program:
 
 
 @cache
-def backward(degree: int, strategy: Strategy, lag: int, copies: bool = False) -> Program:
+def backward(
+    degree: int, strategy: Strategy, lag: int, copies: bool = False, streamed: bool = False
+) -> Program:
     """The backward pass in `degree` chunks over several ranks; the weight gradients of chunk i follow the input
-    gradients of i + `lag`. `copies`: see `forward`."""
+    gradients of i + `lag`. `copies`, `streamed`: see `forward`."""
     again, fetches = strategy.rows == "communicate", strategy.offloads
     sent = ("grads", "rows") if again else ("grads",)
     if again and strategy.preactivations == "recompute":
         sent = ("rows", "grads")  # the rows are read first
     awaited = ("rows", "grads") if again else ("grads",)
-    program: list[Operation] = [
+    program: list[Operation] = [FetchExpert()] if streamed else []
+    program += [
         Expect(i, tensor) for tensor in ("grads", "rows")[: len(sent)] for i in range(min(AHEAD + 1, degree))
     ]
     program += [Dispatch(i, tensor) for i in range(min(DEPTH, degree)) for tensor in sent]
@@ -194,6 +214,8 @@ def backward(degree: int, strategy: Strategy, lag: int, copies: bool = False) ->
             if i > 0 and i + AHEAD < degree:
                 program.append(Expect(i + AHEAD, tensor))
             program.append(WaitDispatch(i, tensor))
+        if streamed and i == 0:
+            program.append(WaitExpert())
         program += [InputGrads(i), Combine(i), Release(i)]
         if i + 1 == degree:
             program.append(SendProbsGrad())
@@ -208,13 +230,15 @@ def backward(degree: int, strategy: Strategy, lag: int, copies: bool = False) ->
     program.append(TakeProbsGrad())
     if copies:
         program.append(WaitGrads())
+    if streamed:
+        program.append(StoreExpert())
     return tuple(program)
 
 
 @cache
-def local_forward(degree: int, strategy: Strategy) -> Program:
-    """The forward pass where this rank has all experts: nothing travels."""
-    program: list[Operation] = []
+def local_forward(degree: int, strategy: Strategy, streamed: bool = False) -> Program:
+    """The forward pass where this rank has all experts: nothing travels. `streamed`: see `forward`."""
+    program: list[Operation] = [FetchExpert(), WaitExpert()] if streamed else []
     for i in range(degree):
         program.append(LocalExperts(i))
         if strategy.preactivations == "offload":
@@ -224,14 +248,18 @@ def local_forward(degree: int, strategy: Strategy) -> Program:
 
 
 @cache
-def local_backward(degree: int, strategy: Strategy) -> Program:
+def local_backward(degree: int, strategy: Strategy, streamed: bool = False) -> Program:
     """Its backward pass."""
     fetches = strategy.preactivations == "offload"
     program: list[Operation] = [Fetch(0)] if fetches else []
+    if streamed:
+        program += [FetchExpert(), WaitExpert()]
     for i in range(degree):
         if fetches and i + 1 < degree:
             program.append(Fetch(i + 1))
         program += [LocalGrads(i), Release(i)]
+    if streamed:
+        program.append(StoreExpert())
     return tuple(program)
 
 

@@ -1,14 +1,16 @@
 """What experts off the device take of each tier, and how their records are cut. Pure, and without torch: a run
 allocates by it, and its plan counts by it.
 
-A MoE layer's experts on one rank lie one after the other in one flat range: all experts' first matrices, second
-matrices, then biases. Ranks that hold the same experts keep an equal part of it each (`moe.shard_weights`), or all of
-it. A bucket is a run of that part: its weights are one record, its gradient another, its state a third.
+A MoE layer's experts on one rank lie in one flat range: all experts' first matrices, second matrices, then biases,
+each kind from a multiple of CUT on. Ranks that hold the same experts keep an equal part of it each
+(`moe.shard_weights`), or all of it. A bucket is a run of that part: its weights are one record, its gradient another,
+its state a third.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from configs import derived
 from configs.schema import Config
@@ -26,7 +28,7 @@ class ExpertRecords:
     """The experts of one rank whose weights lie off the device."""
 
     num_layers: int  # MoE layers of this rank
-    numel: int  # parameters of one layer's experts on this rank
+    numels: tuple[int, ...]  # parameters of one layer's experts on this rank, by kind
     parts: int  # ranks that keep a part each; 1: this rank keeps all
     alike: int  # ranks that hold the same experts
     tier: str  # of the weights and the gradient: host, disk
@@ -35,10 +37,14 @@ class ExpertRecords:
     limit: int  # parameters of a bucket, at most
 
     @property
+    def first(self) -> list[int]:
+        """Where each kind begins in the flat range."""
+        return list(accumulate((_rounded(numel, CUT) for numel in self.numels[:-1]), initial=0))
+
+    @property
     def padded_numel(self) -> int:
-        """Parameters of a layer with what makes its parts equal."""
-        each = CUT * self.parts
-        return -(-self.numel // each) * each if self.parts > 1 else self.numel
+        """Elements of the flat range, in equal parts."""
+        return _rounded(sum(_rounded(numel, CUT) for numel in self.numels), CUT * self.parts)
 
     @property
     def part_numel(self) -> int:
@@ -114,12 +120,12 @@ def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRe
     if not derived.streams_experts(config) or not num_layers:
         return None
     assert config.moe.num_experts is not None
-    numel = config.moe.num_experts // config.parallel.expert * derived.expert_numbers(config)
+    experts = config.moe.num_experts // config.parallel.expert
     alike = derived.expert_data_parallel_size(config, world_size)
     apart = config.training.pass_order == "by_micro_batch" and derived.num_micro_batches(config, world_size) > 1
     return ExpertRecords(
         num_layers=num_layers,
-        numel=numel,
+        numels=tuple(experts * number for number in derived.expert_numbers_by_kind(config)),
         parts=alike if config.moe.shard_weights else 1,
         alike=alike,
         tier=config.moe.weights_device,
@@ -127,3 +133,7 @@ def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRe
         sums_on_host=apart,
         limit=config.optimizer.bucket_parameters,
     )
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -34,7 +34,8 @@ def wrap(
         for owner in own:
             owner.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             owner.begin(1.0 / outer.dp_cp_group.size())
-        outer.params_with_grad += [owner.parameter for owner in own]  # each step forgets their gradients too
+        # each step forgets their gradients too
+        outer.params_with_grad += [owner.parameter for owner in own if not owner.off_device]
         wrapped.append(outer)
     return wrapped
 

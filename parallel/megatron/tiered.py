@@ -28,7 +28,7 @@ from configs import derived
 from parallel.megatron import require_version
 from parallel.megatron.grad_buffers import adds_by_itself, zero_if_old
 from parallel.megatron.optimizer import is_sharded, members
-from parallel.owned import owners
+from parallel.owned import is_off_device, owners
 
 require_version()
 
@@ -69,11 +69,14 @@ class TieredWhole(Float16OptimizerWithFloat16Params):
         self.fp32_from_fp32_groups = [group["params"] for group in optimizer.param_groups]
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        for parameter in self.get_parameters():
+        for parameter in self._parameters_here():
             parameter.decoupled_grad = parameter.main_grad  # type: ignore[attr-defined]
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
-        return [parameter.main_grad for parameter in self.get_parameters()]  # type: ignore[attr-defined]
+        return [parameter.main_grad for parameter in self._parameters_here()]  # type: ignore[attr-defined]
+
+    def _parameters_here(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.get_parameters() if not is_off_device(parameter)]
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         """The sharded members' `reload` takes all."""
@@ -129,7 +132,7 @@ def owned_slices(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataP
                 OwnedSlice(parameter, 0, parameter.numel(), param_group, (index,), True, order)
                 for order, (_, parameter) in enumerate(named)
                 for param_group in member.optimizer.param_groups
-                if any(parameter is each for each in param_group["params"])
+                if any(parameter is each for each in param_group["params"]) and not is_off_device(parameter)
             ]
             continue
         if not is_sharded(member) or member.is_stub_optimizer:

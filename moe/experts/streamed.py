@@ -1,0 +1,220 @@
+"""Experts whose weights lie off the device: slots of the device that layers' weights come to, one layer ahead, and the
+way that their gradients leave by.
+
+In training every layer is used in every pass, in an order that is known (parallel/pipeline.py): while one layer
+computes, the next one's weights come to the slot that is needed last. Where the order is not the expected one, weights
+come when they are asked for.
+
+A slot is one flat range: all experts' first matrices, second matrices and biases, each from its own start on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from memory.completion import Completion, Users
+from moe.experts.weights import Slab
+
+Arrived = Sequence[tuple[int, torch.Tensor]]  # gradients of copies that came home: slot, an expert's record in fp32
+
+
+class OffDeviceTier(Protocol):
+    """Where weights and gradients lie off the device: optim/tiers/expert_tier.py."""
+
+    first: Sequence[int]  # where each kind of weight begins in a slot
+    adds_on_host: bool  # micro-batches of a layer come apart: the host adds up what they leave
+
+    def bring(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
+        """Have a layer's weights come to a slot once it is free."""
+
+    def add(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived, is_first: bool) -> None:
+        """Add a micro-batch's gradients to the sum on the host; the first is written over what is there."""
+
+    def sum_to(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Completion:
+        """Have the sum on the host come to a slot of gradients."""
+
+    def finish(self, layer: int, slot: torch.Tensor | None) -> Completion:
+        """A layer's gradient is complete but for what other ranks add: in a slot, or on the host. When a slot is
+        free again."""
+
+
+@dataclass
+class _Slot:
+    """Memory of the device for a layer's weights or gradients. `layer`: whose they are."""
+
+    flat: torch.Tensor
+    layer: int | None = None
+    there: Sequence[Completion] = ()
+    users: Users = field(default_factory=Users)
+
+
+@dataclass
+class StreamCounts:
+    """Since the run began: layers' weights that came, those that came only when they were asked for, and seconds that
+    the thread that computes has waited for them."""
+
+    fetched: int = 0
+    asked: int = 0
+    waited: float = 0.0
+
+
+class ExpertStream:
+    """The slots of one rank, and whose turn is next. All calls are those of the thread that computes."""
+
+    def __init__(
+        self,
+        tier: OffDeviceTier,
+        device: torch.device,
+        dtype: torch.dtype,
+        numel: int,
+        num_slots: tuple[int, int],
+        visits: Callable[[int], Sequence[int]],
+    ):
+        """numel: of a slot; num_slots: for weights, for gradients; visits: the order in which layers, numbered on this
+        rank, are used in passes with so many backward ones."""
+        self.tier, self._device, self._visits = tier, device, visits
+        self.slots = [_Slot(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(num_slots[0])]
+        self.grad_slots = [_Slot(torch.zeros(numel, device=device)) for _ in range(num_slots[1])]
+        self.counts, self.num_backwards = StreamCounts(), 0
+        self._order: list[int] = []
+        self._turn = -1
+        self._done: dict[int, int] = {}  # backward passes of each layer
+
+    @property
+    def nbytes(self) -> int:
+        """What the slots take of the device."""
+        return sum(slot.flat.nbytes for slot in (*self.slots, *self.grad_slots))
+
+    def begin_passes(self, num_backwards: int) -> None:
+        """Weights have changed: no slot holds any. So many backward passes of each layer are to come."""
+        for slot in (*self.slots, *self.grad_slots):
+            slot.layer = None
+        self.num_backwards = num_backwards
+        self._order, self._turn, self._done = list(self._visits(num_backwards)), -1, {}
+        self.prefetch()
+
+    def enter(self, layer: int) -> _Slot:
+        """A layer is used now: its slot, with its weights on their way."""
+        here = self._order[self._turn] if 0 <= self._turn < len(self._order) else None
+        if here != layer:
+            self._turn += 1
+            if self._turn >= len(self._order) or self._order[self._turn] != layer:
+                self._order, self._turn = [layer], 0  # another order than the expected one
+        slot = self._slot_of(layer)
+        if slot is None:
+            self.counts.asked += 1
+            slot = self._fetch(layer, self._victim(self._turn))
+        return slot
+
+    def prefetch(self) -> None:
+        """Have the weights of the next layers come to the slots that are needed later."""
+        for turn in range(max(self._turn, 0), len(self._order)):
+            layer = self._order[turn]
+            if self._slot_of(layer) is None:
+                victim = self._victim(turn)
+                if victim is None:
+                    return
+                self._fetch(layer, victim)
+
+    def _slot_of(self, layer: int) -> _Slot | None:
+        return next((slot for slot in self.slots if slot.layer == layer), None)
+
+    def _victim(self, turn: int) -> _Slot | None:
+        """The slot whose layer is needed last; None where all are needed before this turn."""
+
+        def next_use(slot: _Slot) -> int:
+            later = range(max(self._turn, 0), len(self._order))
+            return next((each for each in later if self._order[each] == slot.layer), len(self._order) + 1)
+
+        found = max(self.slots, key=next_use)
+        return found if next_use(found) > turn else None
+
+    def _fetch(self, layer: int, slot: _Slot | None) -> _Slot:
+        assert slot is not None, "the layer that computes has a slot"
+        slot.layer, self.counts.fetched = layer, self.counts.fetched + 1
+        # What was computed with the weights that lay there comes first.
+        free = (Completion.so_far(self._device), *slot.there)
+        slot.there = self.tier.bring(layer, slot.flat, free)
+        return slot
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def store(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived) -> None:
+        """Take a backward pass' gradients of a layer: `grads` by kind, [experts, ...] each, and after them what came of
+        copies. What is complete leaves."""
+        is_first, self._done[layer] = layer not in self._done, self._done.get(layer, 0) + 1
+        is_last = self._done[layer] == self.num_backwards
+        tier = self.tier
+        if tier.adds_on_host and not (is_last and self.grad_slots):
+            tier.add(layer, grads, arrived, is_first)
+            if is_last:
+                tier.finish(layer, None)
+            return
+        slot = next((slot for slot in self.grad_slots if slot.layer == layer), None)
+        if slot is None:
+            slot = min(self.grad_slots, key=lambda slot: (slot.layer is not None, slot.users.last))
+            for done in slot.users.all():
+                done.order()
+            slot.layer = layer
+            if tier.adds_on_host and not is_first:
+                tier.sum_to(layer, slot.flat, (Completion.so_far(self._device),)).order()
+        add_to(slot.flat, tier.first, grads, arrived, over=is_first)
+        if is_last:
+            slot.users.add(tier.finish(layer, slot.flat))
+            slot.layer = None
+
+
+def add_to(
+    flat: torch.Tensor, first: Sequence[int], grads: Sequence[torch.Tensor], arrived: Arrived, over: bool
+) -> None:
+    """Add gradients by kind to a flat range, or write them over it, and then those of copies."""
+    for start, grad in zip(first, grads, strict=True):
+        part = flat[start : start + grad.numel()].view(grad.shape)
+        part.copy_(grad) if over else part.add_(grad)
+    for expert, record in arrived:
+        begin = 0
+        for start, grad in zip(first, grads, strict=True):
+            numel = grad[0].numel()
+            flat[start + expert * numel :][:numel] += record[begin : begin + numel]
+            begin += numel
+
+
+class StreamedExperts:
+    """One layer's experts off the device, as its schedule uses them."""
+
+    def __init__(self, stream: ExpertStream, layer: int, shapes: Sequence[torch.Size], activation: str):
+        """layer: its number on this rank. shapes: of its weights by kind, [experts, ...]."""
+        self._stream, self._layer, self._shapes, self._activation = stream, layer, shapes, activation
+        self._slot: _Slot | None = None
+
+    @torch.no_grad()
+    def open(self) -> Slab:
+        """The layer's weights where they will be once `wait` is over, as if they were parameters."""
+        slot = self._slot = self._stream.enter(self._layer)
+        parts = [
+            slot.flat[start : start + shape.numel()].view(shape).requires_grad_()
+            for start, shape in zip(self._stream.tier.first, self._shapes, strict=True)
+        ]
+        fc1, fc2, fc1_bias, fc2_bias = (*parts, None, None)[:4]
+        assert fc1 is not None and fc2 is not None
+        return Slab(fc1, fc2, fc1_bias, fc2_bias, self._activation)
+
+    def fetch(self) -> None:
+        """Have the next layers' weights come."""
+        self._stream.prefetch()
+
+    def wait(self) -> None:
+        """What is computed from now on comes after the weights' arrival. Raises what their way raised."""
+        assert self._slot is not None and self._slot.layer == self._layer
+        for done in self._slot.there:
+            done.order()
+            if done.error is not None:
+                raise done.error
+
+    def store(self, grads: Sequence[torch.Tensor | None], arrived: Arrived) -> None:
+        """Take a backward pass' gradients: see `ExpertStream.store`."""
+        self._stream.store(self._layer, [each for each in grads if each is not None], arrived)
