@@ -16,7 +16,8 @@ from memory.step_memory import StepMemory
 
 class HostLink:
     """`up` and `down` copy to the device and from it; `update` is computation of the device beside the training's,
-    `host` computation of the host, `read` and `write` are the disk. `step`: memory for what a step offloads.
+    `host` computation of the host, `read` and `write` are the disk, `gather` exchanges of ranks beside the training.
+    `step`: memory for what a step offloads.
 
     On a CPU device and host are the same memory; what is said here of copies is done all the same.
     """
@@ -29,13 +30,14 @@ class HostLink:
         self.down = CopyStream("from device", device, on_device=True, timeout=timeout)
         self.update = CopyStream("device update", device, on_device=True, timeout=timeout)
         self.host = CopyStream("host update", device, timeout=timeout)
+        self.gather = CopyStream("exchange", device, on_device=True, timeout=timeout)
         self.read = CopyStream("disk read", device, timeout=timeout)
         self.write = CopyStream("disk write", device, timeout=timeout)
         self.step = StepMemory(lambda num_bytes: self.take(num_bytes, "experts"), lambda: HOST.room)
 
     @property
     def all(self) -> tuple[CopyStream, ...]:
-        return (self.up, self.down, self.update, self.host, self.read, self.write)
+        return (self.up, self.down, self.update, self.host, self.gather, self.read, self.write)
 
     def take(self, num_bytes: int, what: str) -> torch.Tensor | None:
         """Memory of the host (uint8), counted under memory.host_budget until nobody refers to it; None where that, or

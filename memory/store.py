@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memory.completion import Completion, Users, soonest_free
+from memory.completion import Completion, Users, soonest_free, when_all_issued
+from memory.copy_stream import UPDATES
 from memory.disk import Disk
 from memory.host_link import HostLink
 from memory.host_memory import padded
@@ -68,24 +69,43 @@ class Store:
         self._disk = disk
         self.waits_for_save = 0  # changes that had to wait until a save had read the record
 
-    def fetch(self, index: int, to: int | None = None) -> Checkout:
+    def fetch(self, index: int, to: int | None = None, priority: int = UPDATES) -> Checkout:
         """Have record `index` come to the host, to be changed and put to record `to` (itself, unless it is given).
-        `put` or `release` gives the checkout back."""
+        `put` or `release` gives the checkout back. `priority`: of the read, see memory/copy_stream.py."""
         location, target = self._locations[index], self._locations[index if to is None else to]
         if location.memory is not None:
             assert target.memory is not None
             return Checkout(location.memory, target.memory, location.written, self._unheld(target), target, None)
-        slots = [slot for slot in self._slots if not slot.is_lent] or self._slots
-        slot = slots[soonest_free([slot.users for slot in slots])]
-        slot.is_lent = True
+        slot = self._lend()
         disk, memory = self._disk, slot.memory[: padded(self.sizes[index])]
         assert disk is not None and target.memory is None
         there = self.link.read.submit(
-            lambda: disk.read_into(location.offset, memory), (location.written,), memory.numel(), free=slot.users.all()
+            lambda: disk.read_into(location.offset, memory),
+            (location.written,),
+            memory.numel(),
+            free=slot.users.all(),
+            priority=priority,
         )
         slot.users.add(there, self.sizes[index])
         record = slot.memory[: self.sizes[index]]
         return Checkout(record, record, there, (), target, slot)
+
+    def overwrite(self, index: int) -> Checkout:
+        """Memory of the host for what record `index` shall hold, whatever it holds now. `put` gives it back."""
+        location = self._locations[index]
+        if location.memory is not None:
+            memory, after = location.memory, (*self._unheld(location), location.written)
+            return Checkout(memory, memory, Completion.already(), after, location, None)
+        slot = self._lend()
+        there, record = Completion(), slot.memory[: self.sizes[index]]
+        when_all_issued(users := slot.users.all(), there.finish)
+        return Checkout(record, record, there, tuple(users), location, slot)
+
+    def _lend(self) -> _Slot:
+        slots = [slot for slot in self._slots if not slot.is_lent] or self._slots
+        slot = slots[soonest_free([slot.users for slot in slots])]
+        slot.is_lent = True
+        return slot
 
     def put(self, checkout: Checkout, after: Completion) -> Completion:
         """The checkout's target is what its record holds from now on, once `after` is over. Returns when the record is

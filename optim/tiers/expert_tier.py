@@ -1,0 +1,362 @@
+"""Weights and gradients of experts that lie off the device: records of the host or the disk, and their way to the
+device and back.
+
+A layer's experts are one flat range (optim/arrangement/off_device.py). Ranks that hold the same experts may keep a part
+of it each: then a fetch brings that part and gathers the rest from the others, both at once (SE-MoE, arXiv 2205.10034,
+section 3.2), and a gradient is added up and scattered before it leaves. The optimizer's state of a part is the tiers'.
+
+All calls are those of the thread that computes, and none waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from memory.completion import Completion, Users, soonest_free
+from memory.copy_stream import PASSES
+from memory.disk import Disk, offsets
+from memory.host_link import HostLink
+from memory.store import Checkout, Snapshot, Store
+from optim.arrangement.off_device import ExpertRecords
+from parallel.norms import tensor_norms
+from parallel.owned import at_hand
+
+Arrived = Sequence[tuple[int, torch.Tensor]]  # an expert's number here, and a gradient of all its matrices in fp32
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A layer's experts on this rank: stand-ins by kind, [experts, ...] each."""
+
+    parameters: Sequence[torch.nn.Parameter]
+
+
+@dataclass
+class _Stage:
+    """Memory of the host for a micro-batch's gradient of a layer, in the weights' dtype."""
+
+    flat: torch.Tensor
+    users: Users = field(default_factory=Users)
+
+
+class ExpertTier:
+    """The records of one rank. Layers are numbered on this rank, from 0."""
+
+    def __init__(
+        self,
+        records: ExpertRecords,
+        layers: Sequence[LayerWeights],
+        link: HostLink,
+        disk: Disk | None,
+        group: dist.ProcessGroup | None,
+        scale: float,
+    ):
+        """group: the ranks that hold the same experts, for these collectives alone; None: this one. scale: of a
+        gradient, before it is added up over them."""
+        self.records, self.layers, self.link, self.disk = records, layers, link, disk
+        self.first, self.adds_on_host = records.first, records.sums_on_host
+        self.dtype = layers[0].parameters[0].dtype
+        self._group, self._scale = group, scale
+        self.part = 0 if group is None or records.parts == 1 else group.rank()
+        self.buckets = records.buckets
+        start = self.part * records.part_numel
+        self.bounds = [(start + first, start + end) for first, end in self.buckets]  # in the flat range
+        sums = records.sum_numel // records.part_numel
+        origin = 0 if sums > 1 else start
+        # Of the gradients that this rank keeps: all parts', or its own.
+        self._sums = [
+            (origin + part * records.part_numel + first, origin + part * records.part_numel + end)
+            for part in range(sums)
+            for first, end in self.buckets
+        ]
+        self._own_sums = self.part * len(self.buckets) if sums > 1 else 0
+        weights = [(end - first) * self.dtype.itemsize for first, end in self.buckets] * len(layers)
+        grads = [(end - first) * torch.float32.itemsize for first, end in self._sums] * len(layers)
+        self._num_weights = len(weights)
+        on_host = disk is None
+        memory = [link.allocate(size, in_blocks=True).zero_()[:size] if on_host else None for size in weights + grads]
+        slots = [] if on_host else [link.allocate(records.largest_record, in_blocks=True) for _ in range(4)]
+        self.store = Store(link, weights + grads, memory, slots, disk, offsets(weights + grads)[:-1])
+        self.buffer = link.allocate(records.largest_record, in_blocks=True)
+        stages = 2 if self.adds_on_host else 0
+        self._stages = [
+            _Stage(link.allocate(records.padded_numel * self.dtype.itemsize).zero_().view(self.dtype))
+            for _ in range(stages)
+        ]
+        self._read = [Users() for _ in weights + grads]  # who reads a record
+        self._collective = Completion.already()  # the last one: all ranks have them in the same order
+        self._squares: dict[tuple[int, ...], tuple[torch.Tensor, Completion]] = {}
+        self.failed: list[Completion] = []
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def bring(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> list[Completion]:
+        """Have a layer's weights come to a slot of the device, [padded_numel], once it is free."""
+        ups = []
+        for bucket, (first, end) in enumerate(self.bounds):
+            checkout = self.store.fetch(self.weight_index(layer, bucket), priority=PASSES)
+            source, target = checkout.source.view(self.dtype), slot[first:end]
+            ups.append(
+                self.link.up.submit(
+                    lambda source=source, target=target: target.copy_(source, non_blocking=True),  # type: ignore[misc]
+                    (checkout.there,),
+                    num_bytes=checkout.source.numel(),
+                    free=free,
+                    priority=PASSES,
+                )
+            )
+            self._release(self.weight_index(layer, bucket), checkout, ups[-1])
+        if self.records.parts == 1:
+            return ups
+        own = slot[self.bounds[0][0] : self.bounds[0][0] + self.records.part_numel]
+        return [self._collectively(lambda: dist.all_gather_into_tensor(slot, own, group=self._group), ups)]
+
+    def weight_index(self, layer: int, bucket: int) -> int:
+        """The record of a bucket's weights."""
+        return layer * len(self.buckets) + bucket
+
+    def grad_index(self, layer: int, bucket: int) -> int:
+        """The record of its gradient, when the step's passes are over."""
+        return self._num_weights + layer * len(self._sums) + self._own_sums + bucket
+
+    def fill(self, layer: int, make: Callable[[AbstractContextManager[None]], None]) -> None:
+        """Have `make` fill a layer's parameters in the context that it gets, of the host's memory; they are its weights
+        from then on. Returns when they are."""
+        flat = torch.zeros(self.records.padded_numel, dtype=self.dtype)
+        parameters = self.layers[layer].parameters
+        views = [
+            flat[start : start + each.numel()].view(each.shape) for start, each in zip(self.first, parameters, strict=True)
+        ]
+        make(at_hand(parameters, views))
+        for bucket, (first, end) in enumerate(self.bounds):
+            self.put_weights(self.weight_index(layer, bucket), flat[first:end])
+
+    def put_weights(self, index: int, weights: torch.Tensor) -> None:
+        """Make a flat tensor of the host what a record holds. Returns when it is."""
+        checkout = self.store.overwrite(index)
+        for done in checkout.change_after:
+            done.wait()
+        checkout.there.wait()
+        checkout.target.view(self.dtype)[: len(weights)].copy_(weights)
+        written = self.store.put(checkout, Completion.already())
+        written.wait()
+        if written.error is not None:
+            raise written.error
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Gradients of a step begin to be computed."""
+        self._squares.clear()
+
+    def add(
+        self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived, is_first: bool, is_last: bool
+    ) -> None:
+        """Add a micro-batch's gradients, by kind, to the sum on the host; the first is written over what is there.
+        After the last the sum is scaled: nobody else has a part of it."""
+        stage = self._stages[soonest_free([each.users for each in self._stages])]
+        come, record = [(expert, record.reshape(-1)) for expert, record in arrived], stage.flat
+        on_gpu = self.link.device.type == "cuda"
+
+        def leave() -> None:
+            for start, grad in zip(self.first, grads, strict=True):
+                record[start : start + grad.numel()].view(grad.shape).copy_(grad, non_blocking=True)
+                if on_gpu:
+                    grad.record_stream(torch.cuda.current_stream())  # not used again before it has left
+            come[:] = [(expert, part.cpu()) for expert, part in come]
+
+        size = sum(grad.nbytes for grad in grads) + sum(part.nbytes for _, part in come)
+        so_far = Completion.so_far(self.link.device)
+        left = self.link.down.submit(leave, (so_far,), size, free=stage.users.all(), priority=PASSES)
+        numels = [grad[0].numel() for grad in grads]
+        for number, (first, end) in enumerate(self._sums):
+            index = self._num_weights + layer * len(self._sums) + number
+            checkout = self.store.overwrite(index) if is_first else self.store.fetch(index)
+            work = self._adding(checkout.target.view(torch.float32), record, (first, end), numels, come, is_first)
+            done = self.link.host.submit(
+                self._and_squares(work, checkout, layer, number, (first, end)) if is_last else work,
+                (left, checkout.there, *checkout.change_after),
+                num_bytes=(end - first) * (4 + self.dtype.itemsize + 4 * (not is_first)),
+                free=self._read[index].all(),
+            )
+            if is_last:
+                self._squares[layer, number] = self._squares[layer, number][0], done
+            self._watch(self.store.put(checkout, done))
+            stage.users.add(done)
+
+    def sum_to(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> list[Completion]:
+        """Have the sum on the host come to a slot for gradients, fp32 [padded_numel]."""
+        ups = []
+        for number, (first, end) in enumerate(self._sums):
+            index = self._num_weights + layer * len(self._sums) + number
+            checkout = self.store.fetch(index, priority=PASSES)
+            source, target = checkout.source.view(torch.float32), slot[first:end]
+            work = lambda source=source, target=target: target.copy_(source, non_blocking=True)  # noqa: E731
+            up = self.link.up.submit(
+                work, (checkout.there,), checkout.source.numel(), free=free, priority=PASSES
+            )
+            self._release(index, checkout, up)
+            ups.append(up)
+        return ups
+
+    def finish(self, layer: int, slot: torch.Tensor) -> list[Completion]:
+        """A layer's gradient of this rank is complete in a slot: it is scaled, added up over the ranks that hold the
+        same experts, and leaves. When the slot is free again."""
+        start = self.part * self.records.part_numel
+        own = slot[start : start + self.records.part_numel]
+        if self._scale != 1.0:
+            slot *= self._scale
+        ready = Completion.so_far(self.link.device)
+        squares = self._squares_room(layer, 0)
+        views = self._pieces(own, start)
+        if self._group is None or self._group.size() == 1:
+            squares.copy_(_squares(views))
+            self._squares[layer, 0] = squares, ready
+        else:
+
+            def reduce() -> None:
+                if self.records.parts > 1:
+                    dist.reduce_scatter_tensor(own, slot, group=self._group)
+                else:
+                    dist.all_reduce(slot, group=self._group)
+                squares.copy_(_squares(views))
+
+            ready = self._collectively(reduce, (ready,))
+            self._squares[layer, 0] = squares, ready
+        downs = []
+        for bucket, (first, end) in enumerate(self.bounds):
+            index = self.grad_index(layer, bucket)
+            checkout = self.store.overwrite(index)
+            target, source = checkout.target.view(torch.float32), slot[first:end]
+            work = lambda source=source, target=target: target.copy_(source, non_blocking=True)  # noqa: E731
+            down = self.link.down.submit(
+                work,
+                (ready, checkout.there, *checkout.change_after),
+                checkout.target.numel(),
+                free=self._read[index].all(),
+                priority=PASSES,
+            )
+            self._watch(self.store.put(checkout, down))
+            downs.append(down)
+        return downs
+
+    def squares(self) -> torch.Tensor:
+        """Squares of the norms of pieces of this rank's gradients, fp64 on its device; none where another rank stands
+        for them."""
+        found = [torch.zeros(0, dtype=torch.float64, device=self.link.device)]
+        for _, (squares, done) in sorted(self._squares.items(), key=lambda item: item[0]):
+            done.order()
+            if done.error is not None:
+                raise done.error
+            found.append(squares.to(self.link.device, non_blocking=True))
+        counts = self.records.parts > 1 or self._group is None or self._group.rank() == 0
+        return torch.cat(found) if counts else found[0]
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def borrow(self, layer: int, bucket: int) -> tuple[Checkout, Checkout]:
+        """The records of a bucket's weights and its gradient, to be read and, the weights, changed."""
+        return self.store.fetch(self.weight_index(layer, bucket)), self.store.fetch(self.grad_index(layer, bucket))
+
+    def readers(self, layer: int, bucket: int) -> list[Completion]:
+        """Who reads the weights that an update changes."""
+        return self._read[self.weight_index(layer, bucket)].all()
+
+    def give_back(self, layer: int, bucket: int, checkouts: tuple[Checkout, Checkout], updated: Completion) -> Completion:
+        """They are changed once `updated` is over. Returns when the weights are where they lie."""
+        weights, grads = checkouts
+        self._release(self.grad_index(layer, bucket), grads, updated)
+        return self._watch(self.store.put(weights, updated))
+
+    def hold(self) -> Snapshot:
+        """Keep all weights as they are now, for a save."""
+        return self.store.hold(range(self._num_weights), self.buffer)
+
+    def settle(self) -> None:
+        """Wait until all that was begun is over."""
+        for index in range(self._num_weights):
+            self.store.last_write(index).wait()
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _collectively(self, call: Callable[[], object], after: Sequence[Completion]) -> Completion:
+        self._collective = self._watch(
+            self.link.gather.submit(call, (*after,), free=(self._collective,), priority=PASSES)
+        )
+        return self._collective
+
+    def _release(self, index: int, checkout: Checkout, read: Completion) -> None:
+        self.store.release(checkout, read)
+        self._read[index].add(read)
+
+    def _adding(
+        self,
+        target: torch.Tensor,
+        record: torch.Tensor,
+        span: tuple[int, int],
+        numels: Sequence[int],
+        come: Arrived,
+        is_first: bool,
+    ) -> Callable[[], None]:
+        first, end = span
+
+        def work() -> None:
+            target.copy_(record[first:end]) if is_first else target.add_(record[first:end])
+            for expert, part in come:
+                begin = 0
+                for start, numel in zip(self.first, numels, strict=True):
+                    low = max(start + expert * numel, first)
+                    high = min(start + (expert + 1) * numel, end)
+                    if low < high:
+                        at = begin + low - start - expert * numel
+                        target[low - first : high - first] += part[at : at + high - low]
+                    begin += numel
+
+        return work
+
+    def _and_squares(
+        self, work: Callable[[], None], checkout: Checkout, layer: int, number: int, span: tuple[int, int]
+    ) -> Callable[[], None]:
+        target, (first, end) = checkout.target.view(torch.float32), span
+        views = self._pieces(target[: end - first], first)
+        squares = torch.zeros(len(views), dtype=torch.float64)
+        self._squares[layer, number] = squares, Completion.already()
+
+        def with_squares() -> None:
+            work()
+            if self._scale != 1.0:
+                target.mul_(self._scale)
+            squares.copy_(_squares(views))
+
+        return with_squares
+
+    def _squares_room(self, layer: int, number: int) -> torch.Tensor:
+        start = self.part * self.records.part_numel
+        count = len(self._pieces(torch.empty(self.records.part_numel, device="meta"), start))
+        return torch.zeros(count, dtype=torch.float64, device=self.link.device)
+
+    def _pieces(self, flat: torch.Tensor, start: int) -> list[torch.Tensor]:
+        """What lies of each expert's matrices in a run of the flat range that begins at `start`."""
+        pieces = []
+        for first, numel in zip(self.first, self.records.numels, strict=True):
+            low, high = max(first, start), min(first + numel, start + flat.numel())
+            if low < high:
+                pieces.append(flat[low - start : high - start])
+        return pieces
+
+    def _watch(self, done: Completion) -> Completion:
+        self.failed = [each for each in self.failed if not each.is_issued or each.error is not None]
+        self.failed.append(done)
+        return done
+
+
+def _squares(views: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not views:
+        return torch.zeros(0, dtype=torch.float64)
+    norms = tensor_norms(views)
+    return norms * norms
