@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from configs import derived
 from configs.schema import Config
@@ -38,6 +39,26 @@ def passes(config: Config, num_micro_batches: int, stage: int) -> Iterator[tuple
         yield False, chunks - 1 - chunk(number - warmup)
     for number in range(total - warmup, total):
         yield False, chunks - 1 - chunk(number)
+
+
+def layer_visits(config: Config, num_micro_batches: int, stage: int, forward_only: bool = False) -> list[int]:
+    """The layers of the whole model, from 0, in the order in which one step visits those of a stage. A layer that is
+    visited twice running is there once: a recomputation and its backward pass are one visit.
+
+    `forward_only`: of an evaluation.
+    """
+    chunks = layers_of_stage(config, stage)
+    if config.training.pass_order == "by_layer":
+        layers = [layer for chunk in chunks for layer in chunk]
+        order = layers if forward_only else [*layers, *reversed(layers)]
+    elif forward_only:
+        forwards = [chunk for is_forward, chunk in passes(config, num_micro_batches, stage) if is_forward]
+        order = [layer for chunk in forwards for layer in chunks[chunk]]
+    else:
+        order = []
+        for is_forward, chunk in passes(config, num_micro_batches, stage):
+            order += chunks[chunk] if is_forward else reversed(chunks[chunk])
+    return [layer for layer, _ in groupby(order)]
 
 
 def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequence[int]) -> int:
