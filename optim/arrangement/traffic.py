@@ -81,7 +81,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class LayerMoves:
-    """What moves of one layer's experts on one rank; `state_tier` and `state_bytes` of a parameter's optimizer state."""
+    """What moves of a layer's experts on one rank; `state_tier`, `state_bytes`: of a parameter's optimizer state."""
 
     records: ExpertRecords
     state_tier: str
