@@ -90,13 +90,14 @@ def _padded(number: int, multiple: int) -> int:
 
 
 def buffers(config: Config, vocab_size: int, world_size: int, stage: int) -> dict[str, list[Buffer]]:
-    """The stage's buffers by model chunk: "dense", and "expert" for the experts under expert parallelism."""
+    """The stage's buffers by model chunk: "dense", and "expert" for the experts under expert parallelism. Experts whose
+    weights lie off the device are in none."""
     sizes = state_ranks(config, world_size)
     result: dict[str, list[Buffer]] = {"dense": [], "expert": []}
     for index, part in enumerate(parts(config)[stage]):
         whole = index > 0 or stage > 0 or not config.parallel.overlap_grad_reduce
         bucket_size = math.inf if whole else max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * sizes["dense"])
-        local = parameters(config, part, vocab_size)
+        local = [each for each in parameters(config, part, vocab_size) if not each.is_off_device]
         for kind, own in (
             ("dense", [p for p in local if not p.is_expert]),
             ("expert", [p for p in local if p.is_expert]),

@@ -31,6 +31,7 @@ from moe.planning import traffic
 from moe.planning.inputs import even_load, initial_plan, layer_shape, moe_layers
 from moe.planning.load import Ran
 from moe.schedule import program
+from optim.arrangement.traffic import expert_traffic
 from simulator.buffers import buffers
 from simulator.context.rows import SharedRows, shared_rows
 from simulator.parameters import state_ranks
@@ -79,6 +80,7 @@ def _stage(
         kind: sum(b.size for b in of_kind) for kind, of_kind in buffers(config, vocab_size, world_size, stage).items()
     }
     once = sum(size * _share(copies[kind]) for kind, size in numbers.items())
+    gathered, reduced = _off_device(config, world_size, stage)
     state = sizes.own_tokens * config.model.hidden_size * sizes.element
     parts = blueprint.parts(config)[stage]
     sent = sum((not part.is_last) + (not part.is_first) for part in parts) * state
@@ -92,8 +94,8 @@ def _stage(
     rows = blueprint.padded_vocab_size(vocab_size, parallel.tensor) // parallel.tensor
     tied = 2 * _share(2) * rows * config.model.hidden_size * FP32 if ends else 0
     return {
-        "gradient_reduction": int(once * FP32 * (1 if config.optimizer.distributed else 2)),
-        "parameter_gather": int(once * sizes.element) if config.optimizer.distributed else 0,
+        "gradient_reduction": int(once * FP32 * (1 if config.optimizer.distributed else 2) + reduced),
+        "parameter_gather": int((once * sizes.element if config.optimizer.distributed else 0) + gathered),
         "tensor_parallel": int(micro_batches * exchanged["tensor_parallel"]),
         "pipeline": micro_batches * sent,
         "expert_all_to_all": int(micro_batches * exchanged["expert_all_to_all"]),
@@ -101,6 +103,16 @@ def _stage(
         "expert_copies": int(sum(moe_layers(config, stage)) * _copies(config, device, micro_batches)),
         "tied_embedding": int(tied),
     }
+
+
+def _off_device(config: Config, world_size: int, stage: int) -> tuple[float, float]:
+    """Bytes that gathers of experts' weights and reductions of their gradients send where these lie off the device."""
+    found = expert_traffic(config, world_size, stage)
+    if found is None:
+        return 0.0, 0.0
+    records, moved = found.moves.records, found.total
+    share = _share(records.alike)
+    return share * moved.gathered, (1 if records.parts > 1 else 2) * share * moved.reduced
 
 
 def of_operations(

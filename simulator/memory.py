@@ -27,6 +27,8 @@ from models.blueprint import parts
 from moe.chunk_plan import Plan
 from moe.planning.inputs import slot_bytes
 from optim.arrangement.arrange import Arrangement, Capacity
+from optim.arrangement.off_device import ExpertRecords
+from optim.arrangement.traffic import records_of_stage
 from parallel.pipeline import passes
 from simulator.activations import Activations
 from simulator.buffers import Buffer, buffers
@@ -39,12 +41,13 @@ from simulator.tiers import TierPlan, least_host_bytes, left
 UNLIMITED = Capacity()
 TOLERANCE = 0.1  # of the plan's memory: a device is given up on only where this much less would not fit either
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
+EXPERTS_OFF = ("host_bytes", "disk_bytes")  # of ExpertRecords
 
 
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of one rank: its device's by kind, and beside them `host_activations` and what `tiers` of optimizer state
-    take of the host and the disk."""
+    and `experts` off the device take of the host and the disk; the slots of these count as weights and gradients."""
 
     rank: int
     stage: int
@@ -55,15 +58,25 @@ class RankMemory:
     buffers: int
     host_activations: int = 0
     tiers: Arrangement | None = field(default=None, repr=False)
+    experts: ExpertRecords | None = field(default=None, repr=False)
+
+    @property
+    def host_experts(self) -> int:
+        """Bytes of the host that weights and gradients of experts off the device take."""
+        return 0 if self.experts is None else self.experts.host_bytes
+
+    @property
+    def disk_experts(self) -> int:
+        return 0 if self.experts is None else self.experts.disk_bytes
 
     @property
     def host(self) -> int:
         """Bytes of the host, beside the device's."""
-        return self.host_activations + (0 if self.tiers is None else self.tiers.host_bytes)
+        return self.host_activations + self.host_experts + (0 if self.tiers is None else self.tiers.host_bytes)
 
     @property
     def disk(self) -> int:
-        return 0 if self.tiers is None else self.tiers.disk_bytes
+        return self.disk_experts + (0 if self.tiers is None else self.tiers.disk_bytes)
 
     @property
     def total(self) -> int:
@@ -75,6 +88,8 @@ class RankMemory:
         numbers |= {"host": self.host, "host_activations": self.host_activations, "disk": self.disk}
         if self.tiers is not None:
             numbers |= {"host_parts": self.tiers.host_parts, "early_share": self.tiers.early_share}
+        if self.experts is not None:
+            numbers |= {"experts": expert_parts(self.experts)}
         return numbers
 
 
@@ -108,10 +123,15 @@ def rank_memory(
         return sum((each.end - each.start) * state_bytes + FP32 for each in owned)
 
     everyone, found = list(places(config, world_size)), dict[int, Arrangement]()
+    records = [records_of_stage(config, world_size, stage) for stage in range(stages)]
     numbers = [sum(buffer.size for kind in of_stage.values() for buffer in kind) for of_stage in static]
+    weights = [n * element + (of.weights_on_device if of else 0) for n, of in zip(numbers, records, strict=True)]
+    gradients = [n * FP32 + (of.grads_on_device if of else 0) for n, of in zip(numbers, records, strict=True)]
     if derived.has_tiers(config):
+        on_host, on_disk = (max((getattr(of, key) for of in records if of), default=0) for key in EXPERTS_OFF)
+        rooms = replace(rooms, host=max(rooms.host - on_host, 0), disk=max(rooms.disk - on_disk, 0))
         tiers = TierPlan(config, vocab_size, world_size, rooms)
-        beside = [numbers[i] * (element + FP32) + most[i] + staying[i] for i in range(stages)]
+        beside = [weights[i] + gradients[i] + most[i] + staying[i] for i in range(stages)]
         found = {place.rank: tiers.of(place, beside[place.stage]) for place in everyone}
         if any(leaving):  # layer inputs get what optimizer state leaves
             most, leaving = working(max(rooms.host - max(of_rank.host_bytes for of_rank in found.values()), 0))
@@ -125,16 +145,30 @@ def rank_memory(
         RankMemory(
             place.rank,
             place.stage,
-            numbers[place.stage] * element,
-            numbers[place.stage] * FP32,
+            weights[place.stage],
+            gradients[place.stage],
             state(place),
             most[place.stage],
             staying[place.stage],
             leaving[place.stage],
             found.get(place.rank),
+            records[place.stage],
         )
         for place in everyone
     ]
+
+
+def expert_parts(records: ExpertRecords) -> dict[str, dict[str, int]]:
+    """Bytes of experts off the device by tier and by what they are for; those of their optimizer state are among the
+    arrangement's."""
+    kept = {"weights": records.weights_kept, "gradients": records.grads_kept}
+    slots = {"weights": records.weights_on_device, "gradients": records.grads_on_device}
+    on_host = kept if records.tier == "host" else dict.fromkeys(kept, 0)
+    return {
+        "device": slots,
+        "host": {**on_host, "staging": records.staging},
+        "disk": kept if records.tier == "disk" else dict.fromkeys(kept, 0),
+    }
 
 
 def staying_bytes(config: Config, stage: int) -> int:
@@ -275,8 +309,9 @@ def needed_budgets(
             found = with_host(middle)
             low, high, tried = (low, middle, found) if found[2] else (middle, high, tried)
     rooms, memory, _ = tried
-    kept = ["optimizer state"] * (worst.tiers is not None) + ["activations"] * (worst.host_activations > 0)
-    what = f"{' and '.join(kept)} of rank {worst.rank}"
+    kept = ["experts"] * (worst.experts is not None)
+    kept += ["optimizer state"] * (worst.tiers is not None) + ["activations"] * (worst.host_activations > 0)
+    what = f"{', '.join(kept[:-1])}{' and ' * (len(kept) > 1)}{kept[-1]} of rank {worst.rank}"
     raised = [
         (budget, int(room))
         for budget, room in zip(budgets, (rooms.host, rooms.disk), strict=True)

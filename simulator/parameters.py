@@ -39,6 +39,7 @@ class Parameter:
     active: int = 0  # of `total`, those that work on a token
     is_shared: bool = False  # an embedding that two stages hold
     is_late: bool = False  # its gradient is not final when it has been reduced over the data parallel ranks
+    is_off_device: bool = False  # of experts that come to the device for their uses: in no buffer
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def parameters(config: Config, part: blueprint.Part, vocab_size: int) -> list[Pa
         is_expert = weight.is_expert and sizes[EXPERT] > 1
         local = math.prod(blueprint.local_shape(weight, sizes))
         is_late = _is_late(config, name, weight)
-        result.append(Parameter(name, local, total, is_expert, active, weight.is_shared, is_late))
+        is_off = weight.is_expert and derived.streams_experts(config)
+        result.append(Parameter(name, local, total, is_expert, active, weight.is_shared, is_late, is_off))
     return result
 
 

@@ -12,7 +12,9 @@ from configs.schema import Config
 from models.blueprint import parts
 from optim.arrangement.arrange import Arrangement, Capacity, TierRequest, arrange, least, tier_request
 from optim.arrangement.buckets import cut, largest
+from optim.arrangement.off_device import ExpertRecords
 from optim.arrangement.planning import Bandwidths, ElementBytes, Engine, Passes, predictions
+from optim.arrangement.traffic import records_of_stage
 from simulator.buffers import Buffer, buffers
 from simulator.parameters import Parameter, Place, parameters
 
@@ -41,6 +43,7 @@ class TierPlan:
         self.config, self.rooms = config, rooms
         self._static = [buffers(config, vocab_size, world_size, stage) for stage in range(config.parallel.pipeline)]
         self._local = [[parameters(config, part, vocab_size) for part in of_stage] for of_stage in parts(config)]
+        self._records = [records_of_stage(config, world_size, stage) for stage in range(config.parallel.pipeline)]
         self._request, self._arranged = cache(self._want), cache(self._arrange)
 
     def of(self, place: Place, beside: int) -> Arrangement:
@@ -60,7 +63,17 @@ class TierPlan:
         ranks = {"dense": data, "expert": expert_data}
         slices = planned_slices(self._static[stage], self._local[stage], ranks)
         found = cut(slices, largest(slices, self.config.optimizer.bucket_parameters))
-        return tier_request(self.config, [bucket.numel for bucket in found], [bucket.late for bucket in found])
+        numels, late = [bucket.numel for bucket in found], [bucket.late for bucket in found]
+        return request_with_experts(self.config, numels, late, self._records[stage])
+
+
+def request_with_experts(
+    config: Config, numels: Sequence[int], late: Sequence[bool], records: ExpertRecords | None
+) -> TierRequest:
+    """What is asked for these buckets, and behind them for those of experts off the device, layer by layer."""
+    own = [] if records is None else [end - first for first, end in records.buckets] * records.num_layers
+    off = [False] * len(numels) + [True] * len(own) if own else []
+    return tier_request(config, [*numels, *own], [*late, *(True for _ in own)], off)
 
 
 def left(rooms: Capacity, beside: float) -> Capacity:
@@ -76,7 +89,11 @@ def planned_slices(
     found, first = [], 0
     for chunk, of_chunk in enumerate(local):
         for kind, is_expert in (("dense", False), ("expert", True)):
-            own = [(first + order, each) for order, each in enumerate(of_chunk) if each.is_expert == is_expert]
+            own = [
+                (first + order, each)
+                for order, each in enumerate(of_chunk)
+                if each.is_expert == is_expert and not each.is_off_device
+            ]
             for owned in static[kind][chunk].owned(ranks[kind]):
                 order, parameter = own[owned.index]
                 place = (is_expert,) if parameter.is_late else (is_expert, chunk, owned.bucket)
@@ -106,4 +123,6 @@ def engine_seconds(tiers: Arrangement, passes: float = 0.0, rates: Bandwidths = 
     """Seconds of a step of one rank with each engine, whose passes take so long: a third of it forward."""
     element = ElementBytes.of(tiers)
     both = Passes(passes / 3, passes * 2 / 3, any(tiers.early), any(tiers.leaving))
-    return dict(predictions(tiers.numels, tiers.tiers, element, rates, both))
+    of = [index for index, way in enumerate(tiers.ways) if way != "record"]
+    numels, where = [tiers.numels[index] for index in of], [tiers.tiers[index] for index in of]
+    return dict(predictions(numels, where, element, rates, both))

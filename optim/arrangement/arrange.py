@@ -16,7 +16,8 @@ from configs.schema import Config
 from memory.host_memory import padded
 
 Tier = Literal["device", "host", "disk"]
-Way = Literal["device", "device_stream", "host"]  # where a bucket is updated; device: in place
+# where a bucket is updated; device: in place; record: on the host, where its weights and gradient lie too
+Way = Literal["device", "device_stream", "host", "record"]
 
 NUM_SLOTS = 2  # that records, or gradients and weights, pass through, at most
 GRAD_BYTES = 4  # of a parameter's gradient, which is in fp32
@@ -60,7 +61,7 @@ class Arrangement:
 
     def slots(self, way: Way) -> Slots:
         """Through which the buckets pass that go this way, or may; sizes in parameters."""
-        may = (of == way or (self.flexible and of != "device") for of in self.ways)
+        may = (of == way or (self.flexible and of not in ("device", "record")) for of in self.ways)
         return Slots.of([numel for numel, goes in zip(self.numels, may, strict=True) if goes])
 
     @property
@@ -135,9 +136,12 @@ class TierRequest:
     engine: str  # auto, device_stream, host, split
     overlaps: bool  # DDP reduces gradients during the backward pass, and not after it
     early_update: str  # auto, always, never
+    off_device: Sequence[bool] = ()  # its weights and gradient lie off the device; (): those of none
 
 
-def tier_request(config: Config, numels: Sequence[int], late: Sequence[bool]) -> TierRequest:
+def tier_request(
+    config: Config, numels: Sequence[int], late: Sequence[bool], off_device: Sequence[bool] = ()
+) -> TierRequest:
     """What a config asks for these buckets."""
     settings, weight_bytes = config.optimizer, derived.element_size(config)
     moments = 4 + (4 if settings.moment_dtype == "fp32" else 2)
@@ -150,6 +154,7 @@ def tier_request(config: Config, numels: Sequence[int], late: Sequence[bool]) ->
         engine=settings.engine,
         overlaps=config.parallel.overlap_grad_reduce,
         early_update=settings.early_update,
+        off_device=off_device,
     )
 
 
@@ -215,12 +220,14 @@ def _filled(request: TierRequest, on_device: int, until_host: int, early: bool, 
 def _with_tiers(request: TierRequest, tiers: Sequence[Tier], early: bool, leaves: bool) -> Arrangement:
     way: Way = "host" if request.engine == "host" else "device_stream"
     may = [tier != "device" and not late for tier, late in zip(tiers, request.late, strict=True)]
+    off = request.off_device or [False] * len(tiers)
+    ways: list[Way] = ["device" if tier == "device" else way for tier in tiers]
     return Arrangement(
         request.numels,
         request.bytes_per_element,
         request.weight_bytes,
         tiers,
-        ["device" if tier == "device" else way for tier in tiers],
+        ["record" if is_off else way for way, is_off in zip(ways, off, strict=True)],
         [leaves and each and request.engine != "device_stream" for each in may],
         [early and each for each in may],
         request.engine in ("auto", "split"),

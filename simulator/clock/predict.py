@@ -24,6 +24,7 @@ from simulator.clock.passes import BlockSeconds, PassClock, Reasons
 from simulator.clock.prediction import PlannedSpan, Prediction
 from simulator.clock.schedule import Schedule, StepParts
 from simulator.clock.stages import StageRest, rates, stage_rest
+from simulator.clock.streams import StreamParts, stream_parts
 from simulator.clock.work import MIXTRAIN, BlockWork, Fold, Recipe
 from simulator.context.rows import SharedRows, shared_rows
 
@@ -157,14 +158,24 @@ class StepClock:
             config.parallel.virtual_pipeline is None,
             beside,
             derived.overlap_param_gather(config) and self.recipe.reduces_beside,
+            self._streams(),
+            self.world_size,
         )
+
+    def _streams(self) -> list[StreamParts | None]:
+        """Experts off the device, by stage; [] where there are none."""
+        if not derived.streams_experts(self.config):
+            return []
+        stages = range(self.config.parallel.pipeline)
+        return [stream_parts(self.config, self.world_size, stage, self.hardware, self.groups) for stage in stages]
 
     def _steps(self, parts: StepParts, with_spans: bool) -> tuple[float, Reasons, list[PlannedSpan]]:
         """Many micro-batches are as few and a period of the pipeline, again and again."""
         stages, number = self.config.parallel.pipeline, self.micro_batches
         few = 2 * stages + (number - 2 * stages) % stages
         spans: list[PlannedSpan] = []
-        if number <= few + stages or with_spans:
+        by_layer = bool(parts.streams) and self.config.training.pass_order == "by_layer"
+        if number <= few + stages or with_spans or by_layer:
             first = Schedule(self.config, parts, number)
             end, result = first.end, first.reasons()
             if with_spans:

@@ -6,12 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from configs import derived
 from configs.schema import Config
 from optim.arrangement.arrange import NUM_SLOTS
 from parallel.pipeline import passes
 from simulator.clock.loop import Loop
 from simulator.clock.passes import BlockSeconds, Reasons
 from simulator.clock.stages import MOST_PIECES, StageRest
+from simulator.clock.streams import StreamLanes, StreamParts
 
 # Reasons of waiting, by the resource that is waited for.
 COMPUTE, NEXT, PREVIOUS, GRADIENTS = "compute", "to the next stage", "to the stage before", "between copies"
@@ -29,6 +31,8 @@ class StepParts:
     blocks: bool
     beside: bool  # gradients are reduced beside the last backward pass
     gathers_beside: bool
+    streams: Sequence[StreamParts | None] = ()  # experts off the device; (): of no stage
+    world_size: int = 1
 
 
 def _scaled(reasons: Mapping[str, float], factor: float) -> dict[str, float]:
@@ -44,10 +48,17 @@ class Schedule:
         self.loop = Loop()
         # Of a pass, by (is forward, stage, chunk, micro-batch): its first task and its last.
         self._passes: dict[tuple[bool, int, int, int], tuple[int, int]] = {}
+        self._lanes: dict[int, StreamLanes] = {}
         for stage in range(self.stages):
             self._stage(stage)
         self._sends()
         self.end = self.loop.run()
+        # What waits for no pass uses the same links as what is waited for.
+        share = micro_batches / derived.num_micro_batches(config, parts.world_size) if self._lanes else 1.0
+        busy = [lanes.busy(parts.rest[stage].jobs, share) for stage, lanes in self._lanes.items()]
+        self._busy = max(busy, key=lambda of: sum(of.values()), default={})
+        self._longer = max(sum(self._busy.values()) - self.end, 0.0)
+        self.end += self._longer
 
     def _name(self, stage: int, what: str) -> str:
         return f"stage {stage}: {what}"
@@ -56,24 +67,35 @@ class Schedule:
         rest, counts = self.parts.rest[stage], Counter[tuple[bool, int]]()
         gathers, jobs = self._before(stage, rest)
         tail, last_pieces = list[int](), list[int]()
-        for is_forward, chunk in passes(self.config, self.micro_batches, stage):
+        streams = self.parts.streams[stage] if self.parts.streams else None
+        # by layer all micro-batches are one pass
+        by_layer = streams is not None and streams.by_layer
+        rounds, each = (1, self.micro_batches) if by_layer else (self.micro_batches, 1)
+        order = list(passes(self.config, rounds, stage))
+        if streams is not None:
+            name = self._name(stage, "experts")
+            self._lanes[stage] = StreamLanes(self.loop, streams, name, streams.visits(order))
+        for is_forward, chunk in order:
             number = counts[is_forward, chunk]
             counts[is_forward, chunk] += 1
             seconds = self.parts.chunks[stage][chunk]
+            if each > 1:
+                seconds = BlockSeconds(_scaled(seconds.forward, each), _scaled(seconds.backward, each))
             if is_forward:
                 waits = gathers[chunk] if number == 0 else []
                 waits = [[*each, *more] for each, more in _both(waits, jobs if number == 0 and chunk == 0 else [])]
                 self._pass(stage, (True, stage, chunk, number), seconds.forward, waits)
             else:
-                reductions = rest.reductions[chunk] if number == self.micro_batches - 1 else ()
+                reductions = rest.reductions[chunk] if number == rounds - 1 else ()
                 # Megatron-core reduces beside the backward pass on the first stage alone: others wait for it anyway.
                 beside = self.parts.beside and bool(reductions) and stage == 0
-                is_last = number == self.micro_batches - 1 and chunk == 0
+                is_last = number == rounds - 1 and chunk == 0
                 pieces = MOST_PIECES if rest.early and is_last else len(reductions) if beside else 1
-                ends = self._pass(stage, (False, stage, chunk, number), seconds.backward, [[] for _ in range(pieces)])
+                waits = [[] for _ in range(pieces)]
+                ends = self._pass(stage, (False, stage, chunk, number), seconds.backward, waits, number == rounds - 1)
                 last_pieces = ends if is_last else last_pieces
-                share = pieces / max(len(reductions), 1)
-                after = [ends[int((i + 1) * share) - 1] if beside else ends[-1] for i in range(len(reductions))]
+                share = len(ends) / max(len(reductions), 1)
+                after = [ends[max(int((i + 1) * share), 1) - 1] if beside else ends[-1] for i in range(len(reductions))]
                 for reduced, end in zip(reductions, after, strict=True):
                     tail.append(self.loop.add(self._name(stage, GRADIENTS), "reduce gradients", reduced, [end]))
         if rest.early:  # those used last have their gradients first
@@ -114,17 +136,30 @@ class Schedule:
         return there
 
     def _pass(
-        self, stage: int, key: tuple[bool, int, int, int], seconds: Mapping[str, float], waits: Sequence[Sequence[int]]
+        self,
+        stage: int,
+        key: tuple[bool, int, int, int],
+        seconds: Mapping[str, float],
+        waits: Sequence[Sequence[int]],
+        is_last: bool = False,
     ) -> list[int]:
-        """A pass in as many pieces as there are things to wait for; their tasks."""
+        """A pass in as many pieces as there are things to wait for, or MoE layers whose experts lie off the device;
+        their tasks. `is_last`: no other micro-batch comes this way."""
         name = f"{'forward' if key[0] else 'backward'} {key[3]}" + (
             f" of chunk {key[2]}" if self.num_chunks > 1 else ""
         )
+        lanes, visited = self._lanes.get(stage), 0
+        if lanes is not None and (visited := len(lanes.parts.layers[key[2]])):
+            waits = _spread(waits, visited)
         count = max(len(waits), 1)
         part = seconds if count == 1 else _scaled(seconds, 1 / count)
-        tasks = [
-            self.loop.add(self._name(stage, COMPUTE), name, part, list(waits[i]) if waits else []) for i in range(count)
-        ]
+        tasks = list[int]()
+        for i in range(count):
+            own = list(waits[i]) if waits else []
+            own += lanes.begin(not key[0]) if lanes is not None and visited else []
+            tasks.append(self.loop.add(self._name(stage, COMPUTE), name, part, own))
+            if lanes is not None and visited:
+                lanes.end(tasks[-1], not key[0], is_last)
         self._passes[key] = tasks[0], tasks[-1]
         return tasks
 
@@ -178,6 +213,7 @@ class Schedule:
         last = max(waited, key=lambda number: tasks[number].end)
         if tasks[last].end > now:
             self._blame(last, tasks[last].end, now, before, result, itself=True)
+        result.add(self._busy, self._longer / (sum(self._busy.values()) or 1.0))
         return result
 
     def _blame(
@@ -215,13 +251,12 @@ class Schedule:
 def _both(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], Sequence[int]]]:
     """What pieces wait for, of two lists that may have other lengths: spread over the longer."""
     count = max(len(first), len(second))
-    if count == 0:
-        return []
+    return list(zip(_spread(first, count), _spread(second, count), strict=True))
 
-    def spread(of: Sequence[Sequence[int]]) -> list[list[int]]:
-        result: list[list[int]] = [[] for _ in range(count)]
-        for index, each in enumerate(of):
-            result[index * count // len(of)] += each
-        return result
 
-    return list(zip(spread(first), spread(second), strict=True))
+def _spread(of: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """What so many pieces wait for."""
+    result: list[list[int]] = [[] for _ in range(count)]
+    for index, each in enumerate(of):
+        result[index * count // len(of)] += each
+    return result

@@ -179,9 +179,14 @@ def _tiered(
     early = any(tiers.early)
     ways: Sequence[Way] = tiers.ways
     if tiers.flexible:
-        ways = _chosen(config.optimizer.engine, tuple(tiers.numels), tuple(tiers.tiers), element, of)
+        own = [(n, tier) for n, tier, way in zip(tiers.numels, tiers.tiers, ways, strict=True) if way != "record"]
+        numels, where = tuple(n for n, _ in own), tuple(tier for _, tier in own)
+        chosen = iter(_chosen(config.optimizer.engine, numels, where, element, of))
+        ways = [way if way == "record" else next(chosen) for way in ways]
     update, jobs = 0.0, list[BucketJob]()
     for way, tier, numel, leaves in zip(ways, tiers.tiers, tiers.numels, tiers.leaving, strict=True):
+        if way == "record":  # see streams.py
+            continue
         needs = work(way, tier == "disk", numel, element, of, early)
         if way == "device":
             update += needs.device

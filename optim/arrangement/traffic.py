@@ -1,0 +1,183 @@
+"""Which weights of experts off the device come when, and what a step moves of them. Pure, and without torch: a run
+prefetches by it, and its plan counts by it.
+
+The order of visits is known, so that which slot is filled next is too: the one whose layer is used last (Belady).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from configs import derived
+from configs.schema import Config
+from optim.arrangement.arrange import GRAD_BYTES
+from optim.arrangement.off_device import ExpertRecords, expert_records
+from parallel.pipeline import layer_visits, layers_of_stage
+
+
+@dataclass(frozen=True)
+class SlotFill:
+    """Weights of a layer come to slot `slot` before visit `visit`, behind visit `after`, the last that used the slot;
+    -1: at once."""
+
+    layer: int
+    slot: int
+    visit: int
+    after: int
+
+
+def slot_fills(visits: Sequence[int], slots: int) -> list[SlotFill]:
+    """What must come in a step that visits layers in this order, and begins with empty slots. Beside the layer that is
+    visited one more slot is filled: with two slots a layer's weights come while the layer before it computes.
+
+    Raises ValueError where there is no slot.
+    """
+    if slots < 1 and visits:
+        raise ValueError(f"slots must be at least 1, not {slots}")
+    following: list[float] = [math.inf] * len(visits)
+    seen: dict[int, int] = {}
+    for index in range(len(visits) - 1, -1, -1):
+        following[index] = seen.get(visits[index], math.inf)
+        seen[visits[index]] = index
+    held: list[int | None] = [None] * slots
+    last, uses, found = [-1] * slots, [math.inf] * slots, list[SlotFill]()
+    before = None  # the slot of the visit before
+    for index, layer in enumerate(visits):
+        if layer in held:
+            slot = held.index(layer)
+        else:
+            free = [each for each in range(slots) if held[each] is None]
+            may = free or [each for each in range(slots) if each != before or slots == 1]
+            slot = free[0] if free else max(may, key=lambda each: uses[each])
+            found.append(SlotFill(layer, slot, index, last[slot]))
+            held[slot] = layer
+        last[slot], uses[slot], before = index, following[index], slot
+    return found
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that one rank moves of experts: over the link `up` to the device and `down` from it, `read` from the disk
+    and `written` to it; `gathered` and `reduced` among ranks that hold the same experts, all ranks' together; `host`:
+    memory of the host that additions and updates read and write."""
+
+    up: int = 0
+    down: int = 0
+    read: int = 0
+    written: int = 0
+    gathered: int = 0
+    reduced: int = 0
+    host: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def times(self, number: int) -> Moved:
+        """The same so many times."""
+        return Moved(*(number * each for each in astuple(self)))
+
+
+@dataclass(frozen=True)
+class LayerMoves:
+    """What moves of a layer's experts on one rank; `state_tier`, `state_bytes`: of a parameter's optimizer state."""
+
+    records: ExpertRecords
+    state_tier: str
+    state_bytes: int
+
+    @property
+    def on_disk(self) -> bool:
+        return self.records.tier == "disk"
+
+    def fetch(self) -> Moved:
+        """Weights come to a slot: a rank's part from its tier, the rest from the ranks that hold the others."""
+        part = self.records.part_numel * self.records.weight_bytes
+        whole = self.records.padded_numel * self.records.weight_bytes
+        return Moved(up=part, read=part * self.on_disk, gathered=whole if self.records.parts > 1 else 0)
+
+    def gradient(self, is_first: bool, is_last: bool) -> Moved:
+        """A gradient leaves: a micro-batch's, which the host adds to those before it, or the sum of all."""
+        of, disk = self.records, int(self.on_disk)
+        kept, whole = of.part_numel * GRAD_BYTES, of.padded_numel * GRAD_BYTES
+        reduced = whole if of.alike > 1 else 0
+        if not of.sums_on_host:
+            return Moved(down=kept, written=kept * disk, reduced=reduced)
+        if is_last and of.alike > 1:
+            return Moved(up=whole, down=kept, read=whole * disk, written=kept * disk, reduced=reduced)
+        come = of.padded_numel * of.weight_bytes
+        again = 0 if is_first else whole
+        return Moved(down=come, read=again * disk, written=whole * disk, host=come + again + whole)
+
+    def update(self) -> Moved:
+        """The optimizer's step of a rank's part, on the host."""
+        of, state = self.records, self.state_bytes
+        weights, disk = of.weight_bytes, int(self.on_disk)
+        state_disk = state * (self.state_tier == "disk")
+        return Moved(
+            read=of.part_numel * (disk * (weights + GRAD_BYTES) + state_disk),
+            written=of.part_numel * (disk * weights + state_disk),
+            host=of.part_numel * (2 * state + GRAD_BYTES + 2 * weights),
+        )
+
+
+@dataclass(frozen=True)
+class ExpertTraffic:
+    """A step of one rank. `visits`: MoE layers in the order of use; `fills`: their weights' ways to the device."""
+
+    moves: LayerMoves
+    visits: Sequence[int]
+    fills: Sequence[SlotFill]
+    gradients: int  # that leave of a layer in a step
+
+    @property
+    def fetched(self) -> Moved:
+        return self.moves.fetch().times(len(self.fills))
+
+    @property
+    def left(self) -> Moved:
+        """Gradients of all layers."""
+        each = Moved()
+        for number in range(self.gradients):
+            each += self.moves.gradient(number == 0, number == self.gradients - 1)
+        return each.times(self.moves.records.num_layers)
+
+    @property
+    def updated(self) -> Moved:
+        return self.moves.update().times(self.moves.records.num_layers)
+
+    @property
+    def total(self) -> Moved:
+        return self.fetched + self.left + self.updated
+
+
+def state_bytes(config: Config) -> int:
+    """Bytes of a parameter's state beside its weight: two moments, and a master where the weight is none."""
+    moments = 4 + (4 if config.optimizer.moment_dtype == "fp32" else 2)
+    return moments + (4 if derived.element_size(config) < 4 else 0)
+
+
+def moe_visits(config: Config, num_micro_batches: int, stage: int, forward_only: bool = False) -> list[int]:
+    """The MoE layers of a stage, from 0 in the whole model, in the order in which a step visits them."""
+    is_moe = derived.moe_layer_pattern(config)
+    return [layer for layer in layer_visits(config, num_micro_batches, stage, forward_only) if is_moe[layer]]
+
+
+def records_of_stage(config: Config, world_size: int, stage: int) -> ExpertRecords | None:
+    """Records of a stage's ranks; None where experts lie on the device or there are none."""
+    is_moe = derived.moe_layer_pattern(config)
+    layers = [layer for chunk in layers_of_stage(config, stage) for layer in chunk]
+    return expert_records(config, world_size, sum(bool(is_moe[layer]) for layer in layers))
+
+
+def expert_traffic(config: Config, world_size: int, stage: int) -> ExpertTraffic | None:
+    """A step of a stage's ranks; None where no experts lie off their devices."""
+    records = records_of_stage(config, world_size, stage)
+    if records is None:
+        return None
+    micro_batches = derived.num_micro_batches(config, world_size)
+    visits = moe_visits(config, micro_batches, stage)
+    moves = LayerMoves(records, config.optimizer.state_device, state_bytes(config))
+    apart = micro_batches if records.sums_on_host else 1
+    return ExpertTraffic(moves, visits, slot_fills(visits, records.weight_slots), apart)
