@@ -26,7 +26,7 @@ from configs.schema import ConfigError
 from models.parallelize import bare, frozen_weights
 from optim import state as optimizer_state
 from optim.tiers.stored import StoredTensor
-from parallel.owned import with_boxes
+from parallel.owned import is_off_device, with_boxes
 from parallel.random_state import random_states, restore_random_states
 from parallel.refusal import raise_together
 
@@ -118,14 +118,20 @@ def _model_tensors(chunks: list[DistributedDataParallel], optimizer: MegatronOpt
 
 
 def _weight_tensors(weights: dict[str, Any], chunks: list[torch.nn.Module]) -> list[ShardedTensor]:
-    """The boxes of all weights, as views into the chunks' own parameters and buffers."""
+    """The boxes of all weights on the device, as views into the chunks' own parameters and buffers."""
     sharded = [value for value in nested_values(load_preprocess(weights)[0]) if isinstance(value, ShardedTensor)]
+    away = [value for chunk in chunks for value in chunk.parameters() if is_off_device(value)]
+    stand_ins = {value.untyped_storage().data_ptr() for value in away}
+    sharded = [tensor for tensor in sharded if tensor.data.untyped_storage().data_ptr() not in stand_ins]
     # Everything else in there is TransformerEngine's FP8 state, which no precision of ours has.
     own = {value.untyped_storage().data_ptr() for chunk in chunks for value in [*chunk.parameters(), *chunk.buffers()]}
     assert all(tensor.data.untyped_storage().data_ptr() in own for tensor in sharded), "a checkpoint would fill a copy"
     held = {tensor.data.data_ptr() for tensor in sharded}
     missing = sorted(
-        name for chunk in chunks for name, value in chunk.named_parameters() if value.data_ptr() not in held
+        name
+        for chunk in chunks
+        for name, value in chunk.named_parameters()
+        if value.data_ptr() not in held and not is_off_device(value)
     )
     assert not missing, f"weights that a checkpoint would miss: {missing}"
     return sharded

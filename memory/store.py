@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memory.completion import Completion, Users, soonest_free, when_all_issued
+from memory.completion import Completion, Users, soonest_free
 from memory.copy_stream import UPDATES
 from memory.disk import Disk
 from memory.host_link import HostLink
@@ -97,9 +97,8 @@ class Store:
             memory, after = location.memory, (*self._unheld(location), location.written)
             return Checkout(memory, memory, Completion.already(), after, location, None)
         slot = self._lend()
-        there, record = Completion(), slot.memory[: self.sizes[index]]
-        when_all_issued(users := slot.users.all(), there.finish)
-        return Checkout(record, record, there, tuple(users), location, slot)
+        record = slot.memory[: self.sizes[index]]
+        return Checkout(record, record, Completion.already(), tuple(slot.users.all()), location, slot)
 
     def _lend(self) -> _Slot:
         slots = [slot for slot in self._slots if not slot.is_lent] or self._slots

@@ -13,7 +13,7 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,9 +268,15 @@ def open_logical_folder(folder: Path, bounce: BounceBuffers | None = None) -> Lo
     return LogicalFolder(config, vocab_size, reader.main_dtype(reader.names()), weights, reader)
 
 
-def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, config: Config, vocab_size: int) -> None:
-    """Fill this rank's `chunks`, in any layout, from a folder of logical weights. Raises ConfigError for another
-    model's."""
+def load_logical_folder(
+    chunks: Sequence[torch.nn.Module],
+    folder: str | Path,
+    config: Config,
+    vocab_size: int,
+    off_device: Iterable[AbstractContextManager[None]] = (),
+) -> None:
+    """Fill this rank's `chunks`, in any layout, from a folder of logical weights; `off_device`: see
+    models/weights.py. Raises ConfigError for another model's."""
     folder = Path(folder)
     theirs = read_config(folder)
     wrong = [
@@ -289,7 +295,7 @@ def load_logical_folder(chunks: Sequence[torch.nn.Module], folder: str | Path, c
 
     reader = Reader(folder)
     try:
-        load_logical(chunks, reader.get)
+        load_logical(chunks, reader.get, off_device)
     except ValueError as error:
         raise ConfigError(f"weights in {folder} do not fit: {error}.") from error
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -23,12 +24,23 @@ DRAWN_ROWS = 256  # a block of a large model is about a million numbers: 10 ms t
 
 
 def initialize_weights(chunks: Sequence[torch.nn.Module], config: Config) -> None:
-    """Fill this rank's weights for `training.seed`; rows that pad the vocabulary become 0. What lies off the device is
-    filled there."""
+    """Fill this rank's weights on the device for `training.seed`; rows that pad the vocabulary become 0."""
     with torch.no_grad():
         for item in logical_tensors(chunks):
-            if not item.is_elsewhere:
+            if not item.off_device:
                 fill(item, config)
+
+
+def fill_off_device(
+    chunks: Sequence[torch.nn.Module], config: Config, off_device: Iterable[AbstractContextManager[None]]
+) -> None:
+    """Fill those that lie off the device, which are at hand in these contexts, a part in each."""
+    with torch.no_grad():
+        for at_hand in off_device:
+            with at_hand:
+                for item in logical_tensors(chunks):
+                    if item.off_device and item.is_here:
+                        fill(item, config)
 
 
 def fill(item: LogicalTensor, config: Config) -> None:

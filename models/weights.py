@@ -12,7 +12,8 @@ stands for (shape, kind, splits) is the blueprint's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import parallel.megatron  # noqa: F401  (before anything else of Megatron-core is imported: see parallel/megatron/startup.py)
@@ -22,8 +23,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from parallel.owned import owner_of
 from models.blueprint.operation import EXPERT, EXPERT_TENSOR, TENSOR, local_runs, unknown
+from parallel.owned import owner_of
 
 EXPERTS = "mlp.experts."  # begins the names of routed experts' weights in a layer
 # TransformerEngine keeps a norm inside the linear layer that follows it.
@@ -46,7 +47,9 @@ class LogicalTensor:
     dim: int | None  # split by tensor parallelism
     gated: bool  # fc1 of SwiGLU: rows are [gate | up], each split by itself
     group: dist.ProcessGroup  # the tensor parallel group that splits it
-    is_elsewhere: bool = False  # its numbers lie off the device, and `local` stands in for them
+    # Its numbers lie off the device, and `local` stands in for them unless they are at hand (parallel/owned.py).
+    off_device: bool = False
+    is_here: bool = True
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a logical tensor; rows that pad the vocabulary are zero. Raises ValueError for a wrong
@@ -85,11 +88,26 @@ def logical_tensors(chunks: Sequence[torch.nn.Module]) -> list[LogicalTensor]:
     return [item for chunk in unwrap_model(list(chunks)) for item in _chunk_tensors(chunk)]
 
 
-def load_logical(chunks: Sequence[torch.nn.Module], get: Callable[[str], torch.Tensor]) -> None:
-    """Fill this rank's weights, whatever its layout, from `get(name) -> full logical tensor`. Raises ValueError for a
-    wrong shape."""
+def tensors_to_fill(
+    chunks: Sequence[torch.nn.Module], off_device: Iterable[AbstractContextManager[None]] = ()
+) -> Iterator[LogicalTensor]:
+    """The same to be written, one after the other. `off_device`: in each of these contexts a part of what lies off the
+    device is at hand, and kept when it ends."""
+    yield from (item for item in logical_tensors(chunks) if not item.off_device)
+    for at_hand in off_device:
+        with at_hand:
+            yield from (item for item in logical_tensors(chunks) if item.off_device and item.is_here)
+
+
+def load_logical(
+    chunks: Sequence[torch.nn.Module],
+    get: Callable[[str], torch.Tensor],
+    off_device: Iterable[AbstractContextManager[None]] = (),
+) -> None:
+    """Fill this rank's weights, whatever its layout, from `get(name) -> full logical tensor`; `off_device`: see
+    `tensors_to_fill`. Raises ValueError for a wrong shape."""
     with torch.no_grad():
-        for item in logical_tensors(chunks):
+        for item in tensors_to_fill(chunks, off_device):
             item.local.copy_(item.cut(get(item.name)))
 
 
@@ -139,8 +157,9 @@ def _chunk_tensors(chunk: torch.nn.Module) -> Iterator[LogicalTensor]:
             elif split.axis != EXPERT:
                 unknown("logical_tensors", f"axis of {name}", split.axis)
         group = chunk.pg_collection.expt_tp if weight.is_expert else chunk.pg_collection.tp
-        elsewhere, shape = getattr(tensor, "is_elsewhere", False), weight.shape[stacked:]
-        yield LogicalTensor(name, tensor, shape, weight.kind, dim, weight.gated, group, elsewhere)
+        off_device, is_here = getattr(tensor, "place", (False, True))
+        shape = weight.shape[stacked:]
+        yield LogicalTensor(name, tensor, shape, weight.kind, dim, weight.gated, group, off_device, is_here)
 
 
 def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -159,7 +178,8 @@ def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iter
             gradients, owner = getattr(tensor, "main_grad", None), owner_of(tensor)
             for i, expert in enumerate(layer.mlp.local_expert_indices):
                 view = tensor.detach()[i]
-                view.is_elsewhere = owner is not None and not owner.is_here  # type: ignore[attr-defined]
+                if owner is not None:
+                    view.place = owner.off_device, owner.is_here  # type: ignore[attr-defined]
                 if gradients is not None:
                     view.main_grad = gradients[i]  # type: ignore[attr-defined]
                 yield f"{prefix}{EXPERTS}{expert}.{rest.removeprefix(EXPERTS)}", prefix + rest, view

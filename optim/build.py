@@ -37,7 +37,7 @@ def build_optimizer(
     with building_tiered() if tiered else contextlib.nullcontext():
         optimizer = _build(config, topology, chunks)
     share_scaler(optimizer)
-    optimizer.tiers = build_tiers(config, optimizer, chunks, link, device_room) if tiered else None
+    optimizer.tiers = build_tiers(config, topology, optimizer, chunks, link, device_room) if tiered else None
     for member in members(optimizer):
         if isinstance(member.optimizer, torch.optim.AdamW):
             for group in member.optimizer.param_groups:

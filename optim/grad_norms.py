@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from optim.tiers.tiers import tiers_of
 from parallel.megatron.optimizer import HeldPart, find_held, gradient_of, is_sharded, members
 from parallel.norms import tensor_norms
 from parallel.owned import owner_of
@@ -85,7 +87,8 @@ class GradNorms:
             for piece, parameter in zip(find_held(optimizer, stacked), stacked, strict=True)
             if piece is not None and (numel := parameter[0].numel())
         }
-        self._exactly = exactly
+        self._exactly, tiers = exactly, tiers_of(optimizer)
+        self._experts = None if tiers is None else tiers.experts  # of those off the device
         self._members = members(optimizer)
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         self._device = topology.device
@@ -107,6 +110,10 @@ class GradNorms:
                 norms = tensor_norms([grad for _, grad in grads])
                 squares = digits(norms * norms) if self._exactly else (norms * norms).unsqueeze(1)
                 sums.index_add_(0, self._index([part for part, _ in grads]), squares)
+        if self._experts is not None:
+            squares = self._experts.squares()
+            columns_nC = digits(squares) if self._exactly else squares.unsqueeze(1)
+            sums.index_add_(0, self._index([self._names.index("experts")] * len(squares)), columns_nC)
         return sums.flatten()
 
     def _pieces(self, main: torch.Tensor, grad: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -121,7 +128,8 @@ class GradNorms:
         """The norm of the whole model, from the sums over all ranks on the host."""
         by_part = squares.view(len(self._names), -1).sum(dim=1).tolist()
         self.by_part = {name: square**0.5 for name, square in zip(self._names, by_part, strict=True) if square != 0}
-        return float(sum(by_part) ** 0.5)
+        # To fp32's precision: in fp64 the last digits would follow from where tensors are cut.
+        return float(np.float32(sum(by_part) ** 0.5))
 
     def _index(self, parts: list[int]) -> torch.Tensor:
         # Kept on the device, as they are the same in every step.

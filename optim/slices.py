@@ -70,7 +70,9 @@ def _change_tiers(
                 start, end = max(each.start, piece.start), min(each.end, piece.end)
                 first = piece.offset - piece.start
                 if start < end:
-                    parts += [(held[kind][first + start : first + end], each.tag) for kind in stored.kinds(tiers)]
+                    parts += [
+                        (held[kind][first + start : first + end], each.tag) for kind in stored.kinds(tiers, index)
+                    ]
         change(parts)
 
     touched = [

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_p
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from optim.tiers import stored
+from optim.tiers.buckets import WEIGHT
 from optim.tiers.stored import StoredTensor
 from optim.tiers.tiers import Tiers, tiers_of
 from parallel.megatron.optimizer import (
@@ -91,8 +92,10 @@ def _stored_state(
     for index, bucket in enumerate(tiers.buckets):
         for piece in bucket.pieces:
             parameter = tiers.slices[piece.index].parameter
-            whole, sharded = _shards(sharded_by_id[order[id(parameter)]], parameter.shape), owner_of(parameter) is None
-            for kind, dtype in stored.kinds(tiers).items():
+            whole = _shards(sharded_by_id[order[id(parameter)]], parameter.shape)
+            parts = tiers.experts is not None and bucket.of_experts is not None and tiers.experts.records.parts > 1
+            sharded = parts or owner_of(parameter) is None
+            for kind, dtype in stored.kinds(tiers, index).items():
                 place = torch.empty(bucket.numel, dtype=dtype, device="meta")[piece.offset :]
                 for box in _state_boxes(whole, parameter.shape, kind, (piece.start, piece.end), place, sharded):
                     result.append(StoredTensor.of(box, index, kind))
@@ -111,7 +114,8 @@ def _state_boxes(
     have."""
     for shard in whole:
         replica_id = (*shard.replica_id[:-1], 0) if sharded else shard.replica_id
-        named = replace(shard, key=f"optimizer.{kind}.{shard.key}", replica_id=replica_id)
+        key = shard.key if kind == WEIGHT else f"optimizer.{kind}.{shard.key}"
+        named = replace(shard, key=key, replica_id=replica_id)
         yield from _owned_boxes(named, shape, span, value)
 
 

@@ -65,8 +65,8 @@ class OwnedParameter:
         return self.group is None or self.group.rank() == 0
 
     def begin(self, scale: float) -> None:
-        """Take the gradient's memory, and gradients from autograd. `scale`: Megatron's of all others. Off the device the
-        tiers have that memory, and take gradients where they are made."""
+        """Take the gradient's memory, and gradients from autograd. `scale`: Megatron's of all others. Off the device
+        the tiers have that memory, and take gradients where they are made."""
         self.scale = scale if self.scale is None else self.scale
         if self.off_device:
             return

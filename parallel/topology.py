@@ -40,6 +40,14 @@ class Axis:
     def is_last(self) -> bool:
         return self.rank == self.size - 1
 
+    def another_group(self, timeout_seconds: int) -> dist.ProcessGroup:
+        """A group of the same processes, for exchanges that go on beside others. A collective call of theirs."""
+        ranks = dist.get_process_group_ranks(self.group)
+        timeout = timedelta(seconds=timeout_seconds)
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
 
 @dataclass(frozen=True)
 class Topology:

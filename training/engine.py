@@ -39,6 +39,7 @@ from parallel.refusal import raise_together
 from parallel.topology import Topology
 from training.resilience.rewind import Mark
 from training.starting.activations import offload_layer_inputs, reserve_offloads
+from training.starting.expert_stream import fillings, stream_experts
 from training.sums import StepSums
 
 
@@ -59,10 +60,11 @@ class Engine:
         self.config, self.topology, self.vocab_size = config, topology, vocab_size
         self.host_link = HostLink(topology.device, config.parallel.timeout_seconds)
         self.family = family_module(config)
-        self.bare_chunks = build_model(config, topology, vocab_size)
+        self.bare_chunks = build_model(config, topology, vocab_size, streams=derived.streams_experts(config))
         self.chunks = parallelize(config, topology, self.bare_chunks)
         self.optimizer = build_optimizer(config, topology, self.chunks, self.host_link, device_room)
         self._moe_layers = list(layers_of(self.bare_chunks).values())
+        self.experts = stream_experts(config, topology, self.bare_chunks, self.optimizer)
         for layer in self._moe_layers:
             layer.expert_compute.link = self.host_link
         self.offload_bytes = reserve_offloads(config, topology, self.host_link)
@@ -81,7 +83,8 @@ class Engine:
     def load_weights(self, folder: Path) -> None:
         """Start from a folder of logical weights (`python -m models.convert import` writes one). Raises ConfigError for
         another model's."""
-        load_logical_folder(self.bare_chunks, folder, self.config, self.vocab_size)
+        off_device = () if self.experts is None else fillings(self.optimizer)
+        load_logical_folder(self.bare_chunks, folder, self.config, self.vocab_size, off_device)
         self.optimizer.reload_model_params()
 
     @property
@@ -107,8 +110,11 @@ class Engine:
         self.settle()
         return frozen_weights(self.chunks)
 
-    def begin_passes(self, num_backwards: int) -> None:
-        """The weights stay until the passes over some micro-batches are over: so many backward ones."""
+    def begin_passes(self, num_micro_batches: int, forward_only: bool) -> None:
+        """The weights stay until the passes over so many micro-batches are over."""
+        num_backwards = 0 if forward_only else num_micro_batches
+        if self.experts is not None:
+            self.experts.begin_passes(num_micro_batches, forward_only)
         if num_backwards:
             if self.layer_inputs is not None:
                 self.layer_inputs.begin()

@@ -165,7 +165,7 @@ def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
 
     micro_batches = engine.topology.pipeline.size if len(engine.chunks) > 1 else 1
     batch_size, sequence_length = micro_batch["tokens"].shape
-    engine.begin_passes(0)
+    engine.begin_passes(micro_batches, forward_only=True)
     with engine.frozen_weights(), torch.no_grad():
         outputs = engine.schedule(
             forward_step_func=forward_step,
@@ -210,7 +210,7 @@ def _run(
         engine.dropout.begin(number)
         return engine.family.forward(chunk, batch), partial(_loss, engine, batch, scale, losses, buckets)
 
-    engine.begin_passes(0 if forward_only else len(batches))
+    engine.begin_passes(len(batches), forward_only)
     engine.schedule(
         forward_step_func=forward_step,
         data_iterator=_iterators(engine, list(enumerate(batches))),

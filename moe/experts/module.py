@@ -94,6 +94,8 @@ class StackedExperts(MegatronModule):
 
     def stand_in(self, device: torch.device) -> None:
         """Where the experts lie off the device: what stands in their place, owned outside Megatron-core's buffers."""
+        if not self.off_device:
+            return
         for linear in (self.linear_fc1, self.linear_fc2):
             linear.stand_in(self.config.params_dtype, device)
         self._mark()

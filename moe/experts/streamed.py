@@ -25,21 +25,26 @@ Arrived = Sequence[tuple[int, torch.Tensor]]  # gradients of copies that came ho
 class OffDeviceTier(Protocol):
     """Where weights and gradients lie off the device: optim/tiers/expert_tier.py."""
 
-    first: Sequence[int]  # where each kind of weight begins in a slot
-    adds_on_host: bool  # micro-batches of a layer come apart: the host adds up what they leave
+    @property
+    def first(self) -> Sequence[int]:
+        """Where each kind of weight begins in a slot."""
+
+    @property
+    def adds_on_host(self) -> bool:
+        """Whether micro-batches of a layer come apart: the host adds up what they leave."""
 
     def bring(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
         """Have a layer's weights come to a slot once it is free."""
 
-    def add(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived, is_first: bool) -> None:
-        """Add a micro-batch's gradients to the sum on the host; the first is written over what is there."""
+    def add(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived, is_first: bool, is_last: bool) -> None:
+        """Add a micro-batch's gradients to the sum on the host; the first is written over what is there, and the last
+        makes it final."""
 
-    def sum_to(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Completion:
-        """Have the sum on the host come to a slot of gradients."""
+    def sum_to(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
+        """Have the sum on the host come to a slot for gradients."""
 
-    def finish(self, layer: int, slot: torch.Tensor | None) -> Completion:
-        """A layer's gradient is complete but for what other ranks add: in a slot, or on the host. When a slot is
-        free again."""
+    def finish(self, layer: int, slot: torch.Tensor) -> Sequence[Completion]:
+        """A layer's gradient is complete in a slot, but for what other ranks add. When the slot is free again."""
 
 
 @dataclass
@@ -72,10 +77,10 @@ class ExpertStream:
         dtype: torch.dtype,
         numel: int,
         num_slots: tuple[int, int],
-        visits: Callable[[int], Sequence[int]],
+        visits: Callable[[int, bool], Sequence[int]],
     ):
         """numel: of a slot; num_slots: for weights, for gradients; visits: the order in which layers, numbered on this
-        rank, are used in passes with so many backward ones."""
+        rank, are used in passes over so many micro-batches, or in forward ones alone."""
         self.tier, self._device, self._visits = tier, device, visits
         self.slots = [_Slot(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(num_slots[0])]
         self.grad_slots = [_Slot(torch.zeros(numel, device=device)) for _ in range(num_slots[1])]
@@ -89,12 +94,12 @@ class ExpertStream:
         """What the slots take of the device."""
         return sum(slot.flat.nbytes for slot in (*self.slots, *self.grad_slots))
 
-    def begin_passes(self, num_backwards: int) -> None:
-        """Weights have changed: no slot holds any. So many backward passes of each layer are to come."""
+    def begin_passes(self, num_micro_batches: int, forward_only: bool) -> None:
+        """Weights have changed: no slot holds any. Passes over so many micro-batches are to come."""
         for slot in (*self.slots, *self.grad_slots):
             slot.layer = None
-        self.num_backwards = num_backwards
-        self._order, self._turn, self._done = list(self._visits(num_backwards)), -1, {}
+        self.num_backwards = 0 if forward_only else num_micro_batches
+        self._order, self._turn, self._done = list(self._visits(num_micro_batches, forward_only)), -1, {}
         self.prefetch()
 
     def enter(self, layer: int) -> _Slot:
@@ -150,9 +155,7 @@ class ExpertStream:
         is_last = self._done[layer] == self.num_backwards
         tier = self.tier
         if tier.adds_on_host and not (is_last and self.grad_slots):
-            tier.add(layer, grads, arrived, is_first)
-            if is_last:
-                tier.finish(layer, None)
+            tier.add(layer, grads, arrived, is_first, is_last)
             return
         slot = next((slot for slot in self.grad_slots if slot.layer == layer), None)
         if slot is None:
@@ -161,10 +164,12 @@ class ExpertStream:
                 done.order()
             slot.layer = layer
             if tier.adds_on_host and not is_first:
-                tier.sum_to(layer, slot.flat, (Completion.so_far(self._device),)).order()
+                for done in tier.sum_to(layer, slot.flat, (Completion.so_far(self._device),)):
+                    done.order()
         add_to(slot.flat, tier.first, grads, arrived, over=is_first)
         if is_last:
-            slot.users.add(tier.finish(layer, slot.flat))
+            for done in tier.finish(layer, slot.flat):
+                slot.users.add(done)
             slot.layer = None
 
 

@@ -187,9 +187,7 @@ def forward(degree: int, strategy: Strategy, copies: bool = False, streamed: boo
 
 
 @cache
-def backward(
-    degree: int, strategy: Strategy, lag: int, copies: bool = False, streamed: bool = False
-) -> Program:
+def backward(degree: int, strategy: Strategy, lag: int, copies: bool = False, streamed: bool = False) -> Program:
     """The backward pass in `degree` chunks over several ranks; the weight gradients of chunk i follow the input
     gradients of i + `lag`. `copies`, `streamed`: see `forward`."""
     again, fetches = strategy.rows == "communicate", strategy.offloads
@@ -198,9 +196,7 @@ def backward(
         sent = ("rows", "grads")  # the rows are read first
     awaited = ("rows", "grads") if again else ("grads",)
     program: list[Operation] = [FetchExpert()] if streamed else []
-    program += [
-        Expect(i, tensor) for tensor in ("grads", "rows")[: len(sent)] for i in range(min(AHEAD + 1, degree))
-    ]
+    program += [Expect(i, tensor) for tensor in ("grads", "rows")[: len(sent)] for i in range(min(AHEAD + 1, degree))]
     program += [Dispatch(i, tensor) for i in range(min(DEPTH, degree)) for tensor in sent]
     if fetches:
         program.append(Fetch(0))

@@ -45,15 +45,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces of slices of one place, all late or none; `order` is that of the first piece in the forward pass."""
+    """Pieces of slices of one place, all late or none; `order` is that of the first piece in the forward pass.
+
+    Off the device `of_experts` is the MoE layer of this rank and the run of its part (off_device.py), and `span` the
+    length of that run, with what lies between the pieces.
+    """
 
     pieces: tuple[Piece, ...]
     late: bool
     order: int
+    of_experts: tuple[int, int] | None = None
+    span: int | None = None
 
     @property
     def numel(self) -> int:
-        return sum(piece.end - piece.start for piece in self.pieces)
+        return self.span if self.span is not None else sum(piece.end - piece.start for piece in self.pieces)
 
 
 def cut(slices: Sequence[Slice], limit: int) -> list[Bucket]:

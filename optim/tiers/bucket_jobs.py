@@ -20,6 +20,7 @@ from memory.host_link import HostLink
 from memory.store import Checkout, Store
 from optim.arrangement.buckets import Bucket
 from optim.tiers.buckets import RecordLayout
+from optim.tiers.expert_tier import ExpertTier
 from optim.tiers.kernel import SCRATCH, State, UpdateScalars, adamw
 from optim.tiers.memory import TierMemory
 from parallel.megatron.tiered import OwnedSlice
@@ -50,13 +51,20 @@ class BucketJobs:
     """The jobs of one rank's buckets."""
 
     def __init__(
-        self, slices: Sequence[OwnedSlice], buckets: Sequence[Bucket], layout: RecordLayout, memory: TierMemory
+        self,
+        slices: Sequence[OwnedSlice],
+        buckets: Sequence[Bucket],
+        layout: RecordLayout,
+        memory: TierMemory,
+        experts: ExpertTier | None = None,
     ):
-        self.buckets, self._layout, self._memory = buckets, layout, memory
+        """experts: where weights and gradients of buckets off the device are."""
+        self.buckets, self._layout, self._memory, self._experts = buckets, layout, memory, experts
         self._link: HostLink = memory.link
         self._store: Store = memory.store
-        self.weights = [_views(bucket, [owned.weights for owned in slices], slices) for bucket in buckets]
-        self._grads = [_views(bucket, [owned.grads for owned in slices], slices) for bucket in buckets]
+        weights, grads = ({i: getattr(slices[i], what) for i in _here(buckets)} for what in ("weights", "grads"))
+        self.weights = [_views(bucket, weights, slices) for bucket in buckets]
+        self._grads = [_views(bucket, grads, slices) for bucket in buckets]
         self._states: dict[tuple[int, int], State] = {}
         self._watched: list[Completion] = []
         device = self._link.device
@@ -112,6 +120,33 @@ class BucketJobs:
         back = self._scatter(index, weights, (updated, before[0]))
         stage.users.add(back, numel)
         return back
+
+    def on_records(self, index: int, job: UpdateJob, before: Sequence[Completion]) -> Completion:
+        """Weights, gradient and state lie off the device: the host updates them there."""
+        experts, of_experts = self._experts, self.buckets[index].of_experts
+        assert experts is not None and of_experts is not None
+        checkouts = weights, grads = experts.borrow(*of_experts)
+        checkout, has_master = self._borrow(index, early=False), self._layout.has_master
+        new = self._pieces(index, weights.target.view(experts.dtype))
+        pieces, state = self._pieces(index, grads.target.view(torch.float32)), None
+        state = self._state(index, checkout.target, None if has_master else new)
+        step, flat = self._host_step, grads.target.view(torch.float32)
+
+        def work() -> None:
+            step.fill_(job.step)
+            if job.coefficient < 1:
+                flat.mul_(job.coefficient)
+            adamw(state, pieces, step, job.rates, self._host_scratch)
+            if has_master:
+                for weight, master in zip(new, state.masters, strict=True):
+                    weight.copy_(master)
+
+        num_bytes = 2 * checkout.target.numel() + grads.target.numel() + 2 * weights.target.numel()
+        there = (checkout.there, weights.there, grads.there)
+        after = (*before, *there, *checkout.change_after, *weights.change_after)
+        updated = self._link.host.submit(work, after, num_bytes=num_bytes, free=experts.readers(*of_experts))
+        self._watch(self._store.put(checkout, updated))
+        return self._watch(experts.give_back(*of_experts, checkouts, updated))
 
     # -----------------------------------------------------------------------------------------------------------------
     # While the backward pass goes on
@@ -290,8 +325,15 @@ class BucketJobs:
         return done
 
 
-def _views(bucket: Bucket, flats: Sequence[torch.Tensor], slices: Sequence[OwnedSlice]) -> list[torch.Tensor]:
-    """The bucket's pieces of tensors that hold a slice each."""
+def _here(buckets: Sequence[Bucket]) -> list[int]:
+    """The slices whose weights and gradients are on the device."""
+    return sorted({piece.index for bucket in buckets if bucket.of_experts is None for piece in bucket.pieces})
+
+
+def _views(bucket: Bucket, flats: dict[int, torch.Tensor], slices: Sequence[OwnedSlice]) -> list[torch.Tensor]:
+    """The bucket's pieces of tensors that hold a slice each; none of what lies off the device."""
+    if bucket.of_experts is not None:
+        return []
     return [
         flats[piece.index][piece.start - slices[piece.index].start : piece.end - slices[piece.index].start]
         for piece in bucket.pieces

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+WEIGHT = "weight"  # beside the kinds of a record, of a bucket whose weights lie off the device
+
 
 @dataclass(frozen=True)
 class RecordLayout:

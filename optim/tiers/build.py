@@ -14,18 +14,30 @@ from memory.budgets import DISK, HOST
 from memory.disk import Disk
 from memory.host_link import HostLink
 from optim.arrangement.arrange import Arrangement, Capacity, TierRequest, arrange, least, tier_request
-from optim.arrangement.buckets import cut, largest
+from optim.arrangement.buckets import Bucket, cut, largest
+from optim.arrangement.off_device import expert_records
 from optim.tiers.buckets import RecordLayout
+from optim.tiers.expert_tier import WHAT, ExpertTier
 from optim.tiers.memory import allocate
 from optim.tiers.tiers import Hyperparameters, Tiers
 from parallel.dtypes import DTYPES
 from parallel.megatron.optimizer import members
-from parallel.megatron.tiered import TieredOptimizer, gate_weights, owned_slices, watch_reduced
+from parallel.megatron.tiered import (
+    OwnedSlice,
+    TieredOptimizer,
+    TieredWhole,
+    gate_weights,
+    owned_slices,
+    watch_reduced,
+)
+from parallel.owned import is_off_device, owner_of
 from parallel.refusal import raise_together
+from parallel.topology import Topology
 
 
 def build_tiers(
     config: Config,
+    topology: Topology,
     optimizer: MegatronOptimizer,
     chunks: Sequence[DistributedDataParallel],
     link: HostLink,
@@ -35,10 +47,14 @@ def build_tiers(
     call. `device_room`: bytes of the device that may hold state. Raises ConfigError on every rank where a rank's state
     does not fit."""
     settings, dtype = config.optimizer, DTYPES[config.training.precision]
+    experts = _experts(config, topology, chunks, link)
     slices = owned_slices(optimizer, chunks)
     buckets = cut(slices, largest(slices, settings.bucket_parameters))
+    if experts is not None:
+        add_experts(experts, optimizer, chunks, slices, buckets)
     layout = RecordLayout(dtype != torch.float32, DTYPES[settings.moment_dtype])
-    asked = tier_request(config, [bucket.numel for bucket in buckets], [bucket.late for bucket in buckets])
+    numels, late = [bucket.numel for bucket in buckets], [bucket.late for bucket in buckets]
+    asked = tier_request(config, numels, late, [bucket.of_experts is not None for bucket in buckets])
     arrangement, disk, problem = None, None, None
     try:
         arrangement = _arrange(asked, device_room, config)
@@ -51,16 +67,84 @@ def build_tiers(
     assert arrangement is not None
     memory = allocate(arrangement, dtype, link, disk)
     shared = Hyperparameters(settings.beta1, settings.beta2, settings.epsilon, settings.early_update)
-    tiers = Tiers(slices, buckets, layout, memory, shared)
+    tiers = Tiers(slices, buckets, layout, memory, shared, experts)
     if arrangement.flexible:
         tiers.choose(settings.engine)
-    tiers.begin()
+    if experts is None:
+        tiers.begin()  # else once the experts' weights are there
     gate_weights(chunks, tiers.gate)
     watch_reduced(chunks, tiers.reduced)
     for member in members(optimizer):
         if isinstance(member, TieredOptimizer):
             member.reload = tiers.reload  # type: ignore[method-assign]
     return tiers
+
+
+def _experts(
+    config: Config, topology: Topology, chunks: Sequence[DistributedDataParallel], link: HostLink
+) -> ExpertTier | None:
+    """The records of experts off the device, zeroed; None where there are none. A collective call. Raises ConfigError
+    on every rank where a rank's do not fit."""
+    layers = list(layers_off_device(chunks).values())
+    records = expert_records(config, topology.world_size, len(layers))
+    problem, disk = None, None
+    try:
+        if records is not None:
+            HOST.take(records.host_bytes, WHAT)
+            DISK.take(records.disk_bytes, WHAT)
+            if records.disk_bytes:
+                assert config.memory.disk_dir is not None
+                disk = Disk(config.memory.disk_dir, records.disk_bytes)
+    except ConfigError as error:
+        problem = str(error)
+    raise_together(problem)
+    if records is None:
+        return None
+    group = topology.expert_data.another_group(config.parallel.timeout_seconds) if records.alike > 1 else None
+    owner = owner_of(layers[0][0][1])
+    assert owner is not None and owner.scale is not None
+    parameters = [[parameter for _, parameter in layer] for layer in layers]
+    return ExpertTier(records, parameters, link, disk, group, owner.scale)
+
+
+def layers_off_device(
+    chunks: Sequence[DistributedDataParallel],
+) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
+    """Stand-ins for weights off the device, by the name of the module that holds a layer's: (name, parameter) of each
+    kind, matrices before biases."""
+    found: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.module.named_parameters():
+            if is_off_device(parameter):
+                found.setdefault(f"{number} {name.rsplit('.', 2)[0]}", []).append((name, parameter))
+    return {name: sorted(layer, key=lambda item: item[0].endswith("bias")) for name, layer in found.items()}
+
+
+def add_experts(
+    experts: ExpertTier,
+    optimizer: MegatronOptimizer,
+    chunks: Sequence[DistributedDataParallel],
+    slices: list[OwnedSlice],
+    buckets: list[Bucket],
+) -> None:
+    """Add the slices and buckets of experts off the device to those on it, in the order of first use."""
+    order = {id(each): i for i, each in enumerate(p for chunk in chunks for p in chunk.module.parameters())}
+    groups = {
+        id(parameter): (index, group)
+        for index, member in enumerate(members(optimizer))
+        if isinstance(member, TieredWhole)
+        for group in member.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for layer, parameters in enumerate(experts.layers):
+        of_layer = []
+        for parameter, (start, end) in zip(parameters, experts.spans, strict=True):
+            member, group = groups[id(parameter)]
+            first = order[id(parameter)]
+            of_layer.append((len(slices), start, end))
+            slices.append(OwnedSlice(parameter, start, end, group, (member, layer), True, first))
+        buckets += experts.cut(layer, of_layer, min(order[id(parameter)] for parameter in parameters))
+    buckets.sort(key=lambda bucket: bucket.order)
 
 
 def _arrange(request: TierRequest, device_room: float, config: Config) -> Arrangement:

@@ -10,18 +10,21 @@ All calls are those of the thread that computes, and none waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from memory.completion import Completion, Users, soonest_free
+from memory.budgets import DISK, HOST
+from memory.completion import Cancelled, Completion, Users, soonest_free
 from memory.copy_stream import PASSES
 from memory.disk import Disk, offsets
 from memory.host_link import HostLink
 from memory.store import Checkout, Snapshot, Store
+from memory.transfer import to_device
+from optim.arrangement.buckets import Bucket, Piece
 from optim.arrangement.off_device import ExpertRecords
 from parallel.norms import tensor_norms
 from parallel.owned import at_hand
@@ -29,11 +32,7 @@ from parallel.owned import at_hand
 Arrived = Sequence[tuple[int, torch.Tensor]]  # an expert's number here, and a gradient of all its matrices in fp32
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """A layer's experts on this rank: stand-ins by kind, [experts, ...] each."""
-
-    parameters: Sequence[torch.nn.Parameter]
+WHAT = "experts off the device"  # as the budgets call it
 
 
 @dataclass
@@ -50,17 +49,17 @@ class ExpertTier:
     def __init__(
         self,
         records: ExpertRecords,
-        layers: Sequence[LayerWeights],
+        layers: Sequence[Sequence[torch.nn.Parameter]],
         link: HostLink,
         disk: Disk | None,
         group: dist.ProcessGroup | None,
         scale: float,
     ):
-        """group: the ranks that hold the same experts, for these collectives alone; None: this one. scale: of a
-        gradient, before it is added up over them."""
+        """layers: stand-ins of each layer's weights by kind, [experts, ...] each. group: the ranks that hold the same
+        experts, for these collectives alone; None: this one. scale: of a gradient, before it is added up over them."""
         self.records, self.layers, self.link, self.disk = records, layers, link, disk
         self.first, self.adds_on_host = records.first, records.sums_on_host
-        self.dtype = layers[0].parameters[0].dtype
+        self.dtype = layers[0][0].dtype
         self._group, self._scale = group, scale
         self.part = 0 if group is None or records.parts == 1 else group.rank()
         self.buckets = records.buckets
@@ -91,7 +90,7 @@ class ExpertTier:
         self._read = [Users() for _ in weights + grads]  # who reads a record
         self._collective = Completion.already()  # the last one: all ranks have them in the same order
         self._squares: dict[tuple[int, ...], tuple[torch.Tensor, Completion]] = {}
-        self.failed: list[Completion] = []
+        self._watched: list[Completion] = []
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -124,15 +123,13 @@ class ExpertTier:
         """The record of its gradient, when the step's passes are over."""
         return self._num_weights + layer * len(self._sums) + self._own_sums + bucket
 
-    def fill(self, layer: int, make: Callable[[AbstractContextManager[None]], None]) -> None:
-        """Have `make` fill a layer's parameters in the context that it gets, of the host's memory; they are its weights
-        from then on. Returns when they are."""
-        flat = torch.zeros(self.records.padded_numel, dtype=self.dtype)
-        parameters = self.layers[layer].parameters
-        views = [
-            flat[start : start + each.numel()].view(each.shape) for start, each in zip(self.first, parameters, strict=True)
-        ]
-        make(at_hand(parameters, views))
+    @contextmanager
+    def filling(self, layer: int) -> Iterator[None]:
+        """Inside, a layer's parameters lie in the host's memory; what they hold at the end are its weights."""
+        flat, parameters = torch.zeros(self.records.padded_numel, dtype=self.dtype), self.layers[layer]
+        spans = zip(self.first, parameters, strict=True)
+        with at_hand(parameters, [flat[start : start + each.numel()].view(each.shape) for start, each in spans]):
+            yield
         for bucket, (first, end) in enumerate(self.bounds):
             self.put_weights(self.weight_index(layer, bucket), flat[first:end])
 
@@ -154,9 +151,7 @@ class ExpertTier:
         """Gradients of a step begin to be computed."""
         self._squares.clear()
 
-    def add(
-        self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived, is_first: bool, is_last: bool
-    ) -> None:
+    def add(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived, is_first: bool, is_last: bool) -> None:
         """Add a micro-batch's gradients, by kind, to the sum on the host; the first is written over what is there.
         After the last the sum is scaled: nobody else has a part of it."""
         stage = self._stages[soonest_free([each.users for each in self._stages])]
@@ -197,9 +192,7 @@ class ExpertTier:
             checkout = self.store.fetch(index, priority=PASSES)
             source, target = checkout.source.view(torch.float32), slot[first:end]
             work = lambda source=source, target=target: target.copy_(source, non_blocking=True)  # noqa: E731
-            up = self.link.up.submit(
-                work, (checkout.there,), checkout.source.numel(), free=free, priority=PASSES
-            )
+            up = self.link.up.submit(work, (checkout.there,), checkout.source.numel(), free=free, priority=PASSES)
             self._release(index, checkout, up)
             ups.append(up)
         return ups
@@ -253,7 +246,7 @@ class ExpertTier:
             done.order()
             if done.error is not None:
                 raise done.error
-            found.append(squares.to(self.link.device, non_blocking=True))
+            found.append(to_device(squares, self.link.device))
         counts = self.records.parts > 1 or self._group is None or self._group.rank() == 0
         return torch.cat(found) if counts else found[0]
 
@@ -267,20 +260,62 @@ class ExpertTier:
         """Who reads the weights that an update changes."""
         return self._read[self.weight_index(layer, bucket)].all()
 
-    def give_back(self, layer: int, bucket: int, checkouts: tuple[Checkout, Checkout], updated: Completion) -> Completion:
+    def give_back(
+        self, layer: int, bucket: int, checkouts: tuple[Checkout, Checkout], updated: Completion
+    ) -> Completion:
         """They are changed once `updated` is over. Returns when the weights are where they lie."""
         weights, grads = checkouts
         self._release(self.grad_index(layer, bucket), grads, updated)
         return self._watch(self.store.put(weights, updated))
 
+    def cut(self, layer: int, slices: Sequence[tuple[int, int, int]], order: int) -> list[Bucket]:
+        """The buckets of a layer's part, of slices (index, first and last element of its kind of weight here): one for
+        each kind."""
+        found = []
+        for number, (first, end) in enumerate(self.bounds):
+            pieces = []
+            for (index, low, high), start in zip(slices, self.first, strict=True):
+                low, high = max(low, first - start), min(high, end - start)
+                if low < high:
+                    pieces.append(Piece(index, low, high, low + start - first))
+            if pieces:
+                found.append(Bucket(tuple(pieces), True, order, (layer, number), end - first))
+        return found
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First and last element of each kind of weight that this rank keeps."""
+        low, high = self.part * self.records.part_numel, (self.part + 1) * self.records.part_numel
+        kinds = zip(self.first, self.records.numels, strict=True)
+        return [(min(max(low - start, 0), numel), min(max(high - start, 0), numel)) for start, numel in kinds]
+
     def hold(self) -> Snapshot:
         """Keep all weights as they are now, for a save."""
         return self.store.hold(range(self._num_weights), self.buffer)
 
-    def settle(self) -> None:
-        """Wait until all that was begun is over."""
-        for index in range(self._num_weights):
-            self.store.last_write(index).wait()
+    def read_weights(self, layer: int, bucket: int) -> torch.Tensor:
+        """A bucket's weights, flat, on the host, until the next call. Waits for them."""
+        index = self.weight_index(layer, bucket)
+        checkout = self.store.fetch(index)
+        checkout.there.wait()
+        if checkout.there.error is not None:
+            raise checkout.there.error
+        self._release(index, checkout, Completion.already())
+        return checkout.source.view(self.dtype)
+
+    def problem(self) -> str | None:
+        """What a copy or an exchange raised, in one line; None where all is well so far."""
+        for done in self._watched:
+            if done.is_issued and done.error is not None and not isinstance(done.error, Cancelled):
+                return " ".join(str(done.error).split()) or type(done.error).__name__
+        return None
+
+    def close(self) -> None:
+        """Give back the room, once the link is closed."""
+        if self.disk is not None and not self.link.is_running:
+            self.disk.close()
+        HOST.give(self.records.host_bytes, WHAT)
+        DISK.give(self.records.disk_bytes, WHAT)
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -350,8 +385,8 @@ class ExpertTier:
         return pieces
 
     def _watch(self, done: Completion) -> Completion:
-        self.failed = [each for each in self.failed if not each.is_issued or each.error is not None]
-        self.failed.append(done)
+        self._watched = [each for each in self._watched if not each.is_issued or each.error is not None]
+        self._watched.append(done)
         return done
 
 

@@ -8,16 +8,21 @@ import torch
 
 from memory.completion import Completion
 from memory.copy_stream import SAVES
-from optim.tiers.buckets import RecordLayout
+from optim.arrangement.buckets import Bucket
+from optim.tiers.buckets import WEIGHT, RecordLayout
+from optim.tiers.expert_tier import ExpertTier
 from optim.tiers.memory import TierMemory
 
 
 class StateSnapshot:
     """What a save reads. Any one thread may read and release; a bucket that is not released does not change."""
 
-    def __init__(self, memory: TierMemory, layout: RecordLayout, numels: Sequence[int]):
-        """The main thread's call, between two steps."""
-        self._memory, self._layout, self._numels = memory, layout, numels
+    def __init__(
+        self, memory: TierMemory, layout: RecordLayout, buckets: Sequence[Bucket], experts: ExpertTier | None = None
+    ):
+        """The main thread's call, between two steps. experts: the weights of buckets off the device."""
+        self._memory, self._layout, self._buckets, self._experts = memory, layout, buckets, experts
+        self._weights = None if experts is None else experts.hold()
         off = [index for index, tier in enumerate(memory.arrangement.tiers) if tier != "device"]
         self._stored = {index: place for place, index in enumerate(off)}
         self._hold = memory.store.hold(off, memory.buffer)
@@ -42,16 +47,27 @@ class StateSnapshot:
             done.wait()
             if done.error is not None:
                 raise done.error
-        return self._layout.split(record, self._numels[index])
+        bucket = self._buckets[index]
+        kinds = self._layout.split(record, bucket.numel)
+        if self._experts is not None and bucket.of_experts is not None:
+            assert self._weights is not None
+            weights = self._weights.read(self._experts.weight_index(*bucket.of_experts))
+            kinds[WEIGHT] = weights.view(self._experts.dtype)[: bucket.numel]
+        return kinds
 
     def release(self, index: int) -> None:
         """It may change."""
         self._held[index].finish()
+        of_experts = self._buckets[index].of_experts
+        if self._experts is not None and self._weights is not None and of_experts is not None:
+            self._weights.release(self._experts.weight_index(*of_experts))
 
     def close(self) -> None:
         """All may."""
         for held in self._held:
             held.finish()
+        if self._weights is not None:
+            self._weights.close()
 
     @property
     def is_over(self) -> bool:

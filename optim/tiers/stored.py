@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from optim.tiers.buckets import WEIGHT
 from optim.tiers.tiers import Tiers
 
 Held = dict[str, torch.Tensor]  # of a bucket: a flat tensor of each kind, on the host
@@ -73,7 +74,7 @@ def named(tiers: Tiers, names: dict[int, str]) -> Iterator[tuple[str, str, torch
         for index, bucket in enumerate(tiers.buckets):
             held = hold.read(index)
             for piece in bucket.pieces:
-                for kind in kinds(tiers):
+                for kind in state_kinds(tiers):
                     value = held[kind][piece.offset : piece.offset + piece.end - piece.start]
                     yield names[id(tiers.slices[piece.index].parameter)], kind, value
             hold.release(index)
@@ -81,6 +82,13 @@ def named(tiers: Tiers, names: dict[int, str]) -> Iterator[tuple[str, str, torch
         hold.close()
 
 
-def kinds(tiers: Tiers) -> dict[str, torch.dtype]:
-    """What there is of a bucket: before the first step no moments."""
+def kinds(tiers: Tiers, index: int) -> dict[str, torch.dtype]:
+    """What there is of a bucket: its state, and its weights where they lie off the device."""
+    off_device = tiers.experts is not None and tiers.buckets[index].of_experts is not None
+    weights = {WEIGHT: tiers.experts.dtype} if tiers.experts is not None and off_device else {}
+    return {**weights, **state_kinds(tiers)}
+
+
+def state_kinds(tiers: Tiers) -> dict[str, torch.dtype]:
+    """What there is of any bucket's state: before the first step no moments."""
     return {kind: dtype for kind, dtype in tiers.layout.kinds.items() if kind == "master" or tiers.steps > 0}

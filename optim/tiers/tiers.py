@@ -22,7 +22,8 @@ from memory.store import Store
 from optim.arrangement.buckets import Bucket
 from optim.arrangement.planning import Bandwidths, ElementBytes, choose
 from optim.tiers.bucket_jobs import BucketJobs, Early, UpdateJob
-from optim.tiers.buckets import RecordLayout
+from optim.tiers.buckets import WEIGHT, RecordLayout
+from optim.tiers.expert_tier import ExpertTier
 from optim.tiers.kernel import UpdateScalars
 from optim.tiers.measure import measure
 from optim.tiers.memory import TierMemory
@@ -54,10 +55,13 @@ class Tiers:
         layout: RecordLayout,
         memory: TierMemory,
         hyperparameters: Hyperparameters,
+        experts: ExpertTier | None = None,
     ):
+        """experts: the weights and gradients of buckets off the device."""
+        self.experts = experts
         self.slices, self.buckets, self.layout, self.memory = slices, buckets, layout, memory
         self.hyperparameters, self.device = hyperparameters, memory.link.device
-        self.jobs = BucketJobs(slices, buckets, layout, memory)
+        self.jobs = BucketJobs(slices, buckets, layout, memory, experts)
         self.ways = list(memory.arrangement.ways)
         self.rates: Bandwidths | None = None  # of the tiers, as `choose` measured them
         self.steps = 0  # taken
@@ -94,6 +98,8 @@ class Tiers:
         """Gradients of a step begin to be computed; what an earlier one left behind is dropped. `inverse_scale`: of
         the loss in fp16. passive: they will change nothing."""
         self.drop()
+        if self.experts is not None:
+            self.experts.begin_step()
         few = len(self._clipped) > 0 and sum(self._clipped) < CLIPPED_FEW * len(self._clipped)
         wanted = self.hyperparameters.early_update
         self._may_leave = not passive
@@ -163,6 +169,8 @@ class Tiers:
             before = (gradients,) if early is None else (gradients, early.done)
             if way == "host":
                 self._back[index] = self.jobs.on_host(index, job, before, left)
+            elif way == "record":
+                self._back[index] = self.jobs.on_records(index, job, before)
             elif way == "device_stream":
                 self._back[index] = self.jobs.stream(index, job, before)
             else:
@@ -206,7 +214,7 @@ class Tiers:
 
     def problem(self) -> str | None:
         """What a copy or an update raised, in one line; None where all is well so far. Once there is one it stays."""
-        return self.jobs.problem()
+        return self.jobs.problem() or (None if self.experts is None else self.experts.problem())
 
     def choose(self, engine: str) -> bool:
         """Measure the tiers and give each bucket its way (optim/arrangement/planning.py); whether any was changed. A
@@ -215,13 +223,17 @@ class Tiers:
         self.settle()
         arrangement = self.memory.arrangement
         self.rates = measure(self.memory, self.layout)
-        before = self.ways
-        self.ways = choose(engine, arrangement.numels, arrangement.tiers, ElementBytes.of(arrangement), self.rates)
+        before, may = self.ways, [index for index, way in enumerate(self.ways) if way != "record"]
+        numels, lie = ([of[index] for index in may] for of in (arrangement.numels, arrangement.tiers))
+        chosen = dict(zip(may, choose(engine, numels, lie, ElementBytes.of(arrangement), self.rates), strict=True))
+        self.ways = [chosen.get(index, "record") for index in range(len(before))]
         return self.ways != before
 
     def close(self) -> None:
         """Give back the room of its memory, once the link is closed."""
         self.memory.close()
+        if self.experts is not None:
+            self.experts.close()
 
     # -----------------------------------------------------------------------------------------------------------------
     # What saves and loads see
@@ -232,15 +244,24 @@ class Tiers:
         until all of an earlier one are."""
         if self._hold is not None:
             self._hold.wait()
-        self._hold = StateSnapshot(self.memory, self.layout, [bucket.numel for bucket in self.buckets])
+        self._hold = StateSnapshot(self.memory, self.layout, self.buckets, self.experts)
         return self._hold
 
     def empty(self, index: int) -> dict[str, torch.Tensor]:
-        """Host tensors for a bucket's state, flat, that `fill` takes; the same memory for every bucket."""
-        return self.layout.split(self.memory.buffer, self.buckets[index].numel)
+        """Host tensors for a bucket's state, flat, and its weights where they lie off the device, that `fill` takes;
+        the same memory for every bucket."""
+        bucket = self.buckets[index]
+        kinds = self.layout.split(self.memory.buffer, bucket.numel)
+        if self.experts is not None and bucket.of_experts is not None:
+            kinds[WEIGHT] = self.experts.buffer.view(self.experts.dtype)[: bucket.numel]
+        return kinds
 
     def fill(self, index: int) -> None:
-        """Make what `empty` was filled with the bucket's state. Returns when it is."""
+        """Make what `empty` was filled with the bucket's. Returns when it is."""
+        of_experts = self.buckets[index].of_experts
+        if self.experts is not None and of_experts is not None:
+            weights = self.empty(index)[WEIGHT]
+            self.experts.put_weights(self.experts.weight_index(*of_experts), weights)
         record = self.memory.buffer[: self.store.sizes[index]]
         resident = self.memory.resident[index]
         if resident is not None:
@@ -261,7 +282,7 @@ class Tiers:
         for index in range(len(self.buckets)):
             kinds = self.empty(index)
             for kind, flat in kinds.items():
-                if kind != "master":
+                if kind not in ("master", WEIGHT):
                     flat.zero_()
             self._take_masters(index, kinds)
             self.fill(index)
@@ -290,7 +311,12 @@ class Tiers:
             self.fill(index)
 
     def _take_masters(self, index: int, kinds: dict[str, torch.Tensor]) -> None:
-        if self.layout.has_master:
+        of_experts = self.buckets[index].of_experts
+        if self.experts is not None and of_experts is not None:
+            kinds[WEIGHT].copy_(self.experts.read_weights(*of_experts))
+            if self.layout.has_master:
+                kinds["master"].copy_(kinds[WEIGHT])
+        elif self.layout.has_master:
             for piece, weights in zip(self.buckets[index].pieces, self.jobs.weights[index], strict=True):
                 kinds["master"][piece.offset : piece.offset + piece.end - piece.start].copy_(weights)
 

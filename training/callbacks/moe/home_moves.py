@@ -20,6 +20,7 @@ from moe.placement.policy import ASSUMED, pays
 from moe.placement.quotas import Costs
 from moe.placement_map import Integers, PlacementMap
 from optim.slices import StateSlice, change_state
+from parallel.owned import is_off_device
 from training.engine import Engine
 from training.run import Callback, Metrics, Run
 
@@ -206,7 +207,8 @@ def move_homes(engine: Engine, before: Maps, after: Maps) -> None:
         for move in slot_moves(before[number], after[number], layer.ep_group.rank()):
             for parameter in layer.experts.parameters():
                 numel = parameter[0].numel()
-                weights.append((parameter.detach()[move.slot], move))
+                if not is_off_device(parameter):  # else they are moved with their state
+                    weights.append((parameter.detach()[move.slot], move))
                 slices.append(StateSlice(parameter, move.slot * numel, (move.slot + 1) * numel, move))
     exchange = partial(trade, engine.topology.expert.group, engine.topology.device)
     with engine.frozen_weights():
