@@ -110,8 +110,7 @@ class GradNorms:
                 norms = tensor_norms([grad for _, grad in grads])
                 squares = digits(norms * norms) if self._exactly else (norms * norms).unsqueeze(1)
                 sums.index_add_(0, self._index([part for part, _ in grads]), squares)
-        if self._experts is not None:
-            squares = self._experts.squares()
+        if self._experts is not None and len(squares := self._experts.squares()):
             columns_nC = digits(squares) if self._exactly else squares.unsqueeze(1)
             sums.index_add_(0, self._index([self._names.index("experts")] * len(squares)), columns_nC)
         return sums.flatten()

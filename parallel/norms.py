@@ -6,11 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
+BLOCK = 1024  # elements whose squares are added up in one go on a CPU
+
 
 @torch.no_grad()
 def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of each tensor, in fp64.
 
-    Squares are added up in fp64: in fp32 the same gradients would have another norm where they are cut otherwise.
+    Squares are added up in fp64: in fp32 the same gradients would have another norm where they are cut otherwise. On a
+    CPU norms of blocks are put together: torch adds up one square after the other, slowly and with an error that grows.
     """
-    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float64))
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(tensors, dtype=torch.float64))
+    return torch.stack([torch.linalg.vector_norm(_block_norms(tensor)) for tensor in tensors])
+
+
+def _block_norms(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    whole = flat.numel() // BLOCK * BLOCK
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float64).view(1)
+    if not whole:
+        return rest
+    return torch.cat([torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1, dtype=torch.float64), rest])

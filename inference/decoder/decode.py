@@ -12,10 +12,12 @@ from configs.schema import Config, ConfigError
 from inference.decoder.footprint import cache_bytes, pass_bytes
 from inference.decoder.run import Transformer
 from inference.decoder.step import Cache, Step
+from inference.weights.from_slots import SlotWeights
 from inference.weights.source import TensorWeights, WeightSource
 from memory.transfer import to_device
 from models.attention.layers import window_mask
 from models.weights import logical_tensors
+from moe.layer import layers_of
 from parallel.topology import Topology
 
 
@@ -55,7 +57,11 @@ class Decoder(Transformer):
     ) -> Decoder:
         """A decoder that reads the chunks' own storage: later changes of the weights count."""
         weights = {item.name: item.local.detach() for item in logical_tensors(chunks)}
-        return cls(TensorWeights(weights, config, topology, vocab_size), config, topology, vocab_size)
+        away = {number: layer for number, layer in layers_of(chunks).items() if layer.experts.off_device}
+        source = TensorWeights(weights, config, topology, vocab_size)
+        if away:
+            source = SlotWeights(weights, away, config, topology, vocab_size)
+        return cls(source, config, topology, vocab_size)
 
     def prefill(self, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache | None) -> torch.Tensor:
         """Read the first tokens of each row, int64 `[b, s]`, of which row i has `lengths[i]` (what follows them is

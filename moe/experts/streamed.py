@@ -208,6 +208,10 @@ class StreamedExperts:
         assert fc1 is not None and fc2 is not None
         return Slab(fc1, fc2, fc1_bias, fc2_bias, self._activation)
 
+    def forget(self) -> None:
+        """Weights may have changed: no slot holds any."""
+        self._stream.begin_passes(0, forward_only=True)
+
     def fetch(self) -> None:
         """Have the next layers' weights come."""
         self._stream.prefetch()
