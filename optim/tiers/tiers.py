@@ -224,7 +224,7 @@ class Tiers:
         arrangement = self.memory.arrangement
         self.rates = measure(self.memory, self.layout)
         before, may = self.ways, [index for index, way in enumerate(self.ways) if way != "record"]
-        numels, lie = ([of[index] for index in may] for of in (arrangement.numels, arrangement.tiers))
+        numels, lie = [arrangement.numels[index] for index in may], [arrangement.tiers[index] for index in may]
         chosen = dict(zip(may, choose(engine, numels, lie, ElementBytes.of(arrangement), self.rates), strict=True))
         self.ways = [chosen.get(index, "record") for index in range(len(before))]
         return self.ways != before

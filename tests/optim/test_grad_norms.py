@@ -21,7 +21,7 @@ def test_tensor_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensors = [(torch.randn(shape, generator=generator) ** 3).to(dtype) for _ in range(3)]
     tensors.append(tensors[0].t() if len(shape) == 2 else torch.zeros(2))
     exact = [float(tensor.double().norm()) for tensor in tensors]
-    assert tensor_norms(tensors).tolist() == pytest.approx(exact, rel=1e-14)
+    assert tensor_norms(tensors).tolist() == pytest.approx(exact, rel=1e-13)
 
 
 def measured_and_exact(config: Config) -> tuple[float, dict[str, float], dict[str, float]]:
