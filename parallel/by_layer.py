@@ -92,7 +92,7 @@ def forward_backward(
             **others,
         )
     model, data_iterator = (each[0] if isinstance(each, list) else each for each in (model, data_iterator))
-    step = _Step(store, model, forward_step_func, data_iterator, num_microbatches)
+    step = _ByLayerStep(store, model, forward_step_func, data_iterator, num_microbatches)
     results = step.run(collect_non_loss_data)
     config = get_model_config(model)
     if config.finalize_model_grads_func is not None:
@@ -101,7 +101,7 @@ def forward_backward(
     return results
 
 
-class _Step:
+class _ByLayerStep:
     """The passes of one step."""
 
     def __init__(self, store: LayerInputs, model: Any, forward_step: Any, data_iterator: Any, count: int) -> None:
