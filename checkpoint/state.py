@@ -26,8 +26,8 @@ from configs.schema import ConfigError
 from models.parallelize import bare, frozen_weights
 from optim import state as optimizer_state
 from optim.tiers.stored import StoredTensor
+from parallel.megatron.random_state import random_states, restore_random_states
 from parallel.owned import is_off_device, with_boxes
-from parallel.random_state import random_states, restore_random_states
 from parallel.refusal import raise_together
 
 __all__ = [

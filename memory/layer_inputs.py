@@ -4,6 +4,9 @@ arXiv 2609.14306, section 3.3).
 With full recomputation a layer keeps its input alone. It leaves while the next layer computes, and is back before the
 backward pass gets to its layer: while one recomputes, the one below comes. What finds no buffer free stays on the
 device. The buffers are there from the start, so a step can run out of nothing.
+
+Where all micro-batches go through a layer before the next, who runs them puts what lies between two layers here, and
+says what is next: inputs are read twice, gradients once.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class _Input:
     dtype: torch.dtype
     buffer: _Buffer | None = None
     next: _Input | None = None  # whose turn in the backward pass is next
+    is_read_again: bool = False  # by a pass after the one that reads it now
 
     @property
     def num_bytes(self) -> int:
@@ -103,6 +107,29 @@ class LayerInputs:
                 self._last[chunk].next = inputs[-1]
             self._last[chunk] = inputs[0]
 
+    def put(self, tensor: torch.Tensor) -> _Input:
+        """Keep what a pass has made for another. The tensor is the store's now: the caller lets go of it."""
+        kept = _Input(0, False, tensor.detach(), tensor.shape, tensor.dtype)
+        self._keep(kept)
+        return kept
+
+    def take(self, *wanted: _Input, again: bool = False, then: Sequence[_Input] = ()) -> list[torch.Tensor]:
+        """What a pass reads, until the next call; `again`: a later pass reads it too. `then`: what the pass after this
+        one will read, as far as it is there."""
+        self._let_go()
+        was_away = sum(self._bring(kept) for kept in wanted)
+        found = [_tensor(kept) for kept in wanted]
+        for kept in wanted:
+            if not again:
+                self._free_buffer(kept)
+            kept.is_read_again = again
+        self._in_use = [(kept, None) for kept in wanted]
+        for kept in then:
+            self._stay(kept)
+            self._fetch(kept)
+        self.counts.restored_peak = max(self.counts.restored_peak, len(self._coming) + was_away)
+        return found
+
     def _keep(self, kept: _Input) -> None:
         self._settle()
         self._count(kept.num_bytes)
@@ -114,15 +141,12 @@ class LayerInputs:
             self.counts.copies_out += 1
 
     def _restore(self, kept: _Input) -> torch.Tensor:
-        self._settle(kept)
-        self._fetch(kept)
-        was_away = kept in self._coming
-        self._coming.discard(kept)
-        tensor, kept.tensor = kept.tensor, None
-        assert tensor is not None
-        if kept.buffer is not None:
-            _follow(kept.buffer.used)
-            self._free.append(kept.buffer)
+        self._let_go()
+        self._stay(kept)
+        self._leave()
+        was_away = self._bring(kept)
+        tensor = _tensor(kept)
+        self._free_buffer(kept)
         self._in_use = [(kept, tensor if kept.is_first and not was_away else None)]
         if kept.next is not None:
             self._fetch(kept.next)
@@ -141,13 +165,47 @@ class LayerInputs:
         self._coming.add(kept)
         self.counts.copies_back += 1
 
-    def _settle(self, current: _Input | None = None) -> None:
+    def _bring(self, kept: _Input) -> bool:
+        """Have it here for what computes now; whether it was away."""
+        self._stay(kept)
+        self._fetch(kept)
+        was_away = kept in self._coming
+        self._coming.discard(kept)
+        if was_away:
+            assert kept.buffer is not None
+            _follow(kept.buffer.used)
+        return was_away
+
+    def _stay(self, kept: _Input) -> None:
+        """It is wanted before it has left, and stays beside its copy."""
+        if self._leaving is kept:
+            self._leaving = None
+
+    def _free_buffer(self, kept: _Input) -> None:
+        """It is read for the last time."""
+        kept.tensor = None
+        if kept.buffer is not None:
+            _follow(kept.buffer.used)
+            self._free.append(kept.buffer)
+
+    def _settle(self) -> None:
         """The layer before has computed: its input is consumed, and what was leaving all the while has left."""
+        self._let_go()
+        self._leave()
+
+    def _let_go(self) -> None:
         while self._in_use:
             used, tensor = self._in_use.pop()
+            if used.is_read_again:
+                if used.buffer is None:
+                    continue
+                _follow(used.buffer.used)
+                used.tensor = None
             self._drop(used, tensor)
+
+    def _leave(self) -> None:
         leaving, self._leaving = self._leaving, None
-        if leaving is None or leaving is current:
+        if leaving is None:
             return
         assert leaving.buffer is not None and leaving.tensor is not None
         _follow(leaving.buffer.used)
@@ -170,6 +228,11 @@ class LayerInputs:
     def _count(self, num_bytes: int) -> None:
         self.counts.device += num_bytes
         self.counts.device_peak = max(self.counts.device_peak, self.counts.device)
+
+
+def _tensor(kept: _Input) -> torch.Tensor:
+    assert kept.tensor is not None
+    return kept.tensor
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ Shapes: b samples, s tokens of a sample, h hidden size, v padded vocabulary rows
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -39,6 +40,7 @@ from models.gpt import POSITION_EMBEDDINGS
 from models.loss.token_loss import Targets, targets_of
 from models.norm import mark_sequence_parallel, norm_class
 from models.pointwise.frequencies import Rotary
+from parallel.by_layer import BegunPass
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
 
@@ -163,23 +165,36 @@ class Bert(LanguageModule):
         share: BertShare | None = None,
     ) -> Output:
         """Run this stage: see `forward` of this file for shapes."""
+        begun = self.begin(tokens, types, padding_mask, targets, apart, share)
+        hidden = self.encoder(hidden_states=begun.hidden, **begun.settings)
+        return begun.end(hidden) if self.post_process else hidden  # type: ignore[no-any-return]
+
+    def begin(
+        self,
+        tokens: torch.Tensor,
+        types: torch.Tensor,
+        padding_mask: torch.Tensor,
+        targets: Targets | None = None,
+        apart: RowSlices | None = None,
+        share: BertShare | None = None,
+    ) -> BegunPass:
+        """What comes before the layers, and what they get."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
         if self.pre_process:
             numbers = position_ids(tokens) if share is None else share.positions
             hidden = self.embedding(input_ids=tokens, position_ids=numbers, tokentype_ids=types)
         positions = None if share is None else share.positions
         rows = MicroBatchRows(tokens, self.rotary, apart, positions, spread_over(self.config, self.pg_collection))
-        # Megatron's convention: True = masked. Only keys are masked: what a padding position itself computes reaches no
-        # loss.
-        attention_mask = ~padding_mask[:, None, None, :]
-        hidden = self.encoder(
-            hidden_states=hidden,
-            attention_mask=attention_mask,
-            rotary_pos_emb=rows.angles,
-            packed_seq_params=rows if self.passes_rows else None,
-        )
-        if not self.post_process:
-            return hidden
+        settings = {
+            # Megatron's convention: True = masked. Only keys are masked: what a padding position itself computes
+            # reaches no loss.
+            "attention_mask": ~padding_mask[:, None, None, :],
+            "rotary_pos_emb": rows.angles,
+            "packed_seq_params": rows if self.passes_rows else None,
+        }
+        return BegunPass(hidden, settings, partial(self._end, targets, share))
+
+    def _end(self, targets: Targets | None, share: BertShare | None, hidden: torch.Tensor) -> Output:
         sentence_logits = None
         if self.pooler is not None:
             pooled = self.pooler(hidden, 0) if share is None else self._pooled(hidden, share)

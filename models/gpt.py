@@ -5,6 +5,7 @@ Shapes: b samples, s tokens of a sample, h hidden size, v padded vocabulary rows
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from models.attention.rows import (
 from models.loss.output_layer import LossOutput
 from models.loss.token_loss import Targets, targets_of
 from models.pointwise.frequencies import Rotary
+from parallel.by_layer import BegunPass
 from parallel.context import position_ids
 from parallel.topology import Axis, Topology
 
@@ -50,20 +52,32 @@ class Gpt(GPTModel):
         apart: RowSlices | None = None,
     ) -> torch.Tensor | LossOutput:
         """Run this stage: see `forward` of this file for shapes."""
+        begun = self.begin(tokens, targets, positions, apart)
+        hidden = self.decoder(hidden_states=begun.hidden, **begun.settings)
+        return begun.end(hidden) if self.post_process else hidden
+
+    def begin(
+        self,
+        tokens: torch.Tensor,
+        targets: Targets | None = None,
+        positions: torch.Tensor | None = None,
+        apart: RowSlices | None = None,
+    ) -> BegunPass:
+        """What comes before the layers, and what they get."""
         rows = MicroBatchRows(tokens, self.rotary, apart, positions, spread_over(self.config, self.pg_collection))
         hidden = None  # a later stage: the decoder holds what the previous one sent
         if self.pre_process:
             numbers = position_ids(tokens) if positions is None else positions
             hidden = self.embedding(input_ids=tokens, position_ids=numbers)
-        hidden = self.decoder(
-            hidden_states=hidden,
-            attention_mask=None,
+        settings = {
+            "attention_mask": None,
             # latent attention takes them from the rows
-            rotary_pos_emb=None if self.config.multi_latent_attention else rows.angles,
-            packed_seq_params=rows if self.passes_rows else None,
-        )
-        if not self.post_process:
-            return hidden
+            "rotary_pos_emb": None if self.config.multi_latent_attention else rows.angles,
+            "packed_seq_params": rows if self.passes_rows else None,
+        }
+        return BegunPass(hidden, settings, partial(self._end, targets))
+
+    def _end(self, targets: Targets | None, hidden: torch.Tensor) -> torch.Tensor | LossOutput:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if targets is None:
             return self.output_layer(hidden, weight=weight)[0].transpose(0, 1).contiguous()

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from configs import derived
 from configs.schema import Config
-from parallel.random_state import PLACE
+from parallel.megatron.random_state import PLACE, set_place
 from parallel.topology import Topology
 
 # How a run's masks are drawn, as its checkpoints say it. By stream: from random number states that go on from pass to
@@ -48,11 +48,8 @@ class Dropout:
 
     def begin(self, micro_batch: int) -> None:
         """What follows is a pass over this micro-batch of the rank's, counted from 0."""
-        # The number that it has in the global batch, in every layout: see data/loader.py. It lies with the random
-        # number states because Megatron-core puts those back where it computes a layer again.
-        tracker = tensor_parallel.get_cuda_rng_tracker()
-        place = (self.step, micro_batch * self._data.size + self._data.rank)
-        tracker.set_states({**tracker.get_states(), PLACE: place})
+        # The number that it has in the global batch, in every layout: see data/loader.py.
+        set_place((self.step, micro_batch * self._data.size + self._data.rank))
 
     def _enter(self, layer: int, module: torch.nn.Module, _inputs: Any) -> None:
         if self.rule != BY_PLACE or not module.training:

@@ -1,10 +1,11 @@
-"""The pipeline's schedule of micro-batches in Megatron-core's order (1F1B, interleaved or not), from the configuration
-alone."""
+"""The order of a step's passes from the configuration alone: Megatron-core's schedule of micro-batches (1F1B,
+interleaved or not), or by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from configs import derived
 from configs.schema import Config
@@ -61,6 +62,23 @@ def layer_visits(config: Config, num_micro_batches: int, stage: int, forward_onl
     return [layer for layer, _ in groupby(order)]
 
 
+class LayerPass(NamedTuple):
+    """One of a step's passes through a layer, where all micro-batches go through a layer before the next. Counted
+    from 0."""
+
+    is_forward: bool
+    layer: int
+    micro_batch: int
+
+
+def layer_passes(num_layers: int, num_micro_batches: int) -> Iterator[LayerPass]:
+    """All passes of a step by layer, on one stage. The head's follow each micro-batch's last forward pass."""
+    for is_forward in (True, False):
+        for layer in range(num_layers) if is_forward else reversed(range(num_layers)):
+            for micro_batch in range(num_micro_batches):
+                yield LayerPass(is_forward, layer, micro_batch)
+
+
 def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequence[int]) -> int:
     """The most that a stage holds between its passes at once, where a micro-batch's forward pass of a model chunk
     leaves `of_chunk`."""
@@ -73,10 +91,14 @@ def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequen
 
 def offloaded_layer_inputs(config: Config, world_size: int, stage: int, room: float) -> int:
     """How many inputs of layers each rank of a stage has memory of the host for, where the ranks have `room` bytes left
-    there: at most as many as wait for their backward pass at once, each micro-batch's anew."""
+    there: at most as many as wait for their backward pass at once, each micro-batch's anew. By layer the gradients
+    between two layers are among them."""
     offload = config.training.activation_offload
     if offload == "none":
         return 0
-    waiting = most_in_flight(config, world_size, stage, [len(layers) for layers in layers_of_stage(config, stage)])
+    if config.training.pass_order == "by_layer":
+        waiting = (config.model.num_layers + 1) * derived.num_micro_batches(config, world_size)
+    else:
+        waiting = most_in_flight(config, world_size, stage, [len(layers) for layers in layers_of_stage(config, stage)])
     budget = room if offload == "auto" else float(offload) * 2**20
     return int(min(budget / derived.layer_input_bytes(config), waiting))

@@ -64,7 +64,7 @@ class Activations:
         self.tile = token_tile(self.sizes.tokens, config.training.token_tile)
         self.is_one_tile = self.tile == self.sizes.tokens
         self.load = fullest_load(config, device) if derived.is_moe(config) else None
-        self.plan = plan or initial_plan(config)
+        self.plan, self._to_leave = plan or initial_plan(config), 0
         self._rules: dict[str, Rule] = {
             **dict.fromkeys(PLAIN, self._plain),
             "activation": self._activation,
@@ -95,10 +95,7 @@ class Activations:
         """
         tape, state = Tape(), None
         self._to_leave = leaving
-        if self.by_positions and self.config.model.position_embedding == "rope":
-            # The micro-batch's rows keep their cosines and sines, of latent attention their angles.
-            element = FP32 if self.config.model.attention == "latent" else 2 * self.sizes.element
-            tape.new(self.sizes.tokens * derived.rotary_dim(self.config) * element)
+        tape.new(self.row_bytes)
         if self.config.training.recompute != "full":
             tape.new(self.attention.leaving)
         if not part.is_first:
@@ -106,7 +103,7 @@ class Activations:
             state = tape.hold(received)  # the schedule holds what it received
         for block in blueprint.blocks(self.config, self.vocab_size, part):
             held = {} if state is None else {INPUT: state}
-            output = self._run(tape, block.operations, held)
+            output = self.run(tape, block.operations, held)
             if state is not None and block.prefix:  # the head lets go of it itself
                 tape.drop(state)
             state = output
@@ -121,7 +118,15 @@ class Activations:
         tape.backward(state)
         return MemoryProfile(forward, kept, tape.peak)
 
-    def _run(self, tape: Tape, operations: Sequence[ModelOperation], held: Held) -> TapeTensor:
+    @property
+    def row_bytes(self) -> int:
+        """What a micro-batch's rows keep: their cosines and sines, of latent attention their angles."""
+        if not self.by_positions or self.config.model.position_embedding != "rope":
+            return 0
+        element = FP32 if self.config.model.attention == "latent" else 2 * self.sizes.element
+        return self.sizes.tokens * derived.rotary_dim(self.config) * element
+
+    def run(self, tape: Tape, operations: Sequence[ModelOperation], held: Held) -> TapeTensor:
         """Apply operations to the tensors that are there; the last one's output."""
         for operation in operations:
             if operation.kind not in self._rules:
@@ -171,7 +176,7 @@ class Activations:
 
     def _recomputed(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         def body(inner: Tape, *tensors: TapeTensor) -> TapeTensor:
-            return self._run(inner, operation.body, dict(zip(operation.inputs, tensors, strict=True)))
+            return self.run(inner, operation.body, dict(zip(operation.inputs, tensors, strict=True)))
 
         output = recomputed(tape, body, *(held[name] for name in operation.inputs))
         if operation.name == "layer":
@@ -187,7 +192,7 @@ class Activations:
         assert tile is not None, "a layer in tiles"
 
         def body(inner: Tape, rows: TapeTensor) -> TapeTensor:
-            return self._run(inner, operation.body, {name: rows})
+            return self.run(inner, operation.body, {name: rows})
 
         self.sizes = Sizes(self.config, tile)
         rows = TapeTensor(held[name].bytes * tile // whole.own_tokens)

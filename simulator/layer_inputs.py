@@ -5,24 +5,35 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from configs import derived
 from configs.schema import Config
-from parallel.pipeline import layers_of_stage, offloaded_layer_inputs, passes
+from parallel.pipeline import LayerPass, layer_passes, layers_of_stage, offloaded_layer_inputs, passes
 
 
 @dataclass(frozen=True)
 class LayerInputPlan:
-    """What one rank's layer inputs take: bytes on the host, the most on the device, and copies in a step. `leaving`
-    says of each forward pass of a step how many of its layers' inputs leave."""
+    """What one rank's layer inputs take: bytes on the host, the most on the device, and copies in a step of `size`
+    bytes each.
+
+    `leaving` says of each forward pass of a step how many of its layers' inputs leave. By layer gradients between
+    layers are among all these, and `during` says how many bytes are on the device while each layer's pass goes on.
+    """
 
     host: int
     device_peak: int
     copies_out: int
     copies_back: int
     leaving: tuple[int, ...]
+    during: tuple[int, ...] = ()
+    size: int = 0
+
+    @property
+    def link_bytes(self) -> tuple[int, int]:
+        """What a step copies to the host, and back."""
+        return self.copies_out * self.size, self.copies_back * self.size
 
 
 @dataclass(eq=False)
@@ -30,6 +41,7 @@ class _PlannedInput:
     has_buffer: bool
     is_here: bool = True
     next: _PlannedInput | None = None  # whose turn in the backward pass is next
+    is_read_again: bool = False  # by a pass after the one that reads it now
 
 
 class _Step:
@@ -39,38 +51,71 @@ class _Step:
         self.free = buffers
         self.device = self.peak = self.copies_out = self.copies_back = 0
         self._leaving: _PlannedInput | None = None
-        self._in_use = 0
+        self._in_use: list[_PlannedInput] = []
 
     def forward(self, layers: int, before: _PlannedInput | None) -> list[_PlannedInput]:
         """A pass through the layers of a chunk; `before`: the first layer's of the micro-batch before."""
         inputs: list[_PlannedInput] = []
         for _ in range(layers):
-            self._settle()
-            self._add()
-            kept = _PlannedInput(self.free > 0, next=inputs[-1] if inputs else None)
+            kept = self.put()
+            kept.next = inputs[-1] if inputs else None
             inputs.append(kept)
-            if kept.has_buffer:
-                self.free -= 1
-                self.copies_out += 1
-                self._leaving = kept
         if before is not None:
             before.next = inputs[-1]
         return inputs
 
     def backward(self, inputs: list[_PlannedInput]) -> None:
+        """A pass back through them."""
         for kept in reversed(inputs):
-            self._settle(kept)
-            self._fetch(kept)
-            self.free += kept.has_buffer
-            self._in_use = 1
+            self._let_go()
+            self._stay(kept)
+            self._leave()
+            self._read(kept)
             if kept.next is not None:
                 self._fetch(kept.next)
 
-    def _settle(self, current: _PlannedInput | None = None) -> None:
-        self.device -= self._in_use
-        self._in_use = 0
+    def put(self) -> _PlannedInput:
+        """What a pass has made for another."""
+        self._let_go()
+        self._leave()
+        self._add()
+        kept = _PlannedInput(self.free > 0)
+        if kept.has_buffer:
+            self.free -= 1
+            self.copies_out += 1
+            self._leaving = kept
+        return kept
+
+    def take(self, wanted: Sequence[_PlannedInput], again: bool, then: Sequence[_PlannedInput]) -> None:
+        """What a pass reads, and the one after it."""
+        self._let_go()
+        for kept in wanted:
+            self._stay(kept)
+            self._read(kept, again)
+        for kept in then:
+            self._stay(kept)
+            self._fetch(kept)
+
+    def _read(self, kept: _PlannedInput, again: bool = False) -> None:
+        self._fetch(kept)
+        self.free += kept.has_buffer and not again
+        kept.is_read_again = again
+        self._in_use.append(kept)
+
+    def _stay(self, kept: _PlannedInput) -> None:
+        if self._leaving is kept:
+            self._leaving = None
+
+    def _let_go(self) -> None:
+        while self._in_use:
+            used = self._in_use.pop()
+            if used.has_buffer or not used.is_read_again:
+                used.is_here = False
+                self.device -= 1
+
+    def _leave(self) -> None:
         leaving, self._leaving = self._leaving, None
-        if leaving is not None and leaving is not current:
+        if leaving is not None:
             leaving.is_here = False
             self.device -= 1
 
@@ -92,10 +137,21 @@ def layer_inputs(config: Config, world_size: int, stage: int, room: float | None
         room = math.inf if budget is None else budget * 2**20
     buffers = offloaded_layer_inputs(config, world_size, stage, room)
     size, layers = derived.layer_input_bytes(config), [len(chunk) for chunk in layers_of_stage(config, stage)]
-    step, leaving = _Step(buffers), []
+    step, leaving, during = _Step(buffers), list[int](), list[int]()
+    if config.training.pass_order == "by_layer":
+        during = [size * there for there in _by_layer(step, layers[0], derived.num_micro_batches(config, world_size))]
+    else:
+        leaving = _by_micro_batch(step, layers, _passes(config, world_size, stage))
+    copies = step.copies_out, step.copies_back
+    return LayerInputPlan(buffers * size, step.peak * size, *copies, tuple(leaving), tuple(during), size)
+
+
+def _by_micro_batch(step: _Step, layers: Sequence[int], order: Iterable[tuple[bool, int]]) -> list[int]:
+    """All passes of a step in Megatron-core's order; how many layers' inputs leave in each forward pass."""
+    leaving = []
     waiting: list[deque[list[_PlannedInput]]] = [deque() for _ in layers]
     first: dict[int, _PlannedInput] = {}
-    for is_forward, chunk in _passes(config, world_size, stage):
+    for is_forward, chunk in order:
         if is_forward:
             inputs = step.forward(layers[chunk], first.get(chunk))
             first[chunk] = inputs[0]
@@ -103,7 +159,34 @@ def layer_inputs(config: Config, world_size: int, stage: int, room: float | None
             leaving.append(sum(kept.has_buffer for kept in inputs))
         else:
             step.backward(waiting[chunk].popleft())
-    return LayerInputPlan(buffers * size, step.peak * size, step.copies_out, step.copies_back, tuple(leaving))
+    return leaving
+
+
+def _by_layer(step: _Step, layers: int, micro_batches: int) -> list[int]:
+    """All passes of a step by layer, as parallel/by_layer.py takes them; how many tensors are there during each."""
+    inputs: dict[tuple[int, int], _PlannedInput] = {}
+    gradients: dict[tuple[int, int], _PlannedInput] = {}
+    found: list[int] = []
+
+    def read(each: LayerPass | None) -> list[_PlannedInput]:
+        of = [] if each is None else [inputs] if each.is_forward else [gradients, inputs]
+        return [kept[each[1:]] for kept in of if each is not None and each[1:] in kept]
+
+    order = [*layer_passes(layers, micro_batches)]
+    for now, following in zip(order, [*order[1:], None], strict=True):
+        layer, number = now[1:]
+        if now.is_forward and layer == 0:
+            inputs[now[1:]] = step.put()
+        step.take(read(now), now.is_forward, read(following))
+        found.append(step.device)
+        if now.is_forward and layer + 1 < layers:
+            inputs[layer + 1, number] = step.put()
+        elif now.is_forward:
+            gradients[now[1:]] = step.put()
+        elif layer > 0:
+            del inputs[now[1:]], gradients[now[1:]]
+            gradients[layer - 1, number] = step.put()
+    return found
 
 
 def _passes(config: Config, world_size: int, stage: int) -> Iterator[tuple[bool, int]]:

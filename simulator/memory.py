@@ -23,17 +23,18 @@ from configs.ranks import launched
 from configs.rotary import switches_at
 from configs.schema import Config, MemoryConfig
 from memory.budgets import MIB, Budget, open_budgets
-from models.blueprint import parts
+from models.blueprint import blocks, parts
+from models.blueprint.operation import INPUT, Block
 from moe.chunk_plan import Plan
 from moe.planning.inputs import slot_bytes
 from optim.arrangement.arrange import Arrangement, Capacity
 from optim.arrangement.off_device import ExpertRecords
 from optim.arrangement.traffic import records_of_stage
-from parallel.pipeline import passes
+from parallel.pipeline import layer_passes, passes
 from simulator.activations import Activations
 from simulator.buffers import Buffer, buffers
 from simulator.layer_inputs import LayerInputPlan, layer_inputs
-from simulator.memory_tape import MemoryProfile
+from simulator.memory_tape import MemoryProfile, Tape
 from simulator.parameters import Place, places, state_ranks
 from simulator.sizes import FP32, Sizes
 from simulator.tiers import TierPlan, least_host_bytes, left
@@ -47,7 +48,8 @@ EXPERTS_OFF = ("host_bytes", "disk_bytes")  # of ExpertRecords
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of one rank: its device's by kind, and beside them `host_activations` and what `tiers` of optimizer state
-    and `experts` off the device take of the host and the disk; the slots of these count as weights and gradients."""
+    and `experts` off the device take of the host and the disk; the slots of these count as weights and gradients.
+    `link_activations`: what a step copies to the host and back of layer inputs."""
 
     rank: int
     stage: int
@@ -57,6 +59,7 @@ class RankMemory:
     activations: int
     buffers: int
     host_activations: int = 0
+    link_activations: tuple[int, int] = (0, 0)
     tiers: Arrangement | None = field(default=None, repr=False)
     experts: ExpertRecords | None = field(default=None, repr=False)
 
@@ -86,6 +89,7 @@ class RankMemory:
         """For JSON."""
         numbers: dict[str, Any] = {key: getattr(self, key) for key in ("rank", "stage", *KINDS, "total")}
         numbers |= {"host": self.host, "host_activations": self.host_activations, "disk": self.disk}
+        numbers["host_activations_out"], numbers["host_activations_back"] = self.link_activations
         if self.tiers is not None:
             numbers |= {"host_parts": self.tiers.host_parts, "early_share": self.tiers.early_share}
         if self.experts is not None:
@@ -106,13 +110,13 @@ def rank_memory(
     static = [buffers(config, vocab_size, world_size, stage) for stage in range(stages)]
     staying = [staying_bytes(config, stage) for stage in range(stages)]
 
-    def working(room: float) -> tuple[list[int], list[int]]:
+    def working(room: float) -> tuple[list[int], list[LayerInputPlan]]:
         """By stage: activations of the device, and layer inputs on the host, which has so much room for them."""
         inputs = [layer_inputs(config, world_size, stage, room) for stage in range(stages)]
         live = [activations_of_stage(config, activations, world_size, stage, inputs[stage]) for stage in range(stages)]
         alone = state_ranks(config, world_size)["dense"] == 1
         after = [after_backward_bytes(config, of_stage, device, alone) for of_stage in static]
-        return [max(pair) for pair in zip(live, after, strict=True)], [plan.host for plan in inputs]
+        return [max(pair) for pair in zip(live, after, strict=True)], inputs
 
     most, leaving = working(rooms.host)
     distributed = config.optimizer.distributed
@@ -133,7 +137,7 @@ def rank_memory(
         tiers = TierPlan(config, vocab_size, world_size, rooms)
         beside = [weights[i] + gradients[i] + most[i] + staying[i] for i in range(stages)]
         found = {place.rank: tiers.of(place, beside[place.stage]) for place in everyone}
-        if any(leaving):  # layer inputs get what optimizer state leaves
+        if any(plan.host for plan in leaving):  # layer inputs get what optimizer state leaves
             most, leaving = working(max(rooms.host - max(of_rank.host_bytes for of_rank in found.values()), 0))
 
     def state(place: Place) -> int:
@@ -150,7 +154,8 @@ def rank_memory(
             state(place),
             most[place.stage],
             staying[place.stage],
-            leaving[place.stage],
+            leaving[place.stage].host,
+            leaving[place.stage].link_bytes,
             found.get(place.rank),
             records[place.stage],
         )
@@ -207,6 +212,8 @@ def activations_of_stage(
     config: Config, activations: Activations, world_size: int, stage: int, inputs: LayerInputPlan
 ) -> int:
     """The most that a stage's micro-batches hold at once on the device."""
+    if config.training.pass_order == "by_layer":
+        return _activations_by_layer(config, activations, world_size, inputs)
     of_stage, leaving = parts(config)[stage], iter(inputs.leaving)
     in_flight: list[deque[MemoryProfile]] = [deque() for _ in of_stage]
 
@@ -226,6 +233,56 @@ def activations_of_stage(
             live -= profile.kept
             peak = max(peak, live + profile.backward)
     return peak
+
+
+def _activations_by_layer(config: Config, activations: Activations, world_size: int, inputs: LayerInputPlan) -> int:
+    """The most that is there at once: what lies between the layers, and what one pass takes beside it. The head's two
+    passes follow a micro-batch's last layer, the embedding's lie beside the first one's."""
+    state = derived.layer_input_bytes(config)
+    ((part,),) = parts(config)
+    embedding, *layers, head = blocks(config, activations.vocab_size, part)
+
+    @cache
+    def profiled(kind: tuple[int, bool], number: int) -> MemoryProfile:
+        return _block_profile(activations, layers[number], state)
+
+    kinds = [(kind, layer.slides) for kind, layer in zip(part.layers, layers, strict=True)]
+    first = {kind: kinds.index(kind) for kind in kinds}
+    of_layers = [profiled(kind, first[kind]) for kind in kinds]
+    before, after = _block_profile(activations, embedding, 0), _block_profile(activations, head, state)
+    count = derived.num_micro_batches(config, world_size)
+    of_micro_batch = activations.row_bytes + before.kept
+    peak = 0
+    for now, there in zip(layer_passes(len(layers), count), inputs.during, strict=True):
+        own, layer = of_layers[now.layer], now.layer
+        begun = now.micro_batch + 1 if now.is_forward and layer == 0 else count
+        if now.is_forward:
+            takes = [own.forward - state]
+            if layer == 0:
+                takes.append(before.forward - before.kept - state)
+            if layer == len(layers) - 1:
+                takes.append(max(after.forward, after.backward))
+        else:
+            takes = [own.backward - 2 * state]  # its input and the gradient of its output lie in the store
+            if layer == 0:
+                takes.append(before.backward - before.kept)
+                begun = count - now.micro_batch
+        peak = max(peak, there + of_micro_batch * begun + max(takes))
+    return peak
+
+
+def _block_profile(activations: Activations, block: Block, state: int) -> MemoryProfile:
+    """One block alone, with the state of so many bytes that goes in; going back the one that came out is not there.
+    `kept` is what only the block keeps."""
+    tape = Tape()
+    held = {INPUT: tape.new(state)} if state else {}
+    output = activations.run(tape, block.operations, held)
+    if state and block.prefix:
+        tape.drop(held[INPUT])
+    tape.drop(output)
+    forward, kept, tape.peak = tape.peak, tape.now, 0
+    tape.backward(output)
+    return MemoryProfile(forward, kept, tape.peak)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

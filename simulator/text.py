@@ -177,7 +177,11 @@ def _memory(plan: RunPlan) -> str:
         )
     lines = ["Memory of a rank (the fullest of each stage):", table(["stage", "rank", *KINDS, "total", ""], rows)]
     if host := max(rank.host_activations for rank in plan.memory):
-        lines.append(f"  Layer inputs on the host come beside these: up to {size(host)} a rank.")
+        out, back = map(max, zip(*(rank.link_activations for rank in plan.memory), strict=True))
+        lines.append(
+            f"  Layer inputs on the host come beside these: up to {size(host)} a rank; a step copies {size(out)} there "
+            f"and {size(back)} back."
+        )
     lines.append("  Tensors alone: a GPU's libraries and its allocator's gaps come on top, some GiB.")
     if derived.is_moe(plan.config) and plan.config.parallel.expert > 1:
         bound = size(derived.dispatch_bound(plan.config))

@@ -7,7 +7,9 @@ The functions over it are in training/step.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from configs import derived
 from configs.schema import Config
 from memory.budgets import open_budgets
 from memory.host_link import HostLink
+from memory.layer_inputs import LayerInputs
 from models.build import build_model, family_module
 from models.folder import load_logical_folder
 from models.parallelize import frozen_weights, parallelize
@@ -33,6 +36,7 @@ from moe.watch import RouterWatch
 from optim.build import build_optimizer
 from optim.grad_norms import GradNorms
 from optim.tiers.tiers import tiers_of
+from parallel import by_layer
 from parallel.dropout import Dropout
 from parallel.megatron.ddp import finalize_gradients, release
 from parallel.refusal import raise_together
@@ -48,7 +52,7 @@ class TierError(RuntimeError):
 
 
 class Engine:
-    """This rank's model chunks with their gradient buffers and optimizer, and Megatron's schedule over them.
+    """This rank's model chunks with their gradient buffers and optimizer, and the schedule of passes over them.
 
     `bare_chunks` are the chunks without their wrappers; `extra_losses` names what is minimised beside the
     language-model loss. `offload_bytes`: of the host, that the MoE layers of a step need with each memory strategy.
@@ -70,7 +74,7 @@ class Engine:
         self.offload_bytes = reserve_offloads(config, topology, self.host_link)
         self.dropout = Dropout(config, topology, self.bare_chunks)
         self.layer_inputs = offload_layer_inputs(config, topology, self.bare_chunks, self.host_link)
-        self.schedule = get_forward_backward_func()
+        self.schedule = _pass_order(config, self.layer_inputs, self.host_link)
         _connect(config, self.chunks, self.optimizer)
         exactly = derived.block_rows(config) is not None
         self.norms = GradNorms(self.optimizer, self.bare_chunks, topology, exactly)
@@ -139,6 +143,14 @@ class Engine:
             tiers.close()
         release(self.chunks)
         get_moe_layer_wise_logging_tracker().clear()  # it holds a process group
+
+
+def _pass_order(config: Config, layer_inputs: LayerInputs | None, link: HostLink) -> Callable[..., list[Any]]:
+    """The schedule of a step's passes, called as Megatron's."""
+    if config.training.pass_order == "by_layer":
+        return partial(by_layer.forward_backward, LayerInputs(link, ()) if layer_inputs is None else layer_inputs)
+    assert config.training.pass_order == "by_micro_batch", "chosen before there is an engine"
+    return get_forward_backward_func()  # type: ignore[no-any-return]
 
 
 def _connect(config: Config, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:

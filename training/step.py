@@ -202,7 +202,7 @@ def _run(
 
     def forward_step(iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         number, batch = next(iterator)
-        predicts = topology.pipeline.is_last and chunk is engine.chunks[-1]
+        predicts = topology.pipeline.is_last and (len(engine.chunks) == 1 or chunk is engine.chunks[-1])
         rows = _predicted_rows(engine, batch) if predicts else None
         batch = _to_device(engine, batch)
         if predicts:

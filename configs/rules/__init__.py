@@ -27,6 +27,7 @@ RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
     training.documents,
     training.evaluation,
     training.optimizer,
+    training.pass_order,
     memory.optimizer_state,
     memory.activations,
     memory.expert_weights,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from configs import derived
-from configs.rules.problem import Problem, divisors, multiples, set_to
+from configs.rules.problem import Fix, Problem, divisors, multiples, set_to
 from configs.schema import Config
 from configs.show import show
 
@@ -72,3 +72,24 @@ def optimizer(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem(
             "optimizer.wsd_decay_steps", rule, set_to("optimizer.wsd_decay_steps", [max(1, (end - warmup) // 5)])
         )
+
+
+def pass_order(config: Config, world_size: int) -> Iterator[Problem]:
+    """Rules of passes by layer."""
+    training, parallel = config.training, config.parallel
+    if training.pass_order != "by_layer":
+        return
+    back: Fix = {"training.pass_order": "by_micro_batch"}
+    if parallel.pipeline > 1:
+        what = f"parallel.pipeline ({parallel.pipeline})"
+        if parallel.virtual_pipeline is not None:
+            what += f", in parts (parallel.virtual_pipeline {parallel.virtual_pipeline}),"
+        rule = f"needs {what} to be 1: a stage would wait until the one before has done all micro-batches"
+        alone: Fix = {"parallel.pipeline": 1, "parallel.virtual_pipeline": None}
+        yield Problem("training.pass_order", rule, [back, alone])
+    if training.recompute != "full":
+        rule = (
+            f"needs training.recompute ({training.recompute}) to be full: of every layer and micro-batch it keeps the "
+            "input alone"
+        )
+        yield Problem("training.pass_order", rule, [{"training.recompute": "full"}, back])

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import is_checkpointing
+from megatron.core.tensor_parallel.random import CheckpointFunction, is_checkpointing
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from parallel.megatron import require_version
@@ -31,3 +31,36 @@ def around_checkpoints(
             return forward(*args, **kwargs)
 
     block._checkpointed_forward = checkpointed_forward
+
+
+class CheckpointedCall:
+    """A call of a layer under Megatron-core's checkpoint, but no part of a graph: the caller keeps its input and goes
+    back when it wants to. `run`: [s, b, H] -> [s, b, H]."""
+
+    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._run = run
+        self._input: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's output."""
+        return CheckpointFunction.forward(self, self._run, False, hidden)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def backward(self, hidden: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Compute the layer again, and go back: the gradient of its input from that of its output."""
+        self._input = hidden.requires_grad_()
+        del hidden
+        return CheckpointFunction.backward(self, grad)[2]  # type: ignore[no-any-return]
+
+    # What CheckpointFunction asks of autograd's context.
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        """Nothing: the caller has them."""
+
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The input, for once."""
+        assert self._input is not None
+        given, self._input = self._input, None
+        return (given,)

@@ -118,17 +118,21 @@ class StepClock:
                 _works.popitem(last=False)
         return _works[key]
 
-    def _with_layer_inputs(self, seconds: BlockSeconds, stage: int) -> BlockSeconds:
+    def _with_layer_inputs(self, block: BlockSeconds, stage: int) -> BlockSeconds:
         """A layer whose input goes to the host and comes back while others compute."""
         if self.config.training.activation_offload == "none":
-            return seconds
+            return block
         count = derived.layer_input_bytes(self.config)
         of = rates(self.hardware, self.world_size)
-        forward, backward = Reasons(seconds.forward), Reasons(seconds.backward)
+        forward, backward = Reasons(block.forward), Reasons(block.backward)
         if not offloaded_layer_inputs(self.config, self.world_size, stage, float("inf")):
-            return seconds
-        forward["host_link"] += max(0.0, count / of.down - sum(forward.values()))
-        backward["host_link"] += max(0.0, count / of.up - sum(backward.values()))
+            return block
+        # To the host and back, in each direction at once.
+        ways = ((count, 0), (0, count))
+        if self.config.training.pass_order == "by_layer":  # each pass reads its input; gradients go there and back
+            ways = ((count, count), (count, 2 * count))
+        for seconds, (down, up) in zip((forward, backward), ways, strict=True):
+            seconds["host_link"] += max(0.0, max(down / of.down, up / of.up) - sum(seconds.values()))
         return BlockSeconds(forward, backward)
 
     def predict(self, arrangements: Sequence[Arrangement | None] | None = None, with_spans: bool = False) -> Prediction:

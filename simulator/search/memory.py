@@ -223,7 +223,9 @@ class LayoutSizer:
     # -- pieces --------------------------------------------------------------------------------------------------------
 
     def _short(self, config: Config) -> Config:
-        """The config with as many micro-batches as show the most that is held."""
+        """The config with as many micro-batches as show the most that is held: by layer all."""
+        if config.training.pass_order == "by_layer":
+            return config
         count = min(derived.num_micro_batches(config, self.world_size), ENOUGH * config.parallel.pipeline)
         copies = derived.data_parallel_size(config, self.world_size)
         size = count * config.training.micro_batch_size * copies
@@ -305,7 +307,9 @@ class LayoutSizer:
         if saving.offload != "none":
             key = (*key, room)  # type: ignore[assignment]
         if key not in self._working:
-            profiles: Any = _Profiles(Activations(config, self.vocab_size, self.kind, initial_plan(config)))
+            profiles: Any = Activations(config, self.vocab_size, self.kind, initial_plan(config))
+            if config.training.pass_order != "by_layer":
+                profiles = _Profiles(profiles)
             alone = state_ranks(config, self.world_size)["dense"] == 1
             found = []
             for stage in self.stages(cell):

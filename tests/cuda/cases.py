@@ -94,6 +94,7 @@ DENSE, NONE = "model=gpt_tiny", places.waits({}, 0)
 PLACED = ("moe.placement.policy=quota", "moe.placement.extra_slots=2")
 IN_BLOCKS = ("moe.placement.bitwise=true", "moe.placement.block_rows=16", "moe.placement.interval=1")
 CLIPPED = "optimizer.clip_grad=0.1"  # in every step
+BY_LAYER = ("training.pass_order=by_layer", "model.tie_embeddings=false")
 LAYERS_OFFLOADED = ("training.recompute=full", "training.activation_offload=auto")
 FLAT = places.waits(places.FLAT, NUM_LAYERS * 2)
 FLAT_OF_ALL = places.waits(places.FLAT, NUM_LAYERS * 8)  # where no rank has micro-batches of its own
@@ -145,6 +146,11 @@ CASES = {
         2, _expert_parallel("keep", "training.recompute=full"), places.waits(places.FLAT_TWICE, NUM_LAYERS * 2)
     ),
     "layer inputs on the host": Case(1, (*LAYERS_OFFLOADED, *DROPOUT, "model=gpt_tiny"), places.waits({}, 0), "fp32"),
+    "by layer": Case(
+        2,
+        (*_expert_parallel("keep", *BY_LAYER, *LAYERS_OFFLOADED, *DROPOUT), "training.micro_batch_size=1"),
+        places.waits(places.FLAT_TWICE, NUM_LAYERS * 4),
+    ),
     "some layer inputs on the host": Case(
         4,
         (

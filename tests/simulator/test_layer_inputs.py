@@ -6,6 +6,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.plan_accuracy import Case, compare
+from configs import derived
+from simulator.layer_inputs import layer_inputs
+from simulator.memory import TOLERANCE
 from simulator.run_plan import make_plan
 from simulator.text import text
 from tests.training.helpers import make_config
@@ -19,9 +22,9 @@ DEEP = (
 )
 
 
-def _activations(offload: str) -> tuple[int, int]:
+def _activations(offload: str, *overrides: str) -> tuple[int, int]:
     """Planned and measured."""
-    case = Case("gpt_tiny", "single", 1, (*DEEP, f"training.activation_offload={offload}"))
+    case = Case("gpt_tiny", "single", 1, (*DEEP, *overrides, f"training.activation_offload={offload}"))
     result = compare(case)
     assert result["planned"]["host"] == result["measured"]["host"]
     ((planned, measured),) = result["by_rank"]
@@ -35,6 +38,25 @@ def test_a_step_saves_what_the_plan_says() -> None:
         assert all_planned - planned == all_measured - measured > 0
 
 
+def test_a_plan_is_right_about_passes_by_layer() -> None:
+    planned, measured = _activations("1.5", "training.pass_order=by_layer", "training.global_batch_size=8")
+    assert planned == pytest.approx(measured, rel=TOLERANCE)
+
+
+@pytest.mark.fast
+def test_by_layer_each_input_goes_once_and_comes_back_twice() -> None:
+    overrides = ["experiment=gpt_tiny", "training.recompute=full", "training.activation_offload=auto"]
+    config = make_config([*overrides, "training.pass_order=by_layer", "training.micro_batch_size=1"])
+    plan, layers, count = layer_inputs(config, 1, 0), config.model.num_layers, derived.num_micro_batches(config, 1)
+    size = rank_input(1)
+    assert plan.host == (layers + 1) * count * size
+    # An input of every layer and a gradient behind it; the first layer's forward pass finds its input there, and its
+    # last backward pass a gradient that nothing has made way for.
+    out, back = 2 * layers * count, (3 * layers - 1) * count - 1
+    assert plan.link_bytes == (out * size, back * size)
+    assert max(plan.during) == plan.device_peak == 5 * size
+
+
 @pytest.mark.fast
 def test_a_plan_tells_what_comes_to_the_host() -> None:
     config = make_config(["experiment=gpt_tiny", "training.recompute=full", "training.activation_offload=auto"])
@@ -42,6 +64,8 @@ def test_a_plan_tells_what_comes_to_the_host() -> None:
     (rank,) = plan.as_dict()["memory_per_rank"]
     assert rank["host_activations"] == config.model.num_layers * rank_input(config.training.micro_batch_size)
     assert "Layer inputs on the host come beside these" in text(plan)
+    assert rank["host_activations_out"] == rank["host_activations"] * derived.num_micro_batches(config, 1)
+    assert rank["host_activations_back"] > 0
 
 
 def rank_input(samples: int) -> int:

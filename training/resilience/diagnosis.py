@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from optim.state import named_state
+from parallel.megatron.random_state import place
 from training.engine import Engine
 from training.step import Batch, run_again
 
@@ -105,7 +106,7 @@ def _inside(chunk: torch.nn.Module, name: str) -> str:
 
 
 def _in_passes(engine: Engine, batches: Sequence[Batch]) -> Finding | None:
-    watch = _Watch(engine)
+    watch = _Watch(engine, len(batches))
     try:
         run_again(engine, batches)
     finally:
@@ -116,16 +117,15 @@ def _in_passes(engine: Engine, batches: Sequence[Batch]) -> Finding | None:
 class _Watch:
     """Hooks on all modules of this rank; keeps the first output or gradient that is not finite."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, num_micro_batches: int):
+        self._count, self._data = num_micro_batches, engine.topology.data
         self.found: Finding | None = None
         self._order = 0
         self._num_layers = engine.config.model.num_layers
         self._handles: list[Any] = []
         for chunk in engine.bare_chunks:
-            passes = [-1]  # micro-batches that have entered the chunk, less one
-            self._handles.append(chunk.register_forward_pre_hook(partial(self._enter, passes)))
             for name, module in chunk.named_modules():
-                self._handles.append(module.register_forward_hook(partial(self._forward, chunk, name, passes)))
+                self._handles.append(module.register_forward_hook(partial(self._forward, chunk, name)))
             for name, parameter in chunk.named_parameters():
                 if parameter.requires_grad:
                     hook = partial(self._parameter, chunk, f"the gradient of {name}", [-1])
@@ -135,18 +135,16 @@ class _Watch:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, passes: list[int], *_: Any) -> None:
-        passes[0] += 1
-
-    def _forward(
-        self, chunk: torch.nn.Module, name: str, passes: list[int], module: Any, inputs: Any, output: Any
-    ) -> None:
+    def _forward(self, chunk: torch.nn.Module, name: str, module: Any, inputs: Any, output: Any) -> None:
         self._order += 1
+        going_on = place()
+        assert going_on is not None, "each forward step says whose it is"
+        micro_batch = going_on[1] // self._data.size
         for tensor in _tensors(output):
             if not _is_finite(tensor):
-                self._keep(FORWARD, passes[0], chunk, name or "the output", 1)
+                self._keep(FORWARD, micro_batch, chunk, name or "the output", 1)
             if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(partial(self._backward, chunk, name or "the output", passes[0]))
+                tensor.register_hook(partial(self._backward, chunk, name or "the output", micro_batch))
 
     def _backward(self, chunk: torch.nn.Module, name: str, micro_batch: int, gradient: torch.Tensor) -> None:
         self._order += 1
@@ -154,8 +152,8 @@ class _Watch:
             self._keep(BACKWARD, micro_batch, chunk, name, -1)
 
     def _parameter(self, chunk: torch.nn.Module, name: str, passes: list[int], gradient: torch.Tensor) -> None:
-        passes[0] += 1
-        self._backward(chunk, name, passes[0], gradient)
+        passes[0] += 1  # by layer a shared table has a gradient from all heads before those from the embedding
+        self._backward(chunk, name, passes[0] % self._count, gradient)
 
     def _keep(self, phase: int, micro_batch: int, chunk: torch.nn.Module, name: str, direction: int) -> None:
         if self.found is None:

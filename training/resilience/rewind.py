@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parallel.megatron.optimizer import members
-from parallel.random_state import random_states, restore_random_states
+from parallel.megatron.random_state import random_states, restore_random_states
 
 
 class Mark:

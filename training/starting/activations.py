@@ -46,7 +46,7 @@ def offload_layer_inputs(
             f"left for layer inputs. Try {KEY}=auto."
         )
     store = LayerInputs(link, memory)
-    for index, chunk in enumerate(chunks):
+    for index, chunk in enumerate(chunks if config.training.pass_order == "by_micro_batch" else ()):
         around_checkpoints(chunk, partial(store.kept, index))
     return store
 

@@ -8,6 +8,7 @@ import parallel.megatron  # noqa: F401  (before anything else of Megatron-core i
 import torch
 from megatron.core import tensor_parallel
 
+Place = tuple[int, int]
 PLACE = "place"  # beside the tracker's states: the (step, micro-batch) of the pass, for parallel/dropout.py
 
 
@@ -31,3 +32,16 @@ def restore_random_states(states: dict[str, torch.Tensor]) -> None:
     tracker.set_states(
         {name.removeprefix("tracker."): value for name, value in states.items() if name.startswith("tracker.")}
     )
+
+
+def place() -> Place | None:
+    """The (step, micro-batch of the global batch) of the pass that goes on, where it was ever said."""
+    return tensor_parallel.get_cuda_rng_tracker().get_states().get(PLACE)  # type: ignore[no-any-return]
+
+
+def set_place(place: Place | None) -> None:
+    """What follows is of this (step, micro-batch of the global batch)."""
+    # It lies with the random number states because Megatron-core puts those back where it computes a layer again.
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    if place is not None:
+        tracker.set_states({**tracker.get_states(), PLACE: place})
