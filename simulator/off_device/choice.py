@@ -19,7 +19,7 @@ from simulator.memory import RankMemory, over_budget, rank_memory
 from simulator.off_device.options import ORDER, STATE, WEIGHTS, option, ways
 from simulator.search.space import with_keys
 
-SAME = 1e-3  # of the fastest step's seconds: the simpler way is taken
+SAME = 0.02  # of the fastest step's seconds: within that the simpler way is taken
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class ExpertOption:
-    """One way to keep experts. Bytes are one rank's in a step, of the stage that moves most; `moved`: of experts, `read`
-    and `written`: of the disk with all optimizer state there; `tokens` that an expert's weights serve between two
-    transfers, and `break_even`, from which on the link takes no longer than the forward pass's products."""
+    """One way to keep experts. Bytes are one rank's in a step, of the stage that moves most; `moved`: of experts,
+    `read` and `written`: of the disk with all optimizer state there; `tokens` that an expert's weights serve between
+    two transfers, and `break_even`, from which on the link takes no longer than the forward pass's products."""
 
     values: dict[str, Any]  # of WEIGHTS, ORDER and STATE
     is_own: bool  # the config's own
