@@ -101,7 +101,7 @@ def fitting_way(config: Config, world_size: int, vocab_size: int, device: str, r
 
 
 def _open(config: Config, asked: dict[str, str], found: Iterator[Config]) -> Iterator[Config]:
-    """Those ways that have what was asked for. An order that was given stays, whatever it is worth."""
+    """Leave the ways that have what was asked for. An order that was given stays, whatever it is worth."""
     for changed in found:
         own = {key: value for key, value in asked.items() if value != "auto"}
         if WEIGHTS in own and get(changed, WEIGHTS) != own[WEIGHTS]:

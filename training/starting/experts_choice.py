@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _kept(
     config: Config, asked: dict[str, Any], earlier: dict[str, Any] | None, world_size: int
 ) -> tuple[Config, str] | None:
-    """Those of the run's earlier attempt, where the same was asked for as many ranks, and what to say."""
+    """The places of the run's earlier attempt and what to say, where the same was asked for as many ranks."""
     if earlier is None or earlier.get("asked") != asked or earlier.get("world_size") != world_size:
         return None
     try:
