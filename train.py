@@ -23,11 +23,10 @@ def main(config: Config, given: frozenset[str]) -> int:
 
         signals.of_this_process.restore(ignore=False)
         return plans.show(config, given)
-    from training.starting import layout_choice
+    from training.starting import experts_choice, layout_choice
 
     choice = layout_choice.choose(config, given)
-    if choice is not None:
-        config = choice.config
+    config = experts_choice.place_experts(config if choice is None else choice.config, given)
     from parallel import card
 
     card.set_environment(config)

@@ -212,7 +212,7 @@ def mixtral(wide: bool, rate: float, source: str, ranks: int, layout: Sequence[s
     )
 
 
-WITHOUT_SHAPES = "experts' weights off the device are no key yet, and the sizes of the layers are not printed"
+WITHOUT_SHAPES = "their exchange sends a row for each token and expert: see benchmarks/apertus_order.py"
 FSDP = "weights sharded over all ranks (FSDP2) are no layout of this project yet"
 
 OFF_THE_DEVICE: dict[str, Any] = {

@@ -27,7 +27,11 @@ SAVING_KEYS = (
     "moe.memory_strategy",
     "optimizer.state_device",
     "optimizer.engine",
+    "moe.weights_device",
+    "training.pass_order",
 )
+# That are searched only where they are auto: nobody's experts leave the device unasked.
+ASKED_KEYS = ("moe.weights_device", "training.pass_order")
 SEARCHED = (*LAYOUT_KEYS, *SAVING_KEYS)
 
 
@@ -41,7 +45,7 @@ def smallest(config: Config, given: frozenset[str]) -> Config:
     puts right."""
     changed = copy.deepcopy(config)
     for key in SEARCHED:
-        if key not in given and key != "moe.memory_strategy":
+        if key not in given and key != "moe.memory_strategy" and key not in ASKED_KEYS:
             put(changed, key, KEYS[key].fresh_default())
     if "training.micro_batch_size" not in given:
         changed.training.micro_batch_size = 1

@@ -46,12 +46,12 @@ def layer_visits(config: Config, num_micro_batches: int, stage: int, forward_onl
     """The layers of the whole model, from 0, in the order in which one step visits those of a stage. A layer that is
     visited twice running is there once: a recomputation and its backward pass are one visit.
 
-    `forward_only`: of an evaluation.
+    `forward_only`: of an evaluation, which takes one micro-batch after the other in any order of passes.
     """
     chunks = layers_of_stage(config, stage)
-    if config.training.pass_order == "by_layer":
+    if config.training.pass_order == "by_layer" and not forward_only:
         layers = [layer for chunk in chunks for layer in chunk]
-        order = layers if forward_only else [*layers, *reversed(layers)]
+        order = [*layers, *reversed(layers)]
     elif forward_only:
         forwards = [chunk for is_forward, chunk in passes(config, num_micro_batches, stage) if is_forward]
         order = [layer for chunk in forwards for layer in chunks[chunk]]

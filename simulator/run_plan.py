@@ -42,6 +42,8 @@ from simulator.flops import (
     training_flops_per_token,
 )
 from simulator.memory import KINDS, TOLERANCE, RankMemory, budgets_of_node, needed_budgets, over_budget, rank_memory
+from simulator.off_device.choice import fitting_way
+from simulator.off_device.options import ExpertOption, options
 from simulator.parameters import Place, parameters, places
 from simulator.tiers import left
 
@@ -81,6 +83,13 @@ class RunPlan:
     def worst(self) -> RankMemory:
         """The rank that needs most."""
         return max(self.memory, key=lambda rank: rank.total)
+
+    @functools.cached_property
+    def expert_options(self) -> list[ExpertOption]:
+        """Where experts lie, and where they might."""
+        of = _of_stages(self.config, self.memory)
+        seconds = None if self.step is None else self.step.seconds
+        return options(self.config, self.vocab_size, self.world_size, self.hardware, of, seconds)
 
     @property
     def unexportable(self) -> str | None:
@@ -127,6 +136,7 @@ class RunPlan:
             "predicted_step": None
             if self.step is None or self.hardware is None
             else step_as_dict(self.step, self.hardware, self.tokens),
+            "experts_off_device": [each.as_dict() for each in self.expert_options],
             "unexportable": self.unexportable,
         }
 
@@ -358,6 +368,8 @@ def _more_ranks(plan: RunPlan, limit: float) -> str:
             most, on_host = max(rank.total for rank in memory), max(rank.host for rank in memory)
             if most <= limit and on_host <= plan.rooms.host and max(rank.disk for rank in memory) <= plan.rooms.disk:
                 return f"optimizer.state_device={tier} would, with {_size(most)} each and {_size(on_host)} of the host"
+    if way := fitting_way(plan.config, plan.world_size, plan.vocab_size, plan.device, plan.rooms, limit):
+        return way
     for factor in (2, 4, 8, 16, 32, 64):
         ranks, config = factor * plan.world_size, plan.config
         if config.optimizer.distributed and first_problem(config, ranks) is None:

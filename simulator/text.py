@@ -24,6 +24,7 @@ from simulator.context.rows import Lengths
 from simulator.context.words import context_in_words, count, size, table
 from simulator.flops import executed_flops_per_token, forward_flops_per_token, training_flops_per_token
 from simulator.memory import KINDS
+from simulator.off_device.words import experts_in_words
 from simulator.parameters import places
 from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit, room_beside
 from simulator.tiers import ASSUMED, engine_seconds
@@ -66,6 +67,7 @@ def text(plan: RunPlan) -> str:
         context_in_words(plan),
         _memory(plan),
         _tiers(plan),
+        experts_in_words(plan.expert_options, plan.memory),
         _communication(plan),
         _time(plan),
     ]

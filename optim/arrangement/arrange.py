@@ -120,8 +120,8 @@ class Arrangement:
     def early_share(self) -> float:
         """The share of the parameters whose gradient can leave, or be used, during the backward pass."""
         total = sum(self.numels)
-        some = zip(self.numels, self.leaving, self.early, strict=True)
-        return sum(n for n, leaves, early in some if leaves or early) / total if total else 0.0
+        some = zip(self.numels, self.leaving, self.early, self.ways, strict=True)
+        return sum(n for n, *may, way in some if any(may) or way == "record") / total if total else 0.0
 
 
 @dataclass(frozen=True)

@@ -94,13 +94,15 @@ class StepClock:
             work = self._work(name)
             calls = None
             if work.forward.moe:
-                self._calls = self._calls or ExpertCalls(
-                    self.config, self.world_size, self.hardware, self.groups, self.clock, self._measured
-                )
+                self._calls = self._calls or self._expert_calls()
                 calls = self._calls.of(work, stage)
             seconds = self.clock.block(work, calls)
             self._seconds[key] = self._with_layer_inputs(seconds, stage) if name[0] == "layer" else seconds
         return self._seconds[key]
+
+    def _expert_calls(self) -> ExpertCalls:
+        """Seconds of MoE layers' calls."""
+        return ExpertCalls(self.config, self.world_size, self.hardware, self.groups, self.clock, self._measured)
 
     def _work(self, name: tuple[Any, ...]) -> BlockWork:
         key = (name, self._key)

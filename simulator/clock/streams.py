@@ -49,7 +49,7 @@ class StreamParts:
 def stream_parts(
     config: Config, world_size: int, stage: int, hardware: Hardware, groups: Mapping[str, Group]
 ) -> StreamParts | None:
-    """Of a stage's ranks; None where no experts lie off their devices."""
+    """What a stage's experts off the device take; None where there are none."""
     found = expert_traffic(config, world_size, stage)
     if found is None:
         return None

@@ -141,7 +141,7 @@ class LayoutExplorer:
             savings = self.space.legal_savings(cell)
             count = self.space.num_cells(group) * len(savings)
             self.candidates += count
-            if self.sizer.least_device_bytes(cell, _leaves(savings)) > self.limits.device:
+            if self.sizer.least_device_bytes(cell, _leaves(savings), _stream(savings)) > self.limits.device:
                 self.bounded_by_memory += count
                 continue
             for chunks in self.space.chunks_of(group):
@@ -169,7 +169,7 @@ class LayoutExplorer:
         """The next micro-batch size, and the layouts with this one."""
         assert node.cell is not None
         savings = self.space.legal_savings(node.cell)
-        room = self.limits.device - self.sizer.staying_bytes(node.cell, _leaves(savings))
+        room = self.limits.device - self.sizer.staying_bytes(node.cell, _leaves(savings), _stream(savings))
         numbers = self.space.heads_of(node.group, node.chunks, node.cell.micro)
         if room < 0 or (numbers and self.sizer.has_no_room(replace(node.cell, heads=numbers[0]), savings, room)):
             self.bounded_by_memory += len(savings) * self.space.num_cells(node.group, node.chunks, node.index)
@@ -201,7 +201,7 @@ class LayoutExplorer:
         is no faster, and auto is the device."""
         assert node.cell is not None
         first = node.row[0]
-        parts = _parts(node.row, lambda saving: (saving.recompute, saving.offload, saving.strategy))
+        parts = _parts(node.row, _kept_alike)
         parts[0] = parts[0][1:]
         memory = None if self._keeps_too_much(node.cell, [first]) else self._fitting(node.cell, first)
         if memory is None:
@@ -234,7 +234,7 @@ class LayoutExplorer:
             yield replace(node, kind="tiers", bound=max(node.bound, self._least(node.cell, node.row[0])))
 
     def _keeps_too_much(self, cell: LayoutCell, row: Sequence[Saving]) -> bool:
-        least = self.sizer.staying_bytes(cell, _leaves(row)) + self.sizer.kept_floor(cell, row[0])
+        least = self.sizer.staying_bytes(cell, _leaves(row), _stream(row)) + self.sizer.kept_floor(cell, row[0])
         return least > self.limits.device
 
     def _tiers(self, node: Node) -> Iterator[Node]:
@@ -272,6 +272,15 @@ class LayoutExplorer:
 def _leaves(savings: Sequence[Saving]) -> bool:
     """Whether optimizer state may leave the device."""
     return any(saving.state_device != "device" for saving in savings)
+
+
+def _stream(savings: Sequence[Saving]) -> bool:
+    """Whether experts' weights may lie off the device."""
+    return any(saving.streams for saving in savings)
+
+
+def _kept_alike(saving: Saving) -> tuple[Any, ...]:
+    return saving.recompute, saving.offload, saving.strategy, saving.weights_device, saving.pass_order
 
 
 def _parts(savings: Sequence[Saving], key: Callable[[Saving], Any]) -> list[tuple[Saving, ...]]:

@@ -89,7 +89,8 @@ def closest_of(
                     cell = LayoutCell(group, chunks, heads, micros[0])
                     if savings := space.legal_savings(cell):
                         leaves = any(saving.state_device != "device" for saving in savings)
-                        cells.append((sizer.least_device_bytes(cell, leaves), len(cells), cell))
+                        streams = any(saving.streams for saving in savings)
+                        cells.append((sizer.least_device_bytes(cell, leaves, streams), len(cells), cell))
     best: Closest | None = None
     for least, _, cell in sorted(cells, key=lambda each: each[:2])[:most_cells]:
         if least - limits.device > (0 if only_fitting else math.inf if best is None else best.over):
@@ -116,6 +117,7 @@ def _thrifty(space: LayoutSpace, sizer: LayoutSizer, cell: LayoutCell, most: flo
     for saving in savings:
         if not isinstance(saving.degree, int) or saving.degree in ends:
             kept = saving.recompute, saving.offload, saving.strategy, saving.degree, saving.backward_degree
+            kept = (*kept, saving.weights_device, saving.pass_order)  # type: ignore[assignment]
             parts.setdefault(kept, []).append(saving)
     ordered = sorted(parts.values(), key=lambda part: sizer.beside_state(cell, part[0], True))
     for part in [*ordered[:1], *[part for part in ordered[1:] if part[0].offload == "none"][:1]]:

@@ -16,8 +16,10 @@ from configs import derived
 from configs.schema import Config
 from models.blueprint import Part, parts
 from moe.planning.inputs import initial_plan
-from optim.arrangement.arrange import Arrangement, Capacity, arrange, least, tier_request
+from optim.arrangement.arrange import Arrangement, Capacity, arrange, least
 from optim.arrangement.buckets import cut, largest
+from optim.arrangement.off_device import ExpertRecords
+from optim.arrangement.traffic import records_of_stage
 from simulator.activations import Activations
 from simulator.buffers import Buffer, buffers
 from simulator.layer_inputs import layer_inputs
@@ -27,11 +29,12 @@ from simulator.parameters import parameters, places, state_ranks
 from simulator.search.answer import LayoutMemory
 from simulator.search.space import LayoutCell, LayoutSpace, Saving, with_keys
 from simulator.sizes import FP32
-from simulator.tiers import left, planned_slices
+from simulator.tiers import left, planned_slices, request_with_experts
 
 MOST_COUNTED = 64  # ranks of which each is looked at; of more, the share of the fullest is taken to be whole
 ENOUGH = 4  # micro-batches a stage, of which the most are held at once
 FEW = 3  # equal layers after which each adds the same
+OFF = ({"moe.weights_device": "device"}, {"moe.weights_device": "host"})  # by whether experts leave the device
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,12 @@ class _SizedStage:
     numbers: int
     state: int
     buckets: Sequence[tuple[Sequence[int], Sequence[bool]]]
+
+
+def _weights_and_gradients(config: Config, stage: _SizedStage, records: ExpertRecords | None) -> int:
+    """Bytes of a stage's buffers, and of the slots of experts off the device."""
+    slots = records.weights_on_device + records.grads_on_device if records else 0
+    return stage.numbers * (derived.element_size(config) + FP32) + slots
 
 
 class _Profiles:
@@ -94,10 +103,11 @@ class LayoutSizer:
     def memory(self, cell: LayoutCell, saving: Saving) -> LayoutMemory:
         """What the fullest rank needs, each tier by itself."""
         config = self._short(self.space.layout(cell, saving))
-        stages, element = self.stages(cell), derived.element_size(config)
+        stages = self.stages(cell, saving.streams)
         working = self._work(cell, saving, config, self.rooms.host)
         staying = [staying_bytes(config, stage.number) for stage in stages]
-        fixed = [stage.numbers * (element + FP32) for stage in stages]
+        records = [records_of_stage(config, self.world_size, stage.number) for stage in stages]
+        fixed = [_weights_and_gradients(config, stage, of) for stage, of in zip(stages, records, strict=True)]
         if not derived.has_tiers(config):
             device = max(
                 some + of.state + live + stay
@@ -107,10 +117,15 @@ class LayoutSizer:
         found = self._tiers(config, stages, working)
         if any(host for _, host in working):  # layer inputs get what optimizer state leaves
             most = max(each.host_bytes for of_stage in found for each in of_stage)
+            most += max(of.host_bytes if of else 0 for of in records)
             working = self._work(cell, saving, config, max(self.rooms.host - most, 0))
         each = [
-            (some + live + stay + tiers.device_bytes, host + tiers.host_bytes, tiers.disk_bytes)
-            for some, (live, host), stay, of_stage in zip(fixed, working, staying, found, strict=True)
+            (
+                some + live + stay + tiers.device_bytes,
+                host + tiers.host_bytes + (of.host_bytes if of else 0),
+                tiers.disk_bytes + (of.disk_bytes if of else 0),
+            )
+            for some, (live, host), stay, of_stage, of in zip(fixed, working, staying, found, records, strict=True)
             for tiers in of_stage
         ]
         return LayoutMemory(*(max(numbers) for numbers in zip(*each)))
@@ -121,7 +136,7 @@ class LayoutSizer:
         config = self._short(self.space.layout(cell, saving))
         if not derived.has_tiers(config):
             return None
-        stages = self.stages(cell)
+        stages = self.stages(cell, saving.streams)
         found = self._tiers(config, stages, self._work(cell, saving, config, self.rooms.host))
         result: list[Arrangement | None] = [None] * config.parallel.pipeline
         for stage, of_stage in zip(stages, found, strict=True):
@@ -133,26 +148,28 @@ class LayoutSizer:
         self, config: Config, stages: Sequence[_SizedStage], working: Sequence[tuple[int, int]]
     ) -> list[list[Arrangement]]:
         """By stage, of each kind of rank."""
-        element, found = derived.element_size(config), []
-        for stage, (live, _) in zip(stages, working, strict=True):
-            beside = stage.numbers * (element + FP32) + live + staying_bytes(config, stage.number)
-            key = id(stage), config.optimizer.state_device, config.optimizer.engine, beside
+        found, records = [], [records_of_stage(config, self.world_size, stage.number) for stage in stages]
+        taken = max((of.host_bytes for of in records if of), default=0)
+        taken_disk = max((of.disk_bytes for of in records if of), default=0)
+        rooms = replace(self.rooms, host=max(self.rooms.host - taken, 0), disk=max(self.rooms.disk - taken_disk, 0))
+        for stage, (live, _), of in zip(stages, working, records, strict=True):
+            beside = _weights_and_gradients(config, stage, of) + live + staying_bytes(config, stage.number)
+            key = id(stage), config.optimizer.state_device, config.optimizer.engine, beside, taken, taken_disk
             if key not in self._arranged_by:
-                self._arranged_by[key] = self._arranged(config, stage, beside)
+                self._arranged_by[key] = self._arranged(config, stage, left(rooms, beside), of)
             found.append(self._arranged_by[key])
         return found
 
     def beside_state(self, cell: LayoutCell, saving: Saving, state_leaves: bool) -> int:
         """Bytes of the fullest rank's device, where state may leave without it."""
         config = self._short(self.space.layout(cell, saving))
-        element = derived.element_size(config)
         working = self._work(cell, saving, config, self.rooms.host)
         return max(
-            stage.numbers * (element + FP32)
+            _weights_and_gradients(config, stage, records_of_stage(config, self.world_size, stage.number))
             + live
             + staying_bytes(config, stage.number)
             + (0 if state_leaves else stage.state)
-            for stage, (live, _) in zip(self.stages(cell), working, strict=True)
+            for stage, (live, _) in zip(self.stages(cell, saving.streams), working, strict=True)
         )
 
     def has_no_room(self, cell: LayoutCell, savings: Sequence[Saving], room: float) -> bool:
@@ -193,16 +210,19 @@ class LayoutSizer:
         kept = sum(layers[kind].kept for start in first for kind in pattern[start : start + size])
         return kept * min(count, cell.group.pipeline)
 
-    def staying_bytes(self, cell: LayoutCell, state_leaves: bool) -> int:
-        """Bytes of weights, gradients and, unless it may leave, state of the fullest rank."""
+    def staying_bytes(self, cell: LayoutCell, state_leaves: bool, experts_leave: bool = False) -> int:
+        """Bytes of weights, gradients and, unless it may leave, state of the fullest rank; without experts that may
+        leave."""
         element = derived.element_size(self.space.config)
-        return max(of.numbers * (element + FP32) + (0 if state_leaves else of.state) for of in self.stages(cell))
+        return max(
+            of.numbers * (element + FP32) + (0 if state_leaves else of.state) for of in self.stages(cell, experts_leave)
+        )
 
-    def least_device_bytes(self, cell: LayoutCell, state_leaves: bool) -> float:
+    def least_device_bytes(self, cell: LayoutCell, state_leaves: bool, experts_leave: bool = False) -> float:
         """Bytes that the fullest rank has at least of weights, gradients and, unless it may leave, state, for every
         layout of the cell's group: those of the mean stage without padding."""
         config = self.space.layout(cell, self.space.savings(cell.group.expert > 1)[0])
-        numbers, element = self._numbers(cell, config), derived.element_size(config)
+        numbers, element = self._numbers(cell, config, experts_leave), derived.element_size(config)
         fixed = sum(numbers.values()) * (element + FP32)
         if state_leaves:
             return fixed
@@ -210,13 +230,13 @@ class LayoutSizer:
         shared = state_ranks(config, self.world_size) if config.optimizer.distributed else {"dense": 1, "expert": 1}
         return fixed + sum(number / shared[kind] for kind, number in numbers.items()) * state
 
-    def _numbers(self, cell: LayoutCell, config: Config) -> dict[str, float]:
-        key = "numbers", cell.group.tensor, cell.group.expert, cell.group.expert_tensor
+    def _numbers(self, cell: LayoutCell, config: Config, experts_leave: bool) -> dict[str, float]:
+        key = "numbers", cell.group.tensor, cell.group.expert, cell.group.expert_tensor, experts_leave
         if key not in self._counts:
-            whole = with_keys(config, {"parallel.pipeline": 1, "parallel.virtual_pipeline": None})
+            whole = with_keys(config, {"parallel.pipeline": 1, "parallel.virtual_pipeline": None, **OFF[experts_leave]})
             found = {"dense": 0, "expert": 0}
             for parameter in parameters(whole, parts(whole)[0][0], self.vocab_size):
-                found["expert" if parameter.is_expert else "dense"] += parameter.local
+                found["expert" if parameter.is_expert else "dense"] += parameter.local * (not parameter.is_off_device)
             self._counts[key] = found
         return {kind: number / cell.group.pipeline for kind, number in self._counts[key].items()}
 
@@ -231,12 +251,13 @@ class LayoutSizer:
         size = count * config.training.micro_batch_size * copies
         return with_keys(config, {"training.global_batch_size": size})
 
-    def stages(self, cell: LayoutCell) -> list[_SizedStage]:
-        """One stage of each kind."""
+    def stages(self, cell: LayoutCell, streams: bool = False) -> list[_SizedStage]:
+        """One stage of each kind, with experts on the device or off it."""
         group = cell.group
-        key = group.tensor, group.sequence, group.pipeline, cell.chunks, group.expert, group.expert_tensor
+        key = group.tensor, group.sequence, group.pipeline, cell.chunks, group.expert, group.expert_tensor, streams
         if key not in self._stages:
-            self._stages[key] = list(self._make_stages(self.space.layout(cell, self._tiered(cell))))
+            config = with_keys(self.space.layout(cell, self._tiered(cell)), OFF[streams])
+            self._stages[key] = list(self._make_stages(config))
         return self._stages[key]
 
     def _tiered(self, cell: LayoutCell) -> Saving:
@@ -295,15 +316,18 @@ class LayoutSizer:
         numbers = sum(buffer.size for kind in found.values() for buffer in kind)
         return _SizedStage(number, alike, found, numbers, state, buckets)
 
-    def _arranged(self, config: Config, stage: _SizedStage, beside: int) -> list[Arrangement]:
-        requests = [tier_request(config, numels, late) for numels, late in stage.buckets]
-        return [arrange(asked, left(self.rooms, beside)) or least(asked) for asked in requests]
+    def _arranged(
+        self, config: Config, stage: _SizedStage, rooms: Capacity, records: ExpertRecords | None
+    ) -> list[Arrangement]:
+        requests = [request_with_experts(config, numels, late, records) for numels, late in stage.buckets]
+        return [arrange(asked, rooms) or least(asked) for asked in requests]
 
     def _work(self, cell: LayoutCell, saving: Saving, config: Config, room: float) -> list[tuple[int, int]]:
         """By stage: bytes of activations on the device, and of layer inputs on the host, with so much room for them."""
         if cell != self._of_cell:
             self._of_cell, self._working = cell, {}
         key = (saving.recompute, saving.offload, saving.degree, saving.backward_degree, saving.strategy)
+        key = (*key, saving.streams, saving.pass_order)  # type: ignore[assignment]
         if saving.offload != "none":
             key = (*key, room)  # type: ignore[assignment]
         if key not in self._working:
@@ -312,7 +336,7 @@ class LayoutSizer:
                 profiles = _Profiles(profiles)
             alone = state_ranks(config, self.world_size)["dense"] == 1
             found = []
-            for stage in self.stages(cell):
+            for stage in self.stages(cell, saving.streams):
                 inputs = layer_inputs(config, self.world_size, stage.number, room)
                 live = activations_of_stage(config, profiles, self.world_size, stage.number, inputs)
                 after = after_backward_bytes(config, stage.buffers, self.kind, alone)

@@ -15,13 +15,15 @@ from configs import derived
 from configs.keys import get
 from configs.rules import RULES, values
 from configs.schema import Config
-from configs.searched import LAYOUT_KEYS, SAVING_KEYS
+from configs.searched import ASKED_KEYS, LAYOUT_KEYS, SAVING_KEYS
 from moe.chunk_plan import STRATEGIES
 
 DEGREES = (1, 2, 4, 8)  # chunks of an MoE layer that are tried
 RECOMPUTE = ("none", "selective", "full")
 STATE_DEVICES = ("device", "auto", "host", "disk")  # the fast ones first
 ENGINES = ("auto", "device_stream", "host", "split")
+WEIGHT_DEVICES = ("device", "host", "disk")
+ORDERS = ("by_micro_batch", "by_layer")
 CHECKED = [rule for rule in RULES if rule is not values.values]  # ranges of single keys are right by themselves
 
 
@@ -59,17 +61,26 @@ class Saving:
     strategy: str
     state_device: str
     engine: str
+    weights_device: str = "device"
+    pass_order: str = "by_micro_batch"
+
+    @property
+    def streams(self) -> bool:
+        """Whether experts' weights lie off the device."""
+        return self.weights_device in WEIGHT_DEVICES[1:]
 
     def values(self) -> dict[str, Any]:
         """By key, in the order of SAVING_KEYS."""
         return dict(zip(SAVING_KEYS, self.__dict__.values()))
 
     @cached_property
-    def steps(self) -> tuple[int, int, int, int]:
-        """How far it goes in recomputation, experts' strategy, tier and engine: 0 keeps most."""
+    def steps(self) -> tuple[int, int, int, int, int]:
+        """How far it goes in recomputation, experts' strategy, tier, engine and experts' place: 0 keeps most."""
         tier = STATE_DEVICES.index(self.state_device)
         layers = RECOMPUTE.index(self.recompute) + (self.offload != "none")
-        return layers, int(self.strategy not in ("keep", "auto")), tier, ENGINES.index(self.engine)
+        place = (self.weights_device in WEIGHT_DEVICES and WEIGHT_DEVICES.index(self.weights_device)) * 2
+        place += self.pass_order == "by_layer"
+        return layers, int(self.strategy not in ("keep", "auto")), tier, ENGINES.index(self.engine), int(place)
 
     def is_below(self, other: Saving) -> bool:
         """Whether the other keeps no more of anything, in passes of as many chunks; it is then no faster."""
@@ -118,12 +129,13 @@ class LayoutSpace:
     ) -> None:
         """kind: "cuda" or "cpu"; experts' matrices are split over a node's ranks at most, or as many as attention's;
         given: those of the fixed keys that the user gave, by default all."""
+        fixed -= {key for key in ASKED_KEYS if get(config, key) == "auto"}
         self.config, self.world_size, self.fixed, self.kind = config, world_size, fixed, kind
         self.given = fixed if given is None else given
         self.ranks_per_node = ranks_per_node
         self.is_moe = derived.is_moe(config)
         self._savings: dict[bool, list[Saving]] = {}
-        self._legal: dict[tuple[bool, int | None], list[Saving]] = {}
+        self._legal: dict[tuple[bool, int | None, bool], list[Saving]] = {}
 
     def _values(self, key: str, generated: list[Any]) -> list[Any]:
         return [get(self.config, key)] if key in self.fixed else generated
@@ -244,7 +256,12 @@ class LayoutSpace:
         config, fixed = self.config, self.fixed
         offloads = "training.activation_offload" in fixed and config.training.activation_offload != "none"
         tier = "optimizer.engine" in fixed and config.optimizer.engine != "auto"
-        return "full" if offloads else "none", "none", 1, None, "keep", "host" if tier else "device", "auto"
+        weights, order = (get(config, key) for key in ASKED_KEYS)
+        streams = weights in WEIGHT_DEVICES[1:]  # its state lies there too
+        state = weights if streams else "host" if tier else "device"
+        own = "device" if weights == "auto" else weights, ORDERS[0] if order == "auto" else order
+        again = "full" if offloads or own[1] == "by_layer" else "none"
+        return again, "none", 1, None, "keep", state, "auto", *own
 
     def savings(self, is_spread: bool) -> list[Saving]:
         """Ways of layouts whose experts are spread over ranks, or are not; what keeps most first."""
@@ -272,14 +289,31 @@ class LayoutSpace:
                 ):
                     for degree in self._values("moe.pipeline_degree", degrees):
                         for backward in self._values("moe.backward_pipeline_degree", back):
-                            for tier, engine in self._tiers():
-                                yield Saving(recompute, offload, degree, backward, strategy, tier, engine)
+                            for where in self._tiers(recompute):
+                                yield Saving(recompute, offload, degree, backward, strategy, *where)
 
-    def _tiers(self) -> Iterator[tuple[str, str]]:
+    def _tiers(self, recompute: str) -> Iterator[tuple[str, str, str, str]]:
+        """Tiers of state, engines, places of experts' weights and orders of passes."""
         has_disk = self.config.memory.disk_dir is not None
-        for tier in self._values("optimizer.state_device", [t for t in STATE_DEVICES if t != "disk" or has_disk]):
-            for engine in self._values("optimizer.engine", ["auto"] if tier == "device" else list(ENGINES)):
-                yield tier, engine
+        for weights, order in self._places(recompute, has_disk):
+            tiers = [t for t in STATE_DEVICES if t != "disk" or has_disk]
+            if weights != "device":
+                tiers = ["host", "disk"] if weights == "host" and has_disk else [weights]
+            for tier in self._values("optimizer.state_device", tiers):
+                if weights != "device" and tier not in tiers:
+                    continue
+                engines = ["auto"] if tier == "device" or weights != "device" else list(ENGINES)
+                for engine in self._values("optimizer.engine", engines):
+                    yield tier, engine, weights, order
+
+    def _places(self, recompute: str, has_disk: bool) -> Iterator[tuple[str, str]]:
+        """Where experts' weights may lie, and in which order passes may come: what is not asked for stays."""
+        weights, order = (get(self.config, key) for key in ASKED_KEYS)
+        places = [place for place in WEIGHT_DEVICES if place != "disk" or has_disk] if self.is_moe else ["device"]
+        for place in places if weights == "auto" else [weights]:
+            orders = [ORDERS[0]] if place == "device" or recompute != "full" else list(ORDERS)
+            for each in orders if order == "auto" else [order]:
+                yield place, each
 
     # -- configs -------------------------------------------------------------------------------------------------------
 
@@ -296,7 +330,10 @@ class LayoutSpace:
         is_spread = cell.group.expert > 1
         found = self.savings(is_spread)
         given = not isinstance(self._plain.offload, str)
-        key = is_spread, derived.layer_input_bytes(self.layout(cell, found[0])) if given and found else None
+        by_layer = cell.group.pipeline > 1 and any(each.pass_order == "by_layer" for each in found)
+        size = derived.layer_input_bytes(self.layout(cell, found[0])) if given and found else None
+        key = is_spread, size, by_layer
         if key not in self._legal:
-            self._legal[key] = [s for s in found if is_legal(self.layout(cell, s), self.world_size)]
+            some = [each for each in found if not by_layer or each.pass_order != "by_layer"]
+            self._legal[key] = [s for s in some if is_legal(self.layout(cell, s), self.world_size)]
         return self._legal[key]

@@ -15,8 +15,8 @@ from typing import Any
 from configs import validate
 from configs.keys import get, put
 from configs.ranks import launched
-from configs.schema import Config, ConfigError
-from configs.searched import SEARCHED
+from configs.schema import KEYS, Config, ConfigError
+from configs.searched import ASKED_KEYS, SEARCHED
 from configs.values import as_typed
 from data.vocabulary import expected_vocab_size
 from simulator.clock.hardware import Hardware
@@ -123,6 +123,8 @@ def _read(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     known = isinstance(content, dict) and isinstance(content.get("values"), dict)
+    if known:  # of a version without them
+        content["values"] = {key: KEYS[key].fresh_default() for key in ASKED_KEYS} | content["values"]
     return content if known and set(content["values"]) == set(SEARCHED) else None
 
 

@@ -12,9 +12,10 @@ from configs.validate import planned_world_size
 from data.pieces import planned_pieces, planned_share
 from data.vocabulary import expected_vocab_size
 from simulator import text
+from simulator.off_device.choice import is_asked
 from simulator.search import words
 from simulator.search.search import search_layout
-from training.starting import layout_choice
+from training.starting import experts_choice, layout_choice
 from training.starting.machine import machine_of
 
 SEARCH_FILE = "search.json"  # in the run's folder, beside plan.json
@@ -33,6 +34,11 @@ def show(config: Config, given: frozenset[str]) -> int:
         config = choice.config
         if launched().rank == 0 and config.plan != "json":
             print("\n".join([f"layout: {choice.lines[0]}; {why}", *choice.lines[1:], ""]), flush=True)
+    if is_asked(config):
+        config, _, line = experts_choice.decided(config, given, ranks)
+        machine = machine_of(config)[0]
+        if launched().rank == 0 and config.plan != "json":
+            print(f"{line}\n", flush=True)
     return text.show(config, ranks, vocab_size, planned_share(config), planned_pieces(config), machine)
 
 

@@ -1,0 +1,132 @@
+"""Which weights of experts off the device come when, and what a step moves of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from optim.arrangement.traffic import expert_traffic, moe_visits, slot_fills
+from parallel.pipeline import layer_visits
+from tests.training.helpers import make_config
+
+pytestmark = pytest.mark.fast
+
+HOST = ["experiment=gpt_moe_tiny", "moe.weights_device=host", "optimizer.state_device=host"]
+BY_LAYER = ["training.pass_order=by_layer", "training.recompute=full"]
+
+
+def _there_and_back(layers: int) -> list[int]:
+    return [*range(layers), *reversed(range(layers))]
+
+
+@pytest.mark.parametrize(("layers", "micro_batches"), itertools.product([2, 3, 6], [1, 2, 5]))
+def test_what_lies_in_slots_at_a_turn_does_not_come_again(layers: int, micro_batches: int) -> None:
+    fills = slot_fills(_there_and_back(layers) * micro_batches, 2)
+    assert len(fills) == micro_batches * 2 * layers - 2 * (2 * micro_batches - 1)
+
+
+def _fewest(visits: list[int], slots: int) -> int:
+    """The least fills of any choice, where the layer before stays until the next one is there."""
+    states: dict[tuple[frozenset[int], int], int] = {(frozenset(), -1): 0}
+    for layer in visits:
+        after: dict[tuple[frozenset[int], int], int] = {}
+        for (held, before), count in states.items():
+            if layer in held:
+                choices = [(held, count)]
+            elif len(held) < slots:
+                choices = [(held | {layer}, count + 1)]
+            else:
+                choices = [(held - {out} | {layer}, count + 1) for out in held if out != before or slots == 1]
+            for kept, number in choices:
+                key = kept, layer
+                after[key] = min(number, after.get(key, number))
+        states = after
+    return min(states.values())
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("visits", [_there_and_back(5) * 2, [0, 1, 0, 2, 0, 3, 2, 1], [4, 4, 3, 3, 4, 1, 0, 1]])
+def test_no_choice_of_slots_needs_fewer_fills(visits: list[int], slots: int) -> None:
+    assert len(slot_fills(visits, slots)) == _fewest(visits, slots)
+
+
+def test_a_slot_is_filled_behind_its_last_use_and_never_while_its_layer_is_next() -> None:
+    visits, held = _there_and_back(7) * 3, {}
+    fills = {fill.visit: fill for fill in slot_fills(visits, 3)}
+    last: dict[int, int] = {}
+    for index, layer in enumerate(visits):
+        if (fill := fills.get(index)) is not None:
+            assert fill.layer == layer and fill.after == last.get(fill.slot, -1)
+            assert fill.after < index - 1 or fill.after == -1  # the layer before computes meanwhile
+            held[fill.slot] = layer
+        (slot,) = [slot for slot, each in held.items() if each == layer]
+        last[slot] = index
+    with pytest.raises(ValueError, match="slots must be at least 1"):
+        slot_fills([0], 0)
+
+
+def test_visits_are_those_of_the_schedule() -> None:
+    plain = make_config([*HOST, "training.global_batch_size=4", "training.micro_batch_size=2"], 1)
+    assert layer_visits(plain, 2, 0) == [0, 1, 2, 3, 2, 1, 0, 1, 2, 3, 2, 1, 0]
+    assert layer_visits(plain, 2, 0, forward_only=True) == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert layer_visits(make_config([*HOST, *BY_LAYER], 1), 2, 0) == [0, 1, 2, 3, 2, 1, 0]
+    some = make_config([*HOST, "moe.layers=[0,1,0,1]"], 1)
+    assert moe_visits(some, 1, 0) == [1, 3, 1]
+    chunks = ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "training.global_batch_size=4"]
+    staged = make_config([*HOST, *chunks], 2)
+    # two forward passes of the first chunk, two of the second, then each back behind its forward pass
+    assert layer_visits(staged, 2, 1) == [1, 3, 1]
+    assert layer_visits(staged, 2, 0) == [0, 2, 0]
+
+
+def _traffic(more: list[str], world_size: int = 1):  # type: ignore[no-untyped-def]
+    found = expert_traffic(make_config([*HOST, *more], world_size), world_size, 0)
+    assert found is not None
+    return found
+
+
+def test_by_layer_moves_weights_once_in_each_pass_and_a_gradient_once() -> None:
+    plain, layered = _traffic([]), _traffic(BY_LAYER)
+    of = layered.moves.records
+    layer = of.numel * 4
+    assert layered.fetched.up == (2 * 4 - 2) * layer and layered.left.down == 4 * layer
+    assert layered.left.host == 0  # nothing is added up
+    assert plain.gradients == 4 and plain.fetched.up == (4 * 8 - 2 * 7) * layer
+    assert plain.left.down == 4 * 4 * layer
+    # of four micro-batches the first is written, the others are read, added and written
+    assert plain.left.host == 4 * layer * (2 + 3 * 3)
+    assert plain.updated == layered.updated
+
+
+def test_ranks_that_keep_a_part_move_as_much_less() -> None:
+    base = [*BY_LAYER, "parallel.expert=2", "training.global_batch_size=16"]
+    whole, part = _traffic([*base, "moe.shard_weights=false"], 4), _traffic(base, 4)
+    records = part.moves.records
+    assert records.parts == records.alike == 2
+    assert part.fetched.up * 2 == len(part.fills) * records.padded_numel * 4
+    assert part.fetched.gathered == 2 * part.fetched.up and whole.fetched.gathered == 0
+    assert part.left.down * 2 == part.left.reduced and whole.left.down == whole.left.reduced
+    assert part.updated.host == pytest.approx(whole.updated.host / 2, rel=0.05)
+
+
+def test_a_sum_goes_back_to_be_reduced_with_the_last_micro_batch() -> None:
+    found = _traffic(["parallel.expert=2", "training.global_batch_size=16"], 4)
+    records = found.moves.records
+    assert records.sums_on_host and found.gradients > 1
+    last = found.moves.gradient(False, True)
+    assert (last.up, last.down) == (4 * records.padded_numel, 4 * records.part_numel)
+    assert found.left.reduced == 4 * 4 * records.padded_numel
+
+
+def test_the_disk_reads_what_comes_and_writes_what_leaves(tmp_path: object) -> None:
+    disk = ["moe.weights_device=disk", "optimizer.state_device=disk", f"memory.disk_dir={tmp_path}"]
+    found = _traffic([*BY_LAYER, *disk])
+    numel = 4 * found.moves.records.numel
+    assert found.fetched.read == found.fetched.up and found.left.written == found.left.down
+    # fp32: the weight is its own master, and two moments lie beside it
+    assert (found.updated.read, found.updated.written) == (numel * (4 + 4 + 8), numel * (4 + 8))
+    half = _traffic([*BY_LAYER, *disk, "training.precision=bf16", "optimizer.moment_dtype=bf16"])
+    assert half.moves.state_bytes == 10
+    on_host = _traffic([*BY_LAYER, "optimizer.state_device=disk", f"memory.disk_dir={tmp_path}"])
+    assert (on_host.updated.read, on_host.updated.written) == (numel * 8, numel * 8) and on_host.left.written == 0
