@@ -16,6 +16,8 @@ from optim.arrangement.arrange import GRAD_BYTES
 from optim.arrangement.off_device import ExpertRecords, expert_records
 from parallel.pipeline import layer_visits, layers_of_stage
 
+MASTER_BYTES = 4  # of a weight that is its own master
+
 
 @dataclass(frozen=True)
 class SlotFill:
@@ -106,9 +108,9 @@ class LayerMoves:
             return Moved(down=kept, written=kept * disk, reduced=reduced)
         if is_last and of.alike > 1:
             return Moved(up=whole, down=kept, read=whole * disk, written=kept * disk, reduced=reduced)
-        come = of.padded_numel * of.weight_bytes
-        again = 0 if is_first else whole
-        return Moved(down=come, read=again * disk, written=whole * disk, host=come + again + whole)
+        come, again = of.padded_numel * of.weight_bytes, 0 if is_first else whole
+        down = sum(of.numels) * of.weight_bytes
+        return Moved(down=down, read=again * disk, written=whole * disk, host=come + again + whole)
 
     def update(self) -> Moved:
         """The optimizer's step of a rank's part, on the host."""
@@ -116,9 +118,10 @@ class LayerMoves:
         weights, disk = of.weight_bytes, int(self.on_disk)
         state_disk = state * (self.state_tier == "disk")
         return Moved(
-            read=of.part_numel * (disk * (weights + GRAD_BYTES) + state_disk),
+            # a weight that is no master is not read
+            read=of.part_numel * (disk * (GRAD_BYTES + weights * (weights == MASTER_BYTES)) + state_disk),
             written=of.part_numel * (disk * weights + state_disk),
-            host=of.part_numel * (2 * state + GRAD_BYTES + 2 * weights),
+            host=of.part_numel * (2 * state + GRAD_BYTES + weights * (1 + (weights == MASTER_BYTES))),
         )
 
 
