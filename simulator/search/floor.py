@@ -14,6 +14,7 @@ from configs import derived
 from configs.schema import Config
 from models.blueprint import parts
 from simulator.clock.hardware import Hardware
+from simulator.clock.streams import least_streamed_seconds
 from simulator.search.space import LayoutCell, LayoutSpace, Saving, with_keys
 from simulator.search.timer import LayerKind, RowSeconds
 
@@ -41,14 +42,18 @@ class LayoutFloor:
         return min(self._step(cell, self._of_row(cell, saving), *each, more) for saving in savings)
 
     def closer(self, cell: LayoutCell, saving: Saving) -> float | None:
-        """No more than the seconds of one candidate, by the rows of its micro-batch; None where nothing is known."""
+        """No more than the seconds of one candidate, by the rows of its micro-batch and what it moves of experts; None
+        where nothing is known."""
         if self.rows is None:
             return None
         group = cell.group
         key = replace(group, pipeline=1), cell.heads, cell.micro, _saved(saving)
         if key not in self._rows:
             self._rows[key] = self.rows(self.space.layout(cell, saving))
-        return self._step(cell, self._rows[key], *self._micro_batches(cell), 0.0)
+        least = self._step(cell, self._rows[key], *self._micro_batches(cell), 0.0)
+        if not saving.streams:
+            return least
+        return max(least, least_streamed_seconds(self.space.layout(cell, saving), self.space.world_size, self.hardware))
 
     def _micro_batches(self, cell: LayoutCell) -> tuple[int, int]:
         """How many there are, and the rows of one."""
