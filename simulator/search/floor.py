@@ -7,7 +7,7 @@ Context ranks exchange heads while nothing is computed, and keys and values besi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from configs import derived
@@ -31,6 +31,7 @@ class LayoutFloor:
         self.space, self.hardware, self.rows = space, hardware, rows
         self._rows: dict[Hashable, RowSeconds] = {}
         self._stages: dict[Hashable, Stages] = {}
+        self._streamed: dict[Hashable, float] = {}
 
     def seconds(self, cell: LayoutCell, savings: list[Saving], heads: int | None = None) -> float:
         """No more than the least of a layout's savings; with `heads` ranks that exchange heads, else any number."""
@@ -50,10 +51,21 @@ class LayoutFloor:
         key = replace(group, pipeline=1), cell.heads, cell.micro, _saved(saving)
         if key not in self._rows:
             self._rows[key] = self.rows(self.space.layout(cell, saving))
-        least = self._step(cell, self._rows[key], *self._micro_batches(cell), 0.0)
-        if not saving.streams:
-            return least
-        return max(least, least_streamed_seconds(self.space.layout(cell, saving), self.space.world_size, self.hardware))
+        return max(self._step(cell, self._rows[key], *self._micro_batches(cell), 0.0), self.streamed(cell, [saving]))
+
+    def streamed(self, cell: LayoutCell, savings: Sequence[Saving]) -> float:
+        """No more than what a layout's savings move of experts off the device takes; 0 where one has them there."""
+        if self.rows is None or not all(each.streams for each in savings):
+            return 0.0
+        found = {(each.weights_device, each.pass_order, each.state_device): each for each in savings}
+        return min(self._moved(cell, own, each) for own, each in found.items())
+
+    def _moved(self, cell: LayoutCell, own: Hashable, saving: Saving) -> float:
+        key = cell.group, cell.chunks, cell.micro, own
+        if key not in self._streamed:
+            config = self.space.layout(cell, saving)
+            self._streamed[key] = least_streamed_seconds(config, self.space.world_size, self.hardware)
+        return self._streamed[key]
 
     def _micro_batches(self, cell: LayoutCell) -> tuple[int, int]:
         """How many there are, and the rows of one."""
