@@ -92,7 +92,7 @@ def test_by_layer_moves_weights_once_in_each_pass_and_a_gradient_once() -> None:
     layer = of.numel * 4
     assert layered.fetched.up == (2 * 4 - 2) * layer and layered.left.down == 4 * layer
     assert layered.left.host == 0  # nothing is added up
-    assert plain.gradients == 4 and plain.fetched.up == (4 * 8 - 2 * 7) * layer
+    assert plain.moves.gradients == 4 and plain.fetched.up == (4 * 8 - 2 * 7) * layer
     assert plain.left.down == 4 * 4 * layer
     # of four micro-batches the first is written, the others are read, added and written
     assert plain.left.host == 4 * layer * (2 + 3 * 3)
@@ -113,7 +113,7 @@ def test_ranks_that_keep_a_part_move_as_much_less() -> None:
 def test_a_sum_goes_back_to_be_reduced_with_the_last_micro_batch() -> None:
     found = _traffic(["parallel.expert=2", "training.global_batch_size=16"], 4)
     records = found.moves.records
-    assert records.sums_on_host and found.gradients > 1
+    assert records.sums_on_host and found.moves.gradients > 1
     last = found.moves.gradient(False, True)
     assert (last.up, last.down) == (4 * records.padded_numel, 4 * records.part_numel)
     assert found.left.reduced == 4 * 4 * records.padded_numel
