@@ -35,6 +35,7 @@ from simulator.activations import Activations
 from simulator.buffers import Buffer, buffers
 from simulator.layer_inputs import LayerInputPlan, layer_inputs
 from simulator.memory_tape import MemoryProfile, Tape
+from simulator.off_device.parts import expert_parts
 from simulator.parameters import Place, places, state_ranks
 from simulator.sizes import FP32, Sizes
 from simulator.tiers import TierPlan, least_host_bytes, left
@@ -161,19 +162,6 @@ def rank_memory(
         )
         for place in everyone
     ]
-
-
-def expert_parts(records: ExpertRecords) -> dict[str, dict[str, int]]:
-    """Bytes of experts off the device by tier and by what they are for; those of their optimizer state are among the
-    arrangement's."""
-    kept = {"weights": records.weights_kept, "gradients": records.grads_kept}
-    slots = {"weights": records.weights_on_device, "gradients": records.grads_on_device}
-    on_host = kept if records.tier == "host" else dict.fromkeys(kept, 0)
-    return {
-        "device": slots,
-        "host": {**on_host, "staging": records.staging},
-        "disk": kept if records.tier == "disk" else dict.fromkeys(kept, 0),
-    }
 
 
 def staying_bytes(config: Config, stage: int) -> int:

@@ -16,7 +16,7 @@ from configs import derived
 from configs.schema import Config
 from memory.host_memory import padded
 from optim.arrangement.arrange import GRAD_BYTES
-from optim.arrangement.buckets import CUT
+from optim.arrangement.buckets import CUT, MOST
 
 WEIGHT_SLOTS = 2  # of the device, each for a layer's weights: one computes, the next one's come
 GRAD_SLOTS = 2  # of the device, each for a layer's gradient in fp32
@@ -54,7 +54,8 @@ class ExpertRecords:
     @property
     def buckets(self) -> list[tuple[int, int]]:
         """[first, end) of each bucket in a rank's part of a layer."""
-        size = max(self.limit // CUT, 1) * CUT
+        most = min(self.limit, int(MOST * self.num_layers * self.part_numel))
+        size = max(most // CUT, 1) * CUT
         return [(first, min(first + size, self.part_numel)) for first in range(0, self.part_numel, size)]
 
     @property

@@ -148,6 +148,11 @@ class ExpertTraffic:
     fills: Sequence[SlotFill]
 
     @property
+    def gradients(self) -> int:
+        """How many leave of a layer in a step."""
+        return self.moves.gradients
+
+    @property
     def fetched(self) -> Moved:
         return self.moves.fetch().times(len(self.fills))
 

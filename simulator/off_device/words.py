@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from simulator.context.words import size, table
-from simulator.memory import RankMemory, expert_parts
+from simulator.memory import RankMemory
 from simulator.off_device.options import ORDER, STATE, WEIGHTS, ExpertOption
+from simulator.off_device.parts import expert_parts
 
 HEADINGS = ["weights", "passes", "state", "device", "tokens", "break-even", "up", "down", "read", "written", "step"]
 
