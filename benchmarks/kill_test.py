@@ -18,9 +18,11 @@ a line that names the file; nothing may be made in the place of a folder that is
 its room back. Then the disk is mended and the same command goes on. The runs then lie in a file system of their own, an
 image that is mounted: this takes root.
 
-`--tiers` names where the optimizer's state lies: each start of a run takes another of them than the one before, and the
-undisturbed run keeps it on the device. A third of the kills then falls while state off the device is changed, a third
-while it is saved, a third inside a resume; there are more until each third is complete.
+`--tiers` names where the optimizer's state lies, and with `experts_` also the experts' weights: each start of a run
+takes another of them than the one before, and the undisturbed run keeps all on the device. An equal share of the kills
+then falls while what is off the device is changed, while it is saved, inside a resume, and, with such weights, while
+these are fetched and while their gradients leave, and, where homes of experts move, while they do; there are more until
+each share is complete.
 
 `--cuts NUMBER` then kills one more run of each layout half-way, and cuts so many files of its folder (`all`: every
 one), one at a time, each at a random byte. The same command must go on bit for bit, or end with one line that names the
@@ -76,6 +78,7 @@ from memory import copy_stream
 from memory.copy_stream import CopyStream
 from moe.placement import trace
 from moe.placement.plans import Plans, read_plans
+from optim.tiers.expert_tier import ExpertTier
 from training.callbacks import evaluation
 from training.callbacks.moe import home_moves
 from training.report import sources
@@ -93,6 +96,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "ep2": (2, ["parallel.expert=2", "training.precision=bf16"]),
     "tp2": (2, ["parallel.tensor=2", "parallel.sequence=true", "optimizer.distributed=false"]),
     "pp2_ep2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
+    "dp2": (2, ["training.precision=bf16"]),
+    "dp2_by_layer": (2, ["training.pass_order=by_layer", "training.recompute=full"]),
     "cp2": (2, ["parallel.context=2", *CONTEXT]),
     "cp2_ep2": (
         2,
@@ -115,6 +120,9 @@ TIERS = {
     "device_stream": ["optimizer.state_device=host", "optimizer.engine=device_stream"],
     "early": ["optimizer.state_device=host", "optimizer.engine=host", "optimizer.early_update=always"],
     "disk": ["optimizer.state_device=disk", "optimizer.early_update=always"],
+    "experts_host": ["moe.weights_device=host", "optimizer.state_device=host", "moe.shard_weights=false"],
+    "experts_host_disk": ["moe.weights_device=host", "optimizer.state_device=disk"],
+    "experts_disk": ["moe.weights_device=disk", "optimizer.state_device=disk"],
 }
 TIERED = ["optimizer.distributed=true", "optimizer.bucket_parameters=65536"]  # of all runs, so that all can take all
 CHANGING = ("from device", "host update", "disk write")  # copy streams that change a tier's state
@@ -122,9 +130,10 @@ KINDS = {"any": 0.25, "save": 0.35, "load": 0.2, "evaluate": 0.2}  # shares of t
 MOVES = {"move": 0.6}  # beside them, where homes of experts move
 RECORDS = {"record": 0.4}  # beside them, where calls are on record
 TIER_KINDS = ("tier", "save", "resume")
+EXPERT_KINDS = ("fetch", "store")  # beside them, where experts' weights lie off the device
 # What a rank says that it does; of several at once what a kill was meant for, else the first here. A resume is the part
 # of a load that comes once the checkpoint was chosen.
-PHASES = ("save", "load", "evaluate", "tier", "resume", "move", "record")
+PHASES = ("save", "load", "evaluate", "tier", "resume", "move", "record", "fetch", "store")
 # Seconds after the phase began.
 LONGEST_DELAY = {
     "any": 2.0,
@@ -135,9 +144,21 @@ LONGEST_DELAY = {
     "resume": 0.03,
     "move": 0.002,
     "record": 0.0002,
+    "fetch": 0.0003,
+    "store": 0.0003,
 }
 # Times on each rank that a phase is let pass at most; a start looks for a checkpoint, then loads it.
-MAX_COUNT = {"any": 6, "save": 6, "load": 2, "evaluate": 6, "tier": 120, "resume": 1, "move": 6, "record": 60}
+MAX_COUNT = {
+    "any": 6,
+    "save": 6,
+    "load": 2,
+    "evaluate": 6,
+    "tier": 120,
+    "resume": 1,
+    "move": 6,
+    "record": 60,
+    **dict.fromkeys(EXPERT_KINDS, 60),
+}
 MOST = 255  # of what a byte counts
 SURVIVORS = 0.5  # seconds at most that the other ranks outlive one that was killed
 POLL = 0.0005  # seconds
@@ -285,7 +306,10 @@ class Plan:
         return enough and (not self.tiers or not self._lacking(landed))
 
     def _lacking(self, landed: Counter[str]) -> list[str]:
-        return [kind for kind in TIER_KINDS if landed[kind] < -(-self.kills // len(TIER_KINDS))]
+        kinds = list(TIER_KINDS)
+        if any(_has_experts(tier) for tier in self.tiers):
+            kinds += [*EXPERT_KINDS, *(["move"] if self.moves else [])]
+        return [kind for kind in kinds if landed[kind] < -(-self.kills // len(kinds))]
 
     def next(self, ranks: int, landed: Counter[str], has_checkpoint: bool) -> tuple[Kill, str]:
         """A kill, and the tier of the start that it ends."""
@@ -302,14 +326,21 @@ class Plan:
         if fault is not None and kind not in ("save", "evaluate") and (kind == "load" or fault == "moved"):
             kind = "save"  # a folder that is moved before the run works in it is another folder
         kill = Kill(kind, count, rng.uniform(0, LONGEST_DELAY[kind]), rank, rng.uniform(0, SURVIVORS), fault)
-        return kill, self.next_tier(kind != "resume")
+        return kill, self.next_tier(kind)
 
-    def next_tier(self, off_device: bool = False) -> str:
-        """Another one than before, where there is one; with `off_device` none that keeps state on the device."""
-        tiers = [tier for tier in self.tiers if tier != "device"] if off_device else self.tiers
+    def next_tier(self, kind: str = "resume") -> str:
+        """Another one than before, where there is one; none that keeps on the device what a kill of this kind needs
+        elsewhere."""
+        tiers = [tier for tier in self.tiers if tier != "device"] if kind not in ("resume", "move") else self.tiers
+        if kind in EXPERT_KINDS:
+            tiers = [tier for tier in tiers if _has_experts(tier)]
         if tiers:
             self._last = self.rng.choice([tier for tier in tiers if tier != self._last] or list(tiers))
         return self._last
+
+
+def _has_experts(tier: str) -> bool:
+    return tier.startswith("experts_")
 
 
 def kill_runs(
@@ -756,10 +787,21 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
 
         return call
 
-    submit = CopyStream.submit
+    submit, way = CopyStream.submit, [""]  # of experts' weights or gradients, while the thread that computes submits it
 
     def submit_told(stream: CopyStream, work: Callable[[], None], *rest: Any, **named: Any) -> Any:
-        return submit(stream, told("tier", work) if stream.name in CHANGING else work, *rest, **named)
+        phase = way[0] or ("tier" if stream.name in CHANGING else "")
+        return submit(stream, told(phase, work) if phase else work, *rest, **named)
+
+    def submits(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            way[0] = phase
+            try:
+                return function(*args, **kwargs)
+            finally:
+                way[0] = ""
+
+        return call
 
     vars(resume)["find"] = told("load", resume.find)
     vars(checkpoint_state)["load"] = told("load", told("resume", checkpoint_state.load))
@@ -768,6 +810,8 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
     vars(saver)["Saver"].start = told("save", saver.Saver.start)
     vars(saver)["_Part"]._run = told("save", saver._Part._run)
     vars(copy_stream)["CopyStream"].submit = submit_told
+    for name, phase in (("bring", "fetch"), ("add", "store"), ("sum_to", "store"), ("finish", "store")):
+        setattr(ExpertTier, name, submits(phase, getattr(ExpertTier, name)))
     vars(files)["Log"].append = told("record", files.Log.append)
     try:
         Trainer(config).fit()

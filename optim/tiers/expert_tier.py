@@ -291,9 +291,9 @@ class ExpertTier:
         kinds = zip(self.first, self.records.numels, strict=True)
         return [(min(max(low - start, 0), numel), min(max(high - start, 0), numel)) for start, numel in kinds]
 
-    def hold(self) -> Snapshot:
-        """Keep all weights as they are now, for a save."""
-        return self.store.hold(range(self._num_weights), self.buffer)
+    def hold(self, buckets: Sequence[tuple[int, int]]) -> Snapshot:
+        """Keep the weights of these, (layer, bucket) each, as they are now, for a save."""
+        return self.store.hold([self.weight_index(*each) for each in buckets], self.buffer)
 
     def read_weights(self, layer: int, bucket: int) -> torch.Tensor:
         """A bucket's weights, flat, on the host, until the next call. Waits for them."""

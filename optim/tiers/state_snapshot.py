@@ -22,7 +22,10 @@ class StateSnapshot:
     ):
         """The main thread's call, between two steps. experts: the weights of buckets off the device."""
         self._memory, self._layout, self._buckets, self._experts = memory, layout, buckets, experts
-        self._weights = None if experts is None else experts.hold()
+        # Where each bucket's weights are; what holds padding alone is nobody's.
+        of_experts = dict.fromkeys(bucket.of_experts for bucket in buckets if bucket.of_experts is not None)
+        self._place_of = {each: place for place, each in enumerate(of_experts)}
+        self._weights = None if experts is None else experts.hold(list(of_experts))
         off = [index for index, tier in enumerate(memory.arrangement.tiers) if tier != "device"]
         self._stored = {index: place for place, index in enumerate(off)}
         self._hold = memory.store.hold(off, memory.buffer)
@@ -51,23 +54,23 @@ class StateSnapshot:
         kinds = self._layout.split(record, bucket.numel)
         if self._experts is not None and bucket.of_experts is not None:
             assert self._weights is not None
-            weights = self._weights.read(self._experts.weight_index(*bucket.of_experts))
+            weights = self._weights.read(self._place_of[bucket.of_experts])
             kinds[WEIGHT] = weights.view(self._experts.dtype)[: bucket.numel]
         return kinds
 
     def release(self, index: int) -> None:
         """It may change."""
-        self._held[index].finish()
         of_experts = self._buckets[index].of_experts
-        if self._experts is not None and self._weights is not None and of_experts is not None:
-            self._weights.release(self._experts.weight_index(*of_experts))
+        if self._weights is not None and of_experts is not None:
+            self._weights.release(self._place_of[of_experts])
+        self._held[index].finish()  # last: whoever waits for it may hold the weights again
 
     def close(self) -> None:
         """All may."""
-        for held in self._held:
-            held.finish()
         if self._weights is not None:
             self._weights.close()
+        for held in self._held:
+            held.finish()
 
     @property
     def is_over(self) -> bool:

@@ -54,7 +54,9 @@ def run(config: Config, choice: LayoutChoice | None = None) -> int:
         use_fewer(used)
 
     from checkpoint.saver import SaveError
+    from memory.disk import DiskError
     from training.callbacks.guard import Guard
+    from training.engine import TierError
     from training.resilience.health import UnhealthyRun
     from training.trainer import Trainer
 
@@ -65,7 +67,8 @@ def run(config: Config, choice: LayoutChoice | None = None) -> int:
     except ConfigError:
         raise  # a line and a status of its own
     except BaseException as error:
-        if not guard.is_victim() and not isinstance(error, (UnhealthyRun, SaveError, WriteError, KeyboardInterrupt)):
+        said = (UnhealthyRun, SaveError, WriteError, DiskError, TierError, KeyboardInterrupt)  # in a line of their own
+        if not guard.is_victim() and not isinstance(error, said):
             traceback.print_exception(error)
         guard.say_last_words()
         sys.stdout.flush()
