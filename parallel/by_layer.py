@@ -18,7 +18,7 @@ import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: 
 
 # isort: split
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.module import Float16Module, float16_to_fp32
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -45,7 +45,8 @@ class BegunPass(NamedTuple):
 class _MicroBatch:
     """What stays of a micro-batch from its embedding on."""
 
-    begun: BegunPass
+    settings: dict[str, Any]
+    end: Callable[[torch.Tensor], Any]
     loss: Callable[..., Any]
     place: Place | None
     embedding: GradientEdge  # where the gradient of the first layer's input goes
@@ -161,7 +162,7 @@ class _ByLayerStep:
             self._gradients[now[1:]] = self._store.put(self._head(number, output))
 
     def _layer(self, layer: int, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        module, settings = self._block.layers[layer], self._micro_batches[number].begun.settings
+        module, settings = self._block.layers[layer], self._micro_batches[number].settings
         return lambda hidden: module(hidden_states=hidden, context=None, context_mask=None, **settings)[0]
 
     def _begin(self, number: int) -> torch.Tensor:
@@ -170,7 +171,8 @@ class _ByLayerStep:
             self._model.set_is_first_microbatch()
         begun, loss = self._forward_step(self._iterator, _Entrance(self._chunk))
         hidden = begun.hidden
-        self._micro_batches.append(_MicroBatch(begun._replace(hidden=None), loss, place(), get_gradient_edge(hidden)))
+        edge = get_gradient_edge(hidden)
+        self._micro_batches.append(_MicroBatch(begun.settings, begun.end, loss, place(), edge))
         return hidden.detach()  # type: ignore[no-any-return]
 
     @named("head")
@@ -180,7 +182,7 @@ class _ByLayerStep:
         output = hidden
         if self._block.final_layernorm is not None:
             output = make_viewless_tensor(self._block.final_layernorm(output), requires_grad=True, keep_graph=True)
-        output = micro_batch.begun.end(output)
+        output = micro_batch.end(output)
         if self._is_half:
             output = float16_to_fp32(output)
         output, _ = schedules.forward_step_calc_loss(
@@ -192,10 +194,10 @@ class _ByLayerStep:
             self._collects,
             self._count,
             self._results,
-            parallel_state.get_context_parallel_world_size(),
+            self._config.context_parallel_size,
             True,
         )
-        micro_batch.loss, micro_batch.begun = _over, micro_batch.begun._replace(end=_over)
+        micro_batch.loss = micro_batch.end = _over  # they hold the batch
         return schedules.backward_step(hidden, output, None, None, self._config)  # type: ignore[no-any-return]
 
     @named("backward")

@@ -48,7 +48,7 @@ class OffDeviceTier(Protocol):
 
 
 @dataclass
-class _Slot:
+class _LayerSlot:
     """Memory of the device for a layer's weights or gradients. `layer`: whose they are."""
 
     flat: torch.Tensor
@@ -82,8 +82,8 @@ class ExpertStream:
         """numel: of a slot; num_slots: for weights, for gradients; visits: the order in which layers, numbered on this
         rank, are used in passes over so many micro-batches, or in forward ones alone."""
         self.tier, self._device, self._visits = tier, device, visits
-        self.slots = [_Slot(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(num_slots[0])]
-        self.grad_slots = [_Slot(torch.zeros(numel, device=device)) for _ in range(num_slots[1])]
+        self.slots = [_LayerSlot(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(num_slots[0])]
+        self.grad_slots = [_LayerSlot(torch.zeros(numel, device=device)) for _ in range(num_slots[1])]
         self.counts, self.num_backwards = StreamCounts(), 0
         self._order: list[int] = []
         self._turn = -1
@@ -102,7 +102,7 @@ class ExpertStream:
         self._order, self._turn, self._done = list(self._visits(num_micro_batches, forward_only)), -1, {}
         self.prefetch()
 
-    def enter(self, layer: int) -> _Slot:
+    def enter(self, layer: int) -> _LayerSlot:
         """A layer is used now: its slot, with its weights on their way."""
         here = self._order[self._turn] if 0 <= self._turn < len(self._order) else None
         if here != layer:
@@ -125,20 +125,20 @@ class ExpertStream:
                     return
                 self._fetch(layer, victim)
 
-    def _slot_of(self, layer: int) -> _Slot | None:
+    def _slot_of(self, layer: int) -> _LayerSlot | None:
         return next((slot for slot in self.slots if slot.layer == layer), None)
 
-    def _victim(self, turn: int) -> _Slot | None:
+    def _victim(self, turn: int) -> _LayerSlot | None:
         """The slot whose layer is needed last; None where all are needed before this turn."""
 
-        def next_use(slot: _Slot) -> int:
+        def next_use(slot: _LayerSlot) -> int:
             later = range(max(self._turn, 0), len(self._order))
             return next((each for each in later if self._order[each] == slot.layer), len(self._order) + 1)
 
         found = max(self.slots, key=next_use)
         return found if next_use(found) > turn else None
 
-    def _fetch(self, layer: int, slot: _Slot | None) -> _Slot:
+    def _fetch(self, layer: int, slot: _LayerSlot | None) -> _LayerSlot:
         assert slot is not None, "the layer that computes has a slot"
         slot.layer, self.counts.fetched = layer, self.counts.fetched + 1
         # What was computed with the weights that lay there comes first.
@@ -194,7 +194,7 @@ class StreamedExperts:
     def __init__(self, stream: ExpertStream, layer: int, shapes: Sequence[torch.Size], activation: str):
         """layer: its number on this rank. shapes: of its weights by kind, [experts, ...]."""
         self._stream, self._layer, self._shapes, self._activation = stream, layer, shapes, activation
-        self._slot: _Slot | None = None
+        self._slot: _LayerSlot | None = None
 
     @torch.no_grad()
     def open(self) -> Slab:

@@ -18,7 +18,7 @@ from moe.chunk_plan import Plan, Strategy, pass_degrees
 from moe.experts.compute import ExpertCompute, needs_host_ends
 from moe.experts.weights import WeightGrads, Weights
 from moe.route import Choice, Chunk, Chunks
-from moe.schedule import program, restore
+from moe.schedule import program, restore, streamed
 from moe.schedule.chunk_compute import ChunkCompute, ChunkedResult
 from parallel.trace import named
 
@@ -169,10 +169,6 @@ class _LocalBackward:
         if work is not None:
             work.free()
 
-    def store_expert(self, operation: program.StoreExpert) -> None:
-        if self.call.streamed is not None and self.grads is not None:
-            self.call.streamed.store(self.grads.finish(), ())
-
     def release(self, operation: program.Release) -> None:
         preactivation, self.preactivation = self.preactivation, None
         self.call.preactivations.done(preactivation)
@@ -180,16 +176,13 @@ class _LocalBackward:
 
 # What each operation does to the state of a pass.
 FORWARD: program.Lines = {
-    program.FetchExpert: lambda state, _: state.call.streamed.fetch(),
-    program.WaitExpert: lambda state, _: state.call.streamed.wait(),
+    **streamed.LINES,
     program.LocalExperts: _LocalForward.experts,
     program.Offload: _LocalForward.offload,
     program.Release: _LocalForward.release,
 }
 BACKWARD: program.Lines = {
-    program.FetchExpert: lambda state, _: state.call.streamed.fetch(),
-    program.WaitExpert: lambda state, _: state.call.streamed.wait(),
-    program.StoreExpert: _LocalBackward.store_expert,
+    **streamed.LINES,
     program.Fetch: _LocalBackward.fetch,
     program.LocalGrads: _LocalBackward.grads_of_chunk,
     program.Release: _LocalBackward.release,

@@ -24,7 +24,7 @@ from moe.experts.compute import ExpertCompute, needs_host_ends
 from moe.experts.weights import WeightGrads, Weights, WeightWork
 from moe.placement.copies import CallCopies
 from moe.route import Choice, Chunks, DispatchOrder
-from moe.schedule import program, restore
+from moe.schedule import program, restore, streamed
 from moe.schedule.chunk_compute import ChunkCompute, ChunkedResult
 from moe.schedule.pass_sizes import PassSizes, SendOrder
 from parallel import card
@@ -62,6 +62,7 @@ class SpreadCall:
     ) -> None:
         self.choice, self.order, self.plan, self.strategy = choice, order, plan, strategy
         self.exchange, self.experts, self.copies, self.streamed = exchange, experts, copies, experts.streamed
+        self.kinds = copies is not None, experts.streamed is not None  # of its programs
         self.forward_sizes, self.backward_sizes = sizes
         self.num_assignments = sum(self.forward_sizes.assignments.send)  # of this rank's tokens
         row_tokens_U = order.row_tokens(sum(self.forward_sizes.sends.total_rows()), self.num_assignments)
@@ -216,10 +217,7 @@ class _Forward(_Pass):
         self.compute: ChunkCompute | None = None  # once the assignments are there
 
     def run(self) -> torch.Tensor:
-        call = self.call
-        operations = program.forward(
-            self.sizes.degree, call.strategy, call.copies is not None, call.streamed is not None
-        )
+        operations = program.forward(self.sizes.degree, self.call.strategy, *self.call.kinds)
         with card.exchanges_under_way():
             program.perform(operations, FORWARD, self, INTERPRETER)
         return self.finish()
@@ -254,9 +252,8 @@ class _Forward(_Pass):
             received = self.sizes.assignments.receive
             sources = torch.arange(len(received), device=slots_Q.device)
             counts = to_device(torch.tensor(received), slots_Q.device)
-            slots_Q = torch.repeat_interleave(sources, counts, output_size=len(slots_Q)).add_(
-                slots_Q, alpha=len(received)
-            )
+            sources_Q = torch.repeat_interleave(sources, counts, output_size=len(slots_Q))
+            slots_Q = sources_Q.add_(slots_Q, alpha=len(received))
             own_slots *= len(received)
         passes = [each.chunks(rows_Q, slots_Q, own_slots) for each in dict.fromkeys((self.sizes, call.backward_sizes))]
         if needs_host_ends(self.weights.home):
@@ -308,8 +305,8 @@ class _Backward(_Pass):
         self.works: dict[int, tuple[WeightWork | None, torch.Tensor, torch.Tensor | None]] = {}
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        lag, copies, streamed = self.call.plan.weight_lag, self.call.copies is not None, self.call.streamed is not None
-        operations = program.backward(self.sizes.degree, self.call.strategy, lag, copies, streamed)
+        call, lag = self.call, self.call.plan.weight_lag
+        operations = program.backward(self.sizes.degree, call.strategy, lag, *call.kinds)
         with card.exchanges_under_way():
             program.perform(operations, BACKWARD, self, INTERPRETER)
         x_grad_TH = self.finish()
@@ -359,11 +356,6 @@ class _Backward(_Pass):
     def send_probs_grad(self, operation: program.SendProbsGrad) -> None:
         self.send_message(self.compute.probs_grad_Q(), self.sizes.assignments_back)
 
-    def store_expert(self, operation: program.StoreExpert) -> None:
-        streamed, copies = self.call.streamed, self.call.copies
-        if streamed is not None and self.grads is not None:
-            streamed.store(self.grads.finish(), () if copies is None else copies.take_arrived())
-
     def take_probs_grad(self, operation: program.TakeProbsGrad) -> None:
         call, home_P = self.call, self.take_message()
         size = len(call.order.assignments)
@@ -374,8 +366,7 @@ class _Backward(_Pass):
 
 # What each operation does to the state of a pass.
 FORWARD: program.Lines = {
-    program.FetchExpert: lambda state, _: state.call.streamed.fetch(),
-    program.WaitExpert: lambda state, _: state.call.streamed.wait(),
+    **streamed.LINES,
     program.FetchCopies: lambda state, _: state.call.copies.fetch(state.weights.home),
     program.WaitCopies: lambda state, _: state.call.copies.wait(),
     program.SendAssignments: _Forward.send_assignments,
@@ -391,9 +382,7 @@ FORWARD: program.Lines = {
     program.SumCombine: _Forward.sum_combine,
 }
 BACKWARD: program.Lines = {
-    program.FetchExpert: lambda state, _: state.call.streamed.fetch(),
-    program.WaitExpert: lambda state, _: state.call.streamed.wait(),
-    program.StoreExpert: _Backward.store_expert,
+    **streamed.LINES,
     program.Expect: _Backward.expect,
     program.Dispatch: _Backward.dispatch,
     program.SharedExpertGrad: _Backward.shared_expert_grad,

@@ -48,7 +48,7 @@ class ExpertRecords:
 
     @property
     def part_numel(self) -> int:
-        """Those that a rank keeps."""
+        """Elements of it that a rank keeps."""
         return self.padded_numel // self.parts
 
     @property
@@ -116,7 +116,7 @@ class ExpertRecords:
 
 
 def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRecords | None:
-    """Of a rank with so many MoE layers; None where experts lie on the device."""
+    """What a rank with so many MoE layers keeps; None where experts lie on the device."""
     if not derived.streams_experts(config) or not num_layers:
         return None
     assert config.moe.num_experts is not None

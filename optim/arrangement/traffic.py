@@ -16,6 +16,8 @@ from optim.arrangement.arrange import GRAD_BYTES
 from optim.arrangement.off_device import ExpertRecords, expert_records
 from parallel.pipeline import layer_visits, layers_of_stage
 
+MASTER_BYTES = 4  # of a weight that is its own master
+
 
 @dataclass(frozen=True)
 class SlotFill:
@@ -86,10 +88,24 @@ class LayerMoves:
     records: ExpertRecords
     state_tier: str
     state_bytes: int
+    gradients: int  # that leave of a layer in a step
 
     @property
     def on_disk(self) -> bool:
         return self.records.tier == "disk"
+
+    @property
+    def left(self) -> Moved:
+        """Gradients of all layers in a step."""
+        ends = self.gradient(True, self.gradients == 1)
+        if self.gradients > 1:
+            ends += self.gradient(False, True) + self.gradient(False, False).times(self.gradients - 2)
+        return ends.times(self.records.num_layers)
+
+    @property
+    def updated(self) -> Moved:
+        """Updates of all layers."""
+        return self.update().times(self.records.num_layers)
 
     def fetch(self) -> Moved:
         """Weights come to a slot: a rank's part from its tier, the rest from the ranks that hold the others."""
@@ -106,9 +122,9 @@ class LayerMoves:
             return Moved(down=kept, written=kept * disk, reduced=reduced)
         if is_last and of.alike > 1:
             return Moved(up=whole, down=kept, read=whole * disk, written=kept * disk, reduced=reduced)
-        come = of.padded_numel * of.weight_bytes
-        again = 0 if is_first else whole
-        return Moved(down=come, read=again * disk, written=whole * disk, host=come + again + whole)
+        come, again = of.padded_numel * of.weight_bytes, 0 if is_first else whole
+        down = sum(of.numels) * of.weight_bytes
+        return Moved(down=down, read=again * disk, written=whole * disk, host=come + again + whole)
 
     def update(self) -> Moved:
         """The optimizer's step of a rank's part, on the host."""
@@ -116,9 +132,10 @@ class LayerMoves:
         weights, disk = of.weight_bytes, int(self.on_disk)
         state_disk = state * (self.state_tier == "disk")
         return Moved(
-            read=of.part_numel * (disk * (weights + GRAD_BYTES) + state_disk),
+            # a weight that is no master is not read
+            read=of.part_numel * (disk * (GRAD_BYTES + weights * (weights == MASTER_BYTES)) + state_disk),
             written=of.part_numel * (disk * weights + state_disk),
-            host=of.part_numel * (2 * state + GRAD_BYTES + 2 * weights),
+            host=of.part_numel * (2 * state + GRAD_BYTES + weights * (1 + (weights == MASTER_BYTES))),
         )
 
 
@@ -129,7 +146,6 @@ class ExpertTraffic:
     moves: LayerMoves
     visits: Sequence[int]
     fills: Sequence[SlotFill]
-    gradients: int  # that leave of a layer in a step
 
     @property
     def fetched(self) -> Moved:
@@ -138,14 +154,11 @@ class ExpertTraffic:
     @property
     def left(self) -> Moved:
         """Gradients of all layers."""
-        each = Moved()
-        for number in range(self.gradients):
-            each += self.moves.gradient(number == 0, number == self.gradients - 1)
-        return each.times(self.moves.records.num_layers)
+        return self.moves.left
 
     @property
     def updated(self) -> Moved:
-        return self.moves.update().times(self.moves.records.num_layers)
+        return self.moves.updated
 
     @property
     def total(self) -> Moved:
@@ -171,13 +184,19 @@ def records_of_stage(config: Config, world_size: int, stage: int) -> ExpertRecor
     return expert_records(config, world_size, sum(bool(is_moe[layer]) for layer in layers))
 
 
-def expert_traffic(config: Config, world_size: int, stage: int) -> ExpertTraffic | None:
-    """A step of a stage's ranks; None where no experts lie off their devices."""
+def layer_moves(config: Config, world_size: int, stage: int) -> LayerMoves | None:
+    """What moves of one layer on a stage's ranks; None where no experts lie off their devices."""
     records = records_of_stage(config, world_size, stage)
     if records is None:
         return None
-    micro_batches = derived.num_micro_batches(config, world_size)
-    visits = moe_visits(config, micro_batches, stage)
-    moves = LayerMoves(records, config.optimizer.state_device, state_bytes(config))
-    apart = micro_batches if records.sums_on_host else 1
-    return ExpertTraffic(moves, visits, slot_fills(visits, records.weight_slots), apart)
+    apart = derived.num_micro_batches(config, world_size) if records.sums_on_host else 1
+    return LayerMoves(records, config.optimizer.state_device, state_bytes(config), apart)
+
+
+def expert_traffic(config: Config, world_size: int, stage: int) -> ExpertTraffic | None:
+    """A step of a stage's ranks; None where no experts lie off their devices."""
+    moves = layer_moves(config, world_size, stage)
+    if moves is None:
+        return None
+    visits = moe_visits(config, derived.num_micro_batches(config, world_size), stage)
+    return ExpertTraffic(moves, visits, slot_fills(visits, moves.records.weight_slots))

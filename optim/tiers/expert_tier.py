@@ -36,7 +36,7 @@ WHAT = "experts off the device"  # as the budgets call it
 
 
 @dataclass
-class _Stage:
+class _GradStage:
     """Memory of the host for a micro-batch's gradient of a layer, in the weights' dtype."""
 
     flat: torch.Tensor
@@ -84,7 +84,7 @@ class ExpertTier:
         self.buffer = link.allocate(records.largest_record, in_blocks=True)
         stages = 2 if self.adds_on_host else 0
         self._stages = [
-            _Stage(link.allocate(records.padded_numel * self.dtype.itemsize).zero_().view(self.dtype))
+            _GradStage(link.allocate(records.padded_numel * self.dtype.itemsize).zero_().view(self.dtype))
             for _ in range(stages)
         ]
         self._read = [Users() for _ in weights + grads]  # who reads a record
@@ -253,8 +253,10 @@ class ExpertTier:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def borrow(self, layer: int, bucket: int) -> tuple[Checkout, Checkout]:
-        """The records of a bucket's weights and its gradient, to be read and, the weights, changed."""
-        return self.store.fetch(self.weight_index(layer, bucket)), self.store.fetch(self.grad_index(layer, bucket))
+        """The records of a bucket's weights, to be changed, and its gradient. Weights are read where they are their own
+        masters."""
+        take = self.store.fetch if self.dtype == torch.float32 else self.store.overwrite
+        return take(self.weight_index(layer, bucket)), self.store.fetch(self.grad_index(layer, bucket))
 
     def readers(self, layer: int, bucket: int) -> list[Completion]:
         """Who reads the weights that an update changes."""

@@ -14,7 +14,7 @@ from configs.schema import Config
 from optim.arrangement.arrange import NUM_SLOTS
 from optim.arrangement.off_device import GRAD_SLOTS
 from optim.arrangement.planning import Bandwidths
-from optim.arrangement.traffic import LayerMoves, Moved, expert_traffic, slot_fills
+from optim.arrangement.traffic import LayerMoves, Moved, layer_moves, slot_fills
 from parallel.pipeline import layers_of_stage
 from simulator.clock.axes import EXPERT_COPIES, Group, collective
 from simulator.clock.hardware import Hardware
@@ -50,13 +50,13 @@ def stream_parts(
     config: Config, world_size: int, stage: int, hardware: Hardware, groups: Mapping[str, Group]
 ) -> StreamParts | None:
     """What a stage's experts off the device take; None where there are none."""
-    found = expert_traffic(config, world_size, stage)
-    if found is None:
+    moves = layer_moves(config, world_size, stage)
+    if moves is None:
         return None
-    of, moves = rates(hardware, world_size), found.moves
+    of = rates(hardware, world_size)
     seconds = _Seconds(of, hardware, groups[EXPERT_COPIES], moves)
     records = moves.records
-    numbers = range(found.gradients if found.gradients < 3 else 3)  # the first, one between, the last
+    numbers = range(min(moves.gradients, 3))  # the first, one between, the last
     gradients = [seconds.leaving(moves.gradient(n == 0, n == numbers[-1])) for n in numbers]
     by_layer, is_moe = config.training.pass_order == "by_layer", derived.moe_layer_pattern(config)
     return StreamParts(
@@ -67,6 +67,27 @@ def stream_parts(
         by_layer,
         [[each for each in chunk if is_moe[each]] for chunk in layers_of_stage(config, stage)],
         _inputs(config, world_size, stage, of),
+    )
+
+
+def least_streamed_seconds(config: Config, world_size: int, hardware: Hardware) -> float:
+    """No more than a step takes where its experts lie off the device: what the first stage's use most. 0 where none
+    do."""
+    moves = layer_moves(config, world_size, 0)
+    if moves is None:
+        return 0.0
+    records, of = moves.records, rates(hardware, world_size)
+    rounds = 1 if config.training.pass_order == "by_layer" else derived.num_micro_batches(config, world_size)
+    # at each turn of the passes as many layers are there as there are slots, at most
+    passes = 2 * rounds if config.parallel.pipeline == 1 else 1
+    fills = passes * records.num_layers - records.weight_slots * (passes - 1)
+    total = moves.fetch().times(fills) + moves.left + moves.updated
+    return max(
+        _over(total.up, of.up),
+        _over(total.down, of.down),
+        _over(total.host, of.host),
+        _over(total.read, of.read),
+        _over(total.written, of.write),
     )
 
 

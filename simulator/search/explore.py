@@ -89,7 +89,8 @@ class LayoutExplorer:
         self.floor, self.near = floor, near
         self.found: list[Candidate] = []
         self.candidates = self.bounded_by_memory = self.too_large = self.timed = 0
-        self._rows_of: dict[int, list[tuple[Saving, ...]]] = {}
+        self._rows_of: dict[tuple[int, bool], list[tuple[Saving, ...]]] = {}
+        self._streamed: set[LayoutGroup] = set()  # groups whose experts must leave the device
         self._heap: list[tuple[tuple[Any, ...], int, Node]] = []
         self._number = 0
         self._begin()
@@ -110,7 +111,7 @@ class LayoutExplorer:
         if node.kind != "micro":
             return len(node.row)
         assert node.cell is not None
-        return len(self.space.legal_savings(node.cell)) * self.space.num_cells(node.group, node.chunks, node.index)
+        return len(self._savings(node.cell)) * self.space.num_cells(node.group, node.chunks, node.index)
 
     @property
     def best(self) -> Candidate | None:
@@ -139,11 +140,15 @@ class LayoutExplorer:
         for group in self.space.groups():
             cell = next(self.space.cells(group))
             savings = self.space.legal_savings(cell)
-            count = self.space.num_cells(group) * len(savings)
+            number = self.space.num_cells(group)
+            count = number * len(savings)
             self.candidates += count
             if self.sizer.least_device_bytes(cell, _leaves(savings), _stream(savings)) > self.limits.device:
                 self.bounded_by_memory += count
                 continue
+            if _stream(savings) and self.sizer.least_device_bytes(cell, _leaves(savings)) > self.limits.device:
+                self._streamed.add(group)  # weights and gradients of all experts are too large
+                self.bounded_by_memory += number * sum(not saving.streams for saving in savings)
             for chunks in self.space.chunks_of(group):
                 for node in self._micro_from(group, chunks, 0):
                     self._push(node)
@@ -160,15 +165,21 @@ class LayoutExplorer:
 
     def _rows(self, cell: LayoutCell) -> list[tuple[Saving, ...]]:
         """The savings that the rules allow, by degree."""
-        key = id(savings := self.space.legal_savings(cell))
+        savings = self.space.legal_savings(cell)
+        key = id(savings), cell.group in self._streamed
         if key not in self._rows_of:
-            self._rows_of[key] = _parts(savings, lambda saving: (saving.degree, saving.backward_degree))
+            self._rows_of[key] = _parts(self._savings(cell), lambda each: (each.degree, each.backward_degree))
         return self._rows_of[key]
+
+    def _savings(self, cell: LayoutCell) -> list[Saving]:
+        """What the rules and a bound of the group's memory allow."""
+        savings = self.space.legal_savings(cell)
+        return [each for each in savings if each.streams] if cell.group in self._streamed else savings
 
     def _micro(self, node: Node) -> Iterator[Node]:
         """The next micro-batch size, and the layouts with this one."""
         assert node.cell is not None
-        savings = self.space.legal_savings(node.cell)
+        savings = self._savings(node.cell)
         room = self.limits.device - self.sizer.staying_bytes(node.cell, _leaves(savings), _stream(savings))
         numbers = self.space.heads_of(node.group, node.chunks, node.cell.micro)
         if room < 0 or (numbers and self.sizer.has_no_room(replace(node.cell, heads=numbers[0]), savings, room)):
@@ -179,7 +190,7 @@ class LayoutExplorer:
             cell = replace(node.cell, heads=heads)
             used = derived.context_heads(self.space.layout(cell, savings[0]))
             for row in self._rows(cell):
-                bound = max(node.bound, self.floor.seconds(cell, [row[0]], used))
+                bound = max(node.bound, self.floor.seconds(cell, [row[0]], used), self.floor.streamed(cell, row))
                 yield replace(node, kind="row", cell=cell, row=row, bound=bound)
 
     def _row(self, node: Node) -> Iterator[Node]:
@@ -215,6 +226,7 @@ class LayoutExplorer:
         for part in parts:
             if part:  # what computes again is bounded by that before it is looked at
                 bound = max(node.bound, self.floor.seconds(node.cell, [part[0]], used))
+                bound = max(bound, self.floor.streamed(node.cell, part))
                 yield replace(node, kind="saved", row=part, bound=bound)
 
     def _has_room_beside(self, node: Node, memory: LayoutMemory) -> bool:

@@ -7,13 +7,14 @@ Context ranks exchange heads while nothing is computed, and keys and values besi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from configs import derived
 from configs.schema import Config
 from models.blueprint import parts
 from simulator.clock.hardware import Hardware
+from simulator.clock.streams import least_streamed_seconds
 from simulator.search.space import LayoutCell, LayoutSpace, Saving, with_keys
 from simulator.search.timer import LayerKind, RowSeconds
 
@@ -30,6 +31,7 @@ class LayoutFloor:
         self.space, self.hardware, self.rows = space, hardware, rows
         self._rows: dict[Hashable, RowSeconds] = {}
         self._stages: dict[Hashable, Stages] = {}
+        self._streamed: dict[Hashable, float] = {}
 
     def seconds(self, cell: LayoutCell, savings: list[Saving], heads: int | None = None) -> float:
         """No more than the least of a layout's savings; with `heads` ranks that exchange heads, else any number."""
@@ -41,14 +43,29 @@ class LayoutFloor:
         return min(self._step(cell, self._of_row(cell, saving), *each, more) for saving in savings)
 
     def closer(self, cell: LayoutCell, saving: Saving) -> float | None:
-        """No more than the seconds of one candidate, by the rows of its micro-batch; None where nothing is known."""
+        """No more than the seconds of one candidate, by the rows of its micro-batch and what it moves of experts; None
+        where nothing is known."""
         if self.rows is None:
             return None
         group = cell.group
         key = replace(group, pipeline=1), cell.heads, cell.micro, _saved(saving)
         if key not in self._rows:
             self._rows[key] = self.rows(self.space.layout(cell, saving))
-        return self._step(cell, self._rows[key], *self._micro_batches(cell), 0.0)
+        return max(self._step(cell, self._rows[key], *self._micro_batches(cell), 0.0), self.streamed(cell, [saving]))
+
+    def streamed(self, cell: LayoutCell, savings: Sequence[Saving]) -> float:
+        """No more than what a layout's savings move of experts off the device takes; 0 where one has them there."""
+        if self.rows is None or not all(each.streams for each in savings):
+            return 0.0
+        found = {(each.weights_device, each.pass_order, each.state_device): each for each in savings}
+        return min(self._moved(cell, own, each) for own, each in found.items())
+
+    def _moved(self, cell: LayoutCell, own: Hashable, saving: Saving) -> float:
+        key = cell.group, cell.chunks, cell.micro, own
+        if key not in self._streamed:
+            config = self.space.layout(cell, saving)
+            self._streamed[key] = least_streamed_seconds(config, self.space.world_size, self.hardware)
+        return self._streamed[key]
 
     def _micro_batches(self, cell: LayoutCell) -> tuple[int, int]:
         """How many there are, and the rows of one."""

@@ -311,9 +311,10 @@ class LayoutSpace:
         weights, order = (get(self.config, key) for key in ASKED_KEYS)
         places = [place for place in WEIGHT_DEVICES if place != "disk" or has_disk] if self.is_moe else ["device"]
         for place in places if weights == "auto" else [weights]:
-            orders = [ORDERS[0]] if place == "device" or recompute != "full" else list(ORDERS)
+            orders = [ORDERS[0]] if place == "device" else list(ORDERS)
             for each in orders if order == "auto" else [order]:
-                yield place, each
+                if recompute == "full" or each != "by_layer":
+                    yield place, each
 
     # -- configs -------------------------------------------------------------------------------------------------------
 

@@ -89,11 +89,11 @@ def _traffic(more: list[str], world_size: int = 1):  # type: ignore[no-untyped-d
 def test_by_layer_moves_weights_once_in_each_pass_and_a_gradient_once() -> None:
     plain, layered = _traffic([]), _traffic(BY_LAYER)
     of = layered.moves.records
-    layer = of.numel * 4
+    layer, numel = of.padded_numel * 4, sum(of.numels)
     assert layered.fetched.up == (2 * 4 - 2) * layer and layered.left.down == 4 * layer
     assert layered.left.host == 0  # nothing is added up
-    assert plain.gradients == 4 and plain.fetched.up == (4 * 8 - 2 * 7) * layer
-    assert plain.left.down == 4 * 4 * layer
+    assert plain.moves.gradients == 4 and plain.fetched.up == (4 * 8 - 2 * 7) * layer
+    assert plain.left.down == 4 * 4 * numel * 4
     # of four micro-batches the first is written, the others are read, added and written
     assert plain.left.host == 4 * layer * (2 + 3 * 3)
     assert plain.updated == layered.updated
@@ -113,7 +113,7 @@ def test_ranks_that_keep_a_part_move_as_much_less() -> None:
 def test_a_sum_goes_back_to_be_reduced_with_the_last_micro_batch() -> None:
     found = _traffic(["parallel.expert=2", "training.global_batch_size=16"], 4)
     records = found.moves.records
-    assert records.sums_on_host and found.gradients > 1
+    assert records.sums_on_host and found.moves.gradients > 1
     last = found.moves.gradient(False, True)
     assert (last.up, last.down) == (4 * records.padded_numel, 4 * records.part_numel)
     assert found.left.reduced == 4 * 4 * records.padded_numel
@@ -122,7 +122,7 @@ def test_a_sum_goes_back_to_be_reduced_with_the_last_micro_batch() -> None:
 def test_the_disk_reads_what_comes_and_writes_what_leaves(tmp_path: object) -> None:
     disk = ["moe.weights_device=disk", "optimizer.state_device=disk", f"memory.disk_dir={tmp_path}"]
     found = _traffic([*BY_LAYER, *disk])
-    numel = 4 * found.moves.records.numel
+    numel = 4 * found.moves.records.padded_numel
     assert found.fetched.read == found.fetched.up and found.left.written == found.left.down
     # fp32: the weight is its own master, and two moments lie beside it
     assert (found.updated.read, found.updated.written) == (numel * (4 + 4 + 8), numel * (4 + 8))

@@ -56,7 +56,7 @@ def test_experts_are_in_no_buffer_but_in_slots_and_records() -> None:
         p.local for of in parts(streamed) for part in of for p in parameters(streamed, part, VOCAB) if p.is_off_device
     ]
     records = expert_records(streamed, 1, 4)
-    assert records is not None and sum(experts) == 4 * records.numel
+    assert records is not None and sum(experts) == 4 * sum(records.numels)
     sizes = [sum(b.size for kind in buffers(c, VOCAB, 1, 0).values() for b in kind) for c in (resident, streamed)]
     assert 0 <= sizes[0] - sizes[1] - sum(experts) < 256  # but for padding
     assert before.weights - after.weights == 4 * (sizes[0] - sizes[1]) - records.weights_on_device

@@ -83,3 +83,12 @@ def test_the_answer_has_keys_that_a_run_takes() -> None:
     assert answer.best.config.moe.weights_device == "host"
     assert "moe.weights_device=host" in answer.best.overrides
     validate(answer.best.config, 2)
+
+
+def test_by_layer_comes_with_whole_layers_computed_again_and_one_stage() -> None:
+    config = compose([*MODEL, *GIVEN, "training.pass_order=by_layer", "moe.weights_device=auto"])
+    space = LayoutSpace(config, 2, frozenset({"training.pass_order", "moe.weights_device"}), "cuda", 8)
+    assert {each.recompute for each in space.savings(True)} == {"full"}
+    for group in space.groups():
+        legal = space.legal_savings(next(space.cells(group)))
+        assert all(each.pass_order == "by_layer" for each in legal) and bool(legal) == (group.pipeline == 1)
