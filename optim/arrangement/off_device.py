@@ -35,6 +35,7 @@ class ExpertRecords:
     weight_bytes: int  # of a parameter
     sums_on_host: bool  # micro-batches of a layer come apart: their gradients are added on the host
     limit: int  # parameters of a bucket, at most
+    arrived_numel: int = 0  # of an expert, where gradients of its copies come home
 
     @property
     def first(self) -> list[int]:
@@ -103,7 +104,8 @@ class ExpertRecords:
         """Bytes of the host that records pass through: slots of the disk, a bucket for saves and loads, and what comes
         of micro-batches' gradients."""
         slots = RECORD_SLOTS * self.largest_record if self.tier == "disk" else 0
-        leaving = GRAD_SLOTS * self.padded_numel * self.weight_bytes if self.sums_on_host else 0
+        each = self.padded_numel * self.weight_bytes + self.arrived_numel * GRAD_BYTES
+        leaving = GRAD_SLOTS * each if self.sums_on_host else 0
         return slots + self.largest_record + leaving
 
     @property
@@ -124,15 +126,17 @@ def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRe
     experts = config.moe.num_experts // config.parallel.expert
     alike = derived.expert_data_parallel_size(config, world_size)
     apart = config.training.pass_order == "by_micro_batch" and derived.num_micro_batches(config, world_size) > 1
+    numbers = derived.expert_numbers_by_kind(config)
     return ExpertRecords(
         num_layers=num_layers,
-        numels=tuple(experts * number for number in derived.expert_numbers_by_kind(config)),
+        numels=tuple(experts * number for number in numbers),
         parts=alike if config.moe.shard_weights else 1,
         alike=alike,
         tier=config.moe.weights_device,
         weight_bytes=derived.element_size(config),
         sums_on_host=apart,
         limit=config.optimizer.bucket_parameters,
+        arrived_numel=sum(numbers) if derived.places_experts(config) else 0,
     )
 
 
