@@ -20,7 +20,9 @@ from optim.arrangement.buckets import CUT, MOST
 
 WEIGHT_SLOTS = 2  # of the device, each for a layer's weights: one computes, the next one's come
 GRAD_SLOTS = 2  # of the device, each for a layer's gradient in fp32
-RECORD_SLOTS = 4  # of the host, that records of the disk pass through
+# Of the host, that records of the disk pass through: those that passes wait for, and those of updates. Apart, as the
+# next step's weights would else come behind all updates.
+PASS_SLOTS, UPDATE_SLOTS = 4, 4
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class ExpertRecords:
     def staging(self) -> int:
         """Bytes of the host that records pass through: slots of the disk, a bucket for saves and loads, and what comes
         of micro-batches' gradients."""
-        slots = RECORD_SLOTS * self.largest_record if self.tier == "disk" else 0
+        slots = (PASS_SLOTS + UPDATE_SLOTS) * self.largest_record if self.tier == "disk" else 0
         each = self.padded_numel * self.weight_bytes + self.arrived_numel * GRAD_BYTES
         leaving = GRAD_SLOTS * each if self.sums_on_host else 0
         return slots + self.largest_record + leaving

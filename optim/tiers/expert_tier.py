@@ -25,7 +25,7 @@ from memory.host_link import HostLink
 from memory.store import Checkout, Snapshot, Store
 from memory.transfer import to_device
 from optim.arrangement.buckets import Bucket, Piece
-from optim.arrangement.off_device import ExpertRecords
+from optim.arrangement.off_device import PASS_SLOTS, UPDATE_SLOTS, ExpertRecords
 from optim.tiers.grad_stages import GradStage, GradStages, adding
 from parallel.norms import squares_into, tensor_norms
 from parallel.owned import at_hand
@@ -72,8 +72,10 @@ class ExpertTier:
         self._num_weights = len(weights)
         on_host = disk is None
         memory = [link.allocate(size, in_blocks=True).zero_()[:size] if on_host else None for size in weights + grads]
-        slots = [] if on_host else [link.allocate(records.largest_record, in_blocks=True) for _ in range(4)]
-        self.store = Store(link, weights + grads, memory, slots, disk, offsets(weights + grads)[:-1])
+        number = 0 if on_host else PASS_SLOTS + UPDATE_SLOTS
+        slots = [link.allocate(records.largest_record, in_blocks=True) for _ in range(number)]
+        ahead = min(PASS_SLOTS, number)
+        self.store = Store(link, weights + grads, memory, slots, disk, offsets(weights + grads)[:-1], ahead)
         self.buffer = link.allocate(records.largest_record, in_blocks=True)
         numels = records.padded_numel, records.arrived_numel
         self._stages = GradStages(link, *numels, self.dtype) if self.adds_on_host else None
@@ -177,7 +179,7 @@ class ExpertTier:
             if not parts and not is_last:
                 continue
             index = self._num_weights + layer * len(self._sums) + number
-            checkout = self.store.overwrite(index) if is_first else self.store.fetch(index)
+            checkout = self.store.overwrite(index, PASSES) if is_first else self.store.fetch(index, priority=PASSES)
             work = adding(checkout.target.view(torch.float32), parts, is_first)
             done = self.link.host.submit(
                 self._and_squares(work, checkout, layer, number, (first, end)) if is_last else work,
@@ -230,7 +232,7 @@ class ExpertTier:
         downs = []
         for bucket, (first, end) in enumerate(self.bounds):
             index = self.grad_index(layer, bucket)
-            checkout = self.store.overwrite(index)
+            checkout = self.store.overwrite(index, PASSES)
             target, source = checkout.target.view(torch.float32), slot[first:end]
             work = lambda source=source, target=target: target.copy_(source, non_blocking=True)  # noqa: E731
             down = self.link.down.submit(
