@@ -39,6 +39,9 @@ class SlotWeights(TensorWeights):
         )
         by_name = {name: each.detach() for name, each in matrices if each is not None}
         here = module.experts.experts_here()
-        for expert in wanted:
-            if expert in here:
-                yield expert, make({name: each[here.index(expert)] for name, each in by_name.items()})
+        try:
+            for expert in wanted:
+                if expert in here:
+                    yield expert, make({name: each[here.index(expert)] for name, each in by_name.items()})
+        finally:
+            module.expert_compute.streamed.leave()

@@ -36,9 +36,15 @@ class OffDeviceTier(Protocol):
     def bring(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
         """Have a layer's weights come to a slot once it is free."""
 
-    def add(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived, is_first: bool, is_last: bool) -> None:
-        """Add a micro-batch's gradients to the sum on the host; the first is written over what is there, and the last
-        makes it final."""
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks hold the same experts, and add to their gradients."""
+
+    def add(
+        self, layer: int, slot: torch.Tensor, arrived: Arrived, is_first: bool, is_last: bool
+    ) -> Sequence[Completion]:
+        """Add a micro-batch's gradient, in a slot in the weights' dtype, to the sum on the host; the first is written
+        over what is there, and the last makes it final. When the slot is free again."""
 
     def sum_to(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
         """Have the sum on the host come to a slot for gradients."""
@@ -53,7 +59,8 @@ class _LayerSlot:
 
     flat: torch.Tensor
     layer: int | None = None
-    there: Sequence[Completion] = ()
+    there: Sequence[Completion] = ()  # when the weights are
+    used: Sequence[Completion] = ()  # when they are no longer needed, as far as passes have come
     users: Users = field(default_factory=Users)
 
 
@@ -83,7 +90,9 @@ class ExpertStream:
         rank, are used in passes over so many micro-batches, or in forward ones alone."""
         self.tier, self._device, self._visits = tier, device, visits
         self.slots = [_LayerSlot(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(num_slots[0])]
-        self.grad_slots = [_LayerSlot(torch.zeros(numel, device=device)) for _ in range(num_slots[1])]
+        self.dtype, in_parts = dtype, tier.adds_on_host and not tier.is_shared
+        grads = dtype if in_parts else torch.promote_types(dtype, torch.float32)
+        self.grad_slots = [_LayerSlot(torch.zeros(numel, dtype=grads, device=device)) for _ in range(num_slots[1])]
         self.counts, self.num_backwards = StreamCounts(), 0
         self._order: list[int] = []
         self._turn = -1
@@ -97,7 +106,7 @@ class ExpertStream:
     def begin_passes(self, num_micro_batches: int, forward_only: bool) -> None:
         """Weights have changed: no slot holds any. Passes over so many micro-batches are to come."""
         for slot in (*self.slots, *self.grad_slots):
-            slot.layer = None
+            slot.layer, slot.used = None, (self.so_far(),)
         self.num_backwards = 0 if forward_only else num_micro_batches
         self._order, self._turn, self._done = list(self._visits(num_micro_batches, forward_only)), -1, {}
         self.prefetch()
@@ -142,9 +151,13 @@ class ExpertStream:
         assert slot is not None, "the layer that computes has a slot"
         slot.layer, self.counts.fetched = layer, self.counts.fetched + 1
         # What was computed with the weights that lay there comes first.
-        free = (Completion.so_far(self._device), *slot.there)
+        free = (*slot.used, *slot.there)
         slot.there = self.tier.bring(layer, slot.flat, free)
         return slot
+
+    def so_far(self) -> Completion:
+        """All that this thread's current stream has been given."""
+        return Completion.so_far(self._device)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -152,25 +165,32 @@ class ExpertStream:
         """Take a backward pass' gradients of a layer: `grads` by kind, [experts, ...] each, and after them what came of
         copies. What is complete leaves."""
         is_first, self._done[layer] = layer not in self._done, self._done.get(layer, 0) + 1
-        is_last = self._done[layer] == self.num_backwards
-        tier = self.tier
-        if tier.adds_on_host and not (is_last and self.grad_slots):
-            tier.add(layer, grads, arrived, is_first, is_last)
+        is_last, tier = self._done[layer] == self.num_backwards, self.tier
+        if tier.adds_on_host and not (is_last and tier.is_shared):
+            slot = self._free_slot()
+            leaving = slot.flat.view(self.dtype)[: self.slots[0].flat.numel()]
+            add_to(leaving, tier.first, grads, (), over=True)
+            for done in tier.add(layer, leaving, arrived, is_first, is_last):
+                slot.users.add(done)
             return
-        slot = next((slot for slot in self.grad_slots if slot.layer == layer), None)
-        if slot is None:
-            slot = min(self.grad_slots, key=lambda slot: (slot.layer is not None, slot.users.last))
-            for done in slot.users.all():
+        held = next((slot for slot in self.grad_slots if slot.layer == layer), None)
+        slot = held or self._free_slot()
+        slot.layer = layer
+        if held is None and tier.adds_on_host and not is_first:
+            for done in tier.sum_to(layer, slot.flat, (Completion.so_far(self._device),)):
                 done.order()
-            slot.layer = layer
-            if tier.adds_on_host and not is_first:
-                for done in tier.sum_to(layer, slot.flat, (Completion.so_far(self._device),)):
-                    done.order()
         add_to(slot.flat, tier.first, grads, arrived, over=is_first)
         if is_last:
             for done in tier.finish(layer, slot.flat):
                 slot.users.add(done)
             slot.layer = None
+
+    def _free_slot(self) -> _LayerSlot:
+        """The slot for gradients that is free first; what is computed from now on comes after those who had it."""
+        slot = min(self.grad_slots, key=lambda slot: (slot.layer is not None, slot.users.last))
+        for done in slot.users.all():
+            done.order()
+        return slot
 
 
 def add_to(
@@ -223,6 +243,11 @@ class StreamedExperts:
             done.order()
             if done.error is not None:
                 raise done.error
+
+    def leave(self) -> None:
+        """What is computed from now on reads no weights of the layer, until it is opened again."""
+        assert self._slot is not None
+        self._slot.used = (self._stream.so_far(),)
 
     def store(self, grads: Sequence[torch.Tensor | None], arrived: Arrived) -> None:
         """Take a backward pass' gradients: see `ExpertStream.store`."""

@@ -34,7 +34,10 @@ class _Schedule(torch.autograd.Function):
         ctx.call, ctx.timer, ctx.kind = call, timer, (like.activation, like.block_rows)
         ctx.save_for_backward(*tensors)
         home = like if call.streamed is not None else Slab(*matrices, *ctx.kind)
-        return call.forward(x_TH, probs_P, _weights(home, call.copies))
+        output_TH = call.forward(x_TH, probs_P, _weights(home, call.copies))
+        if call.streamed is not None:
+            call.streamed.leave()
+        return output_TH
 
     @staticmethod
     def backward(ctx: Any, output_grad_TH: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -53,6 +56,8 @@ class _Schedule(torch.autograd.Function):
             grads = BlockGrads(weights, () if copies is None else copies.apart) if by_blocks else WeightGrads(weights)
         with ctx.timer.measure("backward", x_TH.device):
             x_grad_TH, probs_grad_P = call.backward(x_TH, probs_P, weights, output_grad_TH.contiguous(), grads)
+        if streamed is not None:
+            streamed.leave()
         parameter_grads: Any = (None,) * 4
         if grads is not None and streamed is None:
             parameter_grads = grads.finish()

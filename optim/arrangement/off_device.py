@@ -19,7 +19,7 @@ from optim.arrangement.arrange import GRAD_BYTES
 from optim.arrangement.buckets import CUT, MOST
 
 WEIGHT_SLOTS = 2  # of the device, each for a layer's weights: one computes, the next one's come
-GRAD_SLOTS = 2  # of the device, each for a layer's gradient in fp32
+GRAD_SLOTS = 2  # of the device, each for a layer's gradient: one is made, the one before leaves
 # Of the host, that records of the disk pass through: those that passes wait for, and those of updates. Apart, as the
 # next step's weights would else come behind all updates.
 PASS_SLOTS, UPDATE_SLOTS = 4, 4
@@ -67,8 +67,12 @@ class ExpertRecords:
 
     @property
     def grad_slots(self) -> int:
-        """On the device: a layer's gradient in fp32, unless the host adds up and nobody else has a part of it."""
-        return 0 if self.sums_on_host and self.alike == 1 else min(GRAD_SLOTS, self.num_layers)
+        return min(GRAD_SLOTS, self.num_layers)
+
+    @property
+    def grad_slot_bytes(self) -> int:
+        """Bytes of an element of a slot for gradients: fp32's, unless the host adds up and nobody else has a part."""
+        return self.weight_bytes if self.sums_on_host and self.alike == 1 else GRAD_BYTES
 
     @property
     def weights_on_device(self) -> int:
@@ -78,7 +82,7 @@ class ExpertRecords:
     @property
     def grads_on_device(self) -> int:
         """Bytes of the slots for gradients."""
-        return self.grad_slots * self.padded_numel * GRAD_BYTES
+        return self.grad_slots * self.padded_numel * self.grad_slot_bytes
 
     @property
     def sum_numel(self) -> int:

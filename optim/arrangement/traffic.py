@@ -123,8 +123,7 @@ class LayerMoves:
         if is_last and of.alike > 1:
             return Moved(up=whole, down=kept, read=whole * disk, written=kept * disk, reduced=reduced)
         come, again = of.padded_numel * of.weight_bytes, 0 if is_first else whole
-        down = sum(of.numels) * of.weight_bytes
-        return Moved(down=down, read=again * disk, written=whole * disk, host=come + again + whole)
+        return Moved(down=come, read=again * disk, written=whole * disk, host=come + again + whole)
 
     def update(self) -> Moved:
         """The optimizer's step of a rank's part, on the host."""

@@ -144,21 +144,29 @@ class ExpertTier:
         """Gradients of a step begin to be computed."""
         self._squares.clear()
 
-    def add(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived, is_first: bool, is_last: bool) -> None:
-        """Add a micro-batch's gradients, by kind, to the sum on the host; the first is written over what is there.
-        After the last the sum is scaled: nobody else has a part of it."""
-        numels, stages = [grad[0].numel() for grad in grads], self._stages
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks hold the same experts, and add to their gradients."""
+        return self.records.alike > 1
+
+    def add(self, layer: int, slot: torch.Tensor, arrived: Arrived, is_first: bool, is_last: bool) -> list[Completion]:
+        """Add a micro-batch's gradient to the sum on the host: of a slot, [padded_numel] in the weights' dtype, and of
+        copies of its experts. The first is written over what is there. After the last the sum is scaled: nobody else
+        has a part of it. When the slot is free again."""
+        stages = self._stages
         assert stages is not None
         stage = stages.next()
-        left = stages.leave(stage, stage.flat, list(zip(grads, self.first, strict=True)))
+        left = stages.leave(stage, stage.flat, slot)
         whole = [(0, 0, self.records.padded_numel)]
         self._add(layer, (stage, stage.flat, left), whole, is_first, is_last and not arrived)
+        numels = [parameter[0].numel() for parameter in self.layers[layer]]
         for number, (expert, record) in enumerate(arrived, start=1):
             stage = stages.next()
-            left = stages.leave(stage, stage.record, [(record.reshape(-1), 0)])
+            come = stages.leave(stage, stage.record, record.reshape(-1))
             begins = accumulate(numels[:-1], initial=0)
             spans = [(at, start + expert * n, n) for at, start, n in zip(begins, self.first, numels, strict=True)]
-            self._add(layer, (stage, stage.record, left), spans, False, is_last and number == len(arrived))
+            self._add(layer, (stage, stage.record, come), spans, False, is_last and number == len(arrived))
+        return [left]
 
     def _add(
         self,

@@ -41,18 +41,17 @@ class GradStages:
         """The one that is free first."""
         return self._stages[soonest_free([each.users for each in self._stages])]
 
-    def leave(self, stage: GradStage, memory: torch.Tensor, parts: Sequence[tuple[torch.Tensor, int]]) -> Completion:
-        """Have parts of a gradient leave the device for a stage's memory, each for where it begins there."""
+    def leave(self, stage: GradStage, memory: torch.Tensor, grad: torch.Tensor) -> Completion:
+        """Have a flat gradient leave the device for a stage's memory."""
         on_gpu = self._link.device.type == "cuda"
 
         def work() -> None:
-            for part, start in parts:
-                memory[start : start + part.numel()].view(part.shape).copy_(part, non_blocking=True)
-                if on_gpu:
-                    part.record_stream(torch.cuda.current_stream())  # not used again before it has left
+            memory.copy_(grad, non_blocking=True)
+            if on_gpu:
+                grad.record_stream(torch.cuda.current_stream())  # not used again before it has left
 
-        so_far, size = Completion.so_far(self._link.device), sum(part.nbytes for part, _ in parts)
-        return self._link.down.submit(work, (so_far,), size, free=stage.users.all(), priority=PASSES)
+        so_far = Completion.so_far(self._link.device)
+        return self._link.down.submit(work, (so_far,), grad.nbytes, free=stage.users.all(), priority=PASSES)
 
 
 def adding(target: torch.Tensor, parts: Sequence[tuple[torch.Tensor, int]], over: bool) -> Callable[[], None]:

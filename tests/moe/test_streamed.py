@@ -26,6 +26,7 @@ class _Shelf:
     """A tier whose weights of a layer are all the layer's number, and which writes down what it is asked for."""
 
     adds_on_host: bool = False
+    is_shared: bool = False
     first: Sequence[int] = (0, SECOND)
     said: list[tuple[object, ...]] = field(default_factory=list)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -35,12 +36,12 @@ class _Shelf:
         slot.fill_(layer)
         return [Completion.already()]
 
-    def add(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived, is_first: bool, is_last: bool) -> None:
+    def add(
+        self, layer: int, slot: torch.Tensor, arrived: Arrived, is_first: bool, is_last: bool
+    ) -> Sequence[Completion]:
         self.said.append(("add", layer, is_first, is_last))
-        before = torch.zeros(NUMEL) if is_first else self.sums[layer]
-        self.sums[layer] = before.clone()
-        for start, grad in zip(self.first, grads, strict=True):
-            self.sums[layer][start : start + grad.numel()] += grad.reshape(-1)
+        self.sums[layer] = slot.clone() if is_first else self.sums[layer] + slot
+        return [Completion.already()]
 
     def sum_to(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
         self.said.append(("sum_to", layer))
@@ -122,10 +123,10 @@ def test_what_a_copy_raised_is_raised_where_weights_are_used() -> None:
         experts.wait()
 
 
-@pytest.mark.parametrize(("adds_on_host", "grad_slots"), [(False, 2), (True, 0), (True, 1)])
-def test_gradients_of_micro_batches_and_copies_add_up(adds_on_host: bool, grad_slots: int) -> None:
-    shelf, micro_batches = _Shelf(adds_on_host), 3
-    stream = _stream(shelf, 2, (2, grad_slots))
+@pytest.mark.parametrize(("adds_on_host", "is_shared"), [(False, False), (True, False), (True, True)])
+def test_gradients_of_micro_batches_and_copies_add_up(adds_on_host: bool, is_shared: bool) -> None:
+    shelf, micro_batches = _Shelf(adds_on_host, is_shared), 3
+    stream = _stream(shelf, 2)
     stream.begin_passes(micro_batches, forward_only=False)
     shelf.said.clear()
     draw, expected = torch.Generator().manual_seed(0), torch.zeros(NUMEL)
@@ -142,8 +143,8 @@ def test_gradients_of_micro_batches_and_copies_add_up(adds_on_host: bool, grad_s
         _layer(stream, 1).store(grads, arrived)
     assert torch.equal(shelf.sums[1], expected)
     ends = {
-        (False, 2): [("finish", 1)],
-        (True, 0): [("add", 1, True, False), ("add", 1, False, False), ("add", 1, False, True)],
-        (True, 1): [("add", 1, True, False), ("add", 1, False, False), ("sum_to", 1), ("finish", 1)],
+        (False, False): [("finish", 1)],
+        (True, False): [("add", 1, True, False), ("add", 1, False, False), ("add", 1, False, True)],
+        (True, True): [("add", 1, True, False), ("add", 1, False, False), ("sum_to", 1), ("finish", 1)],
     }
-    assert shelf.said == ends[adds_on_host, grad_slots]
+    assert shelf.said == ends[adds_on_host, is_shared]

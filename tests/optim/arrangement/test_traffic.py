@@ -89,11 +89,11 @@ def _traffic(more: list[str], world_size: int = 1):  # type: ignore[no-untyped-d
 def test_by_layer_moves_weights_once_in_each_pass_and_a_gradient_once() -> None:
     plain, layered = _traffic([]), _traffic(BY_LAYER)
     of = layered.moves.records
-    layer, numel = of.padded_numel * 4, sum(of.numels)
+    layer = of.padded_numel * 4
     assert layered.fetched.up == (2 * 4 - 2) * layer and layered.left.down == 4 * layer
     assert layered.left.host == 0  # nothing is added up
     assert plain.moves.gradients == 4 and plain.fetched.up == (4 * 8 - 2 * 7) * layer
-    assert plain.left.down == 4 * 4 * numel * 4
+    assert plain.left.down == 4 * 4 * layer
     # of four micro-batches the first is written, the others are read, added and written
     assert plain.left.host == 4 * layer * (2 + 3 * 3)
     assert plain.updated == layered.updated

@@ -32,7 +32,7 @@ def _asked(*more: str) -> tuple[Config, frozenset[str]]:
     return compose([*MODEL, *given]), frozenset(each.partition("=")[0] for each in given)
 
 
-@pytest.mark.parametrize("device", [2**33, 25_000_000, 16_000_000, 11_000_000])
+@pytest.mark.parametrize("device", [2**33, 25_000_000, 16_000_000, 13_500_000])
 def test_bounds_never_drop_the_best_place_of_experts(device: int) -> None:
     config, fixed = _asked("training.recompute=full")
     hardware, timer = machine(device__memory=device / 0.9), clock_timer()
