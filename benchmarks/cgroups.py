@@ -197,7 +197,7 @@ class DiskCgroup(_Cgroup):
             self.make()
         try:
             if self.rate is not None:
-                self._throttle(int(self.rate))
+                self.throttle(self.rate)
         except BaseException:
             self.__exit__()
             raise
@@ -209,11 +209,16 @@ class DiskCgroup(_Cgroup):
         else:
             self.remove()
 
-    def _throttle(self, rate: int) -> None:
+    def throttle(self, read: float, written: float | None = None) -> None:
+        """Hold the group to so many bytes per second from now on, of reads and, where given, of writes past the
+        kernel's cache."""
         if self.version == 1:
-            self.write("blkio.throttle.read_bps_device", f"{self.device} {rate}")
+            self.write("blkio.throttle.read_bps_device", f"{self.device} {int(read)}")
+            if written is not None:
+                self.write("blkio.throttle.write_bps_device", f"{self.device} {int(written)}")
         else:
-            self.write("io.max", f"{self.device} rbps={rate}")
+            writes = "" if written is None else f" wbps={int(written)}"
+            self.write("io.max", f"{self.device} rbps={int(read)}{writes}")
 
     def bytes_read(self) -> int:
         """From the disk so far."""

@@ -129,7 +129,7 @@ def main() -> int:
         found = measure(args, Path(folder))
     sizes = ("records", "host_budget", "slots", "resident_peak", "limit", "peak")
     rows = [[name.replace("_", " "), f"{found[name] / MIB:.1f}"] for name in sizes]
-    print(table(["MiB", args.precision], rows))
+    print(table(["MiB", args.precision], rows, markdown=False))
     print(f"losses and norms {'the same' if found['same'] else 'DIFFERENT'}; {found['seconds']} s in the group")
     if args.json:
         print(json.dumps(found))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from memory.completion import Completion, Users, soonest_free
-from memory.copy_stream import UPDATES
+from memory.copy_stream import PASSES, UPDATES
 from memory.disk import Disk
 from memory.host_link import HostLink
 from memory.host_memory import padded
@@ -60,12 +60,14 @@ class Store:
         slots: Sequence[torch.Tensor],
         disk: Disk | None,
         offsets: Sequence[int],
+        for_passes: int = 0,
     ):
         """host: memory of each record, None for those of the disk, which begin at `offsets`. slots: host memory for the
-        largest of these."""
+        largest of these; the first `for_passes` serve what passes wait for, and no update holds them."""
         self.link, self.sizes = link, sizes
         self._locations = [_Location(memory, offset) for memory, offset in zip(host, offsets, strict=True)]
-        self._slots = [_Slot(memory) for memory in slots]
+        made = [_Slot(memory) for memory in slots]
+        self._slots, self._slots_of_passes = made[for_passes:], made[:for_passes]
         self._disk = disk
         self.waits_for_save = 0  # changes that had to wait until a save had read the record
 
@@ -76,7 +78,7 @@ class Store:
         if location.memory is not None:
             assert target.memory is not None
             return Checkout(location.memory, target.memory, location.written, self._unheld(target), target, None)
-        slot = self._lend()
+        slot = self._lend(priority)
         disk, memory = self._disk, slot.memory[: padded(self.sizes[index])]
         assert disk is not None and target.memory is None
         there = self.link.read.submit(
@@ -90,18 +92,20 @@ class Store:
         record = slot.memory[: self.sizes[index]]
         return Checkout(record, record, there, (), target, slot)
 
-    def overwrite(self, index: int) -> Checkout:
-        """Memory of the host for what record `index` shall hold, whatever it holds now. `put` gives it back."""
+    def overwrite(self, index: int, priority: int = UPDATES) -> Checkout:
+        """Memory of the host for what record `index` shall hold, whatever it holds now. `put` gives it back.
+        `priority`: of what comes to it."""
         location = self._locations[index]
         if location.memory is not None:
             memory, after = location.memory, (*self._unheld(location), location.written)
             return Checkout(memory, memory, Completion.already(), after, location, None)
-        slot = self._lend()
+        slot = self._lend(priority)
         record = slot.memory[: self.sizes[index]]
         return Checkout(record, record, Completion.already(), tuple(slot.users.all()), location, slot)
 
-    def _lend(self) -> _Slot:
-        slots = [slot for slot in self._slots if not slot.is_lent] or self._slots
+    def _lend(self, priority: int) -> _Slot:
+        may = self._slots_of_passes if priority == PASSES and self._slots_of_passes else self._slots
+        slots = [slot for slot in may if not slot.is_lent] or may
         slot = slots[soonest_free([slot.users for slot in slots])]
         slot.is_lent = True
         return slot

@@ -21,6 +21,20 @@ def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([torch.linalg.vector_norm(_block_norms(tensor)) for tensor in tensors])
 
 
+@torch.no_grad()
+def squares_into(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
+    """Write the square of each tensor's norm to `squares` [tensors], fp64. On a GPU nothing is allocated, so that any
+    stream may do it."""
+    if not tensors:
+        return
+    if squares.device.type == "cpu":
+        squares.copy_(tensor_norms(tensors))
+    else:
+        for tensor, square in zip(tensors, squares, strict=True):
+            torch.linalg.vector_norm(tensor, dtype=torch.float64, out=square)
+    squares.square_()
+
+
 def _block_norms(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
     whole = flat.numel() // BLOCK * BLOCK

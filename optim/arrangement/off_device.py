@@ -20,7 +20,9 @@ from optim.arrangement.buckets import CUT, MOST
 
 WEIGHT_SLOTS = 2  # of the device, each for a layer's weights: one computes, the next one's come
 GRAD_SLOTS = 2  # of the device, each for a layer's gradient in fp32
-RECORD_SLOTS = 4  # of the host, that records of the disk pass through
+# Of the host, that records of the disk pass through: those that passes wait for, and those of updates. Apart, as the
+# next step's weights would else come behind all updates.
+PASS_SLOTS, UPDATE_SLOTS = 4, 4
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class ExpertRecords:
     weight_bytes: int  # of a parameter
     sums_on_host: bool  # micro-batches of a layer come apart: their gradients are added on the host
     limit: int  # parameters of a bucket, at most
+    arrived_numel: int = 0  # of an expert, where gradients of its copies come home
 
     @property
     def first(self) -> list[int]:
@@ -102,8 +105,9 @@ class ExpertRecords:
     def staging(self) -> int:
         """Bytes of the host that records pass through: slots of the disk, a bucket for saves and loads, and what comes
         of micro-batches' gradients."""
-        slots = RECORD_SLOTS * self.largest_record if self.tier == "disk" else 0
-        leaving = GRAD_SLOTS * self.padded_numel * self.weight_bytes if self.sums_on_host else 0
+        slots = (PASS_SLOTS + UPDATE_SLOTS) * self.largest_record if self.tier == "disk" else 0
+        each = self.padded_numel * self.weight_bytes + self.arrived_numel * GRAD_BYTES
+        leaving = GRAD_SLOTS * each if self.sums_on_host else 0
         return slots + self.largest_record + leaving
 
     @property
@@ -124,15 +128,17 @@ def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRe
     experts = config.moe.num_experts // config.parallel.expert
     alike = derived.expert_data_parallel_size(config, world_size)
     apart = config.training.pass_order == "by_micro_batch" and derived.num_micro_batches(config, world_size) > 1
+    numbers = derived.expert_numbers_by_kind(config)
     return ExpertRecords(
         num_layers=num_layers,
-        numels=tuple(experts * number for number in derived.expert_numbers_by_kind(config)),
+        numels=tuple(experts * number for number in numbers),
         parts=alike if config.moe.shard_weights else 1,
         alike=alike,
         tier=config.moe.weights_device,
         weight_bytes=derived.element_size(config),
         sums_on_host=apart,
         limit=config.optimizer.bucket_parameters,
+        arrived_numel=sum(numbers) if derived.places_experts(config) else 0,
     )
 
 

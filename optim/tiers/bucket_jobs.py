@@ -145,8 +145,9 @@ class BucketJobs:
         there = (checkout.there, weights.there, grads.there)
         after = (*before, *there, *checkout.change_after, *weights.change_after)
         updated = self._link.host.submit(work, after, num_bytes=num_bytes, free=experts.readers(*of_experts))
+        back = self._watch(experts.give_back(*of_experts, checkouts, updated))  # first: the next passes wait for them
         self._watch(self._store.put(checkout, updated))
-        return self._watch(experts.give_back(*of_experts, checkouts, updated))
+        return back
 
     # -----------------------------------------------------------------------------------------------------------------
     # While the backward pass goes on

@@ -144,7 +144,12 @@ def add_experts(
             of_layer.append((len(slices), start, end))
             slices.append(OwnedSlice(parameter, start, end, group, (member, layer), True, first))
         buckets += experts.cut(layer, of_layer, min(order[id(parameter)] for parameter in parameters))
-    buckets.sort(key=lambda bucket: bucket.order)
+    # What DDP gathers at once is first used at once: it must not wait for the experts between.
+    gathered: dict[tuple[int, ...], int] = {}
+    for bucket in buckets:
+        place = slices[bucket.pieces[0].index].place
+        gathered[place] = min(gathered.get(place, bucket.order), bucket.order)
+    buckets.sort(key=lambda bucket: gathered[slices[bucket.pieces[0].index].place])
 
 
 def _arrange(request: TierRequest, device_room: float, config: Config) -> Arrangement:

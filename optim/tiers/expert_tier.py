@@ -12,35 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
 from memory.budgets import DISK, HOST
-from memory.completion import Cancelled, Completion, Users, soonest_free
+from memory.completion import Cancelled, Completion, Users
 from memory.copy_stream import PASSES
 from memory.disk import Disk, offsets
 from memory.host_link import HostLink
 from memory.store import Checkout, Snapshot, Store
 from memory.transfer import to_device
 from optim.arrangement.buckets import Bucket, Piece
-from optim.arrangement.off_device import ExpertRecords
-from parallel.norms import tensor_norms
+from optim.arrangement.off_device import PASS_SLOTS, UPDATE_SLOTS, ExpertRecords
+from optim.tiers.grad_stages import GradStage, GradStages, adding
+from parallel.norms import squares_into, tensor_norms
 from parallel.owned import at_hand
 
 Arrived = Sequence[tuple[int, torch.Tensor]]  # an expert's number here, and a gradient of all its matrices in fp32
 
 
 WHAT = "experts off the device"  # as the budgets call it
-
-
-@dataclass
-class _GradStage:
-    """Memory of the host for a micro-batch's gradient of a layer, in the weights' dtype."""
-
-    flat: torch.Tensor
-    users: Users = field(default_factory=Users)
 
 
 class ExpertTier:
@@ -79,17 +72,17 @@ class ExpertTier:
         self._num_weights = len(weights)
         on_host = disk is None
         memory = [link.allocate(size, in_blocks=True).zero_()[:size] if on_host else None for size in weights + grads]
-        slots = [] if on_host else [link.allocate(records.largest_record, in_blocks=True) for _ in range(4)]
-        self.store = Store(link, weights + grads, memory, slots, disk, offsets(weights + grads)[:-1])
+        number = 0 if on_host else PASS_SLOTS + UPDATE_SLOTS
+        slots = [link.allocate(records.largest_record, in_blocks=True) for _ in range(number)]
+        ahead = min(PASS_SLOTS, number)
+        self.store = Store(link, weights + grads, memory, slots, disk, offsets(weights + grads)[:-1], ahead)
         self.buffer = link.allocate(records.largest_record, in_blocks=True)
-        stages = 2 if self.adds_on_host else 0
-        self._stages = [
-            _GradStage(link.allocate(records.padded_numel * self.dtype.itemsize).zero_().view(self.dtype))
-            for _ in range(stages)
-        ]
+        numels = records.padded_numel, records.arrived_numel
+        self._stages = GradStages(link, *numels, self.dtype) if self.adds_on_host else None
         self._read = [Users() for _ in weights + grads]  # who reads a record
         self._collective = Completion.already()  # the last one: all ranks have them in the same order
         self._squares: dict[tuple[int, ...], tuple[torch.Tensor, Completion]] = {}
+        self._rooms: dict[int, torch.Tensor] = {}  # squares of each layer
         self._watched: list[Completion] = []
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -154,29 +147,44 @@ class ExpertTier:
     def add(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived, is_first: bool, is_last: bool) -> None:
         """Add a micro-batch's gradients, by kind, to the sum on the host; the first is written over what is there.
         After the last the sum is scaled: nobody else has a part of it."""
-        stage = self._stages[soonest_free([each.users for each in self._stages])]
-        come, record = [(expert, record.reshape(-1)) for expert, record in arrived], stage.flat
-        on_gpu = self.link.device.type == "cuda"
+        numels, stages = [grad[0].numel() for grad in grads], self._stages
+        assert stages is not None
+        stage = stages.next()
+        left = stages.leave(stage, stage.flat, list(zip(grads, self.first, strict=True)))
+        whole = [(0, 0, self.records.padded_numel)]
+        self._add(layer, (stage, stage.flat, left), whole, is_first, is_last and not arrived)
+        for number, (expert, record) in enumerate(arrived, start=1):
+            stage = stages.next()
+            left = stages.leave(stage, stage.record, [(record.reshape(-1), 0)])
+            begins = accumulate(numels[:-1], initial=0)
+            spans = [(at, start + expert * n, n) for at, start, n in zip(begins, self.first, numels, strict=True)]
+            self._add(layer, (stage, stage.record, left), spans, False, is_last and number == len(arrived))
 
-        def leave() -> None:
-            for start, grad in zip(self.first, grads, strict=True):
-                record[start : start + grad.numel()].view(grad.shape).copy_(grad, non_blocking=True)
-                if on_gpu:
-                    grad.record_stream(torch.cuda.current_stream())  # not used again before it has left
-            come[:] = [(expert, part.cpu()) for expert, part in come]
-
-        size = sum(grad.nbytes for grad in grads) + sum(part.nbytes for _, part in come)
-        so_far = Completion.so_far(self.link.device)
-        left = self.link.down.submit(leave, (so_far,), size, free=stage.users.all(), priority=PASSES)
-        numels = [grad[0].numel() for grad in grads]
+    def _add(
+        self,
+        layer: int,
+        come: tuple[GradStage, torch.Tensor, Completion],
+        spans: Sequence[tuple[int, int, int]],
+        is_first: bool,
+        is_last: bool,
+    ) -> None:
+        """Add what has come to a stage to the sum; spans: (where it begins there, and in the flat range, how many)."""
+        stage, source, left = come
         for number, (first, end) in enumerate(self._sums):
+            parts = [
+                (source[at + max(start, first) - start : at + min(start + numel, end) - start], max(start - first, 0))
+                for at, start, numel in spans
+                if start < end and first < start + numel
+            ]
+            if not parts and not is_last:
+                continue
             index = self._num_weights + layer * len(self._sums) + number
-            checkout = self.store.overwrite(index) if is_first else self.store.fetch(index)
-            work = self._adding(checkout.target.view(torch.float32), record, (first, end), numels, come, is_first)
+            checkout = self.store.overwrite(index, PASSES) if is_first else self.store.fetch(index, priority=PASSES)
+            work = adding(checkout.target.view(torch.float32), parts, is_first)
             done = self.link.host.submit(
                 self._and_squares(work, checkout, layer, number, (first, end)) if is_last else work,
                 (left, checkout.there, *checkout.change_after),
-                num_bytes=(end - first) * (4 + self.dtype.itemsize + 4 * (not is_first)),
+                num_bytes=sum(part.numel() for part, _ in parts) * (4 + source.itemsize + 4 * (not is_first)),
                 free=self._read[index].all(),
             )
             if is_last:
@@ -204,9 +212,9 @@ class ExpertTier:
         own = slot[start : start + self.records.part_numel]
         if self._scale != 1.0:
             slot *= self._scale
-        ready = Completion.so_far(self.link.device)
-        squares = self._squares_room(layer, 0)
         views = self._pieces(own, start)
+        squares = self._squares_room(layer, len(views))
+        ready = Completion.so_far(self.link.device)
         if self._group is None or self._group.size() == 1:
             squares.copy_(_squares(views))
             self._squares[layer, 0] = squares, ready
@@ -217,14 +225,14 @@ class ExpertTier:
                     dist.reduce_scatter_tensor(own, slot, group=self._group)
                 else:
                     dist.all_reduce(slot, group=self._group)
-                squares.copy_(_squares(views))
+                squares_into(views, squares)
 
             ready = self._collectively(reduce, (ready,))
             self._squares[layer, 0] = squares, ready
         downs = []
         for bucket, (first, end) in enumerate(self.bounds):
             index = self.grad_index(layer, bucket)
-            checkout = self.store.overwrite(index)
+            checkout = self.store.overwrite(index, PASSES)
             target, source = checkout.target.view(torch.float32), slot[first:end]
             work = lambda source=source, target=target: target.copy_(source, non_blocking=True)  # noqa: E731
             down = self.link.down.submit(
@@ -331,31 +339,6 @@ class ExpertTier:
         self.store.release(checkout, read)
         self._read[index].add(read)
 
-    def _adding(
-        self,
-        target: torch.Tensor,
-        record: torch.Tensor,
-        span: tuple[int, int],
-        numels: Sequence[int],
-        come: Arrived,
-        is_first: bool,
-    ) -> Callable[[], None]:
-        first, end = span
-
-        def work() -> None:
-            target.copy_(record[first:end]) if is_first else target.add_(record[first:end])
-            for expert, part in come:
-                begin = 0
-                for start, numel in zip(self.first, numels, strict=True):
-                    low = max(start + expert * numel, first)
-                    high = min(start + (expert + 1) * numel, end)
-                    if low < high:
-                        at = begin + low - start - expert * numel
-                        target[low - first : high - first] += part[at : at + high - low]
-                    begin += numel
-
-        return work
-
     def _and_squares(
         self, work: Callable[[], None], checkout: Checkout, layer: int, number: int, span: tuple[int, int]
     ) -> Callable[[], None]:
@@ -372,10 +355,11 @@ class ExpertTier:
 
         return with_squares
 
-    def _squares_room(self, layer: int, number: int) -> torch.Tensor:
-        start = self.part * self.records.part_numel
-        count = len(self._pieces(torch.empty(self.records.part_numel, device="meta"), start))
-        return torch.zeros(count, dtype=torch.float64, device=self.link.device)
+    def _squares_room(self, layer: int, count: int) -> torch.Tensor:
+        """Memory of the device for a layer's squares that stays: nobody can get it while a stream writes to it."""
+        if layer not in self._rooms:
+            self._rooms[layer] = torch.zeros(count, dtype=torch.float64, device=self.link.device)
+        return self._rooms[layer]
 
     def _pieces(self, flat: torch.Tensor, start: int) -> list[torch.Tensor]:
         """What lies of each expert's matrices in a run of the flat range that begins at `start`."""

@@ -68,6 +68,8 @@ class Tiers:
         self.num_committed = self.num_dropped = 0  # early updates of buckets
         self._of: dict[torch.nn.Parameter, list[int]] = {}
         for index, bucket in enumerate(buckets):
+            if bucket.of_experts is not None:
+                continue  # a pass waits for them to come, and not here
             for piece in bucket.pieces:
                 owners = self._of.setdefault(slices[piece.index].parameter, [])
                 if index not in owners:

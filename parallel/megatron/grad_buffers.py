@@ -220,12 +220,12 @@ def _exchange_nothing_alone() -> None:
             reduced(self)
 
     def start_param_sync(self: Any, force_sync: bool = False) -> None:
+        if _is_alone(self):
+            self.param_gather_dispatched = True  # and whoever reads a parameter waits for that alone
+            return
         for param in self.params:
             _gate(self, param)
-        if _is_alone(self):
-            self.param_gather_dispatched = True
-        else:
-            gather(self, force_sync)
+        gather(self, force_sync)
 
     _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
     _ParamAndGradBucketGroup.start_param_sync = start_param_sync

@@ -207,8 +207,8 @@ def _forget_pinned_before_passes(model: Any) -> None:
     """Between two steps memory may be pinned."""
     begin_passes = model.begin_passes
 
-    def begin(forward_only: bool) -> None:
-        begin_passes(forward_only)
+    def begin(num_micro_batches: int, forward_only: bool) -> None:
+        begin_passes(num_micro_batches, forward_only)
         OBSERVED.pinned.clear()
 
     model.begin_passes = begin

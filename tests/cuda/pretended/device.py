@@ -63,7 +63,8 @@ class DeviceTensor(torch.Tensor):
         return torch.Tensor.data.__get__(self)
 
     @data.setter
-    def data(self, value: DeviceTensor) -> None:
+    def data(self, value: torch.Tensor) -> None:
+        value = on_device(value)  # a tensor of the host, which torch takes, too
         self.host = value.host
         torch.Tensor.data.__set__(self, value)
 

@@ -1,8 +1,8 @@
 """Operations of process groups as NCCL may run them at the latest: when somebody waits.
 
 Until then results hold NaN, and what is sent is not read. The operations of a communicator run in the order of their
-issue. What is called without `async_op` runs at once, after all that the communicator was told before. Each is noted in
-a log, which logs.py compares over the ranks.
+issue. What is called without `async_op` runs at once, after all that the communicator was told before; on a side
+stream in the stream's turn. Each is noted in a log, which logs.py compares over the ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from tests.cuda.pretended import memory, order
+from tests.cuda.pretended import memory, order, streams
 from tests.cuda.pretended.device import host_of
 from tests.cuda.pretended.logs import Key, Log, Operation
 from tests.cuda.pretended.observed import OBSERVED
@@ -69,11 +69,16 @@ class Exchange(Work):  # type: ignore[misc]
         user = f"{operation.name}, issued in {operation.place},"
         tensors = {id(tensor): tensor for tensor in (*self._outputs, *self._inputs)}
         self._uses = {key: memory.Use(host_of(tensor), user) for key, tensor in tensors.items()}
-        if not is_default():
-            raise NotImplementedError(f"{user} on a side stream")
+        if not is_default() and not is_at_once:
+            raise NotImplementedError(f"{user} on a side stream, not waited for")
         _STATE.all.append(self)
         self._moment = self._touch()
-        if is_at_once or OBSERVED.early:
+        self._is_on_side_stream = not is_default()
+        if self._is_on_side_stream:  # its tensors may be under way to where they are read
+            self._enqueue()
+            current_stream().learn(self._moment)
+            streams.exchange(self._complete)
+        elif is_at_once or OBSERVED.early:
             self._enqueue()
             self._complete()
             if is_at_once:
@@ -122,8 +127,9 @@ class Exchange(Work):  # type: ignore[misc]
 
     def wait(self, timeout: Any = None) -> bool:
         """The operations of the communicator up to this one; what the current stream is given next comes after them. A
-        worker's side stream is so late as its thread is: it does them at once."""
-        if not OBSERVED.leaves_out("wait"):
+        worker's side stream is so late as its thread is: it does them at once. What was issued on one has its turn there,
+        and its stream waits."""
+        if not self._is_on_side_stream and not OBSERVED.leaves_out("wait"):
             self._complete()
             current_stream().learn(self._moment)
         return True

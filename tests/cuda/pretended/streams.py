@@ -93,15 +93,47 @@ class _Wait:
         pass
 
 
+class _Exchange:
+    """What ranks do together in its turn on a stream, in a thread of its own: what is known here is free while it waits
+    for others, who may need what this rank's threads do meanwhile."""
+
+    uses = ()
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call, self._is_over = call, False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="exchange on a side stream", daemon=True)
+            self._thread.start()
+        _OVER.wait_for(lambda: self._is_over)
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:  # whoever waits must hear of it
+            self._error = error
+        with _OVER:
+            self._is_over = True
+            _OVER.notify_all()
+
+    def end(self) -> None:
+        pass
+
+
 class Stream(order.Agent):
     """Work that is done in its order, when somebody waits for it, or at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
         self.device, self.cuda_stream = DEVICE, id(self)
-        self._queue: deque[tuple[int, _Work | _Wait]] = deque()
+        self._queue: deque[tuple[int, _Work | _Wait | _Exchange]] = deque()
 
-    def put(self, item: _Work | _Wait, position: int) -> None:
+    def put(self, item: _Work | _Wait | _Exchange, position: int) -> None:
         with order.LOCK:
             for use in item.uses:
                 use.keep_if_recorded(self.number)
@@ -113,7 +145,12 @@ class Stream(order.Agent):
     def run_to(self, position: int) -> None:
         with order.LOCK:
             while not self.is_done(position):
-                self._queue.popleft()[1].run()
+                head = self._queue[0]
+                if isinstance(head[1], _Work):
+                    self._queue.popleft()
+                head[1].run()  # meanwhile others may do the same, but for work
+                if self._queue and self._queue[0] is head:
+                    self._queue.popleft()
             if not self._queue:
                 _BUSY.discard(self)
 
@@ -181,6 +218,7 @@ class _Default(Stream):
         self._knows = order.DEFAULT._knows
 
 
+_OVER = threading.Condition(order.LOCK)  # an exchange on a side stream is over
 _BUSY: set[Stream] = set()  # those with something in their queue
 _DEFAULT: Stream = _Default()
 
@@ -269,6 +307,13 @@ def queue(run: Callable[..., object], name: str, tensors: Sequence[torch.Tensor]
         for tensor, writes in uses:
             order.use(stream, tensor, writes, user)
         stream.put(_Work(run, tensors, user), position)
+
+
+def exchange(call: Callable[[], object]) -> None:
+    """Give the current side stream what ranks do together."""
+    stream = current_stream()
+    with order.LOCK:
+        stream.put(_Exchange(call), stream.tick())
 
 
 def copy(target: torch.Tensor, source: torch.Tensor, to_device: bool, from_device: bool, waits: bool) -> None:

@@ -1,0 +1,66 @@
+"""Memory of the host that gradients of experts pass through, one micro-batch's at a time, before the host adds them up
+(expert_tier.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from memory.completion import Completion, Users, soonest_free
+from memory.copy_stream import PASSES
+from memory.host_link import HostLink
+
+STAGES = 2  # one is filled while the host reads the other
+
+
+@dataclass
+class GradStage:
+    """Room for a micro-batch's gradient of a layer, in the weights' dtype; and for that of an expert's copy, which came
+    home in fp32."""
+
+    flat: torch.Tensor
+    record: torch.Tensor
+    users: Users = field(default_factory=Users)
+
+
+class GradStages:
+    """The stages of one rank."""
+
+    def __init__(self, link: HostLink, numel: int, arrived_numel: int, dtype: torch.dtype):
+        """numel: of a layer's gradient; arrived_numel: of an expert's, where copies' gradients come home, or 0."""
+        self._link = link
+        size, arrived_size = numel * dtype.itemsize, arrived_numel * torch.float32.itemsize
+        self._stages = [
+            GradStage(link.allocate(size).zero_().view(dtype), link.allocate(arrived_size).view(torch.float32))
+            for _ in range(STAGES)
+        ]
+
+    def next(self) -> GradStage:
+        """The one that is free first."""
+        return self._stages[soonest_free([each.users for each in self._stages])]
+
+    def leave(self, stage: GradStage, memory: torch.Tensor, parts: Sequence[tuple[torch.Tensor, int]]) -> Completion:
+        """Have parts of a gradient leave the device for a stage's memory, each for where it begins there."""
+        on_gpu = self._link.device.type == "cuda"
+
+        def work() -> None:
+            for part, start in parts:
+                memory[start : start + part.numel()].view(part.shape).copy_(part, non_blocking=True)
+                if on_gpu:
+                    part.record_stream(torch.cuda.current_stream())  # not used again before it has left
+
+        so_far, size = Completion.so_far(self._link.device), sum(part.nbytes for part, _ in parts)
+        return self._link.down.submit(work, (so_far,), size, free=stage.users.all(), priority=PASSES)
+
+
+def adding(target: torch.Tensor, parts: Sequence[tuple[torch.Tensor, int]], over: bool) -> Callable[[], None]:
+    """Work that adds parts to a record, each from where it begins there on, or writes them over it."""
+
+    def work() -> None:
+        for part, start in parts:
+            there = target[start : start + part.numel()]
+            there.copy_(part) if over else there.add_(part)
+
+    return work
