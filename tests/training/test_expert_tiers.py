@@ -83,8 +83,8 @@ def config_of(overrides: Sequence[str], ranks: int = 1, folder: Path | None = No
 
 
 def numbers_of(engine: Any, steps: Sequence[int]) -> list[tuple[Any, ...]]:
-    """What steps report on this rank, with an evaluation behind the first."""
-    from training.step import evaluate, train_step
+    """What steps report on this rank; behind the first stand an evaluation and a step that is refused."""
+    from training.step import evaluate, gradients, run_again, train_step
 
     data, found = engine.topology.data, list[tuple[Any, ...]]()
     for step in steps:
@@ -94,6 +94,10 @@ def numbers_of(engine: Any, steps: Sequence[int]) -> list[tuple[Any, ...]]:
         found.append((result.loss, result.grad_norm, result.extra, counts))
         if step == steps[0]:
             found.append((evaluate(engine, iter([batches])),))
+            before = engine.mark()
+            gradients(engine, batches, step + 1)
+            before.restore()
+            run_again(engine, batches)
     return found
 
 
