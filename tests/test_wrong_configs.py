@@ -194,6 +194,25 @@ WRONG: dict[str, Wrong] = {
         ["optimizer.state_device=host", "optimizer.distributed=false"],
         ("optimizer.state_device (host)", "optimizer.distributed is false"),
     ),
+    "experts_off_the_device_with_state_on_it": Wrong(
+        [MOE, "moe.weights_device=host"],
+        ("optimizer.state_device (device)", "tier of the weights (moe.weights_device=host) or below"),
+    ),
+    "experts_on_the_disk_with_state_above": Wrong(
+        [MOE, "moe.weights_device=disk", "optimizer.state_device=host", "memory.disk_dir=/var/tmp"],
+        ("optimizer.state_device (host)", "must be disk", "optimizer.state_device=disk"),
+    ),
+    "experts_off_the_device_with_state_anywhere": Wrong(
+        [MOE, "moe.weights_device=host", "optimizer.state_device=auto"],
+        ("optimizer.state_device (auto)", "must be host or disk"),
+    ),
+    "experts_off_the_device_in_fp16": Wrong(
+        [MOE, "moe.weights_device=host", "optimizer.state_device=host", "training.precision=fp16"],
+        ("training.precision (fp16)", "must be fp32 or bf16"),
+    ),
+    "experts_on_a_disk_without_a_folder": Wrong(
+        [MOE, "moe.weights_device=disk", "optimizer.state_device=disk"], ("memory.disk_dir (null)", "must be a folder")
+    ),
     "engine_without_a_tier": Wrong(["optimizer.engine=host"], ("optimizer.engine (host)", "state_device is device")),
     "activation_offload": Wrong(
         ["training.activation_offload=some"], ("training.activation_offload (some)", "none, auto or a number")

@@ -1,0 +1,281 @@
+"""Experts off the device train as those on it, bit for bit, and move the bytes that their plan counts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.checkpoint_bits import checkpoint_differences
+from configs.schema import ConfigError
+from optim.arrangement.traffic import expert_traffic
+from simulator.run_plan import make_plan, refuse_what_cannot_fit
+from tests import distributed
+from tests.checkpoint.test_stored_state import another, save
+from tests.configs import advice
+from tests.training.helpers import make_config
+from tests.training.test_step import SAMPLES, SMALL, VOCAB_SIZE, batches_of, build
+
+HOST = ("moe.weights_device=host", "optimizer.state_device=host")
+HOST_DISK = ("moe.weights_device=host", "optimizer.state_device=disk")
+DISK = ("moe.weights_device=disk", "optimizer.state_device=disk")
+BUCKETS = ("optimizer.bucket_parameters=4096",)  # which cut matrices
+ODD = ("model.hidden_size=40", "moe.ffn_hidden_size=24", "moe.num_experts=6")
+FULL = "training.recompute=full"
+BY_LAYER = ("training.pass_order=by_layer",)
+MOVES = (
+    *("moe.placement.policy=quota", "moe.placement.extra_slots=2", "moe.placement.interval=1", "moe.num_experts=8"),
+    "moe.aux_loss_coeff=0",
+)
+STEPS = 3
+# (ranks, overrides of both, overrides of the streamed one). All of them: python -m benchmarks.expert_tiers_parity
+CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
+    "one rank, odd sizes, biases, disk": (
+        1,
+        (*ODD, "model.linear_bias=true", "moe.memory_strategy=recompute", "moe.pipeline_degree=2"),
+        (*DISK, *BUCKETS),
+    ),
+    "by layer in bf16, host": (
+        1,
+        (FULL, "training.precision=bf16", "optimizer.moment_dtype=bf16", "model.tie_embeddings=false"),
+        (*HOST, *BY_LAYER, "training.activation_offload=auto"),
+    ),
+    "bert, capacity, one micro-batch, host and disk": (
+        1,
+        ("experiment=bert_moe_tiny", "moe.capacity_factor=1.0", "training.micro_batch_size=8"),
+        HOST_DISK,
+    ),
+    "parts of two ranks, odd sizes, disk": (2, (*ODD, "optimizer.clip_grad=0.1"), (*DISK, *BUCKETS)),
+    "all of it on two ranks, by layer, clipped": (
+        2,
+        (FULL, "model.tie_embeddings=false", "optimizer.clip_grad=0.1", "training.micro_batch_size=2"),
+        (*HOST, *BY_LAYER, "moe.shard_weights=false"),
+    ),
+    "expert parallel, copies in blocks, offload, host": (
+        2,
+        (
+            *("parallel.expert=2", "moe.memory_strategy=offload", "training.recompute=selective", *MOVES),
+            *("moe.placement.bitwise=true", "moe.placement.block_rows=8", "moe.shared_expert_ffn_hidden_size=24"),
+        ),
+        HOST,
+    ),
+    "pipeline in bf16, disk": (2, ("parallel.pipeline=2", "training.precision=bf16", "moe.token_budget=24"), DISK),
+}
+
+
+def config_of(overrides: Sequence[str], ranks: int = 1, folder: Path | None = None) -> Any:
+    """Two layers, small. `folder`: on a disk."""
+    sizes = [
+        f"training.global_batch_size={SAMPLES}",
+        "training.micro_batch_size=2",
+        f"memory.disk_dir={folder or 'null'}",
+    ]
+    return make_config(["experiment=gpt_moe_tiny", *SMALL, *sizes, *overrides], ranks)
+
+
+def numbers_of(engine: Any, steps: Sequence[int]) -> list[tuple[Any, ...]]:
+    """What steps report on this rank; behind the first stand an evaluation and a step that is refused."""
+    from training.step import evaluate, gradients, run_again, train_step
+
+    data, found = engine.topology.data, list[tuple[Any, ...]]()
+    for step in steps:
+        batches = batches_of(engine.config, step)[data.rank :: data.size]
+        result = train_step(engine, batches, step)
+        counts = None if result.tokens_per_expert is None else result.tokens_per_expert.tolist()
+        found.append((result.loss, result.grad_norm, result.extra, counts))
+        if step == steps[0]:
+            found.append((evaluate(engine, iter([batches])),))
+            before = engine.mark()
+            gradients(engine, batches, step + 1)
+            before.restore()
+            run_again(engine, batches)
+    return found
+
+
+def train_both(resident: Any, streamed: Any, folder: Path) -> tuple[Any, Any]:
+    """Steps of both, which each save, and one more of each from the other's checkpoint."""
+    from training.progress import load
+
+    on_device = build(resident)
+    engines = {"resident": on_device, "streamed": another(on_device, streamed)}
+    numbers = {}
+    for name, engine in engines.items():
+        numbers[name] = numbers_of(engine, range(1, STEPS + 1))
+        save(engine, folder / name, STEPS)
+    for name, other in (("resident", "streamed"), ("streamed", "resident")):
+        load(engines[name], folder / other)
+        numbers[name] += numbers_of(engines[name], [STEPS + 1])
+    for engine in engines.values():
+        engine.settle()
+        engine.close()
+    return numbers["resident"], numbers["streamed"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_streamed_experts_have_the_bits_of_resident_ones(name: str, tmp_path: Path) -> None:
+    ranks, both, streamed = CASES[name]
+    configs = config_of(both, ranks), config_of([*both, *streamed], ranks, tmp_path)
+    for resident, ours in distributed.run(train_both, ranks, *configs, tmp_path):
+        assert len(ours) == 2 * STEPS and ours == resident
+    compared, differ = checkpoint_differences(tmp_path / "streamed", tmp_path / "resident")
+    assert compared > 20 and [each for each in differ if not each.startswith("random.")] == []
+
+
+def counted(config: Any) -> dict[str, Any]:
+    """On a rank: what the second step moved of experts, and what they take of the device."""
+    from memory.copy_stream import CopyStream
+    from optim.tiers.expert_tier import ExpertTier
+    from optim.tiers.tiers import tiers_of
+    from training.step import train_step
+
+    link, submit = Counter[str](), CopyStream.submit
+
+    def of_experts(method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            with mock.patch.object(CopyStream, "submit", counting):
+                return method(*args)
+
+        return call
+
+    def counting(stream: Any, work: Any, after: Any = (), num_bytes: int = 0, **rest: Any) -> Any:
+        link[stream.name] += num_bytes
+        return submit(stream, work, after, num_bytes, **rest)
+
+    methods = {name: of_experts(getattr(ExpertTier, name)) for name in ("bring", "add", "sum_to", "finish")}
+    with mock.patch.multiple(ExpertTier, **methods):
+        engine = build(config)
+        tiers, stream, data = tiers_of(engine.optimizer), engine.experts, engine.topology.data
+        assert tiers is not None and tiers.experts is not None and stream is not None
+        store, disk = tiers.experts.store, tiers.experts.disk
+        assert disk is not None
+        found = dict[str, int]()
+        for step in (1, 2):
+            link.clear()
+            before = stream.counts.fetched, disk.num_read, disk.num_written
+            train_step(engine, batches_of(config, step)[data.rank :: data.size], step)
+            engine.settle()
+            for index in range(len(store.sizes)):
+                store.last_write(index).wait()
+            after = stream.counts.fetched, disk.num_read, disk.num_written
+            names = "fetched", "read", "written"
+            found = {name: b - a for name, a, b in zip(names, before, after, strict=True)}
+        found |= {"up": link["to device"], "down": link["from device"]}
+        found |= {"slots": stream.nbytes, "asked": stream.counts.asked}
+        engine.close()
+    return found
+
+
+COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "by micro-batch": (1, ()),
+    "by layer": (1, (FULL, *BY_LAYER)),
+    "parts": (2, (FULL, *BY_LAYER)),
+    "all": (2, (FULL, *BY_LAYER, "moe.shard_weights=false")),
+}
+
+
+def test_a_step_moves_what_its_plan_counts(tmp_path: Path) -> None:
+    found = {}
+    for name, (ranks, more) in COUNTED.items():
+        config = config_of([*DISK, "model.num_layers=3", *more], ranks, tmp_path)
+        plan = expert_traffic(config, ranks, 0)
+        assert plan is not None
+        here = found[name] = distributed.run(counted, ranks, config)[-1]
+        records = plan.moves.records
+        assert here["asked"] == 0 and here["fetched"] == len(plan.fills), name
+        assert here["slots"] == records.weights_on_device + records.grads_on_device, name
+        assert here["slots"] == (2 * 4 + records.grad_slots * 4) * records.padded_numel, name
+        assert here["up"] == plan.total.up, name
+        assert here["down"] == plan.total.down, name
+        state = plan.moves.state_bytes * records.part_numel * records.num_layers  # in a file of its own
+        assert here["read"] == plan.total.read - state and here["written"] == plan.total.written - state, name
+        # Beside what stays in a slot where passes turn, all three layers' weights come in each pass.
+        passes, turns = (2, 1) if "layer" in config.training.pass_order else (2 * 4, 2 * 4 - 1)
+        assert here["fetched"] == 3 * passes - 2 * turns, name
+    assert 2 * found["parts"]["read"] == found["all"]["read"] and 2 * found["parts"]["up"] == found["all"]["up"]
+
+
+@pytest.mark.parametrize("tier", [HOST, DISK], ids=["host", "disk"])
+def test_the_budget_that_is_proposed_is_enough(tier: tuple[str, ...], tmp_path: Path) -> None:
+    def refused(budget: str) -> str:
+        plan = make_plan(config_of([*tier, budget], 1, tmp_path), 1, VOCAB_SIZE)
+        with pytest.raises(ConfigError, match="for experts and optimizer state of rank 0") as caught:
+            refuse_what_cannot_fit(plan)
+        return str(caught.value)
+
+    field, ((proposed,),) = advice.split(refused("memory.host_budget=0.05"))
+    assert field == "memory.host_budget" and proposed.startswith("memory.host_budget=")
+    peak, limit = distributed.run(built, 1, config_of([*tier, proposed], 1, tmp_path))[0]
+    assert 0.5 * limit < peak <= limit == float(proposed.partition("=")[2]) * 2**20
+
+
+def built(config: Any) -> tuple[int, float]:
+    """Bytes of the host's budget at the peak of a step, and its limit."""
+    from memory.budgets import HOST
+
+    engine = build(config)
+    numbers_of(engine, [1])
+    engine.settle()
+    found = HOST.peak, HOST.limit
+    engine.close()
+    return found
+
+
+def failing(config: Any, call: str) -> tuple[str, bool]:
+    """What a step says where the disk fails, and whether the weights are still those before it."""
+    from memory.disk import DiskError
+    from parallel.owned import is_off_device
+    from training.engine import TierError
+
+    engine = build(config)
+    numbers_of(engine, [1])
+    engine.settle()
+    held = [each for chunk in engine.bare_chunks for each in chunk.parameters() if not is_off_device(each)]
+    weights = [each.detach().clone() for each in held]
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    said = "nothing"
+    with mock.patch(f"memory.disk.os.{call}", fail):
+        try:
+            numbers_of(engine, [2])
+            engine.settle()
+        except (DiskError, TierError) as error:
+            said = str(error)
+    same = all(torch.equal(each, before) for each, before in zip(held, weights, strict=True))
+    engine.close()
+    return said, same
+
+
+@pytest.mark.parametrize(("call", "what"), [("preadv", "read"), ("pwrite", "written")])
+def test_a_disk_that_fails_is_named(call: str, what: str, tmp_path: Path) -> None:
+    ((said, same),) = distributed.run(failing, 1, config_of(DISK, 1, tmp_path), call)
+    assert said == f"memory.disk_dir ({tmp_path}) cannot be {what}: Input/output error"
+    assert same or call == "pwrite"  # weights come before a step changes any
+
+
+def refused_at_start(config: Any) -> str:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    one = dist.get_rank() == 1
+    with mock.patch("memory.disk.os.posix_fallocate", full) if one else contextlib.nullcontext():
+        try:
+            build(config)
+        except ConfigError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_all_ranks_refuse_a_disk_that_one_finds_full(tmp_path: Path) -> None:
+    for said in distributed.run(refused_at_start, 2, config_of(DISK, 2, tmp_path)):
+        assert said.startswith(f"memory.disk_dir ({tmp_path}) must have ") and said.endswith("another disk (rank 1)")
