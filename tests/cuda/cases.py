@@ -378,7 +378,7 @@ MATRIX_ONLY = (
     "state of interleaved stages",
     "capacity by position",
     # Those that tests/cuda/test_experts_off_device.py does not take, too.
-    *(name for name in CASES if name.startswith("experts on the ") or name.startswith("experts' parts")),
+    *(name for name in CASES if name.startswith(("experts on the ", "experts' parts"))),
 )
 
 
