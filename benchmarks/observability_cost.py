@@ -253,6 +253,15 @@ def made_up_run(
                 "max_over_mean": ratio.tolist(),
                 "counts": counts.tolist(),
             }
+            line["expert_tiers"] = {
+                **{way: 2**28 + draw.randrange(2**20) for way in ("up", "down", "read", "written")},
+                "fetched": 4 * layers,
+                "asked": 0,
+                "wait_seconds": 0.1 * draw.random(),
+                "weights_disk": 2**30,
+                "gradients_disk": 2**31,
+                "staging_host": 2**26,
+            }
             words = {"memory_strategy": ["keep"] * layers, "all_to_all": ["flat"] * layers}
             plans = {"degree": [2] * layers, "backward_degree": [4] * layers, **words, **times}
             placed = {"at_home": [1.5 + draw.random() for _ in range(layers)], "placed": [1.01] * layers}

@@ -69,6 +69,7 @@ class Store:
         made = [_Slot(memory) for memory in slots]
         self._slots, self._slots_of_passes = made[for_passes:], made[:for_passes]
         self._disk = disk
+        self.bytes_read = self.bytes_written = 0  # of the disk
         self.waits_for_save = 0  # changes that had to wait until a save had read the record
 
     def fetch(self, index: int, to: int | None = None, priority: int = UPDATES) -> Checkout:
@@ -81,6 +82,7 @@ class Store:
         slot = self._lend(priority)
         disk, memory = self._disk, slot.memory[: padded(self.sizes[index])]
         assert disk is not None and target.memory is None
+        self.bytes_read += memory.numel()
         there = self.link.read.submit(
             lambda: disk.read_into(location.offset, memory),
             (location.written,),
@@ -118,6 +120,7 @@ class Store:
             return after
         disk, memory = self._disk, checkout.slot.memory[: padded(checkout.target.numel())]
         assert disk is not None
+        self.bytes_written += memory.numel()
         location = checkout.to
         written = self.link.write.submit(
             lambda: disk.write_from(location.offset, memory), (after, *self._unheld(location)), memory.numel()

@@ -10,15 +10,19 @@ A slot is one flat range: all experts' first matrices, second matrices and biase
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from memory.completion import Completion, Users
 from moe.experts.weights import Slab
 
+MOST_WAITS = 4096  # of a stream that are held until they are added up
 Arrived = Sequence[tuple[int, torch.Tensor]]  # gradients of copies that came home: slot, an expert's record in fp32
 
 
@@ -67,11 +71,32 @@ class _LayerSlot:
 @dataclass
 class StreamCounts:
     """Since the run began: layers' weights that came, those that came only when they were asked for, and seconds that
-    the thread that computes has waited for them."""
+    what computes has waited for them: the device's stream, where there is one, else the thread."""
 
     fetched: int = 0
     asked: int = 0
     waited: float = 0.0
+    _spans: deque[tuple[Any, Any]] = field(default_factory=lambda: deque(maxlen=MOST_WAITS))  # events around waits
+
+    @contextmanager
+    def wait(self, device: torch.device) -> Iterator[None]:
+        """Count what is waited for inside. Nobody waits for that: a stream's waits count once they are over."""
+        if device.type != "cuda":
+            before = time.perf_counter()
+            yield
+            self.waited += time.perf_counter() - before
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._spans.append((start, end))
+
+    def add_up(self) -> None:
+        """Add the waits that are over to `waited`."""
+        while self._spans and self._spans[0][1].query():
+            start, end = self._spans.popleft()
+            self.waited += start.elapsed_time(end) / 1000
 
 
 class ExpertStream:
@@ -239,10 +264,11 @@ class StreamedExperts:
     def wait(self) -> None:
         """What is computed from now on comes after the weights' arrival. Raises what their way raised."""
         assert self._slot is not None and self._slot.layer == self._layer
-        for done in self._slot.there:
-            done.order()
-            if done.error is not None:
-                raise done.error
+        with self._stream.counts.wait(self._slot.flat.device):
+            for done in self._slot.there:
+                done.order()
+                if done.error is not None:
+                    raise done.error
 
     def leave(self) -> None:
         """What is computed from now on reads no weights of the layer, until it is opened again."""

@@ -120,6 +120,12 @@ class ExpertRecords:
         return kept + self.staging
 
     @property
+    def by_tier(self) -> dict[str, int]:
+        """Bytes by what they are for and where they lie."""
+        kept = {f"weights_{self.tier}": self.weights_kept, f"gradients_{self.tier}": self.grads_kept}
+        return {**kept, "staging_host": self.staging}
+
+    @property
     def disk_bytes(self) -> int:
         return self.weights_kept + self.grads_kept if self.tier == "disk" else 0
 

@@ -82,8 +82,16 @@ class ExpertTier:
         self._read = [Users() for _ in weights + grads]  # who reads a record
         self._collective = Completion.already()  # the last one: all ranks have them in the same order
         self._squares: dict[tuple[int, ...], tuple[torch.Tensor, Completion]] = {}
+        self._bytes_up = self._bytes_down = 0
         self._rooms: dict[int, torch.Tensor] = {}  # squares of each layer
         self._watched: list[Completion] = []
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes of weights and gradients since the start: to the device, from it, read and written of the disk."""
+        down = self._bytes_down + (0 if self._stages is None else self._stages.num_bytes)
+        store = self.store
+        return {"up": self._bytes_up, "down": down, "read": store.bytes_read, "written": store.bytes_written}
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -102,6 +110,7 @@ class ExpertTier:
                     priority=PASSES,
                 )
             )
+            self._bytes_up += checkout.source.numel()
             self._release(self.weight_index(layer, bucket), checkout, ups[-1])
         if self.records.parts == 1:
             return ups
@@ -209,6 +218,7 @@ class ExpertTier:
             source, target = checkout.source.view(torch.float32), slot[first:end]
             work = lambda source=source, target=target: target.copy_(source, non_blocking=True)  # noqa: E731
             up = self.link.up.submit(work, (checkout.there,), checkout.source.numel(), free=free, priority=PASSES)
+            self._bytes_up += checkout.source.numel()
             self._release(index, checkout, up)
             ups.append(up)
         return ups
@@ -250,6 +260,7 @@ class ExpertTier:
                 free=self._read[index].all(),
                 priority=PASSES,
             )
+            self._bytes_down += checkout.target.numel()
             self._watch(self.store.put(checkout, down))
             downs.append(down)
         return downs

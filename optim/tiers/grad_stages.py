@@ -31,6 +31,7 @@ class GradStages:
     def __init__(self, link: HostLink, numel: int, arrived_numel: int, dtype: torch.dtype):
         """numel: of a layer's gradient; arrived_numel: of an expert's, where copies' gradients come home, or 0."""
         self._link = link
+        self.num_bytes = 0  # that left so far
         size, arrived_size = numel * dtype.itemsize, arrived_numel * torch.float32.itemsize
         self._stages = [
             GradStage(link.allocate(size).zero_().view(dtype), link.allocate(arrived_size).view(torch.float32))
@@ -51,6 +52,7 @@ class GradStages:
                 grad.record_stream(torch.cuda.current_stream())  # not used again before it has left
 
         so_far = Completion.so_far(self._link.device)
+        self.num_bytes += grad.nbytes
         return self._link.down.submit(work, (so_far,), grad.nbytes, free=stage.users.all(), priority=PASSES)
 
 

@@ -84,6 +84,15 @@ def _tiered(where: str, engine: str, early: str) -> tuple[str, ...]:
     )
 
 
+def _streamed(where: str, *overrides: str) -> tuple[str, ...]:
+    """Experts off the device, with more layers than slots."""
+    return (
+        *(f"moe.weights_device={where}", f"optimizer.state_device={where}", "optimizer.distributed=true"),
+        *("model.num_layers=3", f"memory.disk_dir={DISK_DIR if where == 'disk' else 'null'}"),
+        *overrides,
+    )
+
+
 # One sample a micro-batch: two would each stay whole on a rank, and nothing would be exchanged.
 CONTEXT = (
     *("parallel.context=2", "parallel.context_heads=1", "training.micro_batch_size=1"),
@@ -94,6 +103,7 @@ DENSE, NONE = "model=gpt_tiny", places.waits({}, 0)
 PLACED = ("moe.placement.policy=quota", "moe.placement.extra_slots=2")
 IN_BLOCKS = ("moe.placement.bitwise=true", "moe.placement.block_rows=16", "moe.placement.interval=1")
 CLIPPED = "optimizer.clip_grad=0.1"  # in every step
+PARTS = "moe.shard_weights=true"  # of ranks that hold the same experts
 BY_LAYER = ("training.pass_order=by_layer", "model.tie_embeddings=false")
 LAYERS_OFFLOADED = ("training.recompute=full", "training.activation_offload=auto")
 FLAT = places.waits(places.FLAT, NUM_LAYERS * 2)
@@ -293,6 +303,53 @@ CASES = {
         ways_in_turn=True,
         thread_waits=places.host_waits(6),
     ),
+    "experts on the host": Case(
+        2,
+        _expert_parallel("keep", *_streamed("host")),
+        places.waits(places.FLAT, 3 * 2),
+        thread_waits=places.expert_waits(26),
+    ),
+    "experts on the disk": Case(
+        2,
+        _expert_parallel("offload", *_streamed("disk"), *_chunks(2, 2)),
+        places.waits(places.FLAT, 3 * 2),
+        thread_waits=places.expert_waits(26, read=8, written=12),
+    ),
+    "experts on the host by layer": Case(
+        1,
+        # Layer inputs stay: their copies would order those of gradients, too.
+        _experts(*_streamed("host"), *BY_LAYER, "training.recompute=full"),
+        NONE,
+        thread_waits=places.expert_waits(30),
+    ),
+    "experts on the disk by layer": Case(
+        2,
+        _expert_parallel("keep", *_streamed("disk"), *BY_LAYER, *LAYERS_OFFLOADED),
+        places.waits(places.FLAT_TWICE, 3 * 2),
+        thread_waits=places.expert_waits(30, read=8, written=12),
+    ),
+    "experts' parts on the host": Case(
+        2, _experts(*_streamed("host", PARTS)), NONE, thread_waits=places.expert_waits(30)
+    ),
+    "experts' parts on the disk by layer": Case(
+        2,
+        _experts(*_streamed("disk", PARTS), *BY_LAYER, *LAYERS_OFFLOADED),
+        NONE,
+        thread_waits=places.expert_waits(30, read=8, written=12),
+    ),
+    "experts' parts over ranks": Case(
+        4,
+        _expert_parallel("recompute", *_streamed("disk", PARTS), "training.micro_batch_size=1"),
+        places.waits(places.FLAT, 3 * 2),
+        thread_waits=places.expert_waits(30, read=8, written=12),
+    ),
+    "experts on the host at copies": Case(
+        2,
+        _expert_parallel("keep", *_streamed("host"), *PLACED),
+        places.waits(places.PLACED, 3 * 2),
+        one_sided=True,
+        thread_waits=places.expert_waits(40),
+    ),
     "tensor, whole sequences": Case(2, ("model=gpt_tiny", "parallel.tensor=2"), places.waits({}, 0), "fp32"),
 }
 
@@ -320,6 +377,8 @@ MATRIX_ONLY = (
     "state, late gradients",
     "state of interleaved stages",
     "capacity by position",
+    # Those that tests/cuda/test_experts_off_device.py does not take, too.
+    *(name for name in CASES if name.startswith(("experts on the ", "experts' parts"))),
 )
 
 
@@ -382,8 +441,9 @@ def _too_many_thread_waits(name: str, outcomes: Sequence[runs.Outcome]) -> list[
 def noticed(name: str, mutant: Mutant) -> str:
     """How a case without the mutant's call fails; empty where it does not. Raises ValueError where the call is never
     made."""
+    early = mutant.what == "written"
     try:
-        outcomes = run(name, "cuda", mutant)
+        outcomes = run(name, "cuda", mutant, early=early)
     except distributed.RankError as error:
         return "refused: " + str(error).strip().splitlines()[-1]
     except distributed.RankDied as error:  # gloo ends a process that gets more than it has room for
@@ -394,4 +454,6 @@ def noticed(name: str, mutant: Mutant) -> str:
         raise ValueError(f"{mutant.what} was not called through {mutant.place} in {name}")
     if not all(math.isfinite(number) for outcome in outcomes for number in outcome.losses + outcome.grad_norms):
         return "no numbers"
+    if early and [each.losses for each in outcomes] != [each.losses for each in run(name, "cuda")]:
+        return "other losses"
     return "; ".join(faults(outcomes)[:1])

@@ -17,6 +17,7 @@ LINEAR = "megatron/core/tensor_parallel/layers.py:LinearWithGradAccumulationAndA
 INTERLEAVED = "megatron/core/pipeline_parallel/schedules.py:forward_backward_pipelining_with_interleaving"
 OVER_RANKS = "moe/schedule/over_ranks.py:"
 OFFLOAD = "memory/offload.py:OffloadedTensor."
+EXPERTS, EXPERT_TIER = "moe/experts/streamed.py:", "optim/tiers/expert_tier.py:ExpertTier."
 STREAM, TIERS = "memory/copy_stream.py:CopyStream._wait", "optim/tiers/tiers.py:Tiers."
 HIERARCHY, MESSAGES = "moe/alltoall/hierarchical.py:", "moe/alltoall/messages.py:"
 Waits = dict[tuple[str, str], int]  # by kind (see device.py) and place
@@ -58,6 +59,13 @@ def host_waits(buckets: int) -> dict[str, int]:
     """Of a step, for Case.thread_waits: so many buckets are updated on the host, and each waits for one copy a
     direction: its gradient's, and that of the weights that were in its memory before."""
     return {"host update stream": 2 * buckets}
+
+
+def expert_waits(updated: int, read: int = 0, written: int = 0) -> dict[str, int]:
+    """Experts off the device. The host's thread waits for a copy of each gradient that it adds or updates with, and for
+    the last copy of the weights that it changes; the disk's threads for a copy to where they read, or of what they
+    write."""
+    return {"host update stream": updated, "disk read stream": read, "disk write stream": written}
 
 
 def disk_waits(buckets: int) -> dict[str, int]:
@@ -111,6 +119,15 @@ MUTANTS = {
     ),
     "weights that are back": _mutant("wait_event", TIERS + "gate", "state updated on the host early"),
     "gradients without their scale": _mutant("wait_event", TIERS + "unscaled", "state split"),
+    "a slot for weights that is free": _mutant(
+        "wait_event", STREAM, "experts on the host by layer", "to device stream"
+    ),
+    "weights of experts": _mutant("wait_event", f"{EXPERTS}StreamedExperts.wait", "experts on the host by layer"),
+    "a slot for gradients that is free": _mutant(
+        "wait_event", f"{EXPERTS}ExpertStream.store", "experts on the host by layer"
+    ),
+    "weights of experts that are updated": _mutant("written", f"{EXPERT_TIER}bring", "experts on the host by layer"),
+    "a sum of gradients on the host": _mutant("written", f"{EXPERT_TIER}sum_to", "experts' parts on the host"),
     "the order of two chunks": _mutant("order", f"{OVER_RANKS}_Pass.dispatch", "keep, chunks"),
     "the order of two chunks' sums": _mutant("order", f"{OVER_RANKS}_Pass.combine", "offload, chunks"),
 }

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from tests.cuda.pretended.observed import OBSERVED, Mutant
 
 STEPS = 2
 VOCAB_SIZE = 500
+HOST_PAUSE = 0.2  # seconds
 COMMON = ("training.global_batch_size=8", "training.micro_batch_size=2", "model.backend=portable", "logging.wandb=off")
 
 
@@ -70,6 +72,8 @@ def train(
             stack.enter_context(_all_to_the_first_half())
         if ways_in_turn:
             stack.enter_context(_ways_in_turn())
+        if mutant is not None and mutant.what == "written":
+            stack.enter_context(_read_too_early())
         outcome = _train(device, overrides)
         if device == "cuda":
             from tests.cuda.pretended import exchanges, memory
@@ -103,6 +107,28 @@ def _ways_in_turn() -> Iterator[None]:
         return [("host", "device_stream")[index % 2] for index in range(len(numels))]
 
     with mock.patch.object(tiers, "choose", choose):
+        yield
+
+
+@contextlib.contextmanager
+def _read_too_early() -> Iterator[None]:
+    """Where the mutant says so. The host adds and updates late, so that it shows."""
+    from memory.completion import Completion
+    from memory.copy_stream import CopyStream
+    from memory.store import Store
+
+    fetch, wait = Store.fetch, CopyStream._wait
+
+    def fetch_early(store: Any, *args: Any, **kwargs: Any) -> Any:
+        checkout = fetch(store, *args, **kwargs)
+        return replace(checkout, there=Completion.already()) if OBSERVED.leaves_out("written") else checkout
+
+    def wait_longer(stream: Any, item: Any) -> None:
+        wait(stream, item)
+        if any(name in item.work.__qualname__ for name in ("adding", "on_records")):
+            time.sleep(HOST_PAUSE)
+
+    with mock.patch.object(Store, "fetch", fetch_early), mock.patch.object(CopyStream, "_wait", wait_longer):
         yield
 
 

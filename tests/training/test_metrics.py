@@ -236,3 +236,19 @@ def test_tensorboard_holds_the_same_numbers(data: list[str], tmp_path: Path) -> 
             assert found == [pytest.approx(float(value), rel=1e-6)], name
     for name, counts in expert_counts(lines[-1]).items():
         assert events.Histograms(name)[-1].histogram_value.bucket == counts
+
+
+def test_what_experts_off_the_device_move_is_counted(data: list[str], tmp_path: Path) -> None:
+    """From the disk, by micro-batch: each gradient leaves, and is added to the sum, which is read and written."""
+    micro_batches, layers = 4, 3
+    off = ["moe.weights_device=disk", "optimizer.state_device=disk", "optimizer.distributed=true"]
+    off += [f"memory.disk_dir={tmp_path}", "training.steps=2", "training.eval_interval=0"]
+    train(make_config([*SIZES, *data, *off, f"run_dir={tmp_path / 'run'}"]))
+    for line in read_metrics(tmp_path / "run"):
+        found = line["expert_tiers"]
+        weights, grads = found["weights_disk"], found["gradients_disk"]  # of whole blocks, in fp32
+        assert weights == grads > 0 and found["wait_seconds"] >= 0 and found["asked"] == 0
+        per_layer = found["up"] / found["fetched"]
+        assert per_layer * layers <= weights and found["down"] == per_layer * layers * micro_batches
+        assert found["written"] == grads * micro_batches + weights
+        assert found["read"] == found["fetched"] * weights // layers + grads * micro_batches + weights

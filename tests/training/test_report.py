@@ -33,7 +33,7 @@ from training.report.page.layers import MAX_CELLS, homes_of
 from training.report.page.render import ASSETS
 from training.resilience import events
 
-SECTIONS = {"loss", "speed", "experts", "placement", "plans", "timeline", "memory", "events", "run"}
+SECTIONS = {"loss", "speed", "experts", "placement", "plans", "timeline", "memory", "tiers", "events", "run"}
 
 
 class Page(HTMLParser):
@@ -116,6 +116,10 @@ def test_every_section_has_its_numbers(run_dir: Path) -> None:
         series["key"] for charts in found.data["charts"].values() for chart in charts for series in chart["series"]
     }
     assert set(keys) <= drawn
+    moved, waited, kept = (chart["series"] for chart in found.data["charts"]["tiers"])
+    assert [series["name"] for series in moved[:2]] == ["to the device", "from the device"] and len(moved) == 4
+    assert [series["key"] for series in waited] == ["expert_tiers/wait_seconds"]
+    assert [series["name"] for series in kept] == ["staging, host", "weights, disk", "gradients, disk"]
     by_position, by_length = found.data["buckets"]
     assert by_position["heads"] == ["Position", "validation, step 50", "wiki.v2, step 50"]
     last = lines[49]["validation_loss_by_position"]
@@ -344,7 +348,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     for name in ("plan.json", "events.jsonl"):
         (tmp_path / "dense" / name).unlink()
     dense = make(tmp_path / "dense")
-    assert set(dense.data["missing"]) == {"experts", "placement", "plans", "timeline", "events"}
+    assert set(dense.data["missing"]) == {"experts", "placement", "plans", "timeline", "tiers", "events"}
+    assert "moe.weights_device is device" in dense.text["tiers"]
     assert "No plan.json" in dense.text["memory"] and "dense" in dense.text["plans"]
 
 

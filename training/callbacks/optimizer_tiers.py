@@ -1,4 +1,5 @@
-"""Optimizer state off the device: which way its buckets go, and that all ranks end where one can go on no more."""
+"""What lies off the device: which way buckets of optimizer state go, what experts move and wait for, and that all ranks
+end where one can go on no more."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections import Counter
 
 import torch
 
+from optim.tiers.expert_tier import ExpertTier
 from optim.tiers.tiers import Tiers, tiers_of
 from parallel.refusal import raise_together
 from training.engine import TierError
@@ -19,10 +21,17 @@ REFIT_STEPS = 100  # between measurements of the tiers, where the ways follow fr
 
 class OptimizerTiers(Callback):
     """Adds `optimizer_tiers`: this rank's early updates that were kept and dropped, and changes that waited for a save,
-    since the start."""
+    since the start.
+
+    With experts off the device also `expert_tiers`, this rank's: bytes of experts' weights and gradients that went `up`
+    to the device and `down` from it, were `read` from the disk and `written` to it since the last step's line;
+    `fetched`, how often a layer's weights came, and `asked`, how often only when they were needed; `wait_seconds`, how
+    long what computes waited for them; and the bytes that `weights`, `gradients` and `staging` take of host and disk.
+    """
 
     def __init__(self) -> None:
         self._tiers: Tiers | None = None
+        self._before: dict[str, float] = {}  # what experts had moved and waited at the last step's line
 
     def on_start(self, run: Run) -> None:
         tiers = self._tiers = tiers_of(run.engine.optimizer)
@@ -33,6 +42,8 @@ class OptimizerTiers(Callback):
             "tiers", lambda: torch.full((1,), float(failed() is not None), dtype=torch.float64, device=device)
         )
         self._say_ways(run, tiers)
+        if tiers.experts is not None:
+            self._before = _moved(run, tiers.experts)
 
     def before_update(self, run: Run, result: StepResult) -> None:
         """Raises TierError on every rank where a rank's earlier update failed: its weights are old ones."""
@@ -48,6 +59,10 @@ class OptimizerTiers(Callback):
             "early_dropped": tiers.num_dropped,
             "waits_for_save": tiers.store.waits_for_save,
         }
+        if tiers.experts is not None:
+            before, self._before = self._before, _moved(run, tiers.experts)
+            metrics["expert_tiers"] = {name: value - before[name] for name, value in self._before.items()}
+            metrics["expert_tiers"] |= tiers.experts.records.by_tier
         flexible = tiers.memory.arrangement.flexible
         if flexible and run.progress.step % REFIT_STEPS == 0 and not run.saver.pending and not run.is_last_step:
             if tiers.choose(run.config.optimizer.engine):
@@ -74,3 +89,11 @@ class OptimizerTiers(Callback):
         measured = {} if tiers.rates is None else vars(tiers.rates)
         rates = {name: rate for name, rate in measured.items() if math.isfinite(rate)}
         events.record(run.run_dir, "optimizer_ways", text, step=run.progress.step, ways=dict(share), rates=rates)
+
+
+def _moved(run: Run, experts: ExpertTier) -> dict[str, float]:
+    """What experts off the device have moved and waited for since the engine was built."""
+    assert run.engine.experts is not None
+    counts = run.engine.experts.counts
+    counts.add_up()
+    return {**experts.moved, "fetched": counts.fetched, "asked": counts.asked, "wait_seconds": counts.waited}

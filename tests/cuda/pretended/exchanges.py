@@ -127,8 +127,8 @@ class Exchange(Work):  # type: ignore[misc]
 
     def wait(self, timeout: Any = None) -> bool:
         """The operations of the communicator up to this one; what the current stream is given next comes after them. A
-        worker's side stream is so late as its thread is: it does them at once. What was issued on one has its turn there,
-        and its stream waits."""
+        worker's side stream is so late as its thread is: it does them at once. What was issued on one has its
+        turn there, and its stream waits."""
         if not self._is_on_side_stream and not OBSERVED.leaves_out("wait"):
             self._complete()
             current_stream().learn(self._moment)

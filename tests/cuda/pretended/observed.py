@@ -24,7 +24,7 @@ NO_LAUNCH = {*VIEWS.split(), "unbind", "as_strided", "_reshape_alias", *ALLOCATI
 class Mutant:
     """A call that is left out, to see that it is missed: `what` (wait, wait_event, wait_stream, record_stream,
     event.synchronize, stream.synchronize), made on the way through `place`. Or `order`: on rank 1 the communicator's
-    next operation overtakes this one."""
+    next operation overtakes this one. Or `written`: a record of a store is read before its last change is over."""
 
     what: str
     place: str

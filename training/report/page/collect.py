@@ -43,6 +43,8 @@ def collect(source: RunFiles) -> dict[str, Any]:
     data["homes"], data["ranks"] = homes_of(source), ranks_of(source)
     if data["homes"] is None:
         missing["placement"] = "Every expert is computed at its home: moe.placement.policy is static."
+    if not any(line.get("expert_tiers/up") is not None for line in flat):
+        missing["tiers"] = "No experts off the device: moe.weights_device is device."
     data["plans"] = plans_of(source, flat, data["curves"])
     if not data["plans"]["rows"]:
         missing["plans"] = (

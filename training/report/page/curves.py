@@ -75,6 +75,37 @@ CURVES: dict[str, list[Chart]] = {
             [("placement/copies", "copies that travelled"), ("placement/moved", "homes that moved")],
         ),
     ],
+    "tiers": [
+        (
+            "Experts' weights and gradients that a step of rank 0 moves",
+            "bytes",
+            False,
+            [
+                ("expert_tiers/up", "to the device"),
+                ("expert_tiers/down", "from the device"),
+                ("expert_tiers/read", "read from the disk"),
+                ("expert_tiers/written", "written to the disk"),
+            ],
+        ),
+        (
+            "Waiting for experts' weights, rank 0",
+            "seconds",
+            False,
+            [("expert_tiers/wait_seconds", "waiting for weights")],
+        ),
+        (
+            "Experts off the device, rank 0",
+            "bytes",
+            False,
+            [
+                ("expert_tiers/weights_host", "weights, host"),
+                ("expert_tiers/gradients_host", "gradients, host"),
+                ("expert_tiers/staging_host", "staging, host"),
+                ("expert_tiers/weights_disk", "weights, disk"),
+                ("expert_tiers/gradients_disk", "gradients, disk"),
+            ],
+        ),
+    ],
 }
 MISSING = {
     "Other losses": "No auxiliary losses: the model is dense, or their coefficients are 0.",

@@ -16,6 +16,7 @@ SECTIONS = (
     ("plans", "Plans of the MoE layers"),
     ("timeline", "One step across ranks"),
     ("memory", "Memory against the plan"),
+    ("tiers", "Experts off the device"),
     ("events", "Checkpoints and events"),
     ("run", "Versions, hardware and configuration"),
 )
