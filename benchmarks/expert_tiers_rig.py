@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cgroups import DiskCgroup, can_limit_disk
+from memory.copy_stream import SAVES
 from optim.arrangement.traffic import ExpertTraffic
 
 TIMEOUT = 300.0  # seconds for one call
@@ -197,7 +198,7 @@ class Training:
         self.engine.settle()
         for _ in range(2):
             for stream in self.engine.host_link.all:
-                stream.submit(lambda: None, priority=9).wait()
+                stream.submit(lambda: None, priority=SAVES).wait()
         self._barrier()
 
     def _now(self) -> list[float]:

@@ -40,7 +40,7 @@ ORDERS = ("by_micro_batch", "by_layer")
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a training: MoE layers alone, bf16."""
+    """Sizes of a training, MoE layers alone."""
 
     layers: int = 8
     hidden: int = 128
@@ -50,11 +50,18 @@ class Shape:
     length: int = 64
     samples: int = 4  # of a micro-batch
     micro_batches: int = 2
+    precision: str = "bf16"
+    bucket: int = 2**17  # parameters: eight buckets of a layer
 
     @property
     def weights(self) -> int:
         """Parameters of one layer's experts."""
         return self.experts * 3 * self.hidden * self.width
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a parameter."""
+        return 2 if self.precision == "bf16" else 4
 
     @property
     def tokens(self) -> float:
@@ -77,14 +84,16 @@ class Shape:
             f"training.recompute={recompute}",
             f"training.micro_batch_size={self.samples}",
             f"training.global_batch_size={self.samples * self.micro_batches * ranks}",
-            "training.precision=bf16",
+            f"training.precision={self.precision}",
+            f"optimizer.bucket_parameters={self.bucket}",
             "training.device=cpu",
             "training.steps=1000000",
         ]
 
     def per_byte(self, ratio: float, order: str) -> float:
         """FLOP/s by the link's bytes per second, for so many break-evens."""
-        return self.tokens * (self.micro_batches if order == "by_layer" else 1) / ratio
+        calls = self.micro_batches if order == "by_layer" else 1
+        return 2 * calls * self.tokens / (ratio * self.weight_bytes)
 
     @property
     def operations(self) -> float:
@@ -268,8 +277,9 @@ def layer_row(shape: Shape, rounds: int, of: float) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(slow, fast, strict=True)]
     whole = 2 * shape.layers
     row = {
+        "precision": shape.precision,
         "micro_batches": shape.micro_batches,
-        "weights_by_inputs": 2 * shape.weights / (2 * shape.hidden * _tokens(shape)),
+        "weights_by_inputs": shape.weights / (shape.hidden * shape.samples * shape.length * shape.micro_batches),
         "up": [many.fetched.up, few.fetched.up],
         "kept": [whole * shape.micro_batches - len(many.fills), whole - len(few.fills)],
         "fills": [len(many.fills), len(few.fills)],
@@ -277,12 +287,8 @@ def layer_row(shape: Shape, rounds: int, of: float) -> dict[str, Any]:
         "speedup": statistics.median(ratios),
         "error": standard_error(ratios),
     }
-    print(f"by layer: {row['speedup']:.2f} times as fast", flush=True)
+    print(f"by layer, {shape.precision}: {row['speedup']:.2f} times as fast", flush=True)
     return row
-
-
-def _tokens(shape: Shape) -> int:
-    return shape.samples * shape.length * shape.micro_batches
 
 
 def shard_row(count: int, shape: Shape, rounds: int, of: float) -> dict[str, Any]:
@@ -347,13 +353,21 @@ def report(found: dict[str, Any], markdown: bool) -> list[str]:
             for row in rows
         ]
         parts.append(table([*headings, "holds"], cells, markdown))
-    if row := found.get("layers"):
-        headings = ["micro-batches", "weights by inputs", "transfers", "slots kept", "step s", "speedup", "holds"]
-        pairs = [f"{a} : {b}" for a, b in (row["fills"], row["kept"])]
-        steps = "{:.3f} : {:.3f}".format(*row["steps"])
-        speedup, holds = f"{row['speedup']:.2f} +- {row['error']:.2f}", row["speedup"] + 2 * row["error"] >= BY_LAYER
-        line = [str(row["micro_batches"]), f"{row['weights_by_inputs']:.2f}", *pairs, steps, speedup]
-        parts.append(table(headings, [[*line, "yes" if holds else "no"]], markdown))
+    if rows := found.get("layers"):
+        headings = ["precision", "micro-batches", "weights by inputs", "transfers", "slots kept", "step s", "speedup", "holds"]
+        cells = [
+            [
+                row["precision"],
+                str(row["micro_batches"]),
+                f"{row['weights_by_inputs']:.2f}",
+                *(f"{a} : {b}" for a, b in (row["fills"], row["kept"])),
+                "{:.3f} : {:.3f}".format(*row["steps"]),
+                f"{row['speedup']:.2f} +- {row['error']:.2f}",
+                "yes" if row["speedup"] + 2 * row["error"] >= BY_LAYER else "no",
+            ]
+            for row in rows
+        ]
+        parts.append(table(headings, cells, markdown))
     if rows := found.get("shards"):
         headings = ["ranks", "bytes read a rank", "step s", "speedup", "holds"]
         cells = [
@@ -389,7 +403,9 @@ def main() -> None:
     if "overlap" in args.parts:
         found["overlap"] = overlap_rows(shape, FULL_OVERLAP, args.rounds, args.seconds)
     if "layers" in args.parts:
-        found["layers"] = layer_row(replace(shape, micro_batches=4, length=120), args.rounds, 2 * args.seconds)
+        sizes = replace(shape, micro_batches=4, length=120)
+        each = [replace(sizes, precision=precision) for precision in ("bf16", "fp32")]
+        found["layers"] = [layer_row(one, args.rounds, 2 * args.seconds) for one in each]
     if "shards" in args.parts:
         sizes = replace(shape, layers=4)
         found["shards"] = [shard_row(count, sizes, args.rounds, 2 * args.seconds) for count in SHARDS]
