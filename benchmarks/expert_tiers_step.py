@@ -354,7 +354,16 @@ def report(found: dict[str, Any], markdown: bool) -> list[str]:
         ]
         parts.append(table([*headings, "holds"], cells, markdown))
     if rows := found.get("layers"):
-        headings = ["precision", "micro-batches", "weights by inputs", "transfers", "slots kept", "step s", "speedup", "holds"]
+        headings = [
+            "precision",
+            "micro-batches",
+            "weights by inputs",
+            "transfers",
+            "slots kept",
+            "step s",
+            "speedup",
+            "holds",
+        ]
         cells = [
             [
                 row["precision"],
