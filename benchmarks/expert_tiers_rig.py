@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cgroups import DiskCgroup, can_limit_disk
+from memory.copy_stream import SAVES
+from optim.arrangement.traffic import ExpertTraffic
 
 TIMEOUT = 300.0  # seconds for one call
 VOCABULARY = 256
@@ -90,8 +92,11 @@ class Training:
         self._batches = made_up_batches(config, count, VOCABULARY, seed=place.data.rank)
         self._number, self._waited = 0, {"weights": 0.0, "grads": 0.0}
         self._barrier = dist.barrier
+        # Bytes that calls of the experts' tier have had moved, each way; whether such a call is under way.
+        self._moved, self._of_experts = dict.fromkeys(("up", "down", "read", "written"), 0), False
         if self.engine.experts is not None:
             self._watch_waits()
+            self._watch_bytes()
 
     def _watch_waits(self) -> None:
         from moe.experts.streamed import StreamedExperts
@@ -108,6 +113,35 @@ class Training:
 
         StreamedExperts.wait = timed("weights", StreamedExperts.wait)  # type: ignore[method-assign]
         StreamedExperts.store = timed("grads", StreamedExperts.store)  # type: ignore[method-assign]
+
+    def _watch_bytes(self) -> None:
+        from optim.tiers.tiers import tiers_of
+
+        tiers, link = tiers_of(self.engine.optimizer), self.engine.host_link
+        assert tiers is not None and tiers.experts is not None
+
+        def counted(name: str, submit: Any) -> Any:
+            def submitting(work: Any, after: Any = (), num_bytes: int = 0, **others: Any) -> Any:
+                self._moved[name] += num_bytes * self._of_experts
+                return submit(work, after, num_bytes, **others)
+
+            return submitting
+
+        def marked(call: Any) -> Any:
+            def calling(*args: Any) -> Any:
+                self._of_experts = True
+                try:
+                    return call(*args)
+                finally:
+                    self._of_experts = False
+
+            return calling
+
+        for name, stream in zip(self._moved, (link.up, link.down, link.read, link.write), strict=True):
+            stream.submit = counted(name, stream.submit)  # type: ignore[method-assign]
+        calls: list[tuple[Any, str]] = [(tiers.experts, name) for name in ("bring", "add", "sum_to", "finish")]
+        for owner, name in [*calls, (tiers.jobs, "on_records")]:
+            setattr(owner, name, marked(getattr(owner, name)))
 
     def hold(self, rates: Rates) -> None:
         """Everything to these rates from now on; a control group's are its maker's."""
@@ -131,22 +165,23 @@ class Training:
         self.engine.settle()
         return StepMoves(*((b - a) / count for a, b in zip(before, after, strict=True)))
 
-    def bytes_of(self, count: int) -> StepMoves:
+    def bytes_of(self, count: int) -> tuple[StepMoves, dict[str, int]]:
         """Bytes of so many steps, exactly: nothing of an earlier one is under way at their beginning, nor anything of
-        theirs at their end."""
+        theirs at their end; and what of them is experts'."""
         self._rest()
-        before = self._now()
+        before, experts = self._now(), dict(self._moved)
         for _ in range(count):
             self._step(True)
         self._rest()
-        return StepMoves(*(b - a for a, b in zip(before, self._now(), strict=True)))
+        moves = StepMoves(*(b - a for a, b in zip(before, self._now(), strict=True)))
+        return moves, {name: self._moved[name] - experts[name] for name in experts}
 
-    def expected(self) -> tuple[Any, Any] | None:
-        """(the plan's bytes of a step, its moves of one layer); None where experts lie on the device."""
+    def expected(self) -> ExpertTraffic | None:
+        """What the plan says of a step's experts; None where they lie on the device."""
         from optim.arrangement.traffic import expert_traffic
 
-        found = expert_traffic(self.engine.config, self.engine.topology.world_size, self.engine.topology.pipeline.rank)
-        return None if found is None else (found.total, found)
+        place = self.engine.topology
+        return expert_traffic(self.engine.config, place.world_size, place.pipeline.rank)
 
     def close(self) -> None:
         """Leave nothing on the disk."""
@@ -163,7 +198,7 @@ class Training:
         self.engine.settle()
         for _ in range(2):
             for stream in self.engine.host_link.all:
-                stream.submit(lambda: None, priority=9).wait()
+                stream.submit(lambda: None, priority=SAVES).wait()
         self._barrier()
 
     def _now(self) -> list[float]:

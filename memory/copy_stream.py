@@ -18,8 +18,9 @@ import torch
 from memory.completion import TIMEOUT, Cancelled, Completion, record_event, when_all_issued
 
 CLOSE_TIMEOUT = 10.0  # seconds that the end of a run waits for a thread
-# Whose work goes first: what the passes wait for, updates, what nobody waits for.
-PRIORITIES = PASSES, UPDATES, SAVES = range(3)
+# Whose work goes first: what the passes wait for; weights and gradients of whole layers, ahead of their use and behind
+# it; updates; what nobody waits for.
+PRIORITIES = PASSES, LAYERS, UPDATES, SAVES = range(4)
 
 
 @dataclass(order=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from memory.completion import Completion, Users, soonest_free
-from memory.copy_stream import PASSES, UPDATES
+from memory.copy_stream import UPDATES
 from memory.disk import Disk
 from memory.host_link import HostLink
 from memory.host_memory import padded
@@ -106,7 +106,7 @@ class Store:
         return Checkout(record, record, Completion.already(), tuple(slot.users.all()), location, slot)
 
     def _lend(self, priority: int) -> _Slot:
-        may = self._slots_of_passes if priority == PASSES and self._slots_of_passes else self._slots
+        may = self._slots_of_passes if priority < UPDATES and self._slots_of_passes else self._slots
         slots = [slot for slot in may if not slot.is_lent] or may
         slot = slots[soonest_free([slot.users for slot in slots])]
         slot.is_lent = True

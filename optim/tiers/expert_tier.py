@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from memory.budgets import DISK, HOST
 from memory.completion import Cancelled, Completion, Users
-from memory.copy_stream import PASSES
+from memory.copy_stream import LAYERS
 from memory.disk import Disk, offsets
 from memory.host_link import HostLink
 from memory.store import Checkout, Snapshot, Store
@@ -99,7 +99,7 @@ class ExpertTier:
         """Have a layer's weights come to a slot of the device, [padded_numel], once it is free."""
         ups = []
         for bucket, (first, end) in enumerate(self.bounds):
-            checkout = self.store.fetch(self.weight_index(layer, bucket), priority=PASSES)
+            checkout = self.store.fetch(self.weight_index(layer, bucket), priority=LAYERS)
             source, target = checkout.source.view(self.dtype), slot[first:end]
             ups.append(
                 self.link.up.submit(
@@ -107,7 +107,7 @@ class ExpertTier:
                     (checkout.there,),
                     num_bytes=checkout.source.numel(),
                     free=free,
-                    priority=PASSES,
+                    priority=LAYERS,
                 )
             )
             self._bytes_up += checkout.source.numel()
@@ -196,7 +196,7 @@ class ExpertTier:
             if not parts and not is_last:
                 continue
             index = self._num_weights + layer * len(self._sums) + number
-            checkout = self.store.overwrite(index, PASSES) if is_first else self.store.fetch(index, priority=PASSES)
+            checkout = self.store.overwrite(index, LAYERS) if is_first else self.store.fetch(index, priority=LAYERS)
             work = adding(checkout.target.view(torch.float32), parts, is_first)
             done = self.link.host.submit(
                 self._and_squares(work, checkout, layer, number, (first, end)) if is_last else work,
@@ -214,10 +214,10 @@ class ExpertTier:
         ups = []
         for number, (first, end) in enumerate(self._sums):
             index = self._num_weights + layer * len(self._sums) + number
-            checkout = self.store.fetch(index, priority=PASSES)
+            checkout = self.store.fetch(index, priority=LAYERS)
             source, target = checkout.source.view(torch.float32), slot[first:end]
             work = lambda source=source, target=target: target.copy_(source, non_blocking=True)  # noqa: E731
-            up = self.link.up.submit(work, (checkout.there,), checkout.source.numel(), free=free, priority=PASSES)
+            up = self.link.up.submit(work, (checkout.there,), checkout.source.numel(), free=free, priority=LAYERS)
             self._bytes_up += checkout.source.numel()
             self._release(index, checkout, up)
             ups.append(up)
@@ -250,7 +250,7 @@ class ExpertTier:
         downs = []
         for bucket, (first, end) in enumerate(self.bounds):
             index = self.grad_index(layer, bucket)
-            checkout = self.store.overwrite(index, PASSES)
+            checkout = self.store.overwrite(index, LAYERS)
             target, source = checkout.target.view(torch.float32), slot[first:end]
             work = lambda source=source, target=target: target.copy_(source, non_blocking=True)  # noqa: E731
             down = self.link.down.submit(
@@ -258,7 +258,7 @@ class ExpertTier:
                 (ready, checkout.there, *checkout.change_after),
                 checkout.target.numel(),
                 free=self._read[index].all(),
-                priority=PASSES,
+                priority=LAYERS,
             )
             self._bytes_down += checkout.target.numel()
             self._watch(self.store.put(checkout, down))
@@ -350,7 +350,7 @@ class ExpertTier:
 
     def _collectively(self, call: Callable[[], object], after: Sequence[Completion]) -> Completion:
         self._collective = self._watch(
-            self.link.gather.submit(call, (*after,), free=(self._collective,), priority=PASSES)
+            self.link.gather.submit(call, (*after,), free=(self._collective,), priority=LAYERS)
         )
         return self._collective
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from memory.completion import Completion, Users, soonest_free
-from memory.copy_stream import PASSES
+from memory.copy_stream import LAYERS
 from memory.host_link import HostLink
 
 STAGES = 2  # one is filled while the host reads the other
@@ -53,7 +53,7 @@ class GradStages:
 
         so_far = Completion.so_far(self._link.device)
         self.num_bytes += grad.nbytes
-        return self._link.down.submit(work, (so_far,), grad.nbytes, free=stage.users.all(), priority=PASSES)
+        return self._link.down.submit(work, (so_far,), grad.nbytes, free=stage.users.all(), priority=LAYERS)
 
 
 def adding(target: torch.Tensor, parts: Sequence[tuple[torch.Tensor, int]], over: bool) -> Callable[[], None]:
