@@ -49,7 +49,8 @@ class CopySlots:
         self.group, self.rank = group, group.rank()
         self._shapes = [each.shape[1:] for each in like.tensors]
         self._sizes = [math.prod(shape) for shape in self._shapes]
-        self.weights = like.fc1.new_zeros(num_slots, sum(self._sizes)).detach()
+        # What lies at `like` may be on its way.
+        self.weights = torch.zeros(num_slots, sum(self._sizes), dtype=like.fc1.dtype, device=like.fc1.device)
         self._grads: torch.Tensor | None = None  # once there are any
         self._written: set[int] = set()  # slots whose gradients are of this step
         # Gradients that came home, to be added to the home's own: (slot there, record).

@@ -329,7 +329,7 @@ CASES = {
         thread_waits=places.expert_waits(30, read=8, written=12),
     ),
     "experts' parts on the host": Case(
-        2, _experts(*_streamed("host", PARTS)), NONE, thread_waits=places.expert_waits(30)
+        2, _experts(*_streamed("host", PARTS, "model.num_layers=2")), NONE, thread_waits=places.expert_waits(30)
     ),
     "experts' parts on the disk by layer": Case(
         2,
