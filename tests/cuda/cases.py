@@ -307,48 +307,48 @@ CASES = {
         2,
         _expert_parallel("keep", *_streamed("host")),
         places.waits(places.FLAT, 3 * 2),
-        thread_waits=places.expert_waits(26),
+        thread_waits=places.expert_waits(45),
     ),
     "experts on the disk": Case(
         2,
         _expert_parallel("offload", *_streamed("disk"), *_chunks(2, 2)),
         places.waits(places.FLAT, 3 * 2),
-        thread_waits=places.expert_waits(26, read=8, written=12),
+        thread_waits=places.expert_waits(45, read=16, written=20),
     ),
     "experts on the host by layer": Case(
         1,
         # Layer inputs stay: their copies would order those of gradients, too.
         _experts(*_streamed("host"), *BY_LAYER, "training.recompute=full"),
         NONE,
-        thread_waits=places.expert_waits(30),
+        thread_waits=places.expert_waits(45),
     ),
     "experts on the disk by layer": Case(
         2,
         _expert_parallel("keep", *_streamed("disk"), *BY_LAYER, *LAYERS_OFFLOADED),
         places.waits(places.FLAT_TWICE, 3 * 2),
-        thread_waits=places.expert_waits(30, read=8, written=12),
+        thread_waits=places.expert_waits(45, read=16, written=20),
     ),
     "experts' parts on the host": Case(
-        2, _experts(*_streamed("host", PARTS, "model.num_layers=2")), NONE, thread_waits=places.expert_waits(30)
+        2, _experts(*_streamed("host", PARTS, "model.num_layers=2")), NONE, thread_waits=places.expert_waits(45)
     ),
     "experts' parts on the disk by layer": Case(
         2,
         _experts(*_streamed("disk", PARTS), *BY_LAYER, *LAYERS_OFFLOADED),
         NONE,
-        thread_waits=places.expert_waits(30, read=8, written=12),
+        thread_waits=places.expert_waits(45, read=16, written=20),
     ),
     "experts' parts over ranks": Case(
         4,
         _expert_parallel("recompute", *_streamed("disk", PARTS), "training.micro_batch_size=1"),
         places.waits(places.FLAT, 3 * 2),
-        thread_waits=places.expert_waits(30, read=8, written=12),
+        thread_waits=places.expert_waits(45, read=16, written=20),
     ),
     "experts on the host at copies": Case(
         2,
         _expert_parallel("keep", *_streamed("host"), *PLACED),
         places.waits(places.PLACED, 3 * 2),
         one_sided=True,
-        thread_waits=places.expert_waits(40),
+        thread_waits=places.expert_waits(60),
     ),
     "tensor, whole sequences": Case(2, ("model=gpt_tiny", "parallel.tensor=2"), places.waits({}, 0), "fp32"),
 }
