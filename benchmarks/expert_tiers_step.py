@@ -421,6 +421,9 @@ def main() -> None:
     why = Ranks([], disk=True).emulated
     disk = "each rank's disk throttled by a blkio control group" if why is None else f"emulated disk ({why})"
     print(f"\nvirtual accelerator, emulated link, {disk}; {args.rounds} rounds\n")
+    if rows := found.get("ratios"):
+        right, near = sum(row.holds for row in rows), sum(row.step <= BAR * row.phases + 2 * row.error for row in rows)
+        print(f"{right} of {len(rows)} within {BAR - 1:.0%} of the bound, {near} of {len(rows)} by phases\n")
     print("\n\n".join(report(found, args.markdown)))
     if args.json:
         rows = [asdict(row) for row in found.pop("ratios", [])]
