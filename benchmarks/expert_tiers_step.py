@@ -25,11 +25,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.expert_tiers_rig import Ranks, Rates, StepMoves
+from benchmarks.expert_tiers_tables import BAR, SHARDS, RatioRow, report
 from benchmarks.rounds import standard_error
-from benchmarks.tables import table
 from optim.arrangement.traffic import ExpertTraffic
 
-BAR, OVERLAP, BY_LAYER, SHARDS = 1.08, 0.97, 1.9, {2: 1.7, 4: 3.0}
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 FULL_OVERLAP = 4.0  # break-evens at which computing is predicted to hide all
 DENSE = 1.3  # operations of a model by those of its experts
@@ -99,40 +98,6 @@ class Shape:
     def operations(self) -> float:
         """Of a step, about."""
         return 8 * self.weights * self.tokens * self.micro_batches * self.layers * DENSE
-
-
-@dataclass(frozen=True)
-class RatioRow:
-    """A case of tokens by break-even; seconds."""
-
-    tier: str
-    order: str
-    ratio: float
-    link_rate: float  # bytes per second
-    alone: float
-    link: float
-    disk: float
-    filling: float
-    phases: float
-    step: float
-    error: float
-    weights_waited: float
-    grads_waited: float
-
-    @property
-    def bound(self) -> float:
-        return max(self.alone, self.link, self.disk) + self.filling
-
-    @property
-    def binds(self) -> str:
-        """What has most to do."""
-        parts = {"computing": self.alone, "link": self.link, "disk": self.disk}
-        return max(parts, key=parts.__getitem__)
-
-    @property
-    def holds(self) -> bool:
-        """Within the bar, or two standard errors of that."""
-        return self.step <= BAR * self.bound + 2 * self.error
 
 
 def in_turns(calls: Sequence[Callable[[], StepMoves]], rounds: int) -> list[list[StepMoves]]:
@@ -317,82 +282,6 @@ def shard_row(count: int, shape: Shape, rounds: int, of: float) -> dict[str, Any
     return row
 
 
-def report(found: dict[str, Any], markdown: bool) -> list[str]:
-    """Tables of what was measured."""
-    parts = []
-    if rows := found.get("ratios"):
-        headings = ["experts on", "order", "break-evens", "link MB/s", "passes s", "link s", "disk s", "filling s"]
-        headings += ["step s", "error s", "step by bound", "by phases", "waits s", "binds", "holds"]
-        cells = [
-            [
-                row.tier,
-                row.order,
-                f"{row.ratio:g}",
-                f"{row.link_rate / 1e6:.1f}",
-                *(f"{value:.3f}" for value in (row.alone, row.link, row.disk, row.filling, row.step, row.error)),
-                f"{row.step / row.bound:.3f}",
-                f"{row.step / row.phases:.3f}",
-                f"{row.weights_waited + row.grads_waited:.3f}",
-                row.binds,
-                "yes" if row.holds else "no",
-            ]
-            for row in rows
-        ]
-        parts.append(table(headings, cells, markdown))
-    if rows := found.get("overlap"):
-        headings = ["order", "break-evens", "step s", "by resident passes", "by resident steps", "by recompute=none"]
-        names = ("passes", "resident", "none")
-        cells = [
-            [
-                row["order"],
-                f"{row['ratio']:g}",
-                f"{row['step']:.3f}",
-                *(f"{row[name]:.3f} +- {row[name + '_error']:.3f}" for name in names),
-                "yes" if row["passes"] >= OVERLAP - 2 * row["passes_error"] else "no",
-            ]
-            for row in rows
-        ]
-        parts.append(table([*headings, "holds"], cells, markdown))
-    if rows := found.get("layers"):
-        headings = [
-            "precision",
-            "micro-batches",
-            "weights by inputs",
-            "transfers",
-            "slots kept",
-            "step s",
-            "speedup",
-            "holds",
-        ]
-        cells = [
-            [
-                row["precision"],
-                str(row["micro_batches"]),
-                f"{row['weights_by_inputs']:.2f}",
-                *(f"{a} : {b}" for a, b in (row["fills"], row["kept"])),
-                "{:.3f} : {:.3f}".format(*row["steps"]),
-                f"{row['speedup']:.2f} +- {row['error']:.2f}",
-                "yes" if row["speedup"] + 2 * row["error"] >= BY_LAYER else "no",
-            ]
-            for row in rows
-        ]
-        parts.append(table(headings, cells, markdown))
-    if rows := found.get("shards"):
-        headings = ["ranks", "bytes read a rank", "step s", "speedup", "holds"]
-        cells = [
-            [
-                str(row["ranks"]),
-                "{:,} : {:,}".format(*row["read"]),
-                "{:.3f} : {:.3f}".format(*row["steps"]),
-                f"{row['speedup']:.2f} +- {row['error']:.2f}",
-                "yes" if row["speedup"] + 2 * row["error"] >= SHARDS[row["ranks"]] else "no",
-            ]
-            for row in rows
-        ]
-        parts.append(table(headings, cells, markdown))
-    return parts
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ["ratios", "overlap", "layers", "shards"]
@@ -421,6 +310,9 @@ def main() -> None:
     why = Ranks([], disk=True).emulated
     disk = "each rank's disk throttled by a blkio control group" if why is None else f"emulated disk ({why})"
     print(f"\nvirtual accelerator, emulated link, {disk}; {args.rounds} rounds\n")
+    if rows := found.get("ratios"):
+        right, near = sum(row.holds for row in rows), sum(row.step <= BAR * row.phases + 2 * row.error for row in rows)
+        print(f"{right} of {len(rows)} within {BAR - 1:.0%} of the bound, {near} of {len(rows)} by phases\n")
     print("\n\n".join(report(found, args.markdown)))
     if args.json:
         rows = [asdict(row) for row in found.pop("ratios", [])]
