@@ -351,7 +351,7 @@ MUTANTS = [
         "moments are not cleared where a run begins",
         "tiers",
         "optim/tiers/tiers.py",
-        '                if kind != "master":\n                    flat.zero_()\n',
+        '                if kind not in ("master", WEIGHT):\n                    flat.zero_()\n',
         '                if kind == "exp_avg":\n                    flat.zero_()\n',
         ("optim/tiers/test_parity.py::test_same_bits",),
     ),

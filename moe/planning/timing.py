@@ -28,6 +28,10 @@ Step = tuple[int, Any]
 Seconds = dict[str, float]  # by name: what a step takes
 
 LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
+    # Slots and the link are the rank's, not the layer's: simulator/clock/streams.py counts what comes and goes.
+    program.FetchExpert: lambda operation: [],
+    program.WaitExpert: lambda operation: [],
+    program.StoreExpert: lambda operation: [],
     program.FetchCopies: lambda operation: [(SEND, "copies")],
     program.WaitCopies: lambda operation: [(WAIT, program.FetchCopies())],
     program.ReturnGrads: lambda operation: [(SEND, "copy_grads")],

@@ -29,6 +29,10 @@ def _of_assignments(num_bytes: int) -> Callable[[Any, LayerLoad, int], Sent]:
 
 
 LINES: dict[type[Operation], Callable[[Any, LayerLoad, int], Sent]] = {
+    # Weights off the device come over the link, or from ranks that hold the same: simulator/clock/streams.py.
+    program.FetchExpert: _NOTHING,
+    program.WaitExpert: _NOTHING,
+    program.StoreExpert: _NOTHING,
     program.FetchCopies: lambda operation, load, degree: (COPIES, load.fetched_bytes),
     program.WaitCopies: _NOTHING,
     program.ReturnGrads: lambda operation, load, degree: (COPIES, load.returned_bytes),

@@ -27,7 +27,7 @@ from memory.transfer import to_device
 from optim.arrangement.buckets import Bucket, Piece
 from optim.arrangement.off_device import PASS_SLOTS, UPDATE_SLOTS, ExpertRecords
 from optim.tiers.grad_stages import GradStage, GradStages, adding
-from parallel.norms import squares_into, tensor_norms
+from parallel.norms import squares_into
 from parallel.owned import at_hand
 
 Arrived = Sequence[tuple[int, torch.Tensor]]  # an expert's number here, and a gradient of all its matrices in fp32
@@ -234,7 +234,7 @@ class ExpertTier:
         squares = self._squares_room(layer, len(views))
         ready = Completion.so_far(self.link.device)
         if self._group is None or self._group.size() == 1:
-            squares.copy_(_squares(views))
+            squares_into(views, squares)
             self._squares[layer, 0] = squares, ready
         else:
 
@@ -370,7 +370,7 @@ class ExpertTier:
             work()
             if self._scale != 1.0:
                 target.mul_(self._scale)
-            squares.copy_(_squares(views))
+            squares_into(views, squares)
 
         return with_squares
 
@@ -393,10 +393,3 @@ class ExpertTier:
         self._watched = [each for each in self._watched if not each.is_issued or each.error is not None]
         self._watched.append(done)
         return done
-
-
-def _squares(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    if not views:
-        return torch.zeros(0, dtype=torch.float64)
-    norms = tensor_norms(views)
-    return norms * norms

@@ -44,12 +44,13 @@ def test_every_operation_has_a_line_in_every_interpreter() -> None:
 
 def test_programs_hold_what_their_interpreters_know() -> None:
     used: set[type[Operation]] = set()
-    for degree, strategy, lag in itertools.product((1, 2, 3, 8), STRATEGIES.values(), (0, 1, 9)):
+    cases = itertools.product((1, 2, 3, 8), STRATEGIES.values(), (0, 1, 9), (False, True))
+    for degree, strategy, lag, streamed in cases:
         for operations, lines in (
-            (program.forward(degree, strategy, True), over_ranks.FORWARD),
-            (program.backward(degree, strategy, lag, True), over_ranks.BACKWARD),
-            (program.local_forward(degree, strategy), on_one_rank.FORWARD),
-            (program.local_backward(degree, strategy), on_one_rank.BACKWARD),
+            (program.forward(degree, strategy, True, streamed), over_ranks.FORWARD),
+            (program.backward(degree, strategy, lag, True, streamed), over_ranks.BACKWARD),
+            (program.local_forward(degree, strategy, streamed), on_one_rank.FORWARD),
+            (program.local_backward(degree, strategy, streamed), on_one_rank.BACKWARD),
         ):
             assert {type(operation) for operation in operations} <= set(lines)
             assert len(set(operations)) == len(operations)  # each happens once
@@ -64,6 +65,16 @@ def test_an_unknown_operation_is_refused_by_name() -> None:
     for lines in (over_ranks.FORWARD, over_ranks.BACKWARD, on_one_rank.FORWARD, on_one_rank.BACKWARD):
         with pytest.raises(UnknownOperation, match="schedule/.* does not know the operation Prefetch"):
             program.perform((Prefetch(),), lines, None, "schedule/")
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_weights_off_the_device_are_there_before_they_are_read(copies: bool) -> None:
+    order = program.forward(4, STRATEGIES["keep"], copies, streamed=True)
+    reads = program.FetchCopies() if copies else Experts(0)
+    assert order[0] == program.FetchExpert() and order.index(program.WaitExpert()) < order.index(reads)
+    order = program.backward(4, STRATEGIES["communicate"], 1, copies, streamed=True)
+    assert order[0] == program.FetchExpert() and order[-1] == program.StoreExpert()
+    assert order.index(program.WaitExpert()) == order.index(program.InputGrads(0)) - 1
 
 
 def test_the_experts_run_while_later_chunks_travel() -> None:
