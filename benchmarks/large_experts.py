@@ -122,9 +122,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = compose(words_of(args, whole))
     of = records_of(config)
     numel = of.num_layers * sum(of.numels)
-    undisturbed = Watched(words_of(args, whole), args.folder / "whole.log")
+    undisturbed = Watched(words_of(args, whole), args.folder / "whole.log")  # started again, it has nothing to do
     seconds = undisturbed.wait(args.timeout)
-    words = [*words_of(args, stopped), f"checkpoint.interval={SAVED}", "checkpoint.keep=1"]
+    saves = [f"checkpoint.interval={SAVED}", "checkpoint.keep=1", "checkpoint.async_save=false"]
+    words = [*words_of(args, stopped), *saves]
     killed = killed_in_step(words, stopped, args.timeout)
     again = Watched(words, args.folder / "again.log")
     again_seconds = again.wait(args.timeout)

@@ -81,8 +81,8 @@ def taking(user: str) -> Iterator[None]:
     """Inside, some parameters of each engine's first pipeline stage are owned."""
     from models.build import build_model
 
-    def build_and_take(config: Config, topology: Any, vocab_size: int) -> list[torch.nn.Module]:
-        chunks = build_model(config, topology, vocab_size)
+    def build_and_take(config: Config, topology: Any, vocab_size: int, *, streams: bool) -> list[torch.nn.Module]:
+        chunks = build_model(config, topology, vocab_size, streams=streams)
         if user != "none" and topology.pipeline.rank == 0:
             take(chunks[0], topology.data_context.group, user)
         return chunks
