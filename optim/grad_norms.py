@@ -7,10 +7,10 @@ over all ranks (training/sums.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -41,6 +41,7 @@ def part_of(name: str) -> str:
     return next((part for part, marks in PARTS if any(mark in name for mark in marks)), "other")
 
 
+BITS = 33  # of a norm: finer than fp32's, and far coarser than the rounding of sums in fp64
 # A number in fp64 is a sum of multiples of these powers of two; thousands of such multiples add up without rounding.
 DIGITS = tuple(2.0**power for power in range(160, -201, -40))
 
@@ -127,8 +128,7 @@ class GradNorms:
         """The norm of the whole model, from the sums over all ranks on the host."""
         by_part = squares.view(len(self._names), -1).sum(dim=1).tolist()
         self.by_part = {name: square**0.5 for name, square in zip(self._names, by_part, strict=True) if square != 0}
-        # To fp32's precision: in fp64 the last digits would follow from where tensors are cut.
-        return float(np.float32(sum(by_part) ** 0.5))
+        return rounded(float(sum(by_part) ** 0.5))
 
     def _index(self, parts: list[int]) -> torch.Tensor:
         # Kept on the device, as they are the same in every step.
@@ -136,6 +136,14 @@ class GradNorms:
         if key not in self._indices:
             self._indices[key] = torch.tensor(parts, device=self._device)
         return self._indices[key]
+
+
+def rounded(norm: float) -> float:
+    """A norm to BITS: its last digits would follow from where tensors are cut."""
+    if not math.isfinite(norm):
+        return norm
+    mantissa, exponent = math.frexp(norm)
+    return math.ldexp(round(math.ldexp(mantissa, BITS)), exponent - BITS)
 
 
 def _counts(piece: HeldPart, parameter: torch.nn.Parameter, topology: Topology) -> bool:

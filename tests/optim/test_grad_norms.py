@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from configs.schema import Config
-from optim.grad_norms import digits
+from optim.grad_norms import digits, rounded
 from parallel.megatron.optimizer import members
 from parallel.norms import BLOCK, tensor_norms
 from tests.training.test_step import on_one_rank, small
@@ -66,3 +66,10 @@ def test_digits_add_up_to_the_same_bits_in_any_order() -> None:
     assert len({float(squares[torch.randperm(len(squares), generator=generator)].cumsum(0)[-1]) for _ in range(20)}) > 1
     overflowed = torch.tensor([math.inf, 1.0], dtype=torch.float64)
     assert not math.isfinite(float(digits(overflowed).sum()))
+
+
+@pytest.mark.parametrize("norm", [0.7275848984718323, 1e-30, 3e20, 1.0, 0.0])
+def test_a_norm_forgets_how_its_squares_were_added_up(norm: float) -> None:
+    assert rounded(norm) == pytest.approx(norm, rel=2e-10)
+    assert rounded(norm * (1 + 2e-16)) == rounded(norm * (1 - 2e-16)) == rounded(rounded(norm))
+    assert rounded(float("inf")) == float("inf")
