@@ -115,7 +115,7 @@ GROUPS = (
     Group(
         "layer inputs on the host, 4 micro-batches",
         _INPUTS,
-        (Case(0.1, 4, 1), Case(1, 0.1, 0.1), Case(0.1, 1, 2, "disk")),
+        (Case(0.1, 1, 1), Case(0.4, 0.1, 0.1), Case(0.1, 0.3, 0.3)),
         more=("training.activation_offload=auto",),
     ),
 )
