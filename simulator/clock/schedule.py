@@ -57,6 +57,8 @@ class Schedule:
     def busy(self) -> Reasons:
         """Seconds by reason in which what a step of streamed experts uses most is in use: what waits for no pass uses
         the same links as what is waited for, and no step is shorter."""
+        if not self._lanes:
+            return Reasons()
         share = self.micro_batches / derived.num_micro_batches(self.config, self.parts.world_size)
         found = [lanes.busy(self.parts.rest[stage].jobs, share) for stage, lanes in self._lanes.items()]
         result = Reasons()

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.expert_tiers_pick import GROUPS, RESIDENT, Case, Group, Row, planned, rates_of, words
+from benchmarks.expert_tiers_rig import VOCABULARY
+from simulator.clock.predict import predict_step
 
 pytestmark = pytest.mark.fast
 CASES = [(group, case) for group in GROUPS for case in group.cases]
@@ -25,6 +27,16 @@ def test_a_case_has_a_pick_and_rivals(group: Group, case: Case) -> None:
     assert (RESIDENT in found.predicted) == (case.fits == "device")
     assert any(way[0] == "host" for way in found.predicted) == (case.fits != "disk")
     assert found.hardware["host.up"] == found.rates.link and found.hardware["products.half"] == found.rates.flops
+
+
+@pytest.mark.parametrize("group", [group for group in GROUPS if group.shape.micro_batches > 3])
+def test_few_micro_batches_stand_for_all(group: Group) -> None:
+    for case in group.cases:
+        found = planned(group, case, 1.0)
+        for way, seconds in found.predicted.items():
+            config = group.config(way)
+            every = predict_step(config, group.ranks, VOCABULARY, found.hardware, with_spans=True)
+            assert every.seconds == pytest.approx(seconds, rel=1e-3), (case, way)
 
 
 def test_a_case_takes_its_seconds() -> None:
