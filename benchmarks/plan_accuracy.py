@@ -1,5 +1,5 @@
-"""What `train.py plan=true` says against what a step takes: python -m benchmarks.plan_accuracy [--quick] [--json]
-[--markdown].
+"""What `train.py plan=true` says against what a step takes: python -m benchmarks.plan_accuracy [--quick] [--experts]
+[--json] [--markdown].
 
 Each case takes three steps of its preset on gloo ranks of this machine. The second runs under PyTorch's FLOP counter,
 which is taught the CPU's attention kernel and in-place products; its operations over all ranks are divided by the
@@ -11,6 +11,9 @@ total is the largest; memory is to be within 10%, operations within 1%.
 Where tiers hold optimizer state, "optimizer" is what the device holds of it: residents and slots. "host" and "disk" are
 what the tensors of its tiers of the host take, with the inputs of layers that wait there, and its file: on a CPU memory
 of the same kind, told apart by whose it is.
+
+Where experts lie off the device, slots for their weights and gradients are among "weights" and "gradients", their
+records and what these pass through are among "host", and "disk".
 
 Where context ranks share sequences, "exchanged" is what they send each other for attention: all bytes of all ranks, to
 be as planned.
@@ -308,6 +311,54 @@ CONTEXT_CASES = [
 ]
 
 
+_BY_LAYER = ("training.pass_order=by_layer", "training.recompute=full")
+_BF16, _PARTS, _ALL = "training.precision=bf16", "moe.shard_weights=true", "moe.shard_weights=false"
+
+
+def _streamed(tier: str, layout: str, ranks: int, *overrides: str) -> Case:
+    """Experts that lie on the host or the disk, with their optimizer state."""
+    places = f"moe.weights_device={tier}", f"optimizer.state_device={tier}", *((_DISK_DIR,) if tier == "disk" else ())
+    sizes = (
+        "model.num_layers=4",
+        "moe.ffn_hidden_size=384",
+        "training.micro_batch_size=2",
+        "training.global_batch_size=8",
+    )
+    return _case(
+        "gpt_moe_tiny",
+        f"experts on {tier}{layout}",
+        ranks,
+        "optimizer.bucket_parameters=65536",
+        *sizes,
+        *places,
+        *overrides,
+    )
+
+
+EXPERT_CASES = [
+    _streamed("host", "", 1),
+    _streamed("host", ", by layer, bf16", 1, *_BY_LAYER, _BF16),
+    _streamed("disk", ", bf16", 1, _BF16),
+    _streamed("disk", ", by layer", 1, *_BY_LAYER),
+    _streamed("host", ", EP2, bf16", 2, "parallel.expert=2", _BF16),
+    _streamed("disk", ", EP2, by layer", 2, "parallel.expert=2", *_BY_LAYER),
+    _streamed("host", ", DP2 in parts", 2, _PARTS),
+    _streamed("host", ", DP2, bf16", 2, _ALL, _BF16),
+    _streamed("disk", ", DP2 in parts, by layer, bf16", 2, _PARTS, *_BY_LAYER, _BF16),
+    _streamed("host", ", PP2, full recompute", 2, "parallel.pipeline=2", "training.recompute=full"),
+    _streamed("disk", ", PP2, bf16", 2, "parallel.pipeline=2", _BF16),
+    _streamed(
+        "host",
+        ", EP2xDP2 in parts, by layer, layer inputs on the host",
+        4,
+        "parallel.expert=2",
+        _PARTS,
+        *_BY_LAYER,
+        "training.activation_offload=auto",
+    ),
+]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # On the ranks
 # ---------------------------------------------------------------------------------------------------------------------
@@ -414,10 +465,14 @@ def _storages_by_kind(model: Any) -> dict[str, dict[int, int]]:
     def storages(tensors: Any) -> dict[int, int]:
         return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
+    stream = model.experts  # of experts off the device, whose parameters are stand-ins
+    slots, grad_slots = ([], []) if stream is None else (stream.slots, stream.grad_slots)
     weights = storages(p.data for chunk in model.bare_chunks for p in chunk.parameters())
+    weights |= storages(slot.flat for slot in slots)
     gradients = storages(
         b.grad_data for chunk in model.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]
     )
+    gradients |= storages(slot.flat for slot in grad_slots)
     state: list[torch.Tensor] = []
     for member in members(model.optimizer):
         if member.optimizer is not None:
@@ -433,6 +488,10 @@ def _storages_by_kind(model: Any) -> dict[str, dict[int, int]]:
     of_tiers = storages([] if memory is None else _tensors([*vars(memory).values(), *vars(memory.store).values()]))
     host = {key: size for key, size in of_tiers.items() if key not in optimizer}
     host |= storages([] if model.layer_inputs is None else model.layer_inputs.memory)
+    if tiers is not None and tiers.experts is not None:
+        experts = tiers.experts
+        stages = [] if experts._stages is None else experts._stages._stages
+        host |= storages(_tensors([*vars(experts.store).values(), experts.buffer, stages]))
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
 
 
@@ -449,7 +508,10 @@ def _disk_bytes(model: Any) -> int:
     from optim.tiers.tiers import tiers_of
 
     tiers = tiers_of(model.optimizer)
-    return 0 if tiers is None or tiers.memory.disk is None else tiers.memory.disk.num_bytes
+    if tiers is None:
+        return 0
+    files = [tiers.memory.disk, None if tiers.experts is None else tiers.experts.disk]
+    return sum(file.num_bytes for file in files if file is not None)
 
 
 def _formulas() -> dict[Any, Any]:
@@ -542,13 +604,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the first three cases")
     parser.add_argument("--context", action="store_true", help="the cases with context parallelism")
+    parser.add_argument("--experts", action="store_true", help="the cases with experts off the device")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases, from 0")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides for all cases")
     arguments = parser.parse_args()
-    every = [*CASES, *TIER_CASES, *CONTEXT_CASES]
+    every = [*CASES, *TIER_CASES, *CONTEXT_CASES, *EXPERT_CASES]
     cases = CASES[:3] if arguments.quick else CONTEXT_CASES if arguments.context else every
+    cases = EXPERT_CASES if arguments.experts else cases
     if arguments.cases is not None:
         cases = [every[number] for number in arguments.cases]
     headings = ["preset", "layout", "ranks", "MiB", *KINDS, "total", "FLOPs", "exchanged", ""]

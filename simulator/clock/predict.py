@@ -183,20 +183,25 @@ class StepClock:
         by_layer = bool(parts.streams) and self.config.training.pass_order == "by_layer"
         if number <= few + stages or with_spans or by_layer:
             first = Schedule(self.config, parts, number)
-            end, result = first.end, first.reasons()
+            end, result, busy = first.end, first.reasons(), first.busy()
             if with_spans:
                 spans = [PlannedSpan(task.resource, task.name, task.start, task.seconds) for task in first.loop.tasks]
         else:
             first, second = (Schedule(self.config, parts, count) for count in (few, few + stages))
             periods = (number - few) / stages
-            end, result = first.end + periods * (second.end - first.end), Reasons()
-            result.add(first.reasons(), 1.0 - periods)
-            result.add(second.reasons(), periods)
-        # What goes on beside the next step takes its time in each.
-        longest = max(first.loop.beside().values(), key=lambda of: sum(of.values()), default={})
-        if (least := sum(longest.values())) > end:
-            result.add(longest, (least - end) / least)
-            end = least
+            end, result, busy = first.end + periods * (second.end - first.end), Reasons(), Reasons()
+            for found, of_first, of_second in (
+                (result, first.reasons(), second.reasons()),
+                (busy, first.busy(), second.busy()),
+            ):
+                found.add(of_first, 1.0 - periods)
+                found.add(of_second, periods)
+        # What goes on beside the next step takes its time in each, and so does what uses the same links.
+        beside = max(first.loop.beside().values(), key=lambda of: sum(of.values()), default={})
+        for longest in (busy, beside):
+            if (least := sum(longest.values())) > end:
+                result.add(longest, (least - end) / least)
+                end = least
         return end, result, spans
 
 

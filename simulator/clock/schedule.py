@@ -53,12 +53,17 @@ class Schedule:
             self._stage(stage)
         self._sends()
         self.end = self.loop.run()
-        # What waits for no pass uses the same links as what is waited for.
-        share = micro_batches / derived.num_micro_batches(config, parts.world_size) if self._lanes else 1.0
-        busy = [lanes.busy(parts.rest[stage].jobs, share) for stage, lanes in self._lanes.items()]
-        self._busy = max(busy, key=lambda of: sum(of.values()), default={})
-        self._longer = max(sum(self._busy.values()) - self.end, 0.0)
-        self.end += self._longer
+
+    def busy(self) -> Reasons:
+        """Seconds by reason in which what a step of streamed experts uses most is in use: what waits for no pass uses
+        the same links as what is waited for, and no step is shorter."""
+        if not self._lanes:
+            return Reasons()
+        share = self.micro_batches / derived.num_micro_batches(self.config, self.parts.world_size)
+        found = [lanes.busy(self.parts.rest[stage].jobs, share) for stage, lanes in self._lanes.items()]
+        result = Reasons()
+        result.add(max(found, key=lambda of: sum(of.values()), default={}))
+        return result
 
     def _name(self, stage: int, what: str) -> str:
         return f"stage {stage}: {what}"
@@ -213,7 +218,6 @@ class Schedule:
         last = max(waited, key=lambda number: tasks[number].end)
         if tasks[last].end > now:
             self._blame(last, tasks[last].end, now, before, result, itself=True)
-        result.add(self._busy, self._longer / (sum(self._busy.values()) or 1.0))
         return result
 
     def _blame(

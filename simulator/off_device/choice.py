@@ -13,13 +13,14 @@ from configs.rules import first_problem
 from configs.schema import KEYS, Config
 from configs.values import as_typed
 from optim.arrangement.arrange import Arrangement, Capacity
+from optim.arrangement.traffic import expert_traffic
 from simulator.clock.hardware import Hardware
 from simulator.clock.predict import predict_step
 from simulator.memory import RankMemory, over_budget, rank_memory
 from simulator.off_device.options import ORDER, STATE, WEIGHTS, option, ways
 from simulator.search.space import with_keys
 
-SAME = 0.02  # of the fastest step's seconds: within that the simpler way is taken
+SAME = 0.02  # of the fastest step's seconds: within that the way is taken that moves least, then the simpler one
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class _Tried:
     memory: list[RankMemory]
     seconds: float
     fits: bool
+    moved: int  # bytes that a rank's links and disk move of experts and of layer inputs
 
     def missing(self, rooms: Capacity) -> float:
         """Bytes that the fullest rank has too little of, over all tiers."""
@@ -75,7 +77,8 @@ def decide(
     fitting = [each for each in tried if each.fits]
     if fitting:
         least = min(each.seconds for each in fitting)
-        best = next(each for each in fitting if each.seconds <= least * (1 + SAME))
+        # What moves less loses less where a link is slower than it should be.
+        best = min((each for each in fitting if each.seconds <= least * (1 + SAME)), key=lambda each: each.moved)
     else:
         best = min(tried, key=lambda each: each.missing(rooms))
     values = {key: get(best.config, key) for key in (WEIGHTS, ORDER, STATE)}
@@ -117,7 +120,11 @@ def _try(config: Config, world_size: int, vocab_size: int, hardware: Hardware, r
     memory = rank_memory(config, vocab_size, world_size, hardware.kind, rooms=rooms)
     seconds = predict_step(config, world_size, vocab_size, hardware, arrangements=_lie(config, memory)).seconds
     fits = max(rank.total for rank in memory) <= rooms.device and not over_budget(memory, rooms)
-    return _Tried(config, memory, seconds, fits)
+    inputs = max(sum(rank.link_activations) for rank in memory)
+    traffic = [expert_traffic(config, world_size, stage) for stage in range(config.parallel.pipeline)]
+    totals = [found.total for found in traffic if found is not None]
+    experts = max((each.up + each.down + each.read + each.written for each in totals), default=0)
+    return _Tried(config, memory, seconds, fits, inputs + experts)
 
 
 def _line(config: Config, best: _Tried, tried: Sequence[_Tried], hardware: Hardware, world_size: int) -> str:

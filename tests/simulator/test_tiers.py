@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_accuracy import KINDS, SMALL, TIER_CASES, Case, compare
+from benchmarks.plan_accuracy import EXPERT_CASES, KINDS, SMALL, TIER_CASES, Case, compare
 from configs.schema import ConfigError
 from models.blueprint import parts
 from simulator.buffers import buffers
@@ -67,8 +67,11 @@ def test_slices_are_those_that_a_rank_owns(model: str, layout: list[str]) -> Non
 
 
 MEMORY = 0.10  # bound of the plan's error
-BY_NAME = {case.layout: case for case in TIER_CASES}
-MEASURED = ["host by host, PP2, fp16", "host, EP2, bf16", "auto, device, host and disk"]
+BY_NAME = {case.layout: case for case in (*TIER_CASES, *EXPERT_CASES)}
+MEASURED = [
+    *("host by host, PP2, fp16", "host, EP2, bf16", "auto, device, host and disk"),
+    *("experts on host, EP2, bf16", "experts on disk, DP2 in parts, by layer, bf16"),
+]
 
 
 @pytest.mark.parametrize("case", [BY_NAME[name] for name in MEASURED], ids=lambda case: case.layout)

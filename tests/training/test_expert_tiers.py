@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint_bits import checkpoint_differences
+from configs import derived
 from configs.schema import ConfigError
 from optim.arrangement.traffic import expert_traffic
 from simulator.run_plan import make_plan, refuse_what_cannot_fit
@@ -156,18 +157,19 @@ def counted(config: Any) -> dict[str, Any]:
         tiers, stream, data = tiers_of(engine.optimizer), engine.experts, engine.topology.data
         assert tiers is not None and tiers.experts is not None and stream is not None
         store, disk = tiers.experts.store, tiers.experts.disk
-        assert disk is not None
-        found = dict[str, int]()
+        found = dict[str, Any]()
         for step in (1, 2):
             link.clear()
-            before = stream.counts.fetched, disk.num_read, disk.num_written
+            of_disk = (0, 0) if disk is None else (disk.num_read, disk.num_written)
+            before, moved = (stream.counts.fetched, *of_disk), tiers.experts.moved
             train_step(engine, batches_of(config, step)[data.rank :: data.size], step)
             engine.settle()
             for index in range(len(store.sizes)):
                 store.last_write(index).wait()
-            after = stream.counts.fetched, disk.num_read, disk.num_written
-            names = "fetched", "read", "written"
+            of_disk = (0, 0) if disk is None else (disk.num_read, disk.num_written)
+            names, after = ("fetched", "read", "written"), (stream.counts.fetched, *of_disk)
             found = {name: b - a for name, a, b in zip(names, before, after, strict=True)}
+            found["moved"] = {name: value - moved[name] for name, value in tiers.experts.moved.items()}
         found |= {"up": link["to device"], "down": link["from device"]}
         found |= {"slots": stream.nbytes, "asked": stream.counts.asked}
         engine.close()
@@ -175,31 +177,39 @@ def counted(config: Any) -> dict[str, Any]:
 
 
 COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
-    "by micro-batch": (1, ()),
-    "by layer": (1, (FULL, *BY_LAYER)),
-    "parts": (2, (FULL, *BY_LAYER)),
-    "all": (2, (FULL, *BY_LAYER, "moe.shard_weights=false")),
+    "by micro-batch": (1, DISK),
+    "by layer": (1, (*DISK, FULL, *BY_LAYER)),
+    "parts": (2, (*DISK, FULL, *BY_LAYER)),
+    "all": (2, (*DISK, FULL, *BY_LAYER, "moe.shard_weights=false")),
+    "by micro-batch, host": (1, HOST),
+    "parts, host": (2, HOST),
+    "all, host": (2, (*HOST, "moe.shard_weights=false", "training.precision=bf16")),
+    "parts by layer, host": (2, (*HOST, FULL, *BY_LAYER)),
 }
 
 
 def test_a_step_moves_what_its_plan_counts(tmp_path: Path) -> None:
     found = {}
     for name, (ranks, more) in COUNTED.items():
-        config = config_of([*DISK, "model.num_layers=3", *more], ranks, tmp_path)
+        config = config_of(["model.num_layers=3", *more], ranks, tmp_path)
         plan = expert_traffic(config, ranks, 0)
         assert plan is not None
         here = found[name] = distributed.run(counted, ranks, config)[-1]
         records = plan.moves.records
         assert here["asked"] == 0 and here["fetched"] == len(plan.fills), name
         assert here["slots"] == records.weights_on_device + records.grads_on_device, name
-        assert here["slots"] == (2 * 4 + records.grad_slots * 4) * records.padded_numel, name
+        each = 2 * records.weight_bytes + records.grad_slots * records.grad_slot_bytes
+        assert here["slots"] == each * records.padded_numel, name
         assert here["up"] == plan.total.up, name
         assert here["down"] == plan.total.down, name
-        state = plan.moves.state_bytes * records.part_numel * records.num_layers  # in a file of its own
+        # in a file of its own
+        state = plan.moves.state_bytes * records.part_numel * records.num_layers * plan.moves.on_disk
         assert here["read"] == plan.total.read - state and here["written"] == plan.total.written - state, name
+        assert here["moved"] == {way: here[way] for way in ("up", "down", "read", "written")}, name
         # Beside what stays in a slot where passes turn, all three layers' weights come in each pass.
-        passes, turns = (2, 1) if "layer" in config.training.pass_order else (2 * 4, 2 * 4 - 1)
-        assert here["fetched"] == 3 * passes - 2 * turns, name
+        by_layer = config.training.pass_order == "by_layer"
+        passes = 2 * (1 if by_layer else derived.num_micro_batches(config, ranks))
+        assert here["fetched"] == 3 * passes - 2 * (passes - 1), name
     assert 2 * found["parts"]["read"] == found["all"]["read"] and 2 * found["parts"]["up"] == found["all"]["up"]
 
 

@@ -222,6 +222,21 @@ def test_auto_never_contradicts_what_was_set() -> None:
     assert dense.config.training.pass_order == "by_micro_batch" and "none" in dense.line
 
 
+def test_auto_takes_what_moves_least_of_what_is_predicted_alike() -> None:
+    small = Capacity(device=24 * 2**30)
+    quick = machine(host__update=1e18, host__rate=1e18, host__up=1e13, host__down=1e13)  # nothing is waited for
+
+    def order(*more: str) -> Any:
+        found = decide(large(*AUTO, *more), 1, 32000, quick, small, frozenset())
+        assert found.values["moe.weights_device"] == "host"
+        return found.values["training.pass_order"]
+
+    assert order() == "by_layer"
+    assert order("training.global_batch_size=1") == "by_micro_batch"  # as many bytes: the simpler one
+    many = ("training.micro_batch_size=16", "training.global_batch_size=32", "training.activation_offload=auto")
+    assert order(*many) == "by_micro_batch"  # layer inputs move thrice as often
+
+
 def test_auto_goes_to_the_disk_only_where_there_is_one(tmp_path: object) -> None:
     small = Capacity(device=24 * 2**30, host=40 * 2**30, disk=math.inf)
     without = decided(large(*AUTO), small)
