@@ -54,6 +54,7 @@ def words_of(args: argparse.Namespace, run_dir: Path) -> list[str]:
         "optimizer.moment_dtype=bf16",
         f"memory.disk_dir={args.folder}",
         f"memory.host_budget={args.budget}",
+        f"memory.disk_budget={args.disk_budget}",
         "sample.num_tokens=8",
         f"sample.prompts=['{PROMPT}']",
         "logging.progress=false",
@@ -161,6 +162,7 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--width", type=int, default=3584)
     parser.add_argument("--budget", type=int, default=6000, help="MiB of the host")
+    parser.add_argument("--disk-budget", type=int, default=39000, help="MiB of the disk for records")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of a run")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("overrides", nargs="*")

@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: see parallel/megatron/startup.py)
 
@@ -21,7 +20,6 @@ import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: 
 import torch
 import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from safetensors import SafetensorError, safe_open
 
 from checkpoint import manifest, safetensors_header
 from checkpoint.manifest import CHUNK_BYTES, FileSum
@@ -29,9 +27,13 @@ from configs.files import writing
 from configs.schema import ConfigError
 from memory.copy_stream import SAVES
 from memory.host_link import HostLink
+from memory.read_only_file import ReadOnlyFile
+from models.weight_files.safetensors_file import TORCH_DTYPES
 from optim.tiers.state_snapshot import StateSnapshot
 from optim.tiers.stored import StoredTensor
 from parallel.dtypes import SAFETENSORS_NAMES
+
+BAND_BYTES = 4 * 2**20  # of rows that are read at once where some of their columns are wanted
 
 
 class SaveCancelled(Exception):
@@ -173,11 +175,14 @@ class ShardReader:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, ReadOnlyFile] = {}
+        self._bodies: dict[Path, int] = {}  # where the tensors begin in each file
         self._boxes: dict[str, list[tuple[Path, str, safetensors_header.Entry]]] = {}
         try:
             for path in (folder / name for name in manifest.read(folder) if name.endswith(safetensors_header.SUFFIX)):
-                for name, entry in safetensors_header.read(path).items():
+                header, entries = safetensors_header.read_all(path)
+                self._bodies[path] = header.body
+                for name, entry in entries.items():
                     self._boxes.setdefault(entry.key, []).append((path, name, entry))
         except (OSError, ValueError) as error:
             raise ConfigError(f"checkpoint {folder} cannot be read: {error}") from error
@@ -228,11 +233,40 @@ class ShardReader:
             )
 
     def _get(self, path: Path, name: str, entry: safetensors_header.Entry, inside: list[slice]) -> torch.Tensor:
+        # Read, not mapped: a file may be larger than what the kernel lets a process map.
         try:
             if path not in self._files:
-                self._files[path] = safe_open(path, framework="pt")
-            if all(part == slice(0, n) for part, n in zip(inside, entry.shape)):
-                return self._files[path].get_tensor(name)
-            return self._files[path].get_slice(name)[tuple(inside)]
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"checkpoint {self.folder} cannot be read: {path.name}: {error}") from error
+                self._files[path] = ReadOnlyFile(path)
+            found = torch.empty([part.stop - part.start for part in inside], dtype=TORCH_DTYPES[entry.dtype])
+            if found.numel():
+                start = self._bodies[path] + entry.start
+                _read_box(self._files[path], start, entry.shape, inside, found)
+            return found
+        except (OSError, KeyError) as error:
+            raise ConfigError(f"checkpoint {self.folder} cannot be read: {path.name}: {name}: {error}") from error
+
+
+def _read_box(
+    file: ReadOnlyFile, start: int, shape: Sequence[int], inside: Sequence[slice], found: torch.Tensor
+) -> None:
+    """Fill a dense tensor with a box of one that lies in a file, row-major, from byte `start` on."""
+    size = found.element_size()
+    if not shape or all(part == slice(0, n) for part, n in zip(inside[1:], shape[1:])):  # one run of bytes
+        first = inside[0].start * math.prod(shape[1:]) if shape else 0
+        file.read(start + first * size, _memory_of(found))
+        return
+    row = math.prod(shape[1:]) * size
+    if len(shape) > 2 or row > BAND_BYTES:
+        for index, part in enumerate(found, start=inside[0].start):
+            _read_box(file, start + index * row, shape[1:], inside[1:], part)
+        return
+    at_once = BAND_BYTES // row  # whole rows: columns one by one would be a read each
+    for index in range(0, len(found), at_once):
+        target = found[index : index + at_once]
+        band = torch.empty(len(target), shape[1], dtype=found.dtype)
+        file.read(start + (inside[0].start + index) * row, _memory_of(band))
+        target.copy_(band[:, inside[1]])
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
