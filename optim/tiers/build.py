@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from configs.schema import Config, ConfigError
-from memory.budgets import DISK, HOST
+from memory.budgets import DISK, HOST, Budget
 from memory.disk import Disk
 from memory.host_link import HostLink
 from optim.arrangement.arrange import Arrangement, Capacity, TierRequest, arrange, least, tier_request
@@ -63,7 +63,12 @@ def build_tiers(
             disk = Disk(config.memory.disk_dir, arrangement.disk_bytes)
     except ConfigError as error:
         problem = str(error)
-    raise_together(problem)
+    try:
+        raise_together(problem)
+    except ConfigError:
+        if experts is not None:
+            experts.close()  # a refusal leaves nothing taken
+        raise
     assert arrangement is not None
     memory = allocate(arrangement, dtype, link, disk)
     shared = Hyperparameters(settings.beta1, settings.beta2, settings.epsilon, settings.early_update)
@@ -88,16 +93,23 @@ def _experts(
     layers = list(layers_off_device(chunks).values())
     records = expert_records(config, topology.world_size, len(layers))
     problem, disk = None, None
+    taken: list[tuple[Budget, int]] = []
     try:
         if records is not None:
-            HOST.take(records.host_bytes, WHAT)
-            DISK.take(records.disk_bytes, WHAT)
+            for budget, num_bytes in ((HOST, records.host_bytes), (DISK, records.disk_bytes)):
+                budget.take(num_bytes, WHAT)
+                taken.append((budget, num_bytes))
             if records.disk_bytes:
                 assert config.memory.disk_dir is not None
                 disk = Disk(config.memory.disk_dir, records.disk_bytes)
     except ConfigError as error:
         problem = str(error)
-    raise_together(problem)
+    try:
+        raise_together(problem)
+    except ConfigError:
+        for budget, num_bytes in taken:
+            budget.give(num_bytes, WHAT)
+        raise
     if records is None:
         return None
     group = topology.expert_data.another_group(config.parallel.timeout_seconds) if records.alike > 1 else None
