@@ -94,7 +94,10 @@ def test_an_old_run_goes_on_as_it_would_have(name: str, gone_on: Callable[[str, 
         and uses_all_of_it()
         and torch.__version__.startswith(RECORDED["torch"])
     ):
-        assert ours == recorded
+        assert [(line["step"], line["loss"]) for line in ours] == [(line["step"], line["loss"]) for line in recorded]
+        # Earlier versions added up the squares of blocks of 1,024 elements in fp32.
+        norms = [line["grad_norm"] for line in recorded]
+        assert [line["grad_norm"] for line in ours] == pytest.approx(norms, rel=2e-7)
     else:
         assert helpers.largest_difference(ours, recorded, "loss") < FP32_LOSS
 
