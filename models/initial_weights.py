@@ -18,7 +18,7 @@ import torch
 
 from configs.schema import Config
 from models.blueprint.operation import Weight, unknown
-from models.weights import LogicalTensor, logical_tensors
+from models.weights import LogicalTensor, logical_tensors, tensors_off_device
 
 DRAWN_ROWS = 256  # a block of a large model is about a million numbers: 10 ms to draw
 
@@ -36,11 +36,8 @@ def fill_off_device(
 ) -> None:
     """Fill those that lie off the device, which are at hand in these contexts, a part in each."""
     with torch.no_grad():
-        for at_hand in off_device:
-            with at_hand:
-                for item in logical_tensors(chunks):
-                    if item.off_device and item.is_here:
-                        fill(item, config)
+        for item in tensors_off_device(chunks, off_device):
+            fill(item, config)
 
 
 def fill(item: LogicalTensor, config: Config) -> None:

@@ -94,6 +94,13 @@ def tensors_to_fill(
     """The same to be written, one after the other. `off_device`: in each of these contexts a part of what lies off the
     device is at hand, and kept when it ends."""
     yield from (item for item in logical_tensors(chunks) if not item.off_device)
+    yield from tensors_off_device(chunks, off_device)
+
+
+def tensors_off_device(
+    chunks: Sequence[torch.nn.Module], off_device: Iterable[AbstractContextManager[None]]
+) -> Iterator[LogicalTensor]:
+    """What lies off the device, as its parts come to hand in these contexts: see `tensors_to_fill`."""
     for at_hand in off_device:
         with at_hand:
             yield from (item for item in logical_tensors(chunks) if item.off_device and item.is_here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from configs.schema import Config, ConfigError
-from memory.budgets import DISK, HOST, Budget
+from memory.budgets import DISK, HOST
 from memory.disk import Disk
 from memory.host_link import HostLink
 from optim.arrangement.arrange import Arrangement, Capacity, TierRequest, arrange, least, tier_request
@@ -56,19 +57,18 @@ def build_tiers(
     numels, late = [bucket.numel for bucket in buckets], [bucket.late for bucket in buckets]
     asked = tier_request(config, numels, late, [bucket.of_experts is not None for bucket in buckets])
     arrangement, disk, problem = None, None, None
-    try:
-        arrangement = _arrange(asked, device_room, config)
-        if arrangement.disk_bytes:
-            assert config.memory.disk_dir is not None
-            disk = Disk(config.memory.disk_dir, arrangement.disk_bytes)
-    except ConfigError as error:
-        problem = str(error)
-    try:
-        raise_together(problem)
-    except ConfigError:
+    with contextlib.ExitStack() as undo:  # a refusal leaves nothing taken for experts
         if experts is not None:
-            experts.close()  # a refusal leaves nothing taken
-        raise
+            undo.callback(experts.close)
+        try:
+            arrangement = _arrange(asked, device_room, config)
+            if arrangement.disk_bytes:
+                assert config.memory.disk_dir is not None
+                disk = Disk(config.memory.disk_dir, arrangement.disk_bytes)
+        except ConfigError as error:
+            problem = str(error)
+        raise_together(problem)
+        undo.pop_all()
     assert arrangement is not None
     memory = allocate(arrangement, dtype, link, disk)
     shared = Hyperparameters(settings.beta1, settings.beta2, settings.epsilon, settings.early_update)
@@ -90,46 +90,40 @@ def _experts(
 ) -> ExpertTier | None:
     """The records of experts off the device, zeroed; None where there are none. A collective call. Raises ConfigError
     on every rank where a rank's do not fit."""
-    layers = list(layers_off_device(chunks).values())
+    layers = _layers_off_device(chunks)
     records = expert_records(config, topology.world_size, len(layers))
     problem, disk = None, None
-    taken: list[tuple[Budget, int]] = []
-    try:
-        if records is not None:
-            for budget, num_bytes in ((HOST, records.host_bytes), (DISK, records.disk_bytes)):
-                budget.take(num_bytes, WHAT)
-                taken.append((budget, num_bytes))
-            if records.disk_bytes:
-                assert config.memory.disk_dir is not None
-                disk = Disk(config.memory.disk_dir, records.disk_bytes)
-    except ConfigError as error:
-        problem = str(error)
-    try:
+    with contextlib.ExitStack() as undo:
+        try:
+            if records is not None:
+                for budget, num_bytes in ((HOST, records.host_bytes), (DISK, records.disk_bytes)):
+                    budget.take(num_bytes, WHAT)
+                    undo.callback(budget.give, num_bytes, WHAT)
+                if records.disk_bytes:
+                    assert config.memory.disk_dir is not None
+                    disk = Disk(config.memory.disk_dir, records.disk_bytes)
+                    undo.callback(disk.close)
+        except ConfigError as error:
+            problem = str(error)
         raise_together(problem)
-    except ConfigError:
-        for budget, num_bytes in taken:
-            budget.give(num_bytes, WHAT)
-        raise
+        undo.pop_all()
     if records is None:
         return None
     group = topology.expert_data.another_group(config.parallel.timeout_seconds) if records.alike > 1 else None
-    owner = owner_of(layers[0][0][1])
+    owner = owner_of(layers[0][0])
     assert owner is not None and owner.scale is not None
-    parameters = [[parameter for _, parameter in layer] for layer in layers]
-    return ExpertTier(records, parameters, link, disk, group, owner.scale)
+    return ExpertTier(records, layers, link, disk, group, owner.scale)
 
 
-def layers_off_device(
-    chunks: Sequence[DistributedDataParallel],
-) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
-    """Stand-ins for weights off the device, by the name of the module that holds a layer's: (name, parameter) of each
-    kind, matrices before biases."""
-    found: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
+def _layers_off_device(chunks: Sequence[DistributedDataParallel]) -> list[list[torch.nn.Parameter]]:
+    """Stand-ins for weights off the device, layer by layer: one of each kind, matrices before biases."""
+    found: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}  # by the module that holds a layer's
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.module.named_parameters():
             if is_off_device(parameter):
                 found.setdefault(f"{number} {name.rsplit('.', 2)[0]}", []).append((name, parameter))
-    return {name: sorted(layer, key=lambda item: item[0].endswith("bias")) for name, layer in found.items()}
+    of_layers = (sorted(layer, key=lambda item: item[0].endswith("bias")) for layer in found.values())
+    return [[parameter for _, parameter in layer] for layer in of_layers]
 
 
 def add_experts(
