@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from models.blueprint.operation import EXPERT, EXPERT_TENSOR, TENSOR, local_runs, unknown
-from parallel.owned import owner_of
+from parallel.owned import is_at_hand, owner_of
 
 EXPERTS = "mlp.experts."  # begins the names of routed experts' weights in a layer
 # TransformerEngine keeps a norm inside the linear layer that follows it.
@@ -103,7 +103,8 @@ def tensors_off_device(
     """What lies off the device, as its parts come to hand in these contexts: see `tensors_to_fill`."""
     for at_hand in off_device:
         with at_hand:
-            yield from (item for item in logical_tensors(chunks) if item.off_device and item.is_here)
+            for chunk in unwrap_model(list(chunks)):
+                yield from _chunk_tensors(chunk, at_hand_alone=True)
 
 
 def load_logical(
@@ -149,9 +150,13 @@ def gather_logical(
         yield name, full
 
 
-def _chunk_tensors(chunk: torch.nn.Module) -> Iterator[LogicalTensor]:
+def _chunk_tensors(chunk: torch.nn.Module, at_hand_alone: bool = False) -> Iterator[LogicalTensor]:
+    """at_hand_alone: of parameters off the device those that are at hand, and no others."""
     tensors: dict[str, torch.Tensor] = dict(chunk.named_parameters())
-    tensors.update((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias"))
+    if at_hand_alone:
+        tensors = {name: tensor for name, tensor in tensors.items() if is_at_hand(tensor)}
+    else:
+        tensors.update((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias"))
     for name, of_blueprint, tensor in _unstacked(chunk, tensors):
         weight = chunk.blueprint_weights.get(of_blueprint)
         if weight is None:

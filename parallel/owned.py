@@ -147,6 +147,11 @@ def is_off_device(parameter: torch.Tensor) -> bool:
     return (owner := owner_of(parameter)) is not None and owner.off_device
 
 
+def is_at_hand(parameter: torch.Tensor) -> bool:
+    """Whether a parameter that stands in for numbers off the device holds them now: see `at_hand`."""
+    return is_off_device(parameter) and parameter.owned.is_here  # type: ignore[attr-defined, no-any-return]
+
+
 @contextmanager
 def at_hand(parameters: Sequence[torch.nn.Parameter], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside, parameters off the device hold these tensors of their shapes."""
