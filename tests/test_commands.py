@@ -127,10 +127,10 @@ RUNS: list[tuple[str, str]] = [
 
 
 def commands_of_page(text: str) -> set[str]:
-    """The commands in code blocks and code spans, without comments."""
+    """The commands in code blocks and code spans, without comments; lines that end in a backslash go on."""
     found = set()
     fenced = False
-    for line in text.splitlines():
+    for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines():
         fenced ^= line.startswith("```")
         if fenced or line.startswith("    "):
             found.add(line.strip().removeprefix("$ "))
