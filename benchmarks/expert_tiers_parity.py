@@ -97,6 +97,7 @@ STREAMED: dict[str, dict[str, tuple[str, ...]]] = {
         "disk, disk": ("moe.weights_device=disk", "optimizer.state_device=disk"),
     },
     "alike ranks keep": {"parts": ("moe.shard_weights=true",), "all": ("moe.shard_weights=false",)},
+    "slots": {number: (f"moe.weight_slots={number}",) for number in ("2", "1", "3")},
     "order": {name: (f"training.pass_order={name}",) for name in ("by_micro_batch", "by_layer")},
     "buckets": {"cut": ("optimizer.bucket_parameters=4096",), "whole": ()},
     "engine": {

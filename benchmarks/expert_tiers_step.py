@@ -1,5 +1,6 @@
 """Steps whose experts lie off the device, against what binds them: `python -m benchmarks.expert_tiers_step
-[ratios] [overlap] [layers] [shards] [--rounds 5] [--ratios 0.25 0.5 1 2 4] [--seconds 2.5] [--markdown] [--json]`
+[ratios] [overlap] [layers] [shards] [--rounds 5] [--ratios 0.25 0.5 1 2 4] [--tiers host disk] [--orders by_layer]
+[--micro-batches 2] [--slots 2] [--seconds 2.5] [--markdown] [--json]`
 
 Virtual accelerator, emulated link (benchmarks/expert_tiers_rig.py): each rank's disk is throttled by a blkio control
 group, or emulated where there can be none, which is said. Trainings that are compared run in turns, each in processes
@@ -51,6 +52,7 @@ class Shape:
     micro_batches: int = 2
     precision: str = "bf16"
     bucket: int = 2**17  # parameters: eight buckets of a layer
+    slots: int = 2  # of the device, each for a layer's weights
 
     @property
     def weights(self) -> int:
@@ -78,6 +80,7 @@ class Shape:
             f"moe.top_k={self.top_k}",
             f"moe.ffn_hidden_size={self.width}",
             f"moe.weights_device={weights}",
+            f"moe.weight_slots={self.slots}",
             f"optimizer.state_device={weights}",
             f"training.pass_order={order}",
             f"training.recompute={recompute}",
@@ -289,14 +292,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS))
     parser.add_argument("--tiers", nargs="+", default=["host", "disk"])
+    parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=ORDERS, help="of passes, for ratios")
+    parser.add_argument("--micro-batches", type=int, default=Shape.micro_batches, help="of a step, for ratios")
+    parser.add_argument("--slots", type=int, default=Shape.slots, help="moe.weight_slots, for ratios")
     parser.add_argument("--seconds", type=float, default=2.5, help="that what binds a step takes, about")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     shape, found = Shape(), dict[str, Any]()
     if "ratios" in args.parts:
-        cases = [(tier, order) for tier in args.tiers for order in ORDERS]
-        made = [ratio_rows(*case, shape, args.ratios, args.rounds, args.seconds) for case in cases]
+        cases = [(tier, order) for tier in args.tiers for order in args.orders]
+        of = replace(shape, micro_batches=args.micro_batches, slots=args.slots)
+        made = [ratio_rows(*case, of, args.ratios, args.rounds, args.seconds) for case in cases]
         found["ratios"] = [row for rows in made for row in rows]
     if "overlap" in args.parts:
         found["overlap"] = overlap_rows(shape, FULL_OVERLAP, args.rounds, args.seconds)

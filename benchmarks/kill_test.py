@@ -121,7 +121,7 @@ TIERS = {
     "early": ["optimizer.state_device=host", "optimizer.engine=host", "optimizer.early_update=always"],
     "disk": ["optimizer.state_device=disk", "optimizer.early_update=always"],
     "experts_host": ["moe.weights_device=host", "optimizer.state_device=host", "moe.shard_weights=false"],
-    "experts_host_disk": ["moe.weights_device=host", "optimizer.state_device=disk"],
+    "experts_host_disk": ["moe.weights_device=host", "optimizer.state_device=disk", "moe.weight_slots=3"],
     "experts_disk": ["moe.weights_device=disk", "optimizer.state_device=disk"],
 }
 TIERED = ["optimizer.distributed=true", "optimizer.bucket_parameters=65536"]  # of all runs, so that all can take all

@@ -293,6 +293,12 @@ class MoEConfig:
         "free",
         choices=("device", "host", "disk", "auto"),
     )
+    weight_slots: int = key(
+        2,
+        "off the device: MoE layers whose weights a rank's device holds; more spare transfers where passes turn",
+        "free",
+        low=1,
+    )
     shard_weights: bool = key(
         True,
         "off the device: ranks that hold the same experts keep a part each of weights, gradients and state",

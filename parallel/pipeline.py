@@ -1,9 +1,11 @@
 """The order of a step's passes from the configuration alone: Megatron-core's schedule of micro-batches (1F1B,
-interleaved or not), or by layer."""
+interleaved or not), or by layer; and which layers' weights come to which slot in that order, where they do not stay."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -60,6 +62,48 @@ def layer_visits(config: Config, num_micro_batches: int, stage: int, forward_onl
         for is_forward, chunk in passes(config, num_micro_batches, stage):
             order += chunks[chunk] if is_forward else reversed(chunks[chunk])
     return [layer for layer, _ in groupby(order)]
+
+
+@dataclass(frozen=True)
+class SlotFill:
+    """Weights of a layer come to slot `slot` before visit `visit`, behind visit `after`, the last that used the slot;
+    -1: at once."""
+
+    layer: int
+    slot: int
+    visit: int
+    after: int
+
+
+def slot_fills(visits: Sequence[int], slots: int) -> list[SlotFill]:
+    """What must come in a step that visits layers in this order, and begins with empty slots. The order is known, so
+    that which slot is filled next is too: the one whose layer is used last (Belady). Beside the layer that is visited
+    one more slot is filled: with two slots a layer's weights come while the layer before it computes. Passes go there
+    and back, so that slots beyond two keep a part of the layers at each turn, while the rest streams.
+
+    Raises ValueError where there is no slot.
+    """
+    if slots < 1 and visits:
+        raise ValueError(f"slots must be at least 1, not {slots}")
+    following: list[float] = [math.inf] * len(visits)
+    seen: dict[int, int] = {}
+    for index in range(len(visits) - 1, -1, -1):
+        following[index] = seen.get(visits[index], math.inf)
+        seen[visits[index]] = index
+    held: list[int | None] = [None] * slots
+    last, uses, found = [-1] * slots, [math.inf] * slots, list[SlotFill]()
+    before = None  # the slot of the visit before
+    for index, layer in enumerate(visits):
+        if layer in held:
+            slot = held.index(layer)
+        else:
+            free = [each for each in range(slots) if held[each] is None]
+            may = free or [each for each in range(slots) if each != before or slots == 1]
+            slot = free[0] if free else max(may, key=lambda each: uses[each])
+            found.append(SlotFill(layer, slot, index, last[slot]))
+            held[slot] = layer
+        last[slot], uses[slot], before = index, following[index], slot
+    return found
 
 
 class LayerPass(NamedTuple):

@@ -123,7 +123,7 @@ READY = [
         "parallel.expert is 1: nothing is sent again",
     ),
     Needs(
-        ("moe.shard_weights",),
+        ("moe.shard_weights", "moe.weight_slots"),
         lambda c: not derived.is_moe(c) or c.moe.weights_device != "device",
         "moe.weights_device is device",
     ),

@@ -1,9 +1,9 @@
-"""Experts whose weights lie off the device: slots of the device that layers' weights come to, one layer ahead, and the
-way that their gradients leave by.
+"""Experts whose weights lie off the device: slots of the device that layers' weights come to ahead of their use, and
+the way that their gradients leave by.
 
-In training every layer is used in every pass, in an order that is known (parallel/pipeline.py): while one layer
-computes, the next one's weights come to the slot that is needed last. Where the order is not the expected one, weights
-come when they are asked for.
+In training every layer is used in every pass, in an order that is known, and so is what comes to which
+slot (parallel/pipeline.py): as soon as a slot has had its last use, the next layer's weights come to it.
+Where the order is not the expected one, weights come when they are asked for.
 
 A slot is one flat range: all experts' first matrices, second matrices and biases, each from its own start on.
 """
@@ -21,6 +21,7 @@ import torch
 
 from memory.completion import Completion, Users
 from moe.experts.weights import Slab
+from parallel.pipeline import SlotFill, slot_fills
 
 MOST_WAITS = 4096  # of a stream that are held until they are added up
 Arrived = Sequence[tuple[int, torch.Tensor]]  # gradients of copies that came home: slot, an expert's record in fp32
@@ -65,6 +66,7 @@ class _LayerSlot:
     layer: int | None = None
     there: Sequence[Completion] = ()  # when the weights are
     used: Sequence[Completion] = ()  # when they are no longer needed, as far as passes have come
+    turn: int = -1  # the last use or fill, by the stream's count of both
     users: Users = field(default_factory=Users)
 
 
@@ -119,8 +121,10 @@ class ExpertStream:
         grads = dtype if in_parts else torch.promote_types(dtype, torch.float32)
         self.grad_slots = [_LayerSlot(torch.zeros(numel, dtype=grads, device=device)) for _ in range(num_slots[1])]
         self.counts, self.num_backwards = StreamCounts(), 0
-        self._order: list[int] = []
-        self._turn = -1
+        self._plans: dict[tuple[int, bool], tuple[Sequence[int], Sequence[SlotFill]]] = {}
+        self._order: Sequence[int] = ()
+        self._fills: deque[SlotFill] = deque()  # to come
+        self._visit, self._count = -1, 0
         self._done: dict[int, int] = {}  # backward passes of each layer
 
     @property
@@ -132,53 +136,47 @@ class ExpertStream:
         """Weights have changed: no slot holds any. Passes over so many micro-batches are to come."""
         for slot in (*self.slots, *self.grad_slots):
             slot.layer, slot.used = None, (self.so_far(),)
+        key = num_micro_batches, forward_only
+        if key not in self._plans:
+            visits = list(self._visits(*key))
+            self._plans[key] = visits, slot_fills(visits, len(self.slots))
         self.num_backwards = 0 if forward_only else num_micro_batches
-        self._order, self._turn, self._done = list(self._visits(num_micro_batches, forward_only)), -1, {}
+        self._order, fills = self._plans[key]
+        self._fills, self._visit, self._done = deque(fills), -1, {}
         self.prefetch()
 
     def enter(self, layer: int) -> _LayerSlot:
         """A layer is used now: its slot, with its weights on their way."""
-        here = self._order[self._turn] if 0 <= self._turn < len(self._order) else None
+        here = self._order[self._visit] if 0 <= self._visit < len(self._order) else None
         if here != layer:
-            self._turn += 1
-            if self._turn >= len(self._order) or self._order[self._turn] != layer:
-                self._order, self._turn = [layer], 0  # another order than the expected one
-        slot = self._slot_of(layer)
+            self._visit += 1
+            if self._visit >= len(self._order) or self._order[self._visit] != layer:
+                self._order, self._visit = [layer], 0  # another order than the expected one
+                self._fills.clear()
+        slot = next((slot for slot in self.slots if slot.layer == layer), None)
         if slot is None:
             self.counts.asked += 1
-            slot = self._fetch(layer, self._victim(self._turn))
+            planned = self._fills.popleft() if self._fills else None
+            slot = min(self.slots, key=lambda slot: slot.turn) if planned is None else self.slots[planned.slot]
+            self._fetch(layer, slot)
+        self._touch(slot)
         return slot
 
     def prefetch(self) -> None:
-        """Have the weights of the next layers come to the slots that are needed later."""
-        for turn in range(max(self._turn, 0), len(self._order)):
-            layer = self._order[turn]
-            if self._slot_of(layer) is None:
-                victim = self._victim(turn)
-                if victim is None:
-                    return
-                self._fetch(layer, victim)
+        """Have the weights of the next layers come to the slots that have had their last use before."""
+        while self._fills and self._fills[0].after < max(self._visit, 0):
+            fill = self._fills.popleft()
+            self._fetch(fill.layer, self.slots[fill.slot])
 
-    def _slot_of(self, layer: int) -> _LayerSlot | None:
-        return next((slot for slot in self.slots if slot.layer == layer), None)
-
-    def _victim(self, turn: int) -> _LayerSlot | None:
-        """The slot whose layer is needed last; None where all are needed before this turn."""
-
-        def next_use(slot: _LayerSlot) -> int:
-            later = range(max(self._turn, 0), len(self._order))
-            return next((each for each in later if self._order[each] == slot.layer), len(self._order) + 1)
-
-        found = max(self.slots, key=next_use)
-        return found if next_use(found) > turn else None
-
-    def _fetch(self, layer: int, slot: _LayerSlot | None) -> _LayerSlot:
-        assert slot is not None, "the layer that computes has a slot"
+    def _fetch(self, layer: int, slot: _LayerSlot) -> None:
         slot.layer, self.counts.fetched = layer, self.counts.fetched + 1
         # What was computed with the weights that lay there comes first.
         free = (*slot.used, *slot.there)
         slot.there = self.tier.bring(layer, slot.flat, free)
-        return slot
+        self._touch(slot)
+
+    def _touch(self, slot: _LayerSlot) -> None:
+        slot.turn = self._count = self._count + 1
 
     def so_far(self) -> Completion:
         """All that this thread's current stream has been given."""

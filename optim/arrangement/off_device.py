@@ -18,7 +18,6 @@ from memory.host_memory import padded
 from optim.arrangement.arrange import GRAD_BYTES
 from optim.arrangement.buckets import CUT, MOST
 
-WEIGHT_SLOTS = 2  # of the device, each for a layer's weights: one computes, the next one's come
 GRAD_SLOTS = 2  # of the device, each for a layer's gradient: one is made, the one before leaves
 # Of the host, that records of the disk pass through: those that passes wait for, and those of updates. Apart, as the
 # next step's weights would else come behind all updates.
@@ -37,6 +36,7 @@ class ExpertRecords:
     weight_bytes: int  # of a parameter
     sums_on_host: bool  # micro-batches of a layer come apart: their gradients are added on the host
     limit: int  # parameters of a bucket, at most
+    slots: int  # of the device for weights, at most
     arrived_numel: int = 0  # of an expert, where gradients of its copies come home
 
     @property
@@ -63,7 +63,8 @@ class ExpertRecords:
 
     @property
     def weight_slots(self) -> int:
-        return min(WEIGHT_SLOTS, self.num_layers)
+        """How many layers' weights the device holds: one computes, the next ones' come."""
+        return min(self.slots, self.num_layers)
 
     @property
     def grad_slots(self) -> int:
@@ -148,6 +149,7 @@ def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRe
         weight_bytes=derived.element_size(config),
         sums_on_host=apart,
         limit=config.optimizer.bucket_parameters,
+        slots=config.moe.weight_slots,
         arrived_numel=sum(numbers) if derived.places_experts(config) else 0,
     )
 

@@ -1,12 +1,7 @@
-"""Which weights of experts off the device come when, and what a step moves of them. Pure, and without torch: a run
-prefetches by it, and its plan counts by it.
-
-The order of visits is known, so that which slot is filled next is too: the one whose layer is used last (Belady).
-"""
+"""What a step moves of experts off the device. Pure, and without torch: a run's plan counts by it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -14,49 +9,9 @@ from configs import derived
 from configs.schema import Config
 from optim.arrangement.arrange import GRAD_BYTES
 from optim.arrangement.off_device import ExpertRecords, expert_records
-from parallel.pipeline import layer_visits, layers_of_stage
+from parallel.pipeline import SlotFill, layer_visits, layers_of_stage, slot_fills
 
 MASTER_BYTES = 4  # of a weight that is its own master
-
-
-@dataclass(frozen=True)
-class SlotFill:
-    """Weights of a layer come to slot `slot` before visit `visit`, behind visit `after`, the last that used the slot;
-    -1: at once."""
-
-    layer: int
-    slot: int
-    visit: int
-    after: int
-
-
-def slot_fills(visits: Sequence[int], slots: int) -> list[SlotFill]:
-    """What must come in a step that visits layers in this order, and begins with empty slots. Beside the layer that is
-    visited one more slot is filled: with two slots a layer's weights come while the layer before it computes.
-
-    Raises ValueError where there is no slot.
-    """
-    if slots < 1 and visits:
-        raise ValueError(f"slots must be at least 1, not {slots}")
-    following: list[float] = [math.inf] * len(visits)
-    seen: dict[int, int] = {}
-    for index in range(len(visits) - 1, -1, -1):
-        following[index] = seen.get(visits[index], math.inf)
-        seen[visits[index]] = index
-    held: list[int | None] = [None] * slots
-    last, uses, found = [-1] * slots, [math.inf] * slots, list[SlotFill]()
-    before = None  # the slot of the visit before
-    for index, layer in enumerate(visits):
-        if layer in held:
-            slot = held.index(layer)
-        else:
-            free = [each for each in range(slots) if held[each] is None]
-            may = free or [each for each in range(slots) if each != before or slots == 1]
-            slot = free[0] if free else max(may, key=lambda each: uses[each])
-            found.append(SlotFill(layer, slot, index, last[slot]))
-            held[slot] = layer
-        last[slot], uses[slot], before = index, following[index], slot
-    return found
 
 
 @dataclass(frozen=True)

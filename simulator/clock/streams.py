@@ -14,8 +14,8 @@ from configs.schema import Config
 from optim.arrangement.arrange import NUM_SLOTS
 from optim.arrangement.off_device import GRAD_SLOTS
 from optim.arrangement.planning import Bandwidths
-from optim.arrangement.traffic import LayerMoves, Moved, layer_moves, slot_fills
-from parallel.pipeline import layers_of_stage
+from optim.arrangement.traffic import LayerMoves, Moved, layer_moves
+from parallel.pipeline import layers_of_stage, slot_fills
 from simulator.clock.axes import EXPERT_COPIES, Group, collective
 from simulator.clock.hardware import Hardware
 from simulator.clock.loop import Loop

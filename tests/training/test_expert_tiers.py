@@ -33,6 +33,7 @@ BUCKETS = ("optimizer.bucket_parameters=4096",)  # which cut matrices
 ODD = ("model.hidden_size=40", "moe.ffn_hidden_size=24", "moe.num_experts=6")
 FULL = "training.recompute=full"
 BY_LAYER = ("training.pass_order=by_layer",)
+FOUR_LAYERS = ("model.num_layers=4",)
 MOVES = (
     *("moe.placement.policy=quota", "moe.placement.extra_slots=2", "moe.placement.interval=1", "moe.num_experts=8"),
     "moe.aux_loss_coeff=0",
@@ -40,10 +41,10 @@ MOVES = (
 STEPS = 3
 # (ranks, overrides of both, overrides of the streamed one). All of them: python -m benchmarks.expert_tiers_parity
 CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
-    "one rank, odd sizes, biases, disk": (
+    "one rank, odd sizes, biases, disk, three slots": (
         1,
-        (*ODD, "model.linear_bias=true", "moe.memory_strategy=recompute", "moe.pipeline_degree=2"),
-        DISK,
+        (*ODD, *FOUR_LAYERS, "model.linear_bias=true", "moe.memory_strategy=recompute", "moe.pipeline_degree=2"),
+        (*DISK, "moe.weight_slots=3"),
     ),
     "by layer in bf16, host": (
         1,
@@ -55,7 +56,11 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
         ("experiment=bert_moe_tiny", "moe.capacity_factor=1.0", "training.micro_batch_size=8"),
         HOST_DISK,
     ),
-    "parts of two ranks, odd sizes, disk": (2, (*ODD, "optimizer.clip_grad=0.1"), (*DISK, *BUCKETS)),
+    "parts of two ranks, odd sizes, disk, one slot": (
+        2,
+        (*ODD, "optimizer.clip_grad=0.1"),
+        (*DISK, *BUCKETS, "moe.weight_slots=1"),
+    ),
     "all of it on two ranks, by layer, clipped": (
         2,
         (FULL, "model.tie_embeddings=false", "optimizer.clip_grad=0.1", "training.micro_batch_size=2"),
@@ -185,6 +190,7 @@ COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
     "parts, host": (2, HOST),
     "all, host": (2, (*HOST, "moe.shard_weights=false", "training.precision=bf16")),
     "parts by layer, host": (2, (*HOST, FULL, *BY_LAYER)),
+    "three slots": (1, (*DISK, "moe.weight_slots=3")),
 }
 
 
@@ -198,7 +204,7 @@ def test_a_step_moves_what_its_plan_counts(tmp_path: Path) -> None:
         records = plan.moves.records
         assert here["asked"] == 0 and here["fetched"] == len(plan.fills), name
         assert here["slots"] == records.weights_on_device + records.grads_on_device, name
-        each = 2 * records.weight_bytes + records.grad_slots * records.grad_slot_bytes
+        each = config.moe.weight_slots * records.weight_bytes + records.grad_slots * records.grad_slot_bytes
         assert here["slots"] == each * records.padded_numel, name
         assert here["up"] == plan.total.up, name
         assert here["down"] == plan.total.down, name
@@ -209,7 +215,7 @@ def test_a_step_moves_what_its_plan_counts(tmp_path: Path) -> None:
         # Beside what stays in a slot where passes turn, all three layers' weights come in each pass.
         by_layer = config.training.pass_order == "by_layer"
         passes = 2 * (1 if by_layer else derived.num_micro_batches(config, ranks))
-        assert here["fetched"] == 3 * passes - 2 * (passes - 1), name
+        assert here["fetched"] == 3 * passes - config.moe.weight_slots * (passes - 1), name
     assert 2 * found["parts"]["read"] == found["all"]["read"] and 2 * found["parts"]["up"] == found["all"]["up"]
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
-from optim.arrangement.traffic import expert_traffic, moe_visits, slot_fills
+from optim.arrangement.traffic import expert_traffic, moe_visits
 from parallel.pipeline import layer_visits
 from tests.training.helpers import make_config
 
@@ -14,56 +12,6 @@ pytestmark = pytest.mark.fast
 
 HOST = ["experiment=gpt_moe_tiny", "moe.weights_device=host", "optimizer.state_device=host"]
 BY_LAYER = ["training.pass_order=by_layer", "training.recompute=full"]
-
-
-def _there_and_back(layers: int) -> list[int]:
-    return [*range(layers), *reversed(range(layers))]
-
-
-@pytest.mark.parametrize(("layers", "micro_batches"), itertools.product([2, 3, 6], [1, 2, 5]))
-def test_what_lies_in_slots_at_a_turn_does_not_come_again(layers: int, micro_batches: int) -> None:
-    fills = slot_fills(_there_and_back(layers) * micro_batches, 2)
-    assert len(fills) == micro_batches * 2 * layers - 2 * (2 * micro_batches - 1)
-
-
-def _fewest(visits: list[int], slots: int) -> int:
-    """The least fills of any choice, where the layer before stays until the next one is there."""
-    states: dict[tuple[frozenset[int], int], int] = {(frozenset(), -1): 0}
-    for layer in visits:
-        after: dict[tuple[frozenset[int], int], int] = {}
-        for (held, before), count in states.items():
-            if layer in held:
-                choices = [(held, count)]
-            elif len(held) < slots:
-                choices = [(held | {layer}, count + 1)]
-            else:
-                choices = [(held - {out} | {layer}, count + 1) for out in held if out != before or slots == 1]
-            for kept, number in choices:
-                key = kept, layer
-                after[key] = min(number, after.get(key, number))
-        states = after
-    return min(states.values())
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3, 4])
-@pytest.mark.parametrize("visits", [_there_and_back(5) * 2, [0, 1, 0, 2, 0, 3, 2, 1], [4, 4, 3, 3, 4, 1, 0, 1]])
-def test_no_choice_of_slots_needs_fewer_fills(visits: list[int], slots: int) -> None:
-    assert len(slot_fills(visits, slots)) == _fewest(visits, slots)
-
-
-def test_a_slot_is_filled_behind_its_last_use_and_never_while_its_layer_is_next() -> None:
-    visits, held = _there_and_back(7) * 3, {}
-    fills = {fill.visit: fill for fill in slot_fills(visits, 3)}
-    last: dict[int, int] = {}
-    for index, layer in enumerate(visits):
-        if (fill := fills.get(index)) is not None:
-            assert fill.layer == layer and fill.after == last.get(fill.slot, -1)
-            assert fill.after < index - 1 or fill.after == -1  # the layer before computes meanwhile
-            held[fill.slot] = layer
-        (slot,) = [slot for slot, each in held.items() if each == layer]
-        last[slot] = index
-    with pytest.raises(ValueError, match="slots must be at least 1"):
-        slot_fills([0], 0)
 
 
 def test_visits_are_those_of_the_schedule() -> None:
@@ -97,6 +45,14 @@ def test_by_layer_moves_weights_once_in_each_pass_and_a_gradient_once() -> None:
     # of four micro-batches the first is written, the others are read, added and written
     assert plain.left.host == 4 * layer * (2 + 3 * 3)
     assert plain.updated == layered.updated
+
+
+def test_slots_beyond_two_spare_a_transfer_at_each_turn() -> None:
+    for slots in (1, 2, 3, 4, 9):
+        found = _traffic([f"moe.weight_slots={slots}"])
+        records, kept = found.moves.records, min(slots, 4)
+        assert records.weight_slots == kept and records.weights_on_device == kept * records.padded_numel * 4
+        assert found.fetched.up == (4 * 8 - kept * 7) * records.padded_numel * 4
 
 
 def test_ranks_that_keep_a_part_move_as_much_less() -> None:
