@@ -313,7 +313,7 @@ CASES = {
     "experts on the disk": Case(
         2,
         _expert_parallel("offload", *_streamed("disk", *FOUR_IN_THREE), *_chunks(2, 2)),
-        places.waits(places.FLAT, 3 * 2),
+        places.waits(places.FLAT, 4 * 2),
         thread_waits=places.expert_waits(45, read=16, written=20),
     ),
     "experts on the host by layer": Case(
