@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cgroups import DiskCgroup, can_limit_disk
+from memory.completion import Cancelled
 from memory.copy_stream import SAVES
 from optim.arrangement.traffic import ExpertTraffic
 
@@ -122,16 +123,23 @@ class Training:
 
         def counted(name: str, submit: Any) -> Any:
             def submitting(work: Any, after: Any = (), num_bytes: int = 0, **others: Any) -> Any:
-                self._moved[name] += num_bytes * self._of_experts
-                return submit(work, after, num_bytes, **others)
+                done, counts = submit(work, after, num_bytes, **others), num_bytes * self._of_experts
+                self._moved[name] += counts
+
+                def over() -> None:
+                    if isinstance(done.error, Cancelled):
+                        self._moved[name] -= counts
+
+                done.when_issued(over)
+                return done
 
             return submitting
 
         def marked(call: Any) -> Any:
-            def calling(*args: Any) -> Any:
+            def calling(*args: Any, **named: Any) -> Any:
                 self._of_experts = True
                 try:
-                    return call(*args)
+                    return call(*args, **named)
                 finally:
                     self._of_experts = False
 
@@ -140,7 +148,7 @@ class Training:
         for name, stream in zip(self._moved, (link.up, link.down, link.read, link.write), strict=True):
             stream.submit = counted(name, stream.submit)  # type: ignore[method-assign]
         calls: list[tuple[Any, str]] = [(tiers.experts, name) for name in ("bring", "add", "sum_to", "finish")]
-        for owner, name in [*calls, (tiers.jobs, "on_records")]:
+        for owner, name in [*calls, (tiers.jobs, "_on_records")]:
             setattr(owner, name, marked(getattr(owner, name)))
 
     def hold(self, rates: Rates) -> None:

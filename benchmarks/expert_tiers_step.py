@@ -1,6 +1,6 @@
 """Steps whose experts lie off the device, against what binds them: `python -m benchmarks.expert_tiers_step
 [ratios] [overlap] [layers] [shards] [--rounds 5] [--ratios 0.25 0.5 1 2 4] [--tiers host disk] [--orders by_layer]
-[--micro-batches 2] [--slots 2] [--seconds 2.5] [--markdown] [--json]`
+[--micro-batches 2] [--slots 2] [--early] [--seconds 2.5] [--markdown] [--json]`
 
 Virtual accelerator, emulated link (benchmarks/expert_tiers_rig.py): each rank's disk is throttled by a blkio control
 group, or emulated where there can be none, which is said. Trainings that are compared run in turns, each in processes
@@ -53,6 +53,7 @@ class Shape:
     precision: str = "bf16"
     bucket: int = 2**17  # parameters: eight buckets of a layer
     slots: int = 2  # of the device, each for a layer's weights
+    early: bool = False  # updates come early, to shadows; nothing is clipped
 
     @property
     def weights(self) -> int:
@@ -88,6 +89,7 @@ class Shape:
             f"training.global_batch_size={self.samples * self.micro_batches * ranks}",
             f"training.precision={self.precision}",
             f"optimizer.bucket_parameters={self.bucket}",
+            *(("optimizer.early_update=always", "optimizer.clip_grad=0") if self.early and weights != "device" else ()),
             "training.device=cpu",
             "training.steps=1000000",
         ]
@@ -180,7 +182,7 @@ def filling(traffic: ExpertTraffic, rates: Rates, host: float) -> float:
 
 def phases(traffic: ExpertTraffic, rates: Rates, alone: float, shape: Shape, order: str) -> float:
     """Seconds of a step's forward and backward passes one after the other, each what has most to do in it; the update
-    goes on in the first forward pass."""
+    goes on in the first forward pass, an early one in the last backward pass."""
     count = 1 if order == "by_layer" else shape.micro_batches
     turn = max(shape.layers - 1, 1)
     ahead = sum(fill.visit == 0 or (fill.visit - 1) // turn % 2 == 0 for fill in traffic.fills)
@@ -188,11 +190,14 @@ def phases(traffic: ExpertTraffic, rates: Rates, alone: float, shape: Shape, ord
     forward, back = fetch.times(ahead), fetch.times(len(traffic.fills) - ahead) + left
     link, disk = rates.link * count, rates.disk * count
     others = max(FORWARD * alone / count, forward.up / link, forward.read / disk)
-    first = max(others, forward.read / disk + update.read / rates.disk, update.written / rates.disk)
-    backward = max(
-        (1 - FORWARD) * alone / count, back.up / link, back.down / link, back.read / disk, back.written / disk
-    )
-    return first + (count - 1) * others + count * backward
+    back_alone = max((1 - FORWARD) * alone / count, back.up / link, back.down / link)
+    ahead_read, back_read, written = forward.read / disk, back.read / disk, back.written / disk
+    read, changed = update.read / rates.disk, update.written / rates.disk
+    backward = max(back_alone, back_read, written)
+    first, last = max(others, ahead_read + read, changed), backward
+    if shape.early:
+        first, last = others, max(back_alone, back_read + read, written + changed)
+    return first + last + (count - 1) * (others + backward)
 
 
 def words(row: RatioRow) -> str:
@@ -295,6 +300,7 @@ def main() -> None:
     parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=ORDERS, help="of passes, for ratios")
     parser.add_argument("--micro-batches", type=int, default=Shape.micro_batches, help="of a step, for ratios")
     parser.add_argument("--slots", type=int, default=Shape.slots, help="moe.weight_slots, for ratios")
+    parser.add_argument("--early", action="store_true", help="early updates, nothing clipped; for ratios")
     parser.add_argument("--seconds", type=float, default=2.5, help="that what binds a step takes, about")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -302,7 +308,7 @@ def main() -> None:
     shape, found = Shape(), dict[str, Any]()
     if "ratios" in args.parts:
         cases = [(tier, order) for tier in args.tiers for order in args.orders]
-        of = replace(shape, micro_batches=args.micro_batches, slots=args.slots)
+        of = replace(shape, micro_batches=args.micro_batches, slots=args.slots, early=args.early)
         made = [ratio_rows(*case, of, args.ratios, args.rounds, args.seconds) for case in cases]
         found["ratios"] = [row for rows in made for row in rows]
     if "overlap" in args.parts:

@@ -122,7 +122,7 @@ TIERS = {
     "disk": ["optimizer.state_device=disk", "optimizer.early_update=always"],
     "experts_host": ["moe.weights_device=host", "optimizer.state_device=host", "moe.shard_weights=false"],
     "experts_host_disk": ["moe.weights_device=host", "optimizer.state_device=disk", "moe.weight_slots=3"],
-    "experts_disk": ["moe.weights_device=disk", "optimizer.state_device=disk"],
+    "experts_disk": ["moe.weights_device=disk", "optimizer.state_device=disk", "optimizer.early_update=always"],
 }
 TIERED = ["optimizer.distributed=true", "optimizer.bucket_parameters=65536"]  # of all runs, so that all can take all
 CHANGING = ("from device", "host update", "disk write")  # copy streams that change a tier's state

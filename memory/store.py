@@ -7,13 +7,14 @@ read, written and held for a save; the records of two locations can be swapped w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from memory.completion import Completion, Users, soonest_free
-from memory.copy_stream import UPDATES
+from memory.completion import Cancelled, Completion, Users, soonest_free
+from memory.copy_stream import LAYERS, UPDATES
 from memory.disk import Disk
 from memory.host_link import HostLink
 from memory.host_memory import padded
@@ -32,6 +33,7 @@ class _Location:
 @dataclass
 class _Slot:
     memory: torch.Tensor
+    priority: int  # of writes
     users: Users = field(default_factory=Users)
     is_lent: bool = False  # and nobody has said until when
 
@@ -39,7 +41,8 @@ class _Slot:
 @dataclass(frozen=True)
 class Checkout:
     """A record on its way: read from `source` once `there` is over, changed in `target` once all of `change_after`
-    is. Both are the same bytes, unless the record is put to another location of the host."""
+    is, and `free`, whatever came of that. Both are the same bytes, unless the record is put to another location of the
+    host."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -47,6 +50,7 @@ class Checkout:
     change_after: tuple[Completion, ...]
     to: _Location
     slot: _Slot | None
+    free: tuple[Completion, ...] = ()  # who had the target's memory before
 
 
 class Store:
@@ -66,15 +70,19 @@ class Store:
         largest of these; the first `for_passes` serve what passes wait for, and no update holds them."""
         self.link, self.sizes = link, sizes
         self._locations = [_Location(memory, offset) for memory, offset in zip(host, offsets, strict=True)]
-        made = [_Slot(memory) for memory in slots]
+        made = [_Slot(memory, LAYERS if i < for_passes else UPDATES) for i, memory in enumerate(slots)]
         self._slots, self._slots_of_passes = made[for_passes:], made[:for_passes]
         self._disk = disk
-        self.bytes_read = self.bytes_written = 0  # of the disk
+        self.bytes_read = self.bytes_written = 0  # of the disk, without what was cancelled
+        self._counting = threading.Lock()  # a stream may cancel
         self.waits_for_save = 0  # changes that had to wait until a save had read the record
 
-    def fetch(self, index: int, to: int | None = None, priority: int = UPDATES) -> Checkout:
+    def fetch(
+        self, index: int, to: int | None = None, priority: int = UPDATES, after: Sequence[Completion] = ()
+    ) -> Checkout:
         """Have record `index` come to the host, to be changed and put to record `to` (itself, unless it is given).
-        `put` or `release` gives the checkout back. `priority`: of the read, see memory/copy_stream.py."""
+        `put` or `release` gives the checkout back. `priority`: of the read, see memory/copy_stream.py;
+        `after`: what a read of the disk waits for."""
         location, target = self._locations[index], self._locations[index if to is None else to]
         if location.memory is not None:
             assert target.memory is not None
@@ -82,14 +90,14 @@ class Store:
         slot = self._lend(priority)
         disk, memory = self._disk, slot.memory[: padded(self.sizes[index])]
         assert disk is not None and target.memory is None
-        self.bytes_read += memory.numel()
         there = self.link.read.submit(
             lambda: disk.read_into(location.offset, memory),
-            (location.written,),
+            (location.written, *after),
             memory.numel(),
             free=slot.users.all(),
             priority=priority,
         )
+        self._count(there, read=memory.numel())
         slot.users.add(there, self.sizes[index])
         record = slot.memory[: self.sizes[index]]
         return Checkout(record, record, there, (), target, slot)
@@ -103,7 +111,7 @@ class Store:
             return Checkout(memory, memory, Completion.already(), after, location, None)
         slot = self._lend(priority)
         record = slot.memory[: self.sizes[index]]
-        return Checkout(record, record, Completion.already(), tuple(slot.users.all()), location, slot)
+        return Checkout(record, record, Completion.already(), (), location, slot, tuple(slot.users.all()))
 
     def _lend(self, priority: int) -> _Slot:
         may = self._slots_of_passes if priority < UPDATES and self._slots_of_passes else self._slots
@@ -120,11 +128,14 @@ class Store:
             return after
         disk, memory = self._disk, checkout.slot.memory[: padded(checkout.target.numel())]
         assert disk is not None
-        self.bytes_written += memory.numel()
         location = checkout.to
         written = self.link.write.submit(
-            lambda: disk.write_from(location.offset, memory), (after, *self._unheld(location)), memory.numel()
+            lambda: disk.write_from(location.offset, memory),
+            (after, *self._unheld(location)),
+            memory.numel(),
+            priority=checkout.slot.priority,
         )
+        self._count(written, written=memory.numel())
         location.written = written
         checkout.slot.users.add(written, checkout.target.numel())
         checkout.slot.is_lent = False
@@ -153,6 +164,15 @@ class Store:
             assert location.held.is_issued, "one save at a time"
             location.held = Completion()
         return Snapshot(locations, [self.sizes[index] for index in indices], self._disk, buffer)
+
+    def _count(self, done: Completion, read: int = 0, written: int = 0) -> None:
+        def add(sign: int) -> None:
+            with self._counting:
+                self.bytes_read += sign * read
+                self.bytes_written += sign * written
+
+        add(1)
+        done.when_issued(lambda: add(-1) if isinstance(done.error, Cancelled) else None)
 
     def _unheld(self, location: _Location) -> tuple[Completion, ...]:
         if location.held.is_issued:

@@ -51,8 +51,13 @@ class Arrangement:
     tiers: Sequence[Tier]
     ways: Sequence[Way]
     leaving: Sequence[bool]  # its gradient goes to memory of its own on the host during the backward pass
-    early: Sequence[bool]  # it may be updated then: it has a shadow, and memory for its new weights on the host
+    early: Sequence[bool]  # it may be updated then: it has a shadow
     flexible: bool = False  # the ways may change: there is memory for both
+
+    @property
+    def new_weights(self) -> list[bool]:
+        """Whether a bucket has memory for its new weights on the host: it may be updated early, and they return."""
+        return [early and way != "record" for early, way in zip(self.early, self.ways, strict=True)]
 
     @property
     def sizes(self) -> list[int]:
@@ -74,7 +79,7 @@ class Arrangement:
     def device_bytes(self) -> int:
         """Residents, and slots for the records that come by."""
         residents = sum(size for size, tier in zip(self.sizes, self.tiers, strict=True) if tier == "device")
-        each = self.bytes_per_element + (self.weight_bytes if any(self.early) else 0)
+        each = self.bytes_per_element + (self.weight_bytes if any(self.new_weights) else 0)
         return residents + self.slots("device_stream").total * each
 
     @property
@@ -98,7 +103,7 @@ class Arrangement:
             + padded(max(self.sizes, default=0)),
             "gradients": sum(GRAD_BYTES * n for n, leaves in zip(self.numels, self.leaving, strict=True) if leaves),
             "new weights": sum(
-                self.weight_bytes * n for n, early in zip(self.numels, self.early, strict=True) if early
+                self.weight_bytes * n for n, come in zip(self.numels, self.new_weights, strict=True) if come
             ),
         }
 
@@ -221,6 +226,8 @@ def _with_tiers(request: TierRequest, tiers: Sequence[Tier], early: bool, leaves
     way: Way = "host" if request.engine == "host" else "device_stream"
     may = [tier != "device" and not late for tier, late in zip(tiers, request.late, strict=True)]
     off = request.off_device or [False] * len(tiers)
+    # The shadows of what lies off the device are large: it has them where they were asked for.
+    of_records = [is_off and request.early_update == "always" for is_off in off]
     ways: list[Way] = ["device" if tier == "device" else way for tier in tiers]
     return Arrangement(
         request.numels,
@@ -229,6 +236,6 @@ def _with_tiers(request: TierRequest, tiers: Sequence[Tier], early: bool, leaves
         tiers,
         ["record" if is_off else way for way, is_off in zip(ways, off, strict=True)],
         [leaves and each and request.engine != "device_stream" for each in may],
-        [early and each for each in may],
+        [early and (each or always) for each, always in zip(may, of_records, strict=True)],
         request.engine in ("auto", "split"),
     )

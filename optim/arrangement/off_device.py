@@ -37,6 +37,7 @@ class ExpertRecords:
     sums_on_host: bool  # micro-batches of a layer come apart: their gradients are added on the host
     limit: int  # parameters of a bucket, at most
     slots: int  # of the device for weights, at most
+    has_shadows: bool = False  # of weights' records: updates may come early
     arrived_numel: int = 0  # of an expert, where gradients of its copies come home
 
     @property
@@ -92,8 +93,9 @@ class ExpertRecords:
 
     @property
     def weights_kept(self) -> int:
-        """Bytes of the weights' records."""
-        return self.num_layers * sum(padded((end - first) * self.weight_bytes) for first, end in self.buckets)
+        """Bytes of the weights' records, and of their shadows."""
+        each = sum(padded((end - first) * self.weight_bytes) for first, end in self.buckets)
+        return self.num_layers * each * (1 + self.has_shadows)
 
     @property
     def grads_kept(self) -> int:
@@ -150,6 +152,7 @@ def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRe
         sums_on_host=apart,
         limit=config.optimizer.bucket_parameters,
         slots=config.moe.weight_slots,
+        has_shadows=config.optimizer.early_update == "always",
         arrived_numel=sum(numbers) if derived.places_experts(config) else 0,
     )
 

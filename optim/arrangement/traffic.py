@@ -85,11 +85,14 @@ class LayerMoves:
         of, state = self.records, self.state_bytes
         weights, disk = of.weight_bytes, int(self.on_disk)
         state_disk = state * (self.state_tier == "disk")
+        # to shadows of the host
+        copied = state * (self.state_tier == "host") + weights * (weights == MASTER_BYTES and not disk)
+        copied *= 2 * of.has_shadows
         return Moved(
             # a weight that is no master is not read
             read=of.part_numel * (disk * (GRAD_BYTES + weights * (weights == MASTER_BYTES)) + state_disk),
             written=of.part_numel * (disk * weights + state_disk),
-            host=of.part_numel * (2 * state + GRAD_BYTES + weights * (1 + (weights == MASTER_BYTES))),
+            host=of.part_numel * (2 * state + copied + GRAD_BYTES + weights * (1 + (weights == MASTER_BYTES))),
         )
 
 

@@ -123,17 +123,24 @@ class BucketJobs:
 
     def on_records(self, index: int, job: UpdateJob, before: Sequence[Completion]) -> Completion:
         """Weights, gradient and state lie off the device: the host updates them there."""
+        return self._on_records(index, job, before, early=False).done
+
+    def _on_records(self, index: int, job: UpdateJob, before: Sequence[Completion], early: bool) -> Early:
         experts, of_experts = self._experts, self.buckets[index].of_experts
         assert experts is not None and of_experts is not None
-        checkouts = weights, grads = experts.borrow(*of_experts)
-        checkout, has_master = self._borrow(index, early=False), self._layout.has_master
+        checkout, has_master = self._borrow(index, early), self._layout.has_master
+        first = (checkout.there,) if early else ()  # all else waits for it, so that it cancels all
+        checkouts = weights, grads = experts.borrow(*of_experts, early, first)
         new = self._pieces(index, weights.target.view(experts.dtype))
         pieces, state = self._pieces(index, grads.target.view(torch.float32)), None
         state = self._state(index, checkout.target, None if has_master else new)
         step, flat = self._host_step, grads.target.view(torch.float32)
+        copied = [each for each in (checkout, weights) if each.source is not each.target]
 
         def work() -> None:
             step.fill_(job.step)
+            for each in copied:
+                each.target.copy_(each.source)
             if job.coefficient < 1:
                 flat.mul_(job.coefficient)
             adamw(state, pieces, step, job.rates, self._host_scratch)
@@ -144,10 +151,11 @@ class BucketJobs:
         num_bytes = 2 * checkout.target.numel() + grads.target.numel() + 2 * weights.target.numel()
         there = (checkout.there, weights.there, grads.there)
         after = (*before, *there, *checkout.change_after, *weights.change_after)
-        updated = self._link.host.submit(work, after, num_bytes=num_bytes, free=experts.readers(*of_experts))
+        free = (*experts.readers(*of_experts, early), *weights.free)
+        updated = self._link.host.submit(work, after, num_bytes=num_bytes, free=free)
         back = self._watch(experts.give_back(*of_experts, checkouts, updated))  # first: the next passes wait for them
         self._watch(self._store.put(checkout, updated))
-        return back
+        return Early(back, updated if checkout.slot is None else checkout.there)
 
     # -----------------------------------------------------------------------------------------------------------------
     # While the backward pass goes on
@@ -183,11 +191,19 @@ class BucketJobs:
             before = (self._gather(index, weights, self.weights[index], before),)
         return Early(*self._host_update(index, job, before, grads, weights, [], early=True))
 
+    def on_records_early(self, index: int, job: UpdateJob) -> Early:
+        """Update like `on_records`, but to the shadows."""
+        return self._on_records(index, job, (), early=True)
+
     def commit(self, index: int, early: Completion, gradients: Completion) -> Completion:
         """The shadow is the state from now on, and its weights are the model's once the result is over."""
-        weights = self._memory.weight_areas[index]
-        assert weights is not None
+        weights, of_experts = self._memory.weight_areas[index], self.buckets[index].of_experts
         self._store.swap(index, len(self.buckets) + index)
+        if of_experts is not None:
+            assert self._experts is not None
+            self._experts.commit(*of_experts)
+            return early
+        assert weights is not None
         return self._scatter(index, weights, (early, gradients))
 
     # -----------------------------------------------------------------------------------------------------------------

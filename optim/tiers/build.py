@@ -15,7 +15,7 @@ from memory.budgets import DISK, HOST
 from memory.disk import Disk
 from memory.host_link import HostLink
 from optim.arrangement.arrange import Arrangement, Capacity, TierRequest, arrange, least, tier_request
-from optim.arrangement.buckets import Bucket, cut, largest
+from optim.arrangement.buckets import Bucket, Piece, cut, largest
 from optim.arrangement.off_device import expert_records
 from optim.tiers.buckets import RecordLayout
 from optim.tiers.expert_tier import WHAT, ExpertTier
@@ -144,18 +144,41 @@ def add_experts(
     }
     for layer, parameters in enumerate(experts.layers):
         of_layer = []
-        for parameter, (start, end) in zip(parameters, experts.spans, strict=True):
+        for parameter, (start, end) in zip(parameters, _spans(experts), strict=True):
             member, group = groups[id(parameter)]
             first = order[id(parameter)]
             of_layer.append((len(slices), start, end))
             slices.append(OwnedSlice(parameter, start, end, group, (member, layer), True, first))
-        buckets += experts.cut(layer, of_layer, min(order[id(parameter)] for parameter in parameters))
+        buckets += _cut(experts, layer, of_layer, min(order[id(parameter)] for parameter in parameters))
     # What DDP gathers at once is first used at once: it must not wait for the experts between.
     gathered: dict[tuple[int, ...], int] = {}
     for bucket in buckets:
         place = slices[bucket.pieces[0].index].place
         gathered[place] = min(gathered.get(place, bucket.order), bucket.order)
     buckets.sort(key=lambda bucket: gathered[slices[bucket.pieces[0].index].place])
+
+
+def _spans(experts: ExpertTier) -> list[tuple[int, int]]:
+    """First and last element of each kind of weight that this rank keeps."""
+    records, part = experts.records, experts.part
+    low, high = part * records.part_numel, (part + 1) * records.part_numel
+    kinds = zip(experts.first, records.numels, strict=True)
+    return [(min(max(low - start, 0), numel), min(max(high - start, 0), numel)) for start, numel in kinds]
+
+
+def _cut(experts: ExpertTier, layer: int, slices: Sequence[tuple[int, int, int]], order: int) -> list[Bucket]:
+    """The buckets of a layer's part, of slices (index, first and last element of its kind of weight here): one for
+    each kind."""
+    found = []
+    for number, (first, end) in enumerate(experts.bounds):
+        pieces = []
+        for (index, low, high), start in zip(slices, experts.first, strict=True):
+            low, high = max(low, first - start), min(high, end - start)
+            if low < high:
+                pieces.append(Piece(index, low, high, low + start - first))
+        if pieces:
+            found.append(Bucket(tuple(pieces), True, order, (layer, number), end - first))
+    return found
 
 
 def _arrange(request: TierRequest, device_room: float, config: Config) -> Arrangement:

@@ -24,7 +24,6 @@ from memory.disk import Disk, offsets
 from memory.host_link import HostLink
 from memory.store import Checkout, Snapshot, Store
 from memory.transfer import to_device
-from optim.arrangement.buckets import Bucket, Piece
 from optim.arrangement.off_device import PASS_SLOTS, UPDATE_SLOTS, ExpertRecords
 from optim.tiers.grad_stages import GradStage, GradStages, adding
 from parallel.norms import squares_into
@@ -69,17 +68,19 @@ class ExpertTier:
         self._own_sums = self.part * len(self.buckets) if sums > 1 else 0
         weights = [(end - first) * self.dtype.itemsize for first, end in self.buckets] * len(layers)
         grads = [(end - first) * torch.float32.itemsize for first, end in self._sums] * len(layers)
-        self._num_weights = len(weights)
-        on_host = disk is None
-        memory = [link.allocate(size, in_blocks=True).zero_()[:size] if on_host else None for size in weights + grads]
+        self._num_weights, shadows = len(weights), weights if records.has_shadows else []
+        on_host, sizes = disk is None, weights + grads + shadows
+        self._first_shadow = len(weights + grads)
+        memory = [link.allocate(size, in_blocks=True).zero_()[:size] if on_host else None for size in sizes]
         number = 0 if on_host else PASS_SLOTS + UPDATE_SLOTS
         slots = [link.allocate(records.largest_record, in_blocks=True) for _ in range(number)]
         ahead = min(PASS_SLOTS, number)
-        self.store = Store(link, weights + grads, memory, slots, disk, offsets(weights + grads)[:-1], ahead)
+        self.store = Store(link, sizes, memory, slots, disk, offsets(sizes)[:-1], ahead)
+        self.when_final: Callable[[int], None] | None = None  # called with a layer whose gradient is complete
         self.buffer = link.allocate(records.largest_record, in_blocks=True)
         numels = records.padded_numel, records.arrived_numel
         self._stages = GradStages(link, *numels, self.dtype) if self.adds_on_host else None
-        self._read = [Users() for _ in weights + grads]  # who reads a record
+        self._read = [Users() for _ in sizes]  # who reads a record
         self._collective = Completion.already()  # the last one: all ranks have them in the same order
         self._squares: dict[tuple[int, ...], tuple[torch.Tensor, Completion]] = {}
         self._bytes_up = self._bytes_down = 0
@@ -138,7 +139,7 @@ class ExpertTier:
     def put_weights(self, index: int, weights: torch.Tensor) -> None:
         """Make a flat tensor of the host what a record holds. Returns when it is."""
         checkout = self.store.overwrite(index)
-        for done in checkout.change_after:
+        for done in (*checkout.change_after, *checkout.free):
             done.wait()
         checkout.there.wait()
         checkout.target.view(self.dtype)[: len(weights)].copy_(weights)
@@ -175,7 +176,13 @@ class ExpertTier:
             begins = accumulate(numels[:-1], initial=0)
             spans = [(at, start + expert * n, n) for at, start, n in zip(begins, self.first, numels, strict=True)]
             self._add(layer, (stage, stage.record, come), spans, False, is_last and number == len(arrived))
+        if is_last:
+            self._final(layer)
         return [left]
+
+    def _final(self, layer: int) -> None:
+        if self.when_final is not None:
+            self.when_final(layer)
 
     def _add(
         self,
@@ -202,7 +209,7 @@ class ExpertTier:
                 self._and_squares(work, checkout, layer, number, (first, end)) if is_last else work,
                 (left, checkout.there, *checkout.change_after),
                 num_bytes=sum(part.numel() for part, _ in parts) * (4 + source.itemsize + 4 * (not is_first)),
-                free=self._read[index].all(),
+                free=(*self._read[index].all(), *checkout.free),
             )
             if is_last:
                 self._squares[layer, number] = self._squares[layer, number][0], done
@@ -257,12 +264,13 @@ class ExpertTier:
                 work,
                 (ready, checkout.there, *checkout.change_after),
                 checkout.target.numel(),
-                free=self._read[index].all(),
+                free=(*self._read[index].all(), *checkout.free),
                 priority=LAYERS,
             )
             self._bytes_down += checkout.target.numel()
             self._watch(self.store.put(checkout, down))
             downs.append(down)
+        self._final(layer)
         return downs
 
     def squares(self) -> torch.Tensor:
@@ -279,15 +287,27 @@ class ExpertTier:
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def borrow(self, layer: int, bucket: int) -> tuple[Checkout, Checkout]:
+    def borrow(self, layer: int, bucket: int, early: bool, after: Sequence[Completion]) -> tuple[Checkout, Checkout]:
         """The records of a bucket's weights, to be changed, and its gradient. Weights are read where they are their own
-        masters."""
-        take = self.store.fetch if self.dtype == torch.float32 else self.store.overwrite
-        return take(self.weight_index(layer, bucket)), self.store.fetch(self.grad_index(layer, bucket))
+        masters. early: changed ones go to the shadow. `after`: what reads of the disk wait for."""
+        index = self.weight_index(layer, bucket)
+        to = self._first_shadow + index if early else index
+        if self.dtype == torch.float32 or (early and self.disk is None):
+            weights = self.store.fetch(index, to, after=after)
+        else:
+            weights = self.store.overwrite(to)
+        return weights, self.store.fetch(self.grad_index(layer, bucket), after=after)
 
-    def readers(self, layer: int, bucket: int) -> list[Completion]:
-        """Who reads the weights that an update changes."""
-        return self._read[self.weight_index(layer, bucket)].all()
+    def readers(self, layer: int, bucket: int, early: bool) -> list[Completion]:
+        """Who reads the weights that an update changes, or their shadow."""
+        return self._read[self.weight_index(layer, bucket) + early * self._first_shadow].all()
+
+    def commit(self, layer: int, bucket: int) -> None:
+        """The shadow is the bucket's weights from now on."""
+        index = self.weight_index(layer, bucket)
+        shadow = self._first_shadow + index
+        self.store.swap(index, shadow)
+        self._read[index], self._read[shadow] = self._read[shadow], self._read[index]
 
     def give_back(
         self, layer: int, bucket: int, checkouts: tuple[Checkout, Checkout], updated: Completion
@@ -296,27 +316,6 @@ class ExpertTier:
         weights, grads = checkouts
         self._release(self.grad_index(layer, bucket), grads, updated)
         return self._watch(self.store.put(weights, updated))
-
-    def cut(self, layer: int, slices: Sequence[tuple[int, int, int]], order: int) -> list[Bucket]:
-        """The buckets of a layer's part, of slices (index, first and last element of its kind of weight here): one for
-        each kind."""
-        found = []
-        for number, (first, end) in enumerate(self.bounds):
-            pieces = []
-            for (index, low, high), start in zip(slices, self.first, strict=True):
-                low, high = max(low, first - start), min(high, end - start)
-                if low < high:
-                    pieces.append(Piece(index, low, high, low + start - first))
-            if pieces:
-                found.append(Bucket(tuple(pieces), True, order, (layer, number), end - first))
-        return found
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """First and last element of each kind of weight that this rank keeps."""
-        low, high = self.part * self.records.part_numel, (self.part + 1) * self.records.part_numel
-        kinds = zip(self.first, self.records.numels, strict=True)
-        return [(min(max(low - start, 0), numel), min(max(high - start, 0), numel)) for start, numel in kinds]
 
     def hold(self, buckets: Sequence[tuple[int, int]]) -> Snapshot:
         """Keep the weights of these, (layer, bucket) each, as they are now, for a save."""

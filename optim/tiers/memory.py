@@ -95,7 +95,7 @@ def allocate(arrangement: Arrangement, weights_dtype: torch.dtype, link: HostLin
     device_slots = [
         DeviceSlot(
             torch.empty(streamed.size * arrangement.bytes_per_element, dtype=torch.uint8, device=device),
-            torch.empty(streamed.size, dtype=weights_dtype, device=device) if any(arrangement.early) else None,
+            torch.empty(streamed.size, dtype=weights_dtype, device=device) if any(arrangement.new_weights) else None,
             Users(Completion.so_far(device)),  # whoever had this memory before
         )
         for _ in range(streamed.number)
@@ -114,7 +114,7 @@ def allocate(arrangement: Arrangement, weights_dtype: torch.dtype, link: HostLin
         device_slots,
         stages,
         [host(n, torch.float32) if it else None for n, it in zip(numels, arrangement.leaving, strict=True)],
-        [host(n, weights_dtype) if it else None for n, it in zip(numels, arrangement.early, strict=True)],
+        [host(n, weights_dtype) if it else None for n, it in zip(numels, arrangement.new_weights, strict=True)],
         link.allocate(max(sizes, default=0), in_blocks=True),
         disk,
     )

@@ -67,8 +67,10 @@ class Tiers:
         self.steps = 0  # taken
         self.num_committed = self.num_dropped = 0  # early updates of buckets
         self._of: dict[torch.nn.Parameter, list[int]] = {}
+        self._of_layer: dict[int, list[int]] = {}  # of experts off the device
         for index, bucket in enumerate(buckets):
             if bucket.of_experts is not None:
+                self._of_layer.setdefault(bucket.of_experts[0], []).append(index)
                 continue  # a pass waits for them to come, and not here
             for piece in bucket.pieces:
                 owners = self._of.setdefault(slices[piece.index].parameter, [])
@@ -79,13 +81,16 @@ class Tiers:
         ] = {}  # buckets whose weights are on their way, until somebody has waited for them
         self._left: dict[int, Completion] = {}  # buckets whose gradient of this step is on its way to the host
         self._early: dict[int, Early] = {}  # buckets whose update of this step is on its way to their shadow
-        self._newest: list[int] = []  # whose gradient came last
+        self._newest: list[int] = []  # whose gradient came last, by DDP
+        self._newest_records: list[int] = []  # and of experts off the device
         self._clipped: deque[bool] = deque(maxlen=CLIPPED_WINDOW)
         self._hold: StateSnapshot | None = None
         self._may_leave = self._may_update = False
         self._inverse_scale: torch.Tensor | None = None
         self._unscaled: dict[int, Completion] = {}
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self.device)
+        if experts is not None:
+            experts.when_final = self.final_records
 
     @property
     def store(self) -> Store:
@@ -120,7 +125,7 @@ class Tiers:
         indices = [index for index in found if not self.buckets[index].late]
         if not any(self._leaves(index) or self._updates(index) for index in indices):
             return
-        self._cancel_ahead(keep=self._newest)
+        self._cancel_ahead(keep=[*self._newest, *self._newest_records])
         self._newest = indices
         for index in indices:
             if self._inverse_scale is not None:
@@ -128,11 +133,21 @@ class Tiers:
                 self._unscaled[index] = self.jobs.unscale(index, final, self._found_inf, self._inverse_scale)
             self._start(index, (self._unscaled[index],) if index in self._unscaled else final)
 
+    def final_records(self, layer: int) -> None:
+        """The gradient of a layer's experts off the device is complete."""
+        indices = self._of_layer.get(layer, []) if self._may_update else []
+        if not any(self._updates(index) for index in indices):
+            return
+        self._cancel_ahead(keep=[*self._newest, *self._newest_records])
+        self._newest_records = indices
+        for index in indices:
+            self._early[index] = self.jobs.on_records_early(index, UpdateJob(self.steps + 1, self._rates(index)))
+
     def _leaves(self, index: int) -> bool:
         return self.memory.grad_areas[index] is not None and self.ways[index] == "host"
 
     def _updates(self, index: int) -> bool:
-        return self._may_update and self.memory.weight_areas[index] is not None
+        return self._may_update and self.memory.arrangement.early[index]
 
     def _start(self, index: int, final: Sequence[Completion]) -> None:
         """Do what can be done for a bucket before the step's norm is known."""

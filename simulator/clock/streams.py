@@ -37,6 +37,7 @@ class StreamParts:
     gradients: Sequence[Parts]
     update: Parts
     slots: int
+    early: bool  # updates come behind the last gradient, and not with the next step
     by_layer: bool
     layers: Sequence[Sequence[int]]  # the MoE layers of each model chunk
     inputs: Mapping[str, float]
@@ -64,6 +65,7 @@ def stream_parts(
         gradients,
         seconds.update(moves.update()),
         records.weight_slots,
+        records.has_shadows,
         by_layer,
         [[each for each in chunk if is_moe[each]] for chunk in layers_of_stage(config, stage)],
         _inputs(config, world_size, stage, of),
@@ -172,19 +174,19 @@ class StreamLanes:
         self._visits, self._pieces = visits, list[int]()
         self._left: list[int] = []  # the task with which a gradient's slot is free, by backward visit
         self._counts: dict[int, int] = {}
-        self._updates = self._update()
+        self._ends: list[int] = []  # of updates
+        # Each layer's update, in the order of use: the task behind which its weights may be fetched.
+        before = () if parts.early else dict.fromkeys(visits)
+        self._updates = {layer: self._update(layer, []) for layer in before}
 
-    def _update(self) -> dict[int, int]:
-        """Each layer's update, in the order of use; the task behind which its weights may be fetched."""
-        found: dict[int, int] = {}
-        ends: list[int] = []
-        for layer in dict.fromkeys(self._visits):
-            waits = [ends[-NUM_SLOTS]] if len(ends) >= NUM_SLOTS else []
-            for lane, reason, seconds in self.parts.update:
-                waits = [self.loop.add(f"{self.name} {lane}", f"update layer {layer}", {reason: seconds}, waits)]
-            ends += waits
-            found[layer] = waits[0]
-        return found
+    def _update(self, layer: int, waits: list[int]) -> int:
+        """The task with which a layer is updated, behind others and the update before the last."""
+        if len(self._ends) >= NUM_SLOTS:
+            waits = [*waits, self._ends[-NUM_SLOTS]]
+        for lane, reason, seconds in self.parts.update:
+            waits = [self.loop.add(f"{self.name} {lane}", f"update layer {layer}", {reason: seconds}, waits)]
+        self._ends += waits
+        return waits[0]
 
     def begin(self, is_backward: bool) -> list[int]:
         """What the next visit's computing waits for."""
@@ -217,6 +219,8 @@ class StreamLanes:
             waits = [self.loop.add(f"{self.name} {lane}", f"gradient of layer {layer}", {reason: seconds}, waits)]
             free = free if lane == WRITTEN else waits[0]
         self._left.append(free)
+        if is_last and self.parts.early:
+            self._update(layer, waits)
 
     def busy(self, jobs: Sequence[BucketJob], beside: float = 1.0) -> dict[str, float]:
         """Seconds of a step by reason in which what is used most is in use; with the jobs of other buckets, and

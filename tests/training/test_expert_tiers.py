@@ -29,10 +29,12 @@ from tests.training.test_step import SAMPLES, SMALL, VOCAB_SIZE, batches_of, bui
 HOST = ("moe.weights_device=host", "optimizer.state_device=host")
 HOST_DISK = ("moe.weights_device=host", "optimizer.state_device=disk")
 DISK = ("moe.weights_device=disk", "optimizer.state_device=disk")
+HALF_DISK = (*DISK, "training.precision=bf16")
 BUCKETS = ("optimizer.bucket_parameters=4096",)  # which cut matrices
 ODD = ("model.hidden_size=40", "moe.ffn_hidden_size=24", "moe.num_experts=6")
 FULL = "training.recompute=full"
 BY_LAYER = ("training.pass_order=by_layer",)
+EARLY = ("optimizer.early_update=always", "parallel.overlap_grad_reduce=true", "optimizer.distributed=true")
 FOUR_LAYERS = ("model.num_layers=4",)
 MOVES = (
     *("moe.placement.policy=quota", "moe.placement.extra_slots=2", "moe.placement.interval=1", "moe.num_experts=8"),
@@ -44,12 +46,12 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "one rank, odd sizes, biases, disk, three slots": (
         1,
         (*ODD, *FOUR_LAYERS, "model.linear_bias=true", "moe.memory_strategy=recompute", "moe.pipeline_degree=2"),
-        (*DISK, "moe.weight_slots=3"),
+        (*DISK, *EARLY, "moe.weight_slots=3"),
     ),
     "by layer in bf16, host": (
         1,
         (FULL, "training.precision=bf16", "optimizer.moment_dtype=bf16", "model.tie_embeddings=false"),
-        (*HOST, *BY_LAYER, "training.activation_offload=auto"),
+        (*HOST, *BY_LAYER, *EARLY, "training.activation_offload=auto"),
     ),
     "bert, capacity, one micro-batch, host and disk": (
         1,
@@ -59,7 +61,7 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "parts of two ranks, odd sizes, disk, one slot": (
         2,
         (*ODD, "optimizer.clip_grad=0.1"),
-        (*DISK, *BUCKETS, "moe.weight_slots=1"),
+        (*DISK, *BUCKETS, *EARLY, "moe.weight_slots=1"),
     ),
     "all of it on two ranks, by layer, clipped": (
         2,
@@ -295,3 +297,39 @@ def refused_at_start(config: Any) -> str:
 def test_all_ranks_refuse_a_disk_that_one_finds_full(tmp_path: Path) -> None:
     for said in distributed.run(refused_at_start, 2, config_of(DISK, 2, tmp_path)):
         assert said.startswith(f"memory.disk_dir ({tmp_path}) must have ") and said.endswith("another disk (rank 1)")
+
+
+def early_ones(config: Any) -> tuple[list[Any], int, int, int]:
+    """On a rank, where no early update is cancelled: what steps report, and how many updates of experts' buckets were
+    taken early, dropped, and made in all."""
+    from optim.tiers.tiers import Tiers, tiers_of
+    from training.step import train_step
+
+    with mock.patch.object(Tiers, "_cancel_ahead"):
+        engine = build(config)
+        tiers = tiers_of(engine.optimizer)
+        results = [train_step(engine, batches_of(config, step), step) for step in (1, 2, 3)]
+        engine.settle()
+        numbers = [(result.loss, result.grad_norm) for result in results]
+        engine.close()
+    of_experts = 0 if tiers is None else tiers.ways.count("record")
+    counts = (0, 0) if tiers is None else (tiers.num_committed, tiers.num_dropped)
+    return numbers, *counts, 3 * of_experts
+
+
+@pytest.mark.parametrize(
+    ("tier", "clip", "order"),
+    [(HOST, "0", ()), (HOST, "0.1", (FULL, *BY_LAYER)), (HALF_DISK, "0", (FULL, *BY_LAYER)), (HALF_DISK, "0.1", ())],
+    ids=["host", "host, clipped, by layer", "disk, by layer", "disk, clipped"],
+)
+def test_updates_come_early_to_shadows_that_a_clipped_step_drops(
+    tier: Sequence[str], clip: str, order: Sequence[str], tmp_path: Path
+) -> None:
+    both = ["model.tie_embeddings=false", f"optimizer.clip_grad={clip}", *BUCKETS, *order]
+    precision = [each for each in tier if each.startswith("training")]
+    resident = config_of([*both, *precision, "training.pass_order=by_micro_batch"])
+    expected = distributed.run(early_ones, 1, resident)[0][0]
+    streamed = config_of([*both, *tier, *EARLY], folder=tmp_path)
+    ((numbers, committed, dropped, made),) = distributed.run(early_ones, 1, streamed)
+    assert numbers == expected and made > 0
+    assert (committed, dropped)[clip == "0"] == 0 and (dropped, committed)[clip == "0"] >= made
