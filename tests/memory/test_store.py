@@ -189,3 +189,22 @@ def test_a_disk_that_fails_is_heard_of(rig: Rig, function: str, monkeypatch: pyt
     assert isinstance(on_disk.error, OSError) and str(on_disk.error).startswith(f"memory.disk_dir ({rig.disk.folder})")
     with pytest.raises(OSError, match="memory.disk_dir"):
         rig.store.hold([1], rig.buffer).read(0)
+
+
+def test_who_had_a_slot_and_is_cancelled_takes_nobody_along(rig: Rig) -> None:
+    """Nor is what it would have read or written counted."""
+    store, gate = rig.store, Completion()
+    before, waiting = (store.bytes_read, store.bytes_written), list[Completion]()
+    for index in (1, 2):  # of two slots
+        checkout = store.fetch(index, after=(gate,))
+        changed = rig.link.host.submit(lambda: None, (checkout.there, *checkout.change_after))
+        store.put(checkout, changed)
+        waiting.append(checkout.there)
+    next_one = store.overwrite(3)
+    filled = rig.link.host.submit(lambda: fill(9)(next_one.target), next_one.change_after, free=next_one.free)
+    store.put(next_one, filled)
+    assert [each.cancel() for each in waiting] == [True, True]
+    gate.finish()
+    assert (rig.record(3) == 9).all()
+    written = next_one.target.numel()
+    assert (store.bytes_read, store.bytes_written) == (before[0] + written, before[1] + written)

@@ -86,3 +86,15 @@ def test_the_disk_reads_what_comes_and_writes_what_leaves(tmp_path: object) -> N
     assert half.moves.state_bytes == 10
     on_host = _traffic([*BY_LAYER, "optimizer.state_device=disk", f"memory.disk_dir={tmp_path}"])
     assert (on_host.updated.read, on_host.updated.written) == (numel * 8, numel * 8) and on_host.left.written == 0
+
+
+def test_shadows_take_as_much_again_and_cross_no_link(tmp_path: object) -> None:
+    for tier in (HOST[1:], ["moe.weights_device=disk", "optimizer.state_device=disk", f"memory.disk_dir={tmp_path}"]):
+        late, early = (_traffic([*BY_LAYER, *tier, f"optimizer.early_update={word}"]) for word in ("auto", "always"))
+        records, more = late.moves.records, early.moves.records
+        assert more.weights_kept == 2 * records.weights_kept and more.grads_kept == records.grads_kept
+        crossing = ("up", "down", "read", "written")
+        assert [getattr(late.total, each) for each in crossing] == [getattr(early.total, each) for each in crossing]
+        # fp32: the weight and two moments are copied on the host, read and written
+        copied = 2 * (4 + 8) * 4 * records.part_numel if records.tier == "host" else 0
+        assert early.updated.host - late.updated.host == copied

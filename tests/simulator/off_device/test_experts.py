@@ -154,6 +154,8 @@ def test_a_disk_is_waited_for(tmp_path: object) -> None:
     assert traffic is not None
     assert found.seconds > traffic.total.read / 1e9
     assert max(found.reasons, key=lambda name: found.reasons[name]) == "disk"
+    early = predict_step(large(*disk, "optimizer.early_update=always"), 1, 32000, of)
+    assert traffic.total.read / 1e9 < early.seconds < found.seconds  # more of it beside the backward pass
 
 
 def test_the_plan_says_what_experts_are_worth_off_the_device(tmp_path: object) -> None:
