@@ -289,3 +289,16 @@ def refused_at_start(config: Any) -> str:
 def test_all_ranks_refuse_a_disk_that_one_finds_full(tmp_path: Path) -> None:
     for said in distributed.run(refused_at_start, 2, config_of(DISK, 2, tmp_path)):
         assert said.startswith(f"memory.disk_dir ({tmp_path}) must have ") and said.endswith("another disk (rank 1)")
+
+
+def refused_in_memory(config: Any) -> str:
+    with mock.patch("memory.disk._file_system", lambda folder: 0x01021994), pytest.raises(ConfigError) as caught:
+        build(config)
+    return str(caught.value)
+
+
+def test_the_tier_that_is_proposed_instead_of_a_disk_is_allowed(tmp_path: Path) -> None:
+    (said,) = distributed.run(refused_in_memory, 1, config_of(DISK, 1, tmp_path))
+    field, (proposed, *_) = advice.split(said)
+    assert field == "memory.disk_dir" and "tmpfs is the host's memory" in said
+    assert config_of([*DISK, *proposed], 1, tmp_path).moe.weights_device == "host"
