@@ -48,19 +48,20 @@ class Disk:
     """`num_bytes` of scratch in a folder, allocated in full; the file has no name. Several threads may read and write
     at once.
 
-    Raises ConfigError where the folder cannot hold it.
+    Raises ConfigError where the folder cannot hold it. instead: keys that do without a disk.
     """
 
-    def __init__(self, folder: str, num_bytes: int):
+    def __init__(self, folder: str, num_bytes: int, instead: str = "optimizer.state_device=host"):
         self.folder, self.num_bytes = folder, padded(num_bytes)
         self.num_read = self.num_written = 0  # bytes
         self._lock = threading.Lock()
         if not os.path.isdir(folder):
-            raise ConfigError(f"{KEY} ({folder}) must be a folder that exists. Try mkdir -p {folder}")
+            above = os.path.dirname(os.path.abspath(folder))
+            advice = f"{KEY}={above}" if os.path.exists(folder) else f"mkdir -p {folder}"
+            raise ConfigError(f"{KEY} ({folder}) must be a folder that exists. Try {advice}")
         if (kind := IN_MEMORY.get(_file_system(folder))) is not None:
             raise ConfigError(
-                f"{KEY} ({folder}) must be on a disk: {kind} is the host's memory. Try optimizer.state_device=host, or "
-                "a folder on a disk"
+                f"{KEY} ({folder}) must be on a disk: {kind} is the host's memory. Try {instead}, or a folder on a disk"
             )
         try:
             self._file = tempfile.TemporaryFile(prefix=".mixtrain-", dir=folder, buffering=0)

@@ -252,7 +252,8 @@ def named_state(
     optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]
 ) -> Iterator[tuple[int, str, str, torch.Tensor]]:
     """What this rank's optimizer holds beside the model's parameters: (chunk, parameter's name, kind, tensor) of each
-    part. Of state off the device a part is of one bucket, read from where it lies, and valid until the next."""
+    part. Of state off the device a part is of one bucket, read from where it lies, and valid until the next; weights
+    that lie there are of the kind WEIGHT."""
     parameters = list(_parameters(chunks))
     tiers = tiers_of(optimizer)
     if tiers is not None:

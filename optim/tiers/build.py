@@ -101,7 +101,8 @@ def _experts(
                     undo.callback(budget.give, num_bytes, WHAT)
                 if records.disk_bytes:
                     assert config.memory.disk_dir is not None
-                    disk = Disk(config.memory.disk_dir, records.disk_bytes)
+                    instead = "moe.weights_device=host optimizer.state_device=host"
+                    disk = Disk(config.memory.disk_dir, records.disk_bytes, instead)
                     undo.callback(disk.close)
         except ConfigError as error:
             problem = str(error)

@@ -74,7 +74,7 @@ def named(tiers: Tiers, names: dict[int, str]) -> Iterator[tuple[str, str, torch
         for index, bucket in enumerate(tiers.buckets):
             held = hold.read(index)
             for piece in bucket.pieces:
-                for kind in state_kinds(tiers):
+                for kind in kinds(tiers, index):
                     value = held[kind][piece.offset : piece.offset + piece.end - piece.start]
                     yield names[id(tiers.slices[piece.index].parameter)], kind, value
             hold.release(index)

@@ -169,6 +169,9 @@ def refusal(folder: Path | str, num_bytes: int = BLOCK) -> str:
 
 def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"Try mkdir -p {tmp_path / 'missing'}" in refusal(tmp_path / "missing")
+    (tmp_path / "file").touch()
+    assert f"Try memory.disk_dir={tmp_path}" in refusal(tmp_path / "file")
+    (tmp_path / "file").unlink()
     assert "can be written" in refusal("/proc/self")
     assert "1.07e+09 GiB free" in refusal(tmp_path, 2**60)
 

@@ -333,3 +333,16 @@ def test_updates_come_early_to_shadows_that_a_clipped_step_drops(
     ((numbers, committed, dropped, made),) = distributed.run(early_ones, 1, streamed)
     assert numbers == expected and made > 0
     assert (committed, dropped)[clip == "0"] == 0 and (dropped, committed)[clip == "0"] >= made
+
+
+def refused_in_memory(config: Any) -> str:
+    with mock.patch("memory.disk._file_system", lambda folder: 0x01021994), pytest.raises(ConfigError) as caught:
+        build(config)
+    return str(caught.value)
+
+
+def test_the_tier_that_is_proposed_instead_of_a_disk_is_allowed(tmp_path: Path) -> None:
+    (said,) = distributed.run(refused_in_memory, 1, config_of(DISK, 1, tmp_path))
+    field, (proposed, *_) = advice.split(said)
+    assert field == "memory.disk_dir" and "tmpfs is the host's memory" in said
+    assert config_of([*DISK, *proposed], 1, tmp_path).moe.weights_device == "host"

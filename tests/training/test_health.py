@@ -36,6 +36,8 @@ INF = float("inf")
 # What passes change before the optimizer is asked: random numbers and the routers' biases.
 TRACES = ["model.hidden_dropout=0.1", "moe.expert_bias=true", "moe.expert_bias_rate=0.1", "moe.router_score=sigmoid"]
 
+OFF_DEVICE = ["moe.weights_device=host", "optimizer.state_device=host"]
+
 
 def train_with_fault(config: Config, rank: int, first_samples: list[int], where: str, value: float) -> Lines:
     """Train on the ranks of the pool; on one rank the output (or its gradient) of a module is spoilt for steps of
@@ -128,6 +130,14 @@ def picked(lines: Lines) -> list[tuple[Any, ...]]:
             "decoder.layers.0.mlp:gradient",
             INF,
             "in the backward pass",
+        ),
+        (
+            2,
+            1,
+            ["experiment=gpt_moe_tiny", *OFF_DEVICE],
+            "decoder.layers.1.mlp",
+            float("nan"),
+            "first layer 2 of 4 (mlp) on rank 1",
         ),
         (2, 1, ["experiment=bert_tiny", "parallel.tensor=2"], "encoder.layers.0.mlp", float("nan"), "first layer 1 of"),
     ],
@@ -247,6 +257,25 @@ def test_damage_that_comes_back_ends_the_run() -> None:
     health.taken(1.0, 1)
     assert health.policy(damage, damaged=True) == "rollback"
     assert Health(make_config(["training.nonfinite=skip"])).policy(damage, damaged=True) == "stop"
+
+
+def damage_off_device(config: Config) -> list[str]:
+    from optim.tiers.tiers import tiers_of
+    from training.resilience import diagnosis
+
+    model = build(config)
+    tiers = tiers_of(model.optimizer)
+    assert tiers is not None and tiers.experts is not None
+    found = [str(diagnosis.damage(model))]
+    weights = tiers.experts.read_weights(1, 0).clone()
+    weights[0] = INF
+    tiers.experts.put_weights(tiers.experts.weight_index(1, 0), weights)
+    return [*found, str(diagnosis.damage(model))]
+
+
+def test_damage_of_weights_off_the_device_is_named() -> None:
+    (found,) = distributed.run(damage_off_device, 1, small("gpt_moe_tiny", *OFF_DEVICE))
+    assert found[0] == "None" and "layer 2 of 2 (mlp.experts.linear_fc1.weight) on rank 0" in found[1]
 
 
 def find_damage(config: Config) -> list[str]:

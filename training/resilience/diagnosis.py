@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from optim.state import named_state
+from optim.tiers.buckets import WEIGHT
 from parallel.megatron.random_state import place
+from parallel.owned import is_off_device
 from training.engine import Engine
 from training.step import Batch, run_again
 
@@ -86,13 +88,15 @@ def _in_weights(engine: Engine) -> Finding | None:
     with engine.frozen_weights():
         for chunk in engine.bare_chunks:
             for name, parameter in chunk.named_parameters():
-                if not _is_finite(parameter):
+                if not is_off_device(parameter) and not _is_finite(parameter):
                     layer, what = _name(chunk, name, engine.config.model.num_layers)
                     return _finding(WEIGHTS, 0, layer, 0, what)
     for i, name, kind, value in named_state(engine.optimizer, engine.chunks):
         if not _is_finite(value):
             chunk = engine.bare_chunks[i]
             layer, what = _name(chunk, _inside(chunk, name), engine.config.model.num_layers)
+            if kind == WEIGHT:
+                return _finding(WEIGHTS, 0, layer, 0, what)
             return _finding(WEIGHTS, 0, layer, 1, f"the optimizer's {kind} of {what}")
     return None
 
