@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import subprocess
@@ -51,6 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marked and not probe():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"this machine lacks what the mark '{mark}' needs"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # all modules and tests live to the end: no collection needs to look through them
 
 
 def _has_gpu() -> bool:
