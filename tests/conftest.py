@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is collected
     config.pluginmanager.register(marks.Guard())
     path = config.getoption("--durations-file")
     if path is not None:
@@ -55,7 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # all modules and tests live to the end: no collection needs to look through them
+    gc.freeze()  # all modules and tests live to the end: nothing needs to look through them for garbage
+    gc.enable()
 
 
 def _has_gpu() -> bool:
