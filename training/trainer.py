@@ -83,12 +83,11 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_start(run)
         # What exists by now lives to the end: a collection that looks through all of it takes 0.1 s, on some rank in
-        # some step. A process that is this run's alone need not take it apart in its last second either. Elsewhere,
-        # since Python thaws all or nothing, what others have frozen stays so.
+        # some step. Python thaws all or nothing: in a process that is not this run's alone, what others froze stays so.
         gc.collect()
         if self._alone or not gc.get_freeze_count():
             gc.freeze()
-            self._thaws = not self._alone
+            self._thaws = True
 
     def _take_steps(self, run: Run) -> None:
         self._start(run)
