@@ -6,6 +6,7 @@ the rest. Signals are answered from the first line on.
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 from configs import last_words
@@ -43,4 +44,7 @@ if __name__ == "__main__":
     launcher.of_this_process.watch()
     from configs.compose import run  # behind what must be there from the first line on
 
-    run(main)
+    try:
+        run(main)
+    finally:
+        gc.freeze()  # the process ends: to take all apart would need a second more

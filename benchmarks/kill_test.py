@@ -41,6 +41,7 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import gc
 import json
 import math
 import mmap
@@ -65,6 +66,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch._dynamo  # else each rank would import it with its first optimizer
 
 from checkpoint import manifest, resume, saver
 from checkpoint import state as checkpoint_state
@@ -231,6 +233,7 @@ def main() -> int:
     also = f", then {cuts} files of each cut" if cuts else ""
     print(f"seed {seed}: {arguments.kills} kills over {over}{also}", flush=True)
     _adopt_orphans()
+    gc.freeze()  # so that no rank copies all of it to look through it
     rng, begin = random.Random(seed), time.monotonic()
     landed: Counter[str] = Counter()
     victims: Counter[str] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is collected
     config.pluginmanager.register(marks.Guard())
     path = config.getoption("--durations-file")
     if path is not None:
@@ -51,6 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marked and not probe():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"this machine lacks what the mark '{mark}' needs"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # all modules and tests live to the end: nothing needs to look through them for garbage
+    gc.enable()
 
 
 def _has_gpu() -> bool:

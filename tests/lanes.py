@@ -105,8 +105,10 @@ def _run(folder: Path, num: int, durations: Path | None, for_pytest: Sequence[st
         if durations is not None:
             durations.mkdir(parents=True, exist_ok=True)
             command.append(f"--durations-file={durations.absolute() / f'lane_{number + 1}.tsv'}")
+        # Threads of one lane would take the others' cores, and burn them while they wait for each other.
+        env = {"OMP_NUM_THREADS": "1", **os.environ}
         with output.open("wb") as stream:
-            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT))
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=stream, stderr=subprocess.STDOUT))
     try:
         _follow(processes[0], outputs[0])
         statuses = [process.wait() for process in processes]

@@ -44,6 +44,8 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self.config = config
         self.callbacks = default_callbacks(config, guard, signals, choice)
+        self._alone = guard is not None
+        self._thaws = False
 
     def fit(self) -> bool:
         """Train to `training.steps`, from the checkpoint that `checkpoint.resume` names or from the start.
@@ -67,7 +69,8 @@ class Trainer:
                     callback.on_error(error)
                 raise
             finally:
-                gc.unfreeze()
+                if self._thaws:
+                    gc.unfreeze()
                 for callback in self.callbacks:
                     callback.close()
         if run.topology.world_size > 1:
@@ -80,9 +83,11 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_start(run)
         # What exists by now lives to the end: a collection that looks through all of it takes 0.1 s, on some rank in
-        # some step.
+        # some step. Python thaws all or nothing: in a process that is not this run's alone, what others froze stays so.
         gc.collect()
-        gc.freeze()
+        if self._alone or not gc.get_freeze_count():
+            gc.freeze()
+            self._thaws = True
 
     def _take_steps(self, run: Run) -> None:
         self._start(run)

@@ -9,6 +9,7 @@ fails with it where its import fails: so that is tried first.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import importlib.util
 import sys
@@ -44,7 +45,9 @@ def transformer_engine_fault() -> str | None:
 @contextmanager
 def spared() -> Iterator[None]:
     """While this lasts, `torch.compile` waits for the first call, and what is NOT_USED is not to be had unless it is
-    loaded already."""
+    loaded already. What has been imported is never looked through for garbage, nor taken apart at the end."""
+    collects = gc.isenabled()
+    gc.disable()
     transformer_engine_fault()
     compile_now, hidden = torch.compile, [name for name in NOT_USED if name not in sys.modules]
     torch.compile = compiled_when_called  # type: ignore[assignment]
@@ -56,6 +59,9 @@ def spared() -> Iterator[None]:
         torch.compile = compile_now
         for name in hidden:
             del sys.modules[name]
+        gc.freeze()
+        if collects:
+            gc.enable()
 
 
 def compiled_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:

@@ -96,7 +96,8 @@ def _streamed(where: str, *overrides: str) -> tuple[str, ...]:
 
 # One sample a micro-batch: two would each stay whole on a rank, and nothing would be exchanged.
 CONTEXT = (
-    *("parallel.context=2", "parallel.context_heads=1", "training.micro_batch_size=1"),
+    *("parallel.context=2", "parallel.context_heads=1"),
+    *("training.micro_batch_size=1", "training.global_batch_size=2"),  # no rank has micro-batches of its own
     "model.attention_dropout=0",
 )
 DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
@@ -108,7 +109,6 @@ PARTS = "moe.shard_weights=true"  # of ranks that hold the same experts
 BY_LAYER = ("training.pass_order=by_layer", "model.tie_embeddings=false")
 LAYERS_OFFLOADED = ("training.recompute=full", "training.activation_offload=auto")
 FLAT = places.waits(places.FLAT, NUM_LAYERS * 2)
-FLAT_OF_ALL = places.waits(places.FLAT, NUM_LAYERS * 8)  # where no rank has micro-batches of its own
 CASES = {
     "dense": Case(1, ("model=gpt_tiny",), places.waits({}, 0), "fp32"),
     "experts on one rank": Case(1, _experts(), places.waits({}, 0)),
@@ -209,9 +209,9 @@ CASES = {
     ),
     "context": Case(2, (DENSE, *CONTEXT, *WINDOW), NONE),
     "context, fp32": Case(2, (DENSE, *CONTEXT, "model.num_query_groups=2"), NONE, "fp32"),
-    "context, latent attention": Case(2, _expert_parallel("keep", *CONTEXT, *LATENT), FLAT_OF_ALL),
+    "context, latent attention": Case(2, _expert_parallel("keep", *CONTEXT, *LATENT), FLAT),
     "context by heads": Case(
-        4, _expert_parallel("keep", *CONTEXT, "parallel.context=4", "parallel.context_heads=2"), FLAT_OF_ALL
+        4, _expert_parallel("keep", *CONTEXT, "parallel.context=4", "parallel.context_heads=2"), FLAT
     ),
     "context, recomputed": Case(2, (DENSE, APART, *CONTEXT, *LAYERS_OFFLOADED, "training.token_tile=16"), NONE),
     "context, bert": Case(2, ("model=bert_tiny", *CONTEXT), NONE),
