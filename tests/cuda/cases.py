@@ -18,6 +18,7 @@ from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, PRETENDED_HALF_GRAD_NORM
 
 NUM_LAYERS = 2
 DISK_DIR = "/var/tmp"  # no tmpfs, which would be refused
+EARLY = ("optimizer.early_update=always", "optimizer.clip_grad=0")
 FOUR_IN_THREE = ("model.num_layers=4", "moe.weight_slots=3")
 LATENT = (
     "model.attention=latent",
@@ -319,13 +320,13 @@ CASES = {
     "experts on the host by layer": Case(
         1,
         # Layer inputs stay: their copies would order those of gradients, too.
-        _experts(*_streamed("host"), *BY_LAYER, "training.recompute=full"),
+        _experts(*_streamed("host"), *BY_LAYER, "training.recompute=full", *EARLY),
         NONE,
         thread_waits=places.expert_waits(45),
     ),
     "experts on the disk by layer": Case(
         2,
-        _expert_parallel("keep", *_streamed("disk"), *BY_LAYER, *LAYERS_OFFLOADED),
+        _expert_parallel("keep", *_streamed("disk", *EARLY), *BY_LAYER, *LAYERS_OFFLOADED),
         places.waits(places.FLAT_TWICE, 3 * 2),
         thread_waits=places.expert_waits(45, read=16, written=20),
     ),
