@@ -37,6 +37,8 @@ class Device(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)  # numbers of the host beside tensors of the device
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is torch.ops.prim.device.default:  # by far the most, and no kernel
+            return args[0].fake_device
         kwargs, name = kwargs or {}, getattr(operation, "overloadpacket", operation)
         if operation.namespace == "c10d":
             return _collective(operation, args)
