@@ -135,7 +135,8 @@ class BucketJobs:
         pieces, state = self._pieces(index, grads.target.view(torch.float32)), None
         state = self._state(index, checkout.target, None if has_master else new)
         step, flat = self._host_step, grads.target.view(torch.float32)
-        copied = [each for each in (checkout, weights) if each.source is not each.target]
+        changed = [checkout] if has_master else [checkout, weights]
+        copied = [each for each in changed if each.source is not each.target]
 
         def work() -> None:
             step.fill_(job.step)
