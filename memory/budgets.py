@@ -12,7 +12,7 @@ from configs.ranks import launched
 from configs.schema import ConfigError, MemoryConfig
 from configs.show import show
 from memory import host_memory
-from memory.host_memory import free_bytes
+from memory.host_memory import free_bytes, instead_of
 
 MIB = 2**20
 SHARE = 0.8  # of what is free, where no budget is given
@@ -107,6 +107,6 @@ def open_budgets(config: MemoryConfig, host: Budget = HOST, disk: Budget = DISK)
         except OSError as error:
             raise ConfigError(
                 f"memory.disk_dir ({config.disk_dir}) must be a folder that exists: {error.strerror}. "
-                f"Try mkdir -p {config.disk_dir}"
+                f"Try {instead_of('memory.disk_dir', config.disk_dir)}"
             ) from error
         disk.open(config.disk_budget, free)

@@ -90,4 +90,6 @@ def test_a_run_opens_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"memory.disk_dir \(.*missing\) must be a folder that exists"):
         open_budgets(MemoryConfig(disk_dir=str(tmp_path / "missing")))
+    with pytest.raises(ConfigError, match="must be a folder that exists: .* Try another one"):
+        open_budgets(MemoryConfig(disk_dir="/proc/missing"))
     HOST.limit = DISK.limit = math.inf
