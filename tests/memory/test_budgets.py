@@ -63,6 +63,10 @@ def test_without_a_budget_it_is_a_share_of_what_is_free(monkeypatch: pytest.Monk
     )
     with pytest.raises(ConfigError, match="More is not free: use more ranks, or nodes"):
         budget.take(1001 * MIB, "optimizer state")
+    disk = Budget("memory.disk_budget")
+    disk.open(None, 4000 * MIB)
+    with pytest.raises(ConfigError, match="More is not free: make room, or give memory.disk_dir on another disk"):
+        disk.take(1001 * MIB, "optimizer state")
 
 
 def test_a_tensor_counts_until_it_is_gone(budget: Budget) -> None:
