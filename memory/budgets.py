@@ -12,10 +12,14 @@ from configs.ranks import launched
 from configs.schema import ConfigError, MemoryConfig
 from configs.show import show
 from memory import host_memory
-from memory.host_memory import free_bytes
+from memory.host_memory import free_bytes, instead_of
 
 MIB = 2**20
 SHARE = 0.8  # of what is free, where no budget is given
+MORE = {
+    "memory.host_budget": "use more ranks, or nodes",
+    "memory.disk_budget": "make room, or give memory.disk_dir on another disk",
+}
 
 
 class Budget:
@@ -85,9 +89,7 @@ class Budget:
         """Why so many bytes are too many. `beside`: other keys that must be set with this one."""
         least, left = self.least(num_bytes), max(self.limit - self.total, 0)
         share = f" is {SHARE:.0%} of what is free, for this rank {self.limit / MIB:.1f} MiB, and"
-        advice = (
-            f"Try {self.key}={least}{beside}" if self.could_be(least) else "More is not free: use more ranks, or nodes"
-        )
+        advice = f"Try {self.key}={least}{beside}" if self.could_be(least) else f"More is not free: {MORE[self.key]}"
         return (
             f"{self.key} ({show(self._given)}){share if self._given is None else ''} must leave "
             f"{num_bytes / MIB:.1f} MiB for {what}, and leaves {left / MIB:.1f}. {advice}"
@@ -107,6 +109,6 @@ def open_budgets(config: MemoryConfig, host: Budget = HOST, disk: Budget = DISK)
         except OSError as error:
             raise ConfigError(
                 f"memory.disk_dir ({config.disk_dir}) must be a folder that exists: {error.strerror}. "
-                f"Try mkdir -p {config.disk_dir}"
+                f"Try {instead_of('memory.disk_dir', config.disk_dir)}"
             ) from error
         disk.open(config.disk_budget, free)

@@ -19,7 +19,7 @@ import torch
 
 from configs.files import FULL
 from configs.schema import ConfigError
-from memory.host_memory import BLOCK, free_bytes, padded
+from memory.host_memory import BLOCK, free_bytes, instead_of, padded
 
 KEY = "memory.disk_dir"
 GIB = 2**30
@@ -56,9 +56,7 @@ class Disk:
         self.num_read = self.num_written = 0  # bytes
         self._lock = threading.Lock()
         if not os.path.isdir(folder):
-            above = os.path.dirname(os.path.abspath(folder))
-            advice = f"{KEY}={above}" if os.path.exists(folder) else f"mkdir -p {folder}"
-            raise ConfigError(f"{KEY} ({folder}) must be a folder that exists. Try {advice}")
+            raise ConfigError(f"{KEY} ({folder}) must be a folder that exists. Try {instead_of(KEY, folder)}")
         if (kind := IN_MEMORY.get(_file_system(folder))) is not None:
             raise ConfigError(
                 f"{KEY} ({folder}) must be on a disk: {kind} is the host's memory. Try {instead}, or a folder on a disk"

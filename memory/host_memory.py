@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +55,18 @@ def free_bytes(folder: str) -> int:
     """Bytes that a user may still take of a folder's disk."""
     there = os.statvfs(folder)
     return there.f_bavail * there.f_frsize
+
+
+def instead_of(key: str, folder: str) -> str:
+    """What to try where a key's folder is not one: to make it where that can be done, else another."""
+    own = Path(folder).absolute()
+    there = next(path for path in (own, *own.parents) if os.path.exists(path))
+    above = there if there.is_dir() else there.parent
+    try:
+        tempfile.TemporaryDirectory(dir=above).cleanup()  # permissions do not say it: nobody can make one in /proc
+    except OSError:
+        return "another one"
+    return f"mkdir -p {shlex.quote(folder)}" if there == above else f"{key}={above}"
 
 
 def _left_by_cgroups() -> Iterator[int]:

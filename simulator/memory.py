@@ -330,7 +330,7 @@ def needed_budgets(
     budgets = budgets_of_node(config, world_size)
     for budget, room in zip(budgets, (rooms.host, rooms.disk), strict=True):
         budget.limit = room  # what is free may have changed since the plan
-    worst = max(refused, key=lambda rank: (rank.host, rank.disk))
+    worst, asked = max(refused, key=lambda rank: (rank.host, rank.disk)), rooms
     if config.memory.disk_dir is not None:
         rooms = replace(rooms, disk=max(rooms.disk, _whole(max(rank.disk for rank in memory))))
 
@@ -366,7 +366,12 @@ def needed_budgets(
     raised.sort(key=lambda each: each[0].could_be(each[0].least(each[1])))
     keys = [f" {budget.key}={budget.least(num_bytes)}" for budget, num_bytes in raised]
     budget, num_bytes = raised[0]
-    return NeededBudgets(rooms, memory, "".join(keys), budget.refusal(num_bytes, what, "".join(keys[1:])))
+    said = budget.refusal(num_bytes, what, "".join(keys[1:]))
+    if config.optimizer.early_update == "always" and not budget.could_be(budget.least(num_bytes)):
+        without = replace(config, optimizer=replace(config.optimizer, early_update="auto"))
+        if not over_budget(rank_memory(without, vocab_size, world_size, device, rooms=asked), asked):
+            said += ". Without shadows all fits: try optimizer.early_update=auto"
+    return NeededBudgets(rooms, memory, "".join(keys), said)
 
 
 def _whole(num_bytes: float) -> float:

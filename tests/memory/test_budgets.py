@@ -63,6 +63,10 @@ def test_without_a_budget_it_is_a_share_of_what_is_free(monkeypatch: pytest.Monk
     )
     with pytest.raises(ConfigError, match="More is not free: use more ranks, or nodes"):
         budget.take(1001 * MIB, "optimizer state")
+    disk = Budget("memory.disk_budget")
+    disk.open(None, 4000 * MIB)
+    with pytest.raises(ConfigError, match="More is not free: make room, or give memory.disk_dir on another disk"):
+        disk.take(1001 * MIB, "optimizer state")
 
 
 def test_a_tensor_counts_until_it_is_gone(budget: Budget) -> None:
@@ -90,4 +94,6 @@ def test_a_run_opens_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"memory.disk_dir \(.*missing\) must be a folder that exists"):
         open_budgets(MemoryConfig(disk_dir=str(tmp_path / "missing")))
+    with pytest.raises(ConfigError, match="must be a folder that exists: .* Try another one"):
+        open_budgets(MemoryConfig(disk_dir="/proc/missing"))
     HOST.limit = DISK.limit = math.inf

@@ -171,7 +171,10 @@ def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path, monkeypatch: py
     assert f"Try mkdir -p {tmp_path / 'missing'}" in refusal(tmp_path / "missing")
     (tmp_path / "file").touch()
     assert f"Try memory.disk_dir={tmp_path}" in refusal(tmp_path / "file")
+    assert f"Try memory.disk_dir={tmp_path}" in refusal(tmp_path / "file" / "below")
     (tmp_path / "file").unlink()
+    assert f"Try mkdir -p '{tmp_path}/two words/below'" in refusal(tmp_path / "two words" / "below")
+    assert refusal("/proc/missing").endswith("Try another one")
     assert "can be written" in refusal("/proc/self")
     assert "1.07e+09 GiB free" in refusal(tmp_path, 2**60)
 

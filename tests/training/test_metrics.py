@@ -239,16 +239,19 @@ def test_tensorboard_holds_the_same_numbers(data: list[str], tmp_path: Path) -> 
 
 
 def test_what_experts_off_the_device_move_is_counted(data: list[str], tmp_path: Path) -> None:
-    """From the disk, by micro-batch: each gradient leaves, and is added to the sum, which is read and written."""
+    """From the disk, by micro-batch: each gradient leaves, and is added to the sum, which is read and written. What an
+    evaluation fetches is no step's."""
     micro_batches, layers = 4, 3
     off = ["moe.weights_device=disk", "optimizer.state_device=disk", "optimizer.distributed=true"]
-    off += [f"memory.disk_dir={tmp_path}", "training.steps=2", "training.eval_interval=0"]
+    off += [f"memory.disk_dir={tmp_path}", "training.steps=2", "training.eval_interval=1", "training.eval_batches=1"]
     train(make_config([*SIZES, *data, *off, f"run_dir={tmp_path / 'run'}"]))
     for line in read_metrics(tmp_path / "run"):
         found = line["expert_tiers"]
         weights, grads = found["weights_disk"], found["gradients_disk"]  # of whole blocks, in fp32
         assert weights == grads > 0 and found["wait_seconds"] >= 0 and found["asked"] == 0
         per_layer = found["up"] / found["fetched"]
+        passes = 2 * micro_batches  # of three layers, two of which stay in their slots where passes turn
+        assert "validation_loss" in line and found["fetched"] == layers * passes - 2 * (passes - 1)
         assert per_layer * layers <= weights and found["down"] == per_layer * layers * micro_batches
         assert found["written"] == grads * micro_batches + weights
         assert found["read"] == found["fetched"] * weights // layers + grads * micro_batches + weights

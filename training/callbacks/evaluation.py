@@ -24,6 +24,8 @@ class Evaluation(Callback):
     `..._by_length`.
     """
 
+    follows = ("OptimizerTiers",)  # what an evaluation fetches is no step's
+
     def after_step(self, run: Run, metrics: Metrics) -> None:
         interval = run.config.training.eval_interval
         if interval == 0 or (metrics["step"] % interval != 0 and not run.is_last_step):

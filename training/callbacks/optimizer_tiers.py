@@ -24,14 +24,14 @@ class OptimizerTiers(Callback):
     since the start.
 
     With experts off the device also `expert_tiers`, this rank's: bytes of experts' weights and gradients that went `up`
-    to the device and `down` from it, were `read` from the disk and `written` to it since the last step's line;
+    to the device and `down` from it, were `read` from the disk and `written` to it in the step, without evaluations;
     `fetched`, how often a layer's weights came, and `asked`, how often only when they were needed; `wait_seconds`, how
     long what computes waited for them; and the bytes that `weights`, `gradients` and `staging` take of host and disk.
     """
 
     def __init__(self) -> None:
         self._tiers: Tiers | None = None
-        self._before: dict[str, float] = {}  # what experts had moved and waited at the last step's line
+        self._before: dict[str, float] = {}  # what experts had moved and waited when the step began
 
     def on_start(self, run: Run) -> None:
         tiers = self._tiers = tiers_of(run.engine.optimizer)
@@ -42,8 +42,10 @@ class OptimizerTiers(Callback):
             "tiers", lambda: torch.full((1,), float(failed() is not None), dtype=torch.float64, device=device)
         )
         self._say_ways(run, tiers)
-        if tiers.experts is not None:
-            self._before = _moved(run, tiers.experts)
+
+    def before_step(self, run: Run) -> None:
+        if self._tiers is not None and self._tiers.experts is not None:
+            self._before = _moved(run, self._tiers.experts)
 
     def before_update(self, run: Run, result: StepResult) -> None:
         """Raises TierError on every rank where a rank's earlier update failed: its weights are old ones."""
@@ -60,8 +62,8 @@ class OptimizerTiers(Callback):
             "waits_for_save": tiers.store.waits_for_save,
         }
         if tiers.experts is not None:
-            before, self._before = self._before, _moved(run, tiers.experts)
-            metrics["expert_tiers"] = {name: value - before[name] for name, value in self._before.items()}
+            moved = _moved(run, tiers.experts)
+            metrics["expert_tiers"] = {name: value - self._before[name] for name, value in moved.items()}
             metrics["expert_tiers"] |= tiers.experts.records.by_tier
         flexible = tiers.memory.arrangement.flexible
         if flexible and run.progress.step % REFIT_STEPS == 0 and not run.saver.pending and not run.is_last_step:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs.schema import Config, ConfigError
+from memory import budgets, host_memory
 from models.blueprint import parts
 from optim.arrangement.arrange import Capacity
 from optim.arrangement.off_device import expert_records
@@ -23,7 +25,7 @@ from simulator.memory import rank_memory
 from simulator.off_device.choice import decide, fitting_way
 from simulator.off_device.options import break_even, tokens_between
 from simulator.parameters import parameters
-from simulator.run_plan import make_plan, refuse_what_cannot_fit
+from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit
 from simulator.text import text
 from tests.training.helpers import make_config
 
@@ -89,6 +91,26 @@ def test_budgets_that_do_not_hold_experts_are_refused_with_those_that_do() -> No
     config.memory.host_budget = float(least) - 2
     with pytest.raises(ConfigError, match=least):
         refuse_what_cannot_fit(make_plan(config, 1, 32000, "cuda"))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_shadows_that_find_no_room_are_told_of(tier: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    where = (f"moe.weights_device={tier}", f"optimizer.state_device={tier}", f"memory.disk_dir={tmp_path}")
+
+    def plan(early: str) -> RunPlan:
+        return make_plan(large(*where, f"optimizer.early_update={early}"), 1, 32000, "cuda")
+
+    free = dict.fromkeys(("host", "disk"), 2**50)
+    monkeypatch.setattr(host_memory, "available", lambda: free["host"])
+    monkeypatch.setattr(budgets, "free_bytes", lambda folder: free["disk"])
+    free[tier] = int(getattr(plan("never").worst, tier) * 1.02 / budgets.SHARE)
+    with pytest.raises(ConfigError, match=r"More is not free: .*\. Without shadows all fits: try") as refused:
+        refuse_what_cannot_fit(plan("always"))
+    assert ("memory.disk_dir on another disk" in str(refused.value)) == (tier == "disk")
+    refuse_what_cannot_fit(plan("auto"))
+    free[tier] //= 2
+    with pytest.raises(ConfigError, match="More is not free: .*(nodes|another disk)$"):
+        refuse_what_cannot_fit(plan("always"))
 
 
 def test_a_device_that_is_too_small_is_told_of_experts_off_it() -> None:
