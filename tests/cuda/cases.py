@@ -320,7 +320,7 @@ CASES = {
     "experts on the host by layer": Case(
         1,
         # Layer inputs stay: their copies would order those of gradients, too.
-        _experts(*_streamed("host"), *BY_LAYER, "training.recompute=full", *EARLY),
+        _experts(*_streamed("host"), *BY_LAYER, "training.recompute=full"),
         NONE,
         thread_waits=places.expert_waits(45),
     ),
@@ -331,7 +331,7 @@ CASES = {
         thread_waits=places.expert_waits(45, read=16, written=20),
     ),
     "experts' parts on the host": Case(
-        2, _experts(*_streamed("host", PARTS, "model.num_layers=2")), NONE, thread_waits=places.expert_waits(45)
+        2, _experts(*_streamed("host", PARTS, "model.num_layers=2", *EARLY)), NONE, thread_waits=places.expert_waits(45)
     ),
     "experts' parts on the disk by layer": Case(
         2,
