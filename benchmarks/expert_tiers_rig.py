@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cgroups import DiskCgroup, can_limit_disk
-from memory.completion import Cancelled
 from memory.copy_stream import SAVES
 from optim.arrangement.traffic import ExpertTraffic
 
@@ -123,15 +122,13 @@ class Training:
 
         def counted(name: str, submit: Any) -> Any:
             def submitting(work: Any, after: Any = (), num_bytes: int = 0, **others: Any) -> Any:
-                done, counts = submit(work, after, num_bytes, **others), num_bytes * self._of_experts
-                self._moved[name] += counts
+                counts = num_bytes * self._of_experts
 
-                def over() -> None:
-                    if isinstance(done.error, Cancelled):
-                        self._moved[name] -= counts
+                def working() -> Any:  # once it is done: work may be cancelled
+                    self._moved[name] += counts
+                    return work()
 
-                done.when_issued(over)
-                return done
+                return submit(working, after, num_bytes, **others)
 
             return submitting
 

@@ -324,7 +324,7 @@ def main() -> None:
     disk = "each rank's disk throttled by a blkio control group" if why is None else f"emulated disk ({why})"
     print(f"\nvirtual accelerator, emulated link, {disk}; {args.rounds} rounds\n")
     if rows := found.get("ratios"):
-        right, near = sum(row.holds for row in rows), sum(row.step <= BAR * row.phases + 2 * row.error for row in rows)
+        right, near = sum(row.holds for row in rows), sum(row.within(row.phases) for row in rows)
         print(f"{right} of {len(rows)} within {BAR - 1:.0%} of the bound, {near} of {len(rows)} by phases\n")
     print("\n\n".join(report(found, args.markdown)))
     if args.json:

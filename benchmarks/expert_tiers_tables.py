@@ -41,7 +41,11 @@ class RatioRow:
     @property
     def holds(self) -> bool:
         """Within the bar, or two standard errors of that."""
-        return self.step <= BAR * self.bound + 2 * self.error
+        return self.within(self.bound)
+
+    def within(self, bound: float) -> bool:
+        """The same of another bound."""
+        return self.step <= BAR * bound + 2 * self.error
 
 
 def report(found: dict[str, Any], markdown: bool) -> list[str]:

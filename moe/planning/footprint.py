@@ -38,11 +38,11 @@ def _local(operation: program.LocalExperts | program.LocalGrads) -> list[Step]:
 
 
 LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
-    # What is sent is packed, and what comes is taken apart.
     # Slots and the link are the rank's, not the layer's: simulator/clock/streams.py counts what comes and goes.
     program.FetchExpert: lambda operation: [],
     program.WaitExpert: lambda operation: [],
     program.StoreExpert: lambda operation: [],
+    # What is sent is packed, and what comes is taken apart.
     program.FetchCopies: lambda operation: [(TAKE, "copies")],
     program.WaitCopies: lambda operation: [(GIVE, "copies")],
     program.ReturnGrads: lambda operation: [(GIVE, "new_copy_grads"), (TAKE, "copy_grads")],

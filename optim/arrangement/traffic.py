@@ -85,14 +85,12 @@ class LayerMoves:
         of, state = self.records, self.state_bytes
         weights, disk = of.weight_bytes, int(self.on_disk)
         state_disk = state * (self.state_tier == "disk")
-        # to shadows of the host
-        copied = state * (self.state_tier == "host") + weights * (weights == MASTER_BYTES and not disk)
-        copied *= 2 * of.has_shadows
+        own = weights if weights == MASTER_BYTES else 0  # a weight that is no master is not read
+        copied = 2 * of.has_shadows * (state * (self.state_tier == "host") + own * (1 - disk))  # to shadows of the host
         return Moved(
-            # a weight that is no master is not read
-            read=of.part_numel * (disk * (GRAD_BYTES + weights * (weights == MASTER_BYTES)) + state_disk),
+            read=of.part_numel * (disk * (GRAD_BYTES + own) + state_disk),
             written=of.part_numel * (disk * weights + state_disk),
-            host=of.part_numel * (2 * state + copied + GRAD_BYTES + weights * (1 + (weights == MASTER_BYTES))),
+            host=of.part_numel * (2 * state + copied + GRAD_BYTES + weights + own),
         )
 
 
