@@ -115,13 +115,14 @@ class GPTSamples:
                 f"data.tokenizer: token {int(both.max())} does not fit a vocabulary of {self.vocab_size}; "
                 "give the tokenizer that made the token files in data.corpus"
             )
-        tokens, labels = np.ascontiguousarray(both[:, :-1]), np.ascontiguousarray(both[:, 1:])
+        # Copies: a window of one sample is contiguous already, and labels are written to below.
+        tokens, labels = both[:, :-1].copy(), both[:, 1:].copy()
         batch = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(tokens.shape, dtype=np.float32)}
         if self.separate:
             positions = np.stack([_positions(lengths) for _, lengths in windows])
             foreign = positions[:, 1:] == 0  # the label is the first token of another document
             labels[foreign], batch["loss_mask"][foreign] = IGNORED, 0.0
-            batch["positions"] = np.ascontiguousarray(positions[:, :-1])
+            batch["positions"] = positions[:, :-1].copy()
         return batch
 
 

@@ -82,6 +82,28 @@ def test_blends(tmp_path: Path) -> None:
     check(joined.batch(range(150)), separate.batch(range(150)), first)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_batch_of_any_size_holds_the_tokens_of_the_file(tmp_path: Path, size: int) -> None:
+    """Tokens and labels of each batch, read one by one from the flat list of the corpus' tokens: marking a label that
+    predicts nothing changes no token, and no two arrays of a batch share memory."""
+    lengths = [4, 1, 7, 16, 2, 30, 5, 1, 1, 29] * 2
+    stream = np.arange(1, 1 + sum(lengths))
+    ends = set(np.cumsum(lengths).tolist())
+    _, separate = both([numbered(tmp_path / "a", lengths, start=1)], 16, shuffle=False)
+    for first in range(0, 6, size):
+        batch = separate.batch(range(first, first + size))
+        for row, sample in enumerate(range(first, first + size)):
+            window = stream[sample * 16 : sample * 16 + 17].tolist()
+            assert batch["tokens"][row].tolist() == window[:-1]
+            own = [token not in ends for token in window[:-1]]
+            assert batch["labels"][row].tolist() == [
+                label if is_own else IGNORED for label, is_own in zip(window[1:], own, strict=True)
+            ]
+            assert batch["loss_mask"][row].tolist() == [float(is_own) for is_own in own]
+        names = list(batch)
+        assert not any(np.shares_memory(batch[a], batch[b]) for a in names for b in names if a < b)
+
+
 def test_boundaries_come_from_the_index_and_not_from_tokens(tmp_path: Path) -> None:
     """A document of several sequences, and tokens that are all alike."""
     write_tokens(tmp_path / "a", np.uint16, [[[7] * 3, [7] * 4], [[7] * 2], [[7] * 8]])
