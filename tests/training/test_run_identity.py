@@ -132,6 +132,10 @@ def test_settings_that_change_are_said(tmp_path: Path, corpus: Path, capfd: pyte
     assert said.count(f"data: data.corpus={corpus}: it reads 12 .txt; left out: 1 .csv (table.csv)\n") == 2
     (event,) = events(tmp_path / "run", "settings_changed")
     assert event["settings"] == {"optimizer.lr": [0.001, 0.0005], "optimizer.min_lr": [0.0001, 5e-05]}
+    assert "learning rate rises" not in said
+    start(tmp_path, corpus, 6, "optimizer.lr=0.002")
+    (event,) = events(tmp_path / "run", "learning_rate_rises")
+    assert "; optimizer.lr=0.0005 optimizer.min_lr=5e-05 keeps that schedule" in str(event["text"])
     said = refusal(tmp_path, corpus, "optimizer.lr=0.0005", "training.seed=7")
     assert said.startswith("training.seed (7) was 1234 when ") and "checkpoint.accept_changes=[training.seed]" in said
     said = refusal(tmp_path, corpus, "optimizer.lr=0.0005", "data.documents_in_text=line")

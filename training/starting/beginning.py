@@ -3,12 +3,20 @@ before."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from checkpoint import manifest, start
 from checkpoint.record import last_step
 from checkpoint.resume import Beginning
+from configs import derived
+from configs.changes import Change
+from configs.keys import put
 from configs.schema import Config
+from configs.values import as_typed
+from optim.schedule import learning_rate
 from training.resilience import events, status
 
 
@@ -57,3 +65,38 @@ def say(config: Config, beginning: Beginning, step: int) -> None:
             settings=values,
             data=[change.text for change in beginning.data],
         )
+    text = rising_rate(config, beginning.settings, step)
+    if text is not None:
+        print(text, flush=True)
+        events.record(run_dir, "learning_rate_rises", text, step=step)
+
+
+def rising_rate(config: Config, settings: Sequence[Change], step: int) -> str | None:
+    """Describe how these changes of settings lift the learning rate after `step`, and name the keys that keep the old
+    rate; None where they do not.
+
+    A cosine that has reached `min_lr` begins to fall from far above it when `training.steps` grows, since it ends at
+    the run's last step. A rise within the old schedule, as in its warm-up, is none of the changes' doing.
+    """
+    before = _with(config, {change.key: change.before for change in settings})
+
+    def rate(of: Config, at: int) -> float:
+        return learning_rate(of.optimizer, of.training.steps, at)
+
+    last, now, scheduled = rate(before, step), rate(config, step + 1), rate(before, step + 1)
+    if step == 0 or now <= max(last, scheduled):
+        return None
+    old = {change.key: change.before for change in settings if change.key.startswith("optimizer.")}
+    old["optimizer.decay_steps"] = derived.decay_steps(before)
+    lifting = [as_typed(key, value) for key, value in old.items() if rate(_with(config, {key: value}), step + 1) != now]
+    return (
+        f"the learning rate rises from {last:.4g} in step {step} to {now:.4g} in step {step + 1}, where the schedule "
+        f"before had {scheduled:.4g}; {' '.join(lifting)} keeps that schedule"
+    )
+
+
+def _with(config: Config, values: dict[str, Any]) -> Config:
+    changed = copy.deepcopy(config)
+    for key, value in values.items():
+        put(changed, key, value)
+    return changed
