@@ -36,13 +36,35 @@ from models.weight_files.logical import LogicalWeight
 from models.weight_files.pickled_file import Held, PickledFile
 from models.weight_files.pieces import bands_of, fill, whole
 from models.weight_files.safetensors_file import SafetensorsFile
-from models.weight_files.stored import StoredMatrix
+from models.weight_files.stored import StoredMatrix, as_matrix
 from models.weight_files.writer import PART_BYTES as PART_BYTES
 from models.weight_files.writer import TensorSpec as TensorSpec
 from models.weight_files.writer import Writer as Writer
 from parallel.dtypes import DTYPES, SAFETENSORS_NAMES
 
 WEIGHT_DTYPES = {SAFETENSORS_NAMES[dtype]: dtype for dtype in DTYPES.values()}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a tensor of a file under a name of their own."""
+
+    file: SafetensorsFile | PickledFile
+    tensor: str
+    first: int
+    of: tuple[int, ...]  # their shape
+
+    def dtype(self, name: str) -> str:
+        return self.file.dtype(self.tensor)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.of
+
+    def stored(self, name: str) -> StoredMatrix:
+        return self.file.stored(self.tensor).rows_from(self.first, as_matrix(self.of)[0])
+
+    def close(self) -> None:
+        self.file.close()
 
 
 class Reader:
@@ -58,7 +80,7 @@ class Reader:
         parts = _read_index(index, choice.suffix) if choice.is_index else {choice.name: None}
         self.folder = folder
         self.notes = [] if choice.note is None else [choice.note]  # what the user should know of it
-        self._file_of: dict[str, SafetensorsFile | PickledFile] = {}
+        self._file_of: dict[str, SafetensorsFile | PickledFile | _Rows] = {}
         held = Held()
         for part, expected in sorted(parts.items()):
             path = folder / part
@@ -108,6 +130,17 @@ class Reader:
         if name not in self._file_of:
             raise ConfigError(f"folder {self.folder} has no tensor {name}: it was written for another model.")
         return self._file_of[name].stored(name)
+
+    def split_rows(self, name: str, parts: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Give the rows of the tensor called `name`, which is taken as a matrix, to tensors of these names and shapes,
+        one after the other; its own name is gone. Raises ConfigError for a name that is there already."""
+        file, first = self._file_of.pop(name), 0
+        assert not isinstance(file, _Rows)
+        for part, shape in parts:
+            if part in self._file_of:
+                raise ConfigError(f"folder {self.folder} has tensor {part} twice: by itself, and as rows of {name}.")
+            self._file_of[part] = _Rows(file, name, first, shape)
+            first += as_matrix(shape)[0]
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor called `name`, on the host. Raises ConfigError if there is none."""

@@ -22,6 +22,7 @@ from models.huggingface import translate
 from models.huggingface.families.keys import HfConfig
 from models.huggingface.families.keys import show as show_key
 from models.huggingface.families.rules import Family, Heads, Layout, Rule, Run, sizes
+from models.huggingface.fused_experts import split_fused_experts
 from models.huggingface.identity import OTHER_HEADS, identify
 from models.huggingface.new_head import NewHead, is_of_head, new_head
 from models.huggingface.quantized import open_weights, read_quantization
@@ -108,6 +109,7 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
             f"{path / 'config.json'} is of a model that is not supported: {problem.key} ({value}) {problem.rule}."
         )
     reader = open_weights(path, quantization, keys["dtype"], bounce)
+    split_fused_experts(reader, family, config)
     sources, found, left_out = _match(family, config, keys, reader)
     head = [name for rule, there in sources.values() if is_of_head(rule.ours) and not there for name in rule.theirs]
     if head and head_seed is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,15 @@ class StoredMatrix:
     def read_as(self) -> torch.dtype:
         """The type that its numbers have when they have been read."""
         return self.dtype if self.scale is None else self.scale.dtype
+
+    def rows_from(self, first: int, count: int) -> StoredMatrix:
+        """These rows as a matrix of their own."""
+        assert self.scale is None and first + count <= self.rows
+        source, columns = self.source, self.columns
+        if isinstance(source, ReadOnlyFile):
+            return replace(self, start=self.start + first * columns * self.dtype.itemsize, rows=count)
+        held = source
+        return replace(self, source=lambda: held().reshape(-1, columns)[first : first + count], rows=count)
 
 
 @dataclass(frozen=True, eq=False)

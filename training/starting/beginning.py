@@ -65,10 +65,10 @@ def say(config: Config, beginning: Beginning, step: int) -> None:
             settings=values,
             data=[change.text for change in beginning.data],
         )
-    text = rising_rate(config, beginning.settings, step)
-    if text is not None:
-        print(text, flush=True)
-        events.record(run_dir, "learning_rate_rises", text, step=step)
+    rise = rising_rate(config, beginning.settings, step)
+    if rise is not None:
+        print(rise, flush=True)
+        events.record(run_dir, "learning_rate_rises", rise, step=step)
 
 
 def rising_rate(config: Config, settings: Sequence[Change], step: int) -> str | None:

@@ -103,4 +103,15 @@ MISTRAL = Family(
     TIED,
     carries_nothing=carries_nothing,
 )
-FAMILY = Family("mixtral", KEYS, _read, _write, RULES, "model.", TIED, is_moe=True, carries_nothing=carries_nothing)
+FAMILY = Family(
+    "mixtral",
+    KEYS,
+    _read,
+    _write,
+    RULES,
+    "model.",
+    TIED,
+    is_moe=True,
+    carries_nothing=carries_nothing,
+    other_names=(("block_sparse_moe.gate.weight", "mlp.gate.weight"),),  # next to experts in one tensor
+)

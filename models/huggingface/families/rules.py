@@ -159,7 +159,7 @@ class Family:
     leaves_as: str = ""  # the family of an export, where it is another: one that transformers has a class for
     # names of tensors that are no part of the model
     carries_nothing: Callable[[str, Config, HfConfig], bool] = _nothing
-    other_names: tuple[tuple[str, str], ...] = ()  # (now, in old files)
+    other_names: tuple[tuple[str, str], ...] = ()  # (in this table, in other files)
     # the name of a tensor that no other model has, for folders from before there was a model_type
     telling: str | None = None
     # which class has the heads that are there, where `architectures` names none of ours; None: it does
