@@ -46,7 +46,7 @@ WEIGHT_DTYPES = {SAFETENSORS_NAMES[dtype]: dtype for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowsOfTensor:
     """Rows of a tensor of a file under a name of their own."""
 
     file: SafetensorsFile | PickledFile
@@ -80,7 +80,7 @@ class Reader:
         parts = _read_index(index, choice.suffix) if choice.is_index else {choice.name: None}
         self.folder = folder
         self.notes = [] if choice.note is None else [choice.note]  # what the user should know of it
-        self._file_of: dict[str, SafetensorsFile | PickledFile | _Rows] = {}
+        self._file_of: dict[str, SafetensorsFile | PickledFile | _RowsOfTensor] = {}
         held = Held()
         for part, expected in sorted(parts.items()):
             path = folder / part
@@ -135,11 +135,11 @@ class Reader:
         """Give the rows of the tensor called `name`, which is taken as a matrix, to tensors of these names and shapes,
         one after the other; its own name is gone. Raises ConfigError for a name that is there already."""
         file, first = self._file_of.pop(name), 0
-        assert not isinstance(file, _Rows)
+        assert not isinstance(file, _RowsOfTensor)
         for part, shape in parts:
             if part in self._file_of:
                 raise ConfigError(f"folder {self.folder} has tensor {part} twice: by itself, and as rows of {name}.")
-            self._file_of[part] = _Rows(file, name, first, shape)
+            self._file_of[part] = _RowsOfTensor(file, name, first, shape)
             first += as_matrix(shape)[0]
 
     def get(self, name: str) -> torch.Tensor:

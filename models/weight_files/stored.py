@@ -31,7 +31,7 @@ class StoredMatrix:
         return self.dtype if self.scale is None else self.scale.dtype
 
     def rows_from(self, first: int, count: int) -> StoredMatrix:
-        """These rows as a matrix of their own."""
+        """Cut `count` rows, from row `first` on, out as a matrix that is stored where they are."""
         assert self.scale is None and first + count <= self.rows
         source, columns = self.source, self.columns
         if isinstance(source, ReadOnlyFile):
