@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from configs.schema import ConfigError
+from data.corpus.signatures import refuse_pointer
 
 
 def unpack(path: str, out: str, limit: int | None = None) -> None:
@@ -34,9 +35,11 @@ def unpack(path: str, out: str, limit: int | None = None) -> None:
 
 
 def unpacked_blocks(path: str) -> Iterator[bytes]:
-    """The content of a compressed file, block by block. Raises ConfigError naming the file when it is damaged."""
+    """The content of a compressed file, block by block. Raises ConfigError naming the file when it is damaged, or
+    stands for one that was not fetched."""
     import zstandard
 
+    refuse_pointer(path)
     try:
         with open(path, "rb") as source:
             yield from _blocks(path, source)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,18 @@ KNOWN = (
 )
 ARCHIVES = {".zip": "zipfile", **dict.fromkeys((".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz"), "tarfile")}
 SHOWN_KINDS = 12
+# Descriptions of a dataset next to its data: by their name alone, or next to files of these suffixes.
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+DESCRIPTIONS_NEXT_TO = {"state.json": ".arrow", "index.json": ".mds"}
+ARROW_COMMAND = (
+    "import pathlib, sys, pyarrow as pa, pyarrow.parquet as pq; old, new = map(pathlib.Path, sys.argv[1:]); "
+    'new.mkdir(); [pq.write_table(pa.ipc.open_stream(str(file)).read_all(), new / f"{number:05}-{file.stem}.parquet") '
+    'for number, file in enumerate(sorted(old.rglob("data-*.arrow")))]'
+)
+MDS_COMMAND = (
+    'import json, sys, streaming; [print(json.dumps({"text": row["text"]})) '
+    "for row in streaming.StreamingDataset(local=sys.argv[1], shuffle=False, batch_size=1)]"
+)
 
 
 def uncompressed(name: str) -> str:
@@ -113,6 +126,9 @@ def look_into(place: Path, earlier: bool = False) -> Folder:
             if not path.stat().st_size:
                 found.empty.add(path)
                 found.leave_out("empty", name)
+    for path in [path for path in found.files if _describes_a_dataset(path)]:
+        found.files.remove(path)
+        found.leave_out("description of a dataset", path.relative_to(place).as_posix())
     for prefix, suffixes in sorted(partners.items()):
         name = prefix.relative_to(place).as_posix()
         if len(suffixes) == 1:
@@ -123,6 +139,24 @@ def look_into(place: Path, earlier: bool = False) -> Folder:
         else:
             found.pairs.append(prefix)
     return found
+
+
+def _describes_a_dataset(path: Path) -> bool:
+    if path.name in DESCRIPTIONS:
+        return True
+    suffix = DESCRIPTIONS_NEXT_TO.get(path.name)
+    return suffix is not None and any(path.parent.glob(f"*{suffix}*"))
+
+
+def dataset_command(names: Iterable[str], folder: str) -> str | None:
+    """The command that writes a saved dataset as files that are read, by the names of the files in its folder: for
+    `save_to_disk` of datasets, which writes Arrow's streams, and for MDS of mosaicml-streaming. None for others."""
+    names = list(names)
+    if any(name.endswith(".arrow") for name in names):
+        return f"python -c {shlex.quote(ARROW_COMMAND)} {shlex.quote(folder)} NEW_FOLDER"
+    if any(".mds" in Path(name).suffixes for name in names):
+        return f"python -c {shlex.quote(MDS_COMMAND)} {shlex.quote(folder)} > NEW.jsonl"
+    return None
 
 
 def _paths(place: Path, found: Folder, earlier: bool) -> Iterator[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from configs.schema import ConfigError
@@ -27,7 +27,7 @@ def read_parquet(span: Span, text_key: str) -> Iterator[Document | BadLine]:
         raise ConfigError(
             f"data.text_key={text_key}: {span.shown} has no such column; its columns are "
             f"{', '.join(file.schema_arrow.names)}"
-            + (other_key(rows.to_pylist()[0]) if rows is not None and rows.num_rows else "")
+            + (other_key(rows.to_pylist()[0], span.shown) if rows is not None and rows.num_rows else "")
         )
     row = sum(file.metadata.row_group(i).num_rows for i in range(span.start))
     for group in range(span.start, span.end):
@@ -43,7 +43,10 @@ def _column(file: Any, group: int, text_key: str, span: Span) -> Iterator[Any]:
 
     try:
         column = file.read_row_group(group, columns=[text_key]).column(0)
-        is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        # As bytes: a writer may have stored text as binary, and a string that is no UTF-8 costs one row, not the file.
+        is_text = any(is_type(column.type) for is_type in _text_types())
         values = (column.cast(pyarrow.large_binary()) if is_text else column).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(
@@ -56,3 +59,17 @@ def _column(file: Any, group: int, text_key: str, span: Span) -> Iterator[Any]:
             except UnicodeDecodeError:
                 pass  # reported as what is no text
         yield value
+
+
+def _text_types() -> list[Callable[[Any], bool]]:
+    from pyarrow import types
+
+    return [
+        types.is_string,
+        types.is_large_string,
+        types.is_string_view,
+        types.is_binary,
+        types.is_large_binary,
+        types.is_binary_view,
+        types.is_fixed_size_binary,
+    ]

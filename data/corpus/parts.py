@@ -13,6 +13,7 @@ from data.corpus.kinds import TEXT
 from data.corpus.parquet import open_parquet
 from data.corpus.rows import is_one_value
 from data.corpus.sentences import has_a_sentence_a_line, head_of
+from data.corpus.signatures import refuse_another_kind, refuse_pointer
 from data.corpus.sources import File
 from data.corpus.text import PIECE_BYTES, next_border
 
@@ -41,6 +42,10 @@ def plan_parts(files: Iterable[File], unpacked: dict[str, str], rule: str = "fil
 
 
 def _cut_file(file: File, path: str, size: int, part_bytes: int, rule: str) -> Iterator[Span]:
+    if file.format not in ("stdlib", "topics"):
+        refuse_pointer(path)
+        if file.format != "parquet":
+            refuse_another_kind(path, file.path)
     is_text = file.format == TEXT
     by_line = is_text and rule not in (earlier.RULE, "line") and has_a_sentence_a_line(head_of(path))
     kind = file.format

@@ -10,6 +10,12 @@ from typing import Any
 
 HEAD_BYTES = 1 << 20
 SPACES = re.compile(r"[ \t\r\n]*")
+LETTER = re.compile(r"[^\W\d_]")
+# Fields that hold a share of a text each, in corpora of questions and answers, instructions, and preferences.
+SHARES_OF_A_TEXT = frozenset(
+    "prompt completion response question answer instruction input inputs output outputs target targets context query "
+    "chosen rejected problem solution system user assistant human title abstract premise hypothesis".split()
+)
 
 
 def json_text(line: bytes, text_key: str) -> tuple[str, str]:
@@ -92,9 +98,25 @@ def _list_advice(row: Any) -> str:
     )
 
 
-def other_key(row: dict[str, Any]) -> str:
-    """Advice which field or column to take: the longest text of a row that has no data.text_key."""
-    texts = {key: value for key, value in row.items() if isinstance(value, str) and value.strip()}
+def other_key(row: dict[str, Any], parquet: str | None = None) -> str:
+    """Advise which field or column to read in the place of data.text_key, by a row that lacks it: its longest text, or
+    where its text stands in several fields, as a question and its answer do, a command that joins them. `parquet`: the
+    file, if it is one."""
+    texts = {key: value for key, value in row.items() if isinstance(value, str) and LETTER.search(value)}
+    # also those that are empty in this row, as an instruction's input often is
+    shares = [key for key, value in row.items() if isinstance(value, str) and key.lower() in SHARES_OF_A_TEXT]
+    if len(shares) > 1:
+        join = f'json.dumps({{"text": "\\n\\n".join(row[key] for key in {json.dumps(shares)} if row.get(key))}})'
+        if parquet is None:
+            code = f"import json, sys; [print({join}) for row in map(json.loads, sys.stdin)]"
+            command = f"python -c {shlex.quote(code)} < FILE > NEW.jsonl"
+        else:
+            rows = "for batch in pq.ParquetFile(sys.argv[1]).iter_batches() for row in batch.to_pylist()"
+            code = f"import json, sys, pyarrow.parquet as pq; [print({join}) {rows}]"
+            command = f"python -c {shlex.quote(code)} {shlex.quote(parquet)} > NEW.jsonl"
+        return (
+            f". Its text stands in {len(shares)} fields ({', '.join(shares)}); join them, for example with: {command}"
+        )
     return f". Try data.text_key={max(texts, key=lambda key: len(texts[key]))}" if texts else ""
 
 

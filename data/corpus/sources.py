@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import ConfigError
-from data.corpus.kinds import COMPRESSED, KNOWN, TEXT, archive_command, format_of, look_into, uncompressed
+from data.corpus.kinds import (
+    COMPRESSED,
+    KNOWN,
+    TEXT,
+    archive_command,
+    dataset_command,
+    format_of,
+    look_into,
+    uncompressed,
+)
 from data.indexed import IndexedTokens
 
 # Left out of the standard library: other people's packages, and files that exist to be unreadable or were generated.
@@ -149,7 +158,11 @@ def _open_folder(place: Path, path: str, weight: float | None, earlier: bool) ->
         return [Source(place.name, weight, path, files, notes=notes)]
     if not found.pairs:
         holds = f"; it holds {found.missing()}" if found.left_out else ""
-        raise ConfigError(f"data.corpus={path}: the folder holds no file that can be read{holds}; supported: {KNOWN}")
+        command = dataset_command((name for names in found.left_out.values() for name in names), path)
+        advice = "" if command is None else f". Convert the dataset, for example with: {command}"
+        raise ConfigError(
+            f"data.corpus={path}: the folder holds no file that can be read{holds}; supported: {KNOWN}{advice}"
+        )
     sizes = [1] * len(found.pairs) if weight is None else [len(IndexedTokens(pair).tokens) for pair in found.pairs]
     if not sum(sizes):
         raise ConfigError(f"data.corpus={path}: its token files hold no token")
