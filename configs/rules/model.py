@@ -12,7 +12,8 @@ from configs.rules.problem import Fix, Problem, divisors, must_divide, set_to
 from configs.schema import Config
 from configs.show import show
 
-MIN_SENTENCEPIECE_VOCAB = 300  # 256 bytes, the special pieces and some room to learn
+MIN_TRAINED_VOCAB = 320  # pieces of a tokenizer: 256 bytes, 7 special symbols and some room for real pieces
+MAX_TRAINED_VOCAB = 1_000_000  # sentencepiece counts beyond it for minutes, and near 2**31 without end
 MIN_BERT_SEQUENCE = 8  # [CLS] a [SEP] b [SEP] with something to mask
 
 # What latent attention takes for granted.
@@ -69,9 +70,10 @@ def model(config: Config, world_size: int) -> Iterator[Problem]:
         rule = "must be a JSON object in a text, as an import writes it"
         yield Problem("model.config_json", rule, [{"model.config_json": None}])
     trained_here = config.data.tokenizer == "sentencepiece"
-    if trained_here and config.data.vocab_size < MIN_SENTENCEPIECE_VOCAB:
-        rule = f"must be at least {MIN_SENTENCEPIECE_VOCAB} for a sentencepiece tokenizer with byte fallback"
-        yield Problem("data.vocab_size", rule, set_to("data.vocab_size", [MIN_SENTENCEPIECE_VOCAB, 4096]))
+    if trained_here and not MIN_TRAINED_VOCAB <= config.data.vocab_size <= MAX_TRAINED_VOCAB:
+        rule = f"must be from {MIN_TRAINED_VOCAB} to {MAX_TRAINED_VOCAB} for a tokenizer that is trained on the corpus"
+        nearest = [MIN_TRAINED_VOCAB, 4096] if config.data.vocab_size < MIN_TRAINED_VOCAB else [MAX_TRAINED_VOCAB, 4096]
+        yield Problem("data.vocab_size", rule, set_to("data.vocab_size", nearest))
     if trained_here and model.vocab_size is not None and model.vocab_size < config.data.vocab_size:
         rule = f"must hold the tokenizer's data.vocab_size ({config.data.vocab_size}), or be null to follow it"
         yield Problem("model.vocab_size", rule, set_to("model.vocab_size", [None, config.data.vocab_size]))

@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from configs.rules.model import MAX_TRAINED_VOCAB, MIN_TRAINED_VOCAB
 from configs.schema import ConfigError
 from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, SPACE
 from data.tokenizer.settings import first_line
 
-MIN_TRAINED_VOCAB = 320  # 256 bytes, 7 special symbols and some room for real pieces
-MAX_TRAINED_VOCAB = 2**31 - 1  # what sentencepiece can count
 NO_CHARACTERS = 256 + 7  # bytes, and <unk>, <pad>, </s>, [CLS], [SEP], [MASK] and the line's end
 COVERAGE = 0.9995  # of the characters in the text, the share that has pieces, where the vocabulary is large enough
 # Of the room of a vocabulary that is smaller, the share that characters get. On Japanese, Chinese and Korean with 320
@@ -36,15 +35,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> s
     pieces, and the others are written as bytes. Raises ConfigError when vocab_size is too small or too large or there
     is no text.
     """
-    if vocab_size < MIN_TRAINED_VOCAB:
+    if not MIN_TRAINED_VOCAB <= vocab_size <= MAX_TRAINED_VOCAB:
         raise ConfigError(
-            f"data.vocab_size={vocab_size}: a trained tokenizer needs at least {MIN_TRAINED_VOCAB} "
-            f"(256 bytes, the special symbols and some words); data.vocab_size=4096 works"
-        )
-    if vocab_size > MAX_TRAINED_VOCAB:
-        raise ConfigError(
-            f"data.vocab_size={vocab_size}: a trained tokenizer has at most {MAX_TRAINED_VOCAB} pieces; "
-            "data.vocab_size=4096 works"
+            f"data.vocab_size ({vocab_size}) must be from {MIN_TRAINED_VOCAB} to {MAX_TRAINED_VOCAB}. Try "
+            "data.vocab_size=4096."
         )
     lines = _sample_lines(texts)
     if not lines:

@@ -23,7 +23,7 @@ SMALL = [
     "model.hidden_size=32",
     "model.num_layers=2",
     "model.sequence_length=16",
-    "data.vocab_size=300",
+    "data.vocab_size=320",
     "model.vocab_size=null",
 ]
 

@@ -20,7 +20,7 @@ from tests.training.helpers import make_config
 VOCAB_SIZE = 256  # a whole number of padded blocks
 SAMPLES = 8  # of the global batch
 SIZES = [
-    *("model.sequence_length=16", "model.vocab_size=null", "data.vocab_size=300"),
+    *("model.sequence_length=16", "model.vocab_size=null", "data.vocab_size=320"),
     *(f"training.global_batch_size={SAMPLES}", "training.micro_batch_size=2"),
 ]
 SMALL, LARGE = 4096, 2**24  # parameters of a bucket: most slices of the tiny models are cut, or none
