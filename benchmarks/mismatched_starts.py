@@ -30,7 +30,7 @@ OTHERS = {
     "optimizer.beta2": "0.99",
     "optimizer.epsilon": "1e-6",
     "optimizer.clip_grad": "0.5",
-    "optimizer.schedule": "linear",
+    "optimizer.schedule": "constant",
     "optimizer.warmup_steps": "1",
     "optimizer.decay_steps": "10",
     "optimizer.distributed": "false",

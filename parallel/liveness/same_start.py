@@ -69,7 +69,7 @@ def refuse_other_starts(facts: Facts, store: dist.Store, rank: int, world_size: 
     if not asked:
         return
     if rank in asked:
-        store.set(f"facts/{rank}", json.dumps({"WORLD_SIZE": str(world_size), **facts}))
+        store.set(f"facts/{rank}", json.dumps({"number of ranks": str(world_size), **facts}))
     if rank == 0:
         every = {}
         for one in asked:

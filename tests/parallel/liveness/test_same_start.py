@@ -64,7 +64,7 @@ def test_every_rank_names_the_key_the_values_and_the_ranks() -> None:
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 2]])
 def test_ranks_that_take_the_job_for_larger_are_told(sizes: list[int]) -> None:
     (line,) = set(outcomes([SAME, SAME], sizes))
-    assert f"WORLD_SIZE must be the same on every rank: {sizes[0]} on rank 0; {sizes[1]} on rank 1" in line
+    assert f"number of ranks must be the same on every rank: {sizes[0]} on rank 0; {sizes[1]} on rank 1" in line
 
 
 @pytest.mark.fast
