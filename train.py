@@ -26,7 +26,7 @@ def main(config: Config, given: frozenset[str]) -> int:
         return plans.show(config, given)
     from training.starting import experts_choice, layout_choice
 
-    choice = layout_choice.choose(config, given)
+    composed, choice = config, layout_choice.choose(config, given)
     config = experts_choice.place_experts(config if choice is None else choice.config, given)
     from parallel import card
 
@@ -35,7 +35,7 @@ def main(config: Config, given: frozenset[str]) -> int:
     from training.starting import preflight  # a wrong config and --help need not wait for these either
 
     preflight.check(config)
-    return job.run(config, choice)
+    return job.run(config, composed, choice)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from data.corpus.earlier import RULE as EARLIER
+from data.digest import digest_of
 
 Identity = dict[str, Any]
 
@@ -39,6 +40,17 @@ def differences(now: Identity, trained: Identity) -> list[Difference]:
     What an identity of an earlier version lacks is not compared.
     """
     return [*_of_training(now, trained), *_of_validation(now, trained)]
+
+
+def facts(identity: Identity) -> dict[str, str]:
+    """Describe an identity by the keys of the config that it follows from, each with a digest of its content."""
+    parts = {
+        "data.tokenizer": identity["tokenizer"],
+        "data.corpus": identity["sources"],
+        "data.validation_fraction": identity.get("split"),
+        "data.validation_corpora": identity.get("validation"),
+    }
+    return {key: f"content {digest_of(part)[:12]}" for key, part in parts.items()}
 
 
 def _of_training(now: Identity, trained: Identity) -> list[Difference]:

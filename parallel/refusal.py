@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import torch.distributed as dist
 
 from configs.keys import get
 from configs.schema import Config, ConfigError
 from configs.searched import SEARCHED
 from configs.values import as_typed
+from parallel.liveness import same_start
 
 
 def raise_together(problem: str | None, kind: type[Exception] = ConfigError) -> None:
@@ -20,6 +23,19 @@ def raise_together(problem: str | None, kind: type[Exception] = ConfigError) -> 
     ]
     if found:
         raise kind(found[0])
+
+
+def refuse_other_facts(facts: same_start.Facts) -> None:
+    """Raise ConfigError on every rank where ranks have other values than rank 0, with names, values and ranks. A
+    collective call."""
+    every: list[same_start.Facts] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, facts)
+    alike: dict[str, list[int]] = {}
+    for rank, found in enumerate(every):
+        alike.setdefault(json.dumps(found), []).append(rank)
+    text = same_start.difference({tuple(ranks): every[ranks[0]] for ranks in alike.values()})
+    if text is not None:
+        raise ConfigError(text)
 
 
 def is_lost_rank(error: BaseException) -> bool:

@@ -119,16 +119,13 @@ def initialize(config: Config) -> Topology:
         timeout = timedelta(seconds=layout.timeout_seconds)
         backend = "nccl" if device.type == "cuda" else "gloo"
         launch = launched()
-        rank, world_size = launch.rank, launch.world_size
-        if loopback.is_enough(world_size):
+        if loopback.is_enough(launch.world_size):
             loopback.use()
-        if rendezvous.launcher_holds_store() or world_size > 1:
-            fresh = rendezvous.fresh_store if rendezvous.launcher_holds_store() else loopback.own_store
-            store = fresh(rank, world_size, timeout)
-            place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
-        else:
-            # Nobody else to meet, so nothing has to listen.
-            place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        place: dict[str, Any] = {
+            "store": rendezvous.job_store(launch, timeout),
+            "rank": launch.rank,
+            "world_size": launch.world_size,
+        }
         if device.type == "cuda" and layout.early_communicators:
             # NCCL then sets the world's communicator up here and splits the groups' off it: they share its buffers,
             # and none is set up at its first use, in the middle of a step, by ranks that come there one after another.
@@ -218,3 +215,4 @@ def destroy() -> None:
     leave_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
+    rendezvous.forget()

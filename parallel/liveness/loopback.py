@@ -43,12 +43,19 @@ def own_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | No
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not port or not _is_loopback(address):
         return None
+    # Nobody waits for others here: ranks that take different numbers of them for all would wait in vain.
     if rank != 0:
-        return dist.TCPStore(address, int(port), world_size, is_master=False, timeout=timeout)
+        return dist.TCPStore(address, int(port), world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, int(port)), family=family)
     return dist.TCPStore(
-        address, int(port), world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
+        address,
+        int(port),
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
 
 

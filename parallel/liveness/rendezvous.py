@@ -15,12 +15,40 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from configs.ranks import Launch
+from parallel.liveness import loopback
+
 POLL = 0.02  # seconds
 
 
 def launcher_holds_store() -> bool:
     """Whether the job's store lives in torchrun's process, not in rank 0's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+_joined: dist.Store | None = None
+
+
+def job_store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """The store of the processes of a launch, for this attempt alone; the same object until `forget`. All ranks call
+    it. Raises TimeoutError or torch's DistError if some do not come."""
+    global _joined
+    if _joined is None:
+        if launcher_holds_store():
+            _joined = fresh_store(launch.rank, launch.world_size, timeout)
+        elif launch.world_size == 1:
+            _joined = dist.HashStore()  # nobody else to meet, so nothing has to listen
+        else:
+            _joined = loopback.own_store(launch.rank, launch.world_size, timeout)
+            if _joined is None:
+                _joined = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
+    return _joined
+
+
+def forget() -> None:
+    """Leave the store: who joins again gets another."""
+    global _joined
+    _joined = None
 
 
 def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:

@@ -124,10 +124,10 @@ def test_stop_of_an_earlier_launch_with_the_same_id_does_not_end_ranks_that_are_
 
     launch_folder(tmp_path, monkeypatch, 1)
     with pytest.raises(WentOn):
-        job.run(config)
+        job.run(config, config)
     attempts.note_stop()
     launch_folder(tmp_path, monkeypatch, 2)
-    assert job.run(config) == STOPPED_EARLY
+    assert job.run(config, config) == STOPPED_EARLY
 
 
 def test_time_limit_counts_from_the_first_attempt_of_this_launch(

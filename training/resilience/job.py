@@ -6,9 +6,10 @@ import os
 import signal
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
-from configs import progress
+from configs import last_words, progress
 from configs.exit_status import STOPPED_EARLY
 from configs.files import WriteError
 from configs.ranks import launched, use_fewer
@@ -18,10 +19,11 @@ from training.resilience import attempts, events, launcher, signals
 from training.starting.layout_choice import LayoutChoice
 
 
-def run(config: Config, choice: LayoutChoice | None = None) -> int:
+def run(config: Config, composed: Config, choice: LayoutChoice | None = None) -> int:
     """Train the run of a checked config; the exit status: 0 done, 75 stopped early with everything saved.
 
-    `choice`: of the config's layout, where it was searched for.
+    composed: the config before its `auto` keys were decided, which must be the same on all ranks. choice: of the
+    config's layout, where it was searched for.
 
     A failure ends the process from here, with status 1 and the culprit's name in the last line. Raises ConfigError.
     """
@@ -37,6 +39,8 @@ def run(config: Config, choice: LayoutChoice | None = None) -> int:
     )
 
     rank, started = launched()[:2]
+    if started > 1:
+        _refuse_other_starts(composed)
     used = usable_world_size(config, started) if choice is None else choice.world_size
     if used < started:
         if rank >= used:
@@ -78,3 +82,17 @@ def run(config: Config, choice: LayoutChoice | None = None) -> int:
     if used < started and rank == 0:
         spare_ranks.release(config, exit_status)
     return exit_status
+
+
+def _refuse_other_starts(composed: Config) -> None:
+    import torch.distributed as dist
+
+    from parallel.liveness import rendezvous, same_start
+
+    launch, timeout = launched(), timedelta(seconds=composed.parallel.timeout_seconds)
+    try:
+        store = rendezvous.job_store(launch, timeout)
+        same_start.refuse_other_starts(same_start.facts_of(composed), store, launch.rank, launch.world_size, timeout)
+    except (TimeoutError, dist.DistError) as error:
+        last_words.say(f"the ranks did not meet: {error}", 1)
+        sys.exit(1)

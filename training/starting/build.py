@@ -18,6 +18,7 @@ from configs.progress import begin
 from configs.ranks import launched
 from configs.rules import idle
 from configs.schema import Config, ConfigError
+from data import identity
 from data.build import build_data
 from data.pieces import corpus_share, drawn_pieces
 from data.prepare import PreparedData, prepare
@@ -29,7 +30,7 @@ from models.specs import backend_line, resolve_backend
 from models.transformer_config import fusions
 from parallel import card
 from parallel import topology as topology_module
-from parallel.refusal import raise_together
+from parallel.refusal import raise_together, refuse_other_facts
 from simulator import run_plan
 from simulator.flops import training_flops_per_token
 from simulator.text import no_export
@@ -38,7 +39,7 @@ from training.engine import Engine
 from training.loss_buckets import with_lengths
 from training.resilience.health import Health, SkippedSamples, kept_state
 from training.run import Callback, Run
-from training.starting import beginning, dry_run
+from training.starting import beginning, dry_run, limits
 
 
 def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitStack) -> Run:
@@ -51,6 +52,7 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
     tokenizer = load_tokenizer(prepared.tokenizer_path)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     topology = topology_module.initialize(config)
+    refuse_other_facts(identity.facts(prepared.identity))
     for callback in callbacks:
         callback.on_join(topology)
 
@@ -149,6 +151,7 @@ def _prepare(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:
     expected = run_plan.make_plan(config, launch.world_size, vocab_size, device.type)
     if device.type == "cpu":
         run_plan.refuse_what_the_host_cannot_hold(expected)
+        limits.check_addresses(expected.memory[launch.rank].total + expected.memory[launch.rank].host)
     show_progress, rule = launch.rank == 0 and config.logging.progress, start.split_rule(early)
     prepared = prepare(
         data_config,

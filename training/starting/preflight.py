@@ -15,6 +15,7 @@ from data.corpus import parse_corpus, parse_validation
 from data.tokenizer import load_tokenizer, tokenizer_digest
 from parallel.devices import refuse_missing
 from simulator.parameters import places
+from training.starting import limits
 from training.starting.machine import machine_of, refuse_another_kind
 
 WANDB_MODE = "WANDB_MODE"  # wandb's own variable, which nobody overrules with disabled
@@ -22,7 +23,8 @@ WANDB_MODE = "WANDB_MODE"  # wandb's own variable, which nobody overrules with d
 
 def check(config: Config) -> None:
     """Raise ConfigError for a device, corpus, tokenizer, checkpoint, weights or plans that are missing, a machine of
-    another kind, a wrong vocabulary, nodes without a hierarchy, an unusable run_dir."""
+    another kind, a wrong vocabulary, nodes without a hierarchy, limits that are too low, an unusable run_dir."""
+    limits.check(launched().world_size, config.training.device != "cpu")
     refuse_missing(config.training.device, "training.device")
     if config.hardware is not None:
         refuse_another_kind(machine_of(config)[0], config)

@@ -1,0 +1,148 @@
+"""Ranks that were started with another command, other code or other versions than rank 0 are refused together, before
+the first collective.
+
+A typing error on one node would else train a mixture of two settings, or end in a hang that names no key. Each rank
+puts a digest into the job's store; rank 0 compares them, asks for details where they differ, and tells all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from configs.keys import get
+from configs.schema import KEYS, Config, ConfigError
+from configs.show import show
+
+# Where and how much a node may keep, and with how many processes: no number of the training follows from these.
+MAY_DIFFER = frozenset(
+    ("data.cache_dir", "data.num_workers", "memory.disk_budget", "memory.disk_dir", "memory.host_budget")
+)
+ROOT = Path(__file__).parents[2]
+SOURCE = "checkpoint configs data inference launch memory models moe optim parallel simulator training".split()
+SUFFIXES = (".py", ".cpp", ".h")
+LATE = 2.0  # seconds that other ranks have to arrive once two differ
+ANSWER = 5.0  # seconds for the details, and until all have read why they end
+POLL = 0.02  # seconds
+SHOWN = 3  # keys of a message
+ASKED = 16  # ranks whose details are compared
+
+Facts = dict[str, str]  # what must be the same on all ranks: name -> value
+
+
+def facts_of(composed: Config) -> Facts:
+    """Describe how this rank was started: each key of the config as it was composed, before `auto` keys are decided,
+    each file of the product by digest, and the versions of what computes."""
+    facts = {key: show(get(composed, key), None) for key in KEYS if key not in MAY_DIFFER}
+    facts["version of torch"] = torch.__version__
+    facts["version of megatron-core"] = importlib.metadata.version("megatron-core")
+    paths = [ROOT / "train.py", *(path for room in SOURCE for path in (ROOT / room).rglob("*"))]
+    for path in sorted(path for path in paths if path.suffix in SUFFIXES):
+        facts[f"file {path.relative_to(ROOT).as_posix()}"] = hashlib.blake2b(
+            path.read_bytes(), digest_size=4
+        ).hexdigest()
+    return facts
+
+
+def refuse_other_starts(facts: Facts, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Raise ConfigError on every rank where the facts of two differ: with their names, values and ranks. All ranks call
+    it. Raises TimeoutError if some do not come."""
+    store = dist.PrefixStore("start", store)
+    digest = hashlib.blake2b(json.dumps([world_size, facts]).encode(), digest_size=16).hexdigest()
+    store.set(f"digest/{rank}", digest)
+    if rank == 0:
+        digests = _gather(store, digest, world_size, timeout)
+        others = [rank for rank, found in digests.items() if found != digest]
+        asked = sorted({0, *others[:ASKED]}) if others else []
+        store.set("asked", json.dumps(asked))
+    else:
+        asked = json.loads(_wait(store, "asked", 0, timeout))
+    if not asked:
+        return
+    if rank in asked:
+        store.set(f"facts/{rank}", json.dumps({"number of ranks": str(world_size), **facts}))
+    if rank == 0:
+        every = {}
+        for one in asked:
+            with_same = [other for other, found in digests.items() if found == digests[one]]
+            every[tuple(with_same)] = json.loads(_wait(store, f"facts/{one}", one, timedelta(seconds=ANSWER)))
+        store.set("refusal", difference(every) or "")
+    text = _wait(store, "refusal", 0, timeout)
+    store.set(f"read/{rank}", "")
+    if rank == 0:  # it may hold the store
+        end = time.monotonic() + ANSWER
+        while not store.check([f"read/{one}" for one in digests]) and time.monotonic() < end:
+            time.sleep(POLL)
+    raise ConfigError(text)
+
+
+def difference(every: Mapping[tuple[int, ...], Facts]) -> str | None:
+    """Describe what differs, in one line: the first names of facts, with each value and the ranks that have it; None
+    where nothing does. `every`: by the ranks that share them."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(name for facts in every.values() for name in facts):
+        by_value: dict[str, list[int]] = {}
+        for ranks, facts in every.items():
+            by_value.setdefault(facts.get(name, "missing"), []).extend(ranks)
+        if len(by_value) > 1:
+            found[name] = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+    if not found:
+        return None
+    names = [*found][:SHOWN]
+    which = ", ".join(names) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+    values = [found[name] if len(names) == 1 else f"{name} is {found[name]}" for name in names]
+    return (
+        f"{which} must be the same on every rank: {'. '.join(values)}. Start all nodes with the same command, "
+        "files and versions."
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`rank 1`, `ranks 0-3,7`."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    shown = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _gather(store: dist.Store, own: str, world_size: int, timeout: timedelta) -> dict[int, str]:
+    """The digests of all ranks by rank; of those that are there LATE seconds after one that differs from `own`."""
+    found, missing = {0: own}, set(range(1, world_size))
+    end = time.monotonic() + timeout.total_seconds()
+    while missing and time.monotonic() < end:
+        for rank in sorted(missing):
+            if store.check([f"digest/{rank}"]):
+                missing.discard(rank)
+                found[rank] = store.get(f"digest/{rank}").decode()
+                if found[rank] != own:
+                    end = min(end, time.monotonic() + LATE)
+        time.sleep(POLL)
+    if missing and all(digest == own for digest in found.values()):
+        _never_came(sorted(missing)[0], timeout)
+    return found
+
+
+def _wait(store: dist.Store, key: str, rank: int, timeout: timedelta) -> str:
+    """The text under a key that another rank sets; `rank` is named where it does not."""
+    try:
+        store.wait([key], timeout)
+    except dist.DistError:
+        _never_came(rank, timeout)
+    return store.get(key).decode()
+
+
+def _never_came(rank: int, timeout: timedelta) -> NoReturn:
+    raise TimeoutError(f"rank {rank} did not come within {timeout.total_seconds():g} s")
