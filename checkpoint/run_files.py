@@ -26,7 +26,7 @@ class _Hashed:
     digest: Any  # of xxhash, of the first `size` bytes
 
 
-class RunFiles:
+class GrowingFiles:
     """The growing files of a run's folder, as far as they have been hashed."""
 
     def __init__(self, run_dir: Path) -> None:

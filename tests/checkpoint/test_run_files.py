@@ -12,7 +12,7 @@ import xxhash
 
 from checkpoint import manifest, record, start
 from checkpoint.record import Record
-from checkpoint.run_files import RunFiles, changed
+from checkpoint.run_files import GrowingFiles, changed
 from checkpoint.safetensors_header import Entry, incomplete
 from configs import files
 from configs.schema import Config, ConfigError
@@ -87,7 +87,7 @@ def test_a_record_without_a_checksum_is_of_an_earlier_version(tmp_path: Path) ->
 
 def test_growing_files_are_hashed_once_and_compared_by_what_was_there(tmp_path: Path) -> None:
     metrics, plans = tmp_path / "metrics.jsonl", tmp_path / "placement_0_1.plans"
-    running = RunFiles(tmp_path)
+    running = GrowingFiles(tmp_path)
     assert running.sums() == {}
     for end in (b'{"step": 1}\n', b'{"step": 2}\n', b""):
         with open(metrics, "ab") as stream:
@@ -129,7 +129,7 @@ def test_damage_is_named_in_one_line_and_one_event(
     config = run_with(tmp_path, [2])
     run_dir = Path(config.run_dir)
     (run_dir / name).write_bytes(b'{"step": 1}\n{"step": 2}\n')
-    folder = save(run_dir, 4, facts={"files": RunFiles(run_dir).sums()})
+    folder = save(run_dir, 4, facts={"files": GrowingFiles(run_dir).sums()})
     begun = start.Start(Record(ID, "auto"), folder, False)
     name_damage(run_dir, begun)
     assert capsys.readouterr().out == ""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from checkpoint import manifest
 from checkpoint.record import RECORD
-from checkpoint.run_files import RunFiles
+from checkpoint.run_files import GrowingFiles
 from checkpoint.saver import Saved, SaveError, Saver
 from training import progress
 from training.resilience import events
@@ -29,13 +29,13 @@ class Checkpoints(Callback):
     ) -> None:
         self._on_record, self._on_disk = on_record, on_disk
         self._saver: Saver | None = None
-        self._files: RunFiles | None = None
+        self._files: GrowingFiles | None = None
         self._failed: str | None = None  # of the newest save
 
     def on_start(self, run: Run) -> None:
         self._saver = run.saver
         self._saver.before_name = self._on_disk
-        self._files = RunFiles(run.run_dir) if run.is_main else None
+        self._files = GrowingFiles(run.run_dir) if run.is_main else None
 
     def on_rollback(self, run: Run) -> None:
         if self._files is not None:
