@@ -16,7 +16,7 @@ from configs.ranks import launched
 from configs.schema import Config, ConfigError
 from data.vocabulary import expected_vocab_size
 from simulator.off_device.choice import decide, is_asked
-from simulator.off_device.options import ORDER, WEIGHTS
+from simulator.off_device.options import ORDER, STATE, WEIGHTS
 from simulator.search.limits import capacity, memory_limits
 from simulator.search.space import with_keys
 from training.starting.choice_file import read_choice
@@ -35,7 +35,7 @@ def place_experts(config: Config, given: frozenset[str]) -> Config:
         return config
     launch, path = launched(), Path(config.run_dir) / EXPERTS_CHOSEN
     asked = {key: get(config, key) for key in (WEIGHTS, ORDER)}
-    earlier = read_choice(path, (WEIGHTS, ORDER))
+    earlier = read_choice(path, (WEIGHTS, ORDER, STATE))
     kept = _kept(config, asked, earlier, launch.world_size)
     if kept is not None:
         chosen, line = kept
