@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 import yaml
 
 from checkpoint import record, safetensors_header
-from configs.files import writing
+from configs.files import SUM, own_sum, writing
 from configs.schema import ConfigError
 
 FORMAT = 2
@@ -69,7 +68,7 @@ def sum_of(path: Path, buffer: memoryview | None = None) -> FileSum:
 def write(folder: Path, step: int, files: dict[str, FileSum], buffer: memoryview | None = None) -> None:
     """Write the manifest of a folder whose files are all on disk. Raises OSError."""
     content = {"format": FORMAT, "step": step, "files": {name: vars(files[name]) for name in sorted(files)}}
-    write_text(folder / MANIFEST, json.dumps({**content, "xxh3": _self_sum(content)}, indent=1), buffer)
+    write_text(folder / MANIFEST, json.dumps({**content, SUM: own_sum(content)}, indent=1), buffer)
 
 
 def write_text(path: Path, text: str, buffer: memoryview | None = None) -> FileSum:
@@ -96,8 +95,7 @@ def read(folder: Path) -> dict[str, FileSum]:
         content = json.loads((folder / MANIFEST).read_bytes())
         if content["format"] != FORMAT:
             raise _Refused(f"its format ({content['format']}) is not the one this version reads ({FORMAT})")
-        own_sum = content.pop("xxh3")
-        if own_sum != _self_sum(content):
+        if content.pop(SUM) != own_sum(content):
             raise _Refused(f"its {MANIFEST} does not have the checksum that stands in it")
         number = folder.name.removeprefix("step_")
         if number.isdigit() and folder.name != number and int(number) != content["step"]:
@@ -119,10 +117,6 @@ def read(folder: Path) -> dict[str, FileSum]:
 
 class _Refused(ValueError):
     """Why a manifest is none, in words."""
-
-
-def _self_sum(content: dict[str, Any]) -> str:
-    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def problem_with(folder: Path) -> str | None:
@@ -209,7 +203,8 @@ def all_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def run_of(folder: Path) -> str | None:
-    """The id of the run that wrote a checkpoint; None where it does not say: of an earlier version, or damaged."""
+    """The id of the run that wrote a checkpoint; None where its state does not say it: of an earlier version, or
+    damaged."""
     try:
         found = json.loads((folder / STATE).read_bytes()).get("run")
     except (OSError, ValueError, RecursionError, AttributeError):
@@ -222,16 +217,28 @@ def foreign_checkpoints(run_dir: Path) -> list[tuple[Path, str]]:
     broken run.json."""
     held = record.read(run_dir)
     found = [(folder, run_of(folder)) for folder in all_checkpoints(run_dir)]
+    # A damaged one does not say whose it is, and is passed over for its damage.
+    own = None if held is None else held.id
+    found = [(folder, run) for folder, run in found if run == own or not _is_state_damaged(folder)]
     if held is None:
         named = {run: folder for folder, run in found if run is not None}
         return [] if len(named) < 2 else [(folder, f"it is of run {run}") for run, folder in named.items()]
-    # A damaged one does not say whose it is, and is passed over for its damage.
     unnamed = [folder for folder, run in found if run is None and not held.adopted and problem_with(folder) is None]
     return [
         (folder, f"it is of run {run}" if run else "it is of an earlier version")
         for folder, run in found
         if run not in (None, held.id) or folder in unnamed
     ]
+
+
+def _is_state_damaged(folder: Path) -> bool:
+    """Whether a checkpoint's manifest is whole, and its state is not what that says."""
+    try:
+        return sum_of(folder / STATE) != read(folder)[STATE]
+    except ValueError:
+        return False
+    except OSError:
+        return True
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
@@ -314,8 +321,8 @@ def is_of_other_format(folder: Path) -> bool:
     """Whether a whole manifest is there, of a format that this version does not read."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
-        own_sum = content.pop("xxh3")
-        return bool(content["format"] != FORMAT and own_sum == _self_sum(content))
+        found = content.pop(SUM)
+        return bool(content["format"] != FORMAT and found == own_sum(content))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 

@@ -85,7 +85,7 @@ def read(run_dir: Path) -> Record | None:
     """The record of a folder's run; None where there is none. Raises ConfigError for one that cannot be read."""
     path = run_dir / RECORD
     try:
-        content = json.loads(path.read_text())
+        content = files.read_summed(path)
         known = {field.name for field in dataclasses.fields(Record)}
         found = Record(**{key: value for key, value in content.items() if key in known})
         for name, kinds in _KINDS.items():
@@ -97,13 +97,13 @@ def read(run_dir: Path) -> Record | None:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({' '.join(str(error).split())}): it says which run the folder holds. "
-            "Put it back, or choose another run_dir."
+            "Put it back; or take it away, and the run's checkpoints and events say it; or choose another run_dir."
         ) from error
 
 
 def write(run_dir: Path, record: Record) -> None:
     """Put a record in place, whole or not at all. Raises OSError."""
-    files.write_text(run_dir / RECORD, json.dumps(asdict(record), indent=1) + "\n")
+    files.write_summed(run_dir / RECORD, asdict(record))
 
 
 def this_process() -> dict[str, Any]:

@@ -84,14 +84,36 @@ def _entry(span: TensorSpan, body: int, key: str, global_shape: list[int], offse
 
 
 def incomplete(entries: Iterable[Entry]) -> str | None:
-    """The first global tensor that the entries of all files do not make up, in words; None if they are complete."""
-    held: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    """Describe the first global tensor whose elements the entries of all files do not hold once each; None if they hold
+    all."""
+    held: dict[str, list[Entry]] = {}
     for entry in entries:
-        if shapes.setdefault(entry.key, entry.global_shape) != entry.global_shape:
+        of_key = held.setdefault(entry.key, [])
+        if of_key and of_key[0].global_shape != entry.global_shape:
             return f"its files disagree on the shape of {entry.key}"
-        held[entry.key] = held.get(entry.key, 0) + math.prod(entry.shape)
-    for key, count in held.items():
-        if count != math.prod(shapes[key]):
-            return f"its files hold {count} of the {math.prod(shapes[key])} elements of {key}"
+        of_key.append(entry)
+    for key, found in held.items():
+        count, whole = sum(math.prod(entry.shape) for entry in found), math.prod(found[0].global_shape)
+        if count != whole:
+            return f"its files hold {count} of the {whole} elements of {key}"
+        if _overlap(found):
+            return f"its files hold elements of {key} twice, and lack others"
     return None
+
+
+def _overlap(entries: list[Entry]) -> bool:
+    """Whether two boxes of a global tensor share an element."""
+    if len(entries) < 2:
+        return False
+    boxes = []
+    for entry in entries:
+        shape = (1,) * (len(entry.global_shape) - len(entry.shape)) + entry.shape
+        if all(shape):
+            boxes.append([(first, first + count) for first, count in zip(entry.offset, shape)])
+    active: list[list[tuple[int, int]]] = []
+    for box in sorted(boxes):  # by the first row
+        active = [other for other in active if other[0][1] > box[0][0]]
+        if any(all(one[0] < two[1] and two[0] < one[1] for one, two in zip(box, other)) for other in active):
+            return True
+        active.append(box)
+    return False

@@ -8,7 +8,6 @@ among large corpora, and said; many are refused, as equal files are (data/overla
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,15 +30,19 @@ class Texts:
     folder: str
 
 
-def write(folder: Path, texts: np.ndarray, held_out: np.ndarray, cuts: Sequence[int]) -> None:
-    """Keep the hashes uint64 [d] of the texts on either side; a document that is cut is on both."""
+def write(folder: Path, texts: np.ndarray, held_out: np.ndarray, cuts: Sequence[int]) -> dict[str, int]:
+    """Keep the hashes uint64 [d] of the texts on either side; a document that is cut is on both. Returns the sizes of
+    the files, by name."""
+    sizes = {}
     both = np.zeros(len(texts), dtype=bool)
     both[list(cuts)] = True
     for side, wanted in (("train", ~held_out), ("valid", held_out | both)):
         temporary = folder / f"{side}.texts.tmp"
         with open(temporary, "wb") as file:
             np.save(file, np.unique(texts[wanted]))
+        sizes[f"{side}.texts"] = temporary.stat().st_size
         temporary.rename(folder / f"{side}.texts")
+    return sizes
 
 
 def check_terms(terms: Sequence[Texts], cache: Path) -> list[str]:
@@ -97,12 +100,12 @@ def _shared(one: Path, other: Path, cache: Path) -> tuple[int, int]:
         return 0, 0
     key = digest_of([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip((one, other), stats)])
     place = cache / "overlaps" / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError):
-        shared, total = json.loads(place.read_text())
-        return int(shared), int(total)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        found = files.read_summed(place)
+        return int(found["shared"]), int(found["total"])
     texts = np.load(one)
     shared = len(np.intersect1d(texts, np.load(other), assume_unique=True))
     with contextlib.suppress(OSError):  # a cache that cannot be written: every start looks again
         place.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(place, json.dumps([shared, len(texts)]))
+        files.write_summed(place, {"shared": shared, "total": len(texts)})
     return shared, len(texts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from dataclasses import astuple
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from configs.files import sync, write_text
+from configs.files import sync, write_summed, write_text
 from configs.schema import ConfigError, DataConfig
 from data import shared_documents
 from data.corpus import Source, plan_parts
@@ -85,9 +84,9 @@ def tokenize(
     done["text"] = xxhash.xxh3_128_hexdigest(index.texts.tobytes())  # whatever the documents' tokens and their split
     done["copies"] = copies
     done["advice"] = advice(source, packed, documents_in_text, done["documents"])
-    shared_documents.write(target, index.texts, split.held_out, split.cuts)
+    done["sizes"] |= shared_documents.write(target, index.texts, split.held_out, split.cuts)
     done["digests"] = {name: file_digest(target / name, cache, config.timeout_seconds) for name in done["sizes"]}
-    write_text(target / "done.json", json.dumps(done, indent=1))
+    write_summed(target / "done.json", done)
     shutil.rmtree(parts_dir)
     shutil.rmtree(unpacked_dir)
 

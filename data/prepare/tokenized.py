@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import progress
-from configs.files import writing_into
+from configs.files import read_summed, writing_into
 from configs.schema import ConfigError, DataConfig
 from data import lock
 from data.corpus import Source
@@ -149,8 +148,8 @@ def _summary(folder: Path, source: Source, config: DataConfig, rule: str) -> dic
     places = {"alike": [folder / "alike", folder / "exact", folder], "exact": [folder / "exact", folder]}
     for place in places.get(rule, [folder]):
         try:
-            done: dict[str, Any] = json.loads((place / "done.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
+            done = read_summed(place / "done.json")
+        except (FileNotFoundError, ValueError):  # damaged: it is made again
             continue
         done["folder"] = str(place)
         # an earlier version did not look for copies

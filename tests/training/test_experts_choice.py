@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from configs.compose import compose
+from configs.files import read_summed, write_summed
 from configs.schema import Config, ConfigError
 from tests.training.test_layout_choice import cpu_machine
 from training.starting import experts_choice
@@ -33,10 +33,10 @@ def test_a_run_decides_once_and_keeps_it(tmp_path: Path, capsys: pytest.CaptureF
     assert _values(chosen)[0] in ("device", "host") and line.startswith("experts: moe.weights_device=")
     assert "s a step predicted" in line and line.count("\n") == 1
     path = tmp_path / "run" / EXPERTS_CHOSEN
-    record = json.loads(path.read_text())
+    record = read_summed(path)
     assert tuple(record["values"][key] for key in KEYS) == _values(chosen) and record["world_size"] == 1
     # whatever a prediction would say now
-    path.write_text(json.dumps(record | {"values": dict(zip(KEYS, ("host", "by_micro_batch", "host"), strict=True))}))
+    write_summed(path, record | {"values": dict(zip(KEYS, ("host", "by_micro_batch", "host"), strict=True))})
     assert _values(place_experts(config, frozenset())) == ("host", "by_micro_batch", "host")
     assert "is kept, which this run chose for 1 rank(s)" in capsys.readouterr().out
 
@@ -50,7 +50,7 @@ def test_what_was_chosen_for_other_ranks_or_keys_is_decided_again(
     config = _config(tmp_path)
     first = place_experts(config, frozenset())
     path = tmp_path / "run" / EXPERTS_CHOSEN
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    write_summed(path, read_summed(path) | change)
     capsys.readouterr()
     assert _values(place_experts(config, frozenset())) == _values(first)
     assert capsys.readouterr().out.startswith("decided again, as ranks or keys are others: ")

@@ -131,8 +131,11 @@ def test_a_run_keeps_its_layout_on_as_many_ranks(tmp_path: Path, ranks: Any, mon
     smaller = choose(*auto(tmp_path, "training.global_batch_size=2"))
     assert smaller is not None and not smaller.is_kept and "other keys forbid the earlier one" in smaller.lines[0]
     (tmp_path / "run" / CHOSEN).write_text("{")
-    unread = choose(*auto(tmp_path))
-    assert unread is not None and not unread.is_kept and unread.lines[0].startswith("training.micro_batch_size=1 is")
+    with pytest.raises(ConfigError, match=rf"{CHOSEN} cannot be read .* or delete it to have the choice made anew"):
+        choose(*auto(tmp_path))
+    (tmp_path / "run" / CHOSEN).unlink()
+    anew = choose(*auto(tmp_path))
+    assert anew is not None and not anew.is_kept and anew.lines[0].startswith("training.micro_batch_size=1 is")
 
 
 def test_an_elastic_run_takes_the_most_ranks_with_a_layout(

@@ -80,7 +80,7 @@ def of_another_format(folder: Path) -> None:
     content = json.loads((folder / manifest.MANIFEST).read_text())
     content["format"], content["xxh3"] = 3, None
     del content["xxh3"]
-    content["xxh3"] = manifest._self_sum(content)
+    content["xxh3"] = manifest.own_sum(content)
     (folder / manifest.MANIFEST).write_text(json.dumps(content))
 
 

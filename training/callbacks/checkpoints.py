@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from checkpoint import manifest
 from checkpoint.record import RECORD
+from checkpoint.run_files import GrowingFiles
 from checkpoint.saver import Saved, SaveError, Saver
 from training import progress
 from training.resilience import events
@@ -28,11 +29,17 @@ class Checkpoints(Callback):
     ) -> None:
         self._on_record, self._on_disk = on_record, on_disk
         self._saver: Saver | None = None
+        self._files: GrowingFiles | None = None
         self._failed: str | None = None  # of the newest save
 
     def on_start(self, run: Run) -> None:
         self._saver = run.saver
         self._saver.before_name = self._on_disk
+        self._files = GrowingFiles(run.run_dir) if run.is_main else None
+
+    def on_rollback(self, run: Run) -> None:
+        if self._files is not None:
+            self._files.forget()
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         settings = run.config.checkpoint
@@ -74,7 +81,8 @@ class Checkpoints(Callback):
         settings = run.config.checkpoint
         folder = manifest.folder_of(run.run_dir, run.progress.step)
         run.progress.health, run.progress.callbacks = run.health.state(), states_of(run.callbacks)
-        state = progress.state(run.engine, run.progress, run.facts)
+        facts = run.facts if self._files is None else {**run.facts, "files": self._files.sums()}
+        state = progress.state(run.engine, run.progress, facts)
         run.saver.start(run.engine.chunks, run.engine.optimizer, state, folder, settings.keep, settings.keep_every)
 
     def _take(self, run: Run, work: Callable[[], Saved | None]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from configs.files import write_text
+from configs.files import write_summed
 from training.resilience import events
 from training.run import Callback, Run
 from training.starting.layout_choice import CHOSEN, LayoutChoice
@@ -23,4 +21,4 @@ class ChosenLayout(Callback):
         kind = "layout_kept" if choice.is_kept else "layout_chosen"
         events.record(run.run_dir, kind, choice.lines[0], step=run.progress.step, world_size=choice.world_size)
         if not choice.is_kept:
-            write_text(run.run_dir / CHOSEN, json.dumps(choice.record))
+            write_summed(run.run_dir / CHOSEN, choice.record)

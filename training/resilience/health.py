@@ -214,7 +214,7 @@ class SkippedSamples:
             path = origin / SKIPPED
         if dist.get_rank() == 0 and path.exists():
             try:
-                text = path.read_text()
+                text = files.read_with_sum(path)
                 [Skip(**skip) for skip in json.loads(text)]
                 answer[0] = text
             except (OSError, ValueError, TypeError) as error:
@@ -249,4 +249,4 @@ class SkippedSamples:
 
     def _write(self, write: bool) -> None:
         if write:
-            files.write_text(self._path, json.dumps([asdict(skip) for skip in self._skips], indent=1))
+            files.write_with_sum(self._path, json.dumps([asdict(skip) for skip in self._skips], indent=1))

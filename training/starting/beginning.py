@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoint import manifest, start
+from checkpoint import manifest, run_files, start
 from checkpoint.record import last_step
 from checkpoint.resume import Beginning
+from checkpoint.start import Start
+from checkpoint.state_file import read_state
 from configs import derived
 from configs.changes import Change
 from configs.keys import put
@@ -24,6 +26,20 @@ def passed_over(run_dir: Path, line: str) -> None:
     """Print and record why a checkpoint is not taken. Rank 0 calls it."""
     print(line, flush=True)
     events.record(run_dir, "checkpoint_passed_over", line)
+
+
+def name_damage(run_dir: Path, begun: Start) -> None:
+    """Print and record which files of the run are not what its checkpoint found them to be. Rank 0 calls it, before
+    anybody goes on with them. Raises OSError."""
+    folder = begun.checkpoint
+    if folder is None or folder.parent.parent.resolve() != run_dir.resolve():
+        return
+    found = run_files.changed(run_dir, read_state(folder).get("files", {}))
+    if found:
+        text = (
+            f"{run_dir}: not as {folder.name} found it: {'; '.join(found)}. The run goes on without what was lost there"
+        )
+        events.say(run_dir, events.INCOMPLETE, text)
 
 
 def say(config: Config, beginning: Beginning, step: int) -> None:

@@ -61,6 +61,8 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
         built.callback(claim.release)
     begun = resume.find(config, vocab_size, prepared.identity, beginning.passed_over)
     folder = begun.start.checkpoint
+    if topology.rank == 0:
+        beginning.name_damage(run_dir, begun.start)
     for callback in callbacks:
         callback.on_claim(0 if folder is None else int(folder.name[5:]))
 

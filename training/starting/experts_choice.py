@@ -6,20 +6,20 @@ Each rank decides by itself from what all of them know: the config, the machine'
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from configs import validate
-from configs.files import spared, write_text
+from configs.files import spared, write_summed
 from configs.keys import get
 from configs.ranks import launched
 from configs.schema import Config, ConfigError
 from data.vocabulary import expected_vocab_size
 from simulator.off_device.choice import decide, is_asked
-from simulator.off_device.options import ORDER, WEIGHTS
+from simulator.off_device.options import ORDER, STATE, WEIGHTS
 from simulator.search.limits import capacity, memory_limits
 from simulator.search.space import with_keys
+from training.starting.choice_file import read_choice
 from training.starting.machine import machine_of, refuse_another_kind
 
 EXPERTS_CHOSEN = "experts_chosen.json"  # in the run's folder
@@ -35,7 +35,7 @@ def place_experts(config: Config, given: frozenset[str]) -> Config:
         return config
     launch, path = launched(), Path(config.run_dir) / EXPERTS_CHOSEN
     asked = {key: get(config, key) for key in (WEIGHTS, ORDER)}
-    earlier = _read(path)
+    earlier = read_choice(path, (WEIGHTS, ORDER, STATE))
     kept = _kept(config, asked, earlier, launch.world_size)
     if kept is not None:
         chosen, line = kept
@@ -47,7 +47,7 @@ def place_experts(config: Config, given: frozenset[str]) -> Config:
             record = {"asked": asked, "world_size": launch.world_size, "values": values, "line": line}
             with spared(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(path, json.dumps(record))
+                write_summed(path, record)
     if launch.rank == 0:
         print(line, flush=True)
     return chosen
@@ -62,14 +62,6 @@ def decided(config: Config, given: frozenset[str], world_size: int) -> tuple[Con
     found = decide(config, world_size, expected_vocab_size(config), machine, rooms, given)
     validate.validate(found.config, world_size)
     return found.config, found.values, f"{found.line}; {why}"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and isinstance(content.get("values"), dict) else None
 
 
 def _kept(

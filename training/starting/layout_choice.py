@@ -7,7 +7,6 @@ all choose the same, and parallel/topology.py refuses where they did not.
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from simulator.clock.hardware import Hardware
 from simulator.clock.output.words import held_to
 from simulator.search.answer import LayoutAnswer
 from simulator.search.search import search_layout
+from training.starting.choice_file import read_choice
 from training.starting.machine import machine_of, refuse_another_kind
 
 CHOSEN = "layout_chosen.json"  # in the run's folder
@@ -118,14 +118,10 @@ def _given(config: Config, given: frozenset[str]) -> dict[str, Any]:
 
 
 def _read(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads((run_dir / CHOSEN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    known = isinstance(content, dict) and isinstance(content.get("values"), dict)
-    if known:  # of a version without them
+    content = read_choice(run_dir / CHOSEN, SEARCHED)
+    if content is not None:  # of a version without them
         content["values"] = {key: KEYS[key].fresh_default() for key in ASKED_KEYS} | content["values"]
-    return content if known and set(content["values"]) == set(SEARCHED) else None
+    return content if content is not None and set(content["values"]) == set(SEARCHED) else None
 
 
 def _kept(
