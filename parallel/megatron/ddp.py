@@ -1,4 +1,4 @@
-"""The insides of Megatron-core 0.16.1's DistributedDataParallel and schedules."""
+"""The insides of Megatron-core 0.16.1's Float16Module, DistributedDataParallel and schedules."""
 
 from __future__ import annotations
 
@@ -14,12 +14,24 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from parallel.megatron import require_version
 from parallel.owned import OwnedParameter, owners
 
 require_version()
+
+
+def in_half_precision(settings: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
+    """Wrap a bare chunk to compute in bf16 or fp16: its parameters are cast, its buffers keep their types."""
+    buffers = [(module, *named) for module in chunk.modules() for named in module.named_buffers(recurse=False)]
+    wrapped = Float16Module(settings, chunk)
+    # Without this the cast rounds what routers count, and their biases (github.com/NVIDIA/Megatron-LM/pull/7081).
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
+    return wrapped
 
 
 def wrap(
