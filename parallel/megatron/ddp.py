@@ -37,15 +37,21 @@ def in_half_precision(settings: TransformerConfig, chunk: torch.nn.Module) -> Fl
 def wrap(
     data: DistributedDataParallelConfig, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection
 ) -> list[DistributedDataParallel]:
-    """Wrap bare chunks for data parallelism, but for their owned parameters, which get gradients of their own."""
+    """Wrap bare chunks for data parallelism, but for their owned parameters, which get gradients of their own.
+    Gradients are added up over the ranks, not averaged."""
     settings, wrapped = get_model_config(chunks[0]), []
     for i, chunk in enumerate(chunks):
         own = owners(chunk.parameters())
         with _left_out(own):
             outer = DistributedDataParallel(settings, data, chunk, disable_bucketing=i > 0, pg_collection=groups)
+        # Without this gradients are averages, so that a loss must be larger by the number of ranks: activations'
+        # gradients in fp16 would overflow that many times sooner than on one rank.
+        for buffer in (*outer.buffers, *outer.expert_parallel_buffers):
+            for bucket in buffer.buckets:
+                bucket.gradient_scaling_factor = 1.0
         for owner in own:
             owner.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            owner.begin(1.0 / outer.dp_cp_group.size())
+            owner.begin()
         # each step forgets their gradients too
         outer.params_with_grad += [owner.parameter for owner in own if not owner.off_device]
         wrapped.append(outer)
