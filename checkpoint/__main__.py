@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
             subcommand.add_argument(
                 "--dtype",
                 choices=["float32", "bfloat16", "float16"],
-                help="of the weights; default: as the model has them",
+                help="of the weights, but for biases of routers, which are fp32; default: as the model has them",
             )
     options = parser.parse_args(arguments)
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
     """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder, as `dtype`
-    (None: as the model has them), with the run's tokenizer. Returns the checkpoint. Raises ConfigError, and OSError
-    where the disk fails."""
+    (None: as the model has them; biases of routers stay in fp32), with the run's tokenizer. Returns the checkpoint.
+    Raises ConfigError, and OSError where the disk fails."""
     good, tokenizer = _checked(source)
     from checkpoint.logical.reader import open_checkpoint
     from models import folder as folders  # imports torch, as the one before: seconds that --help need not wait for
@@ -38,7 +38,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
         special = _write_tokenizer(tokenizer, good, partial)
         progress.begin(f"Reading {good}")
         reader = open_checkpoint(good)
-        specs = [folders.TensorSpec(name, dtype or reader.dtype(name), reader.shape(name)) for name in reader.names()]
+        specs = [folders.TensorSpec(name, reader.dtype(name, dtype), reader.shape(name)) for name in reader.names()]
         specs.sort(key=lambda spec: spec.name)
         writer = folders.Writer(partial, specs, shown=True)
         for spec in specs:

@@ -96,7 +96,7 @@ class LeavingModel:
     weights: LogicalTensors
     files: dict[str, Path]  # that go along, by name
     special: dict[str, Any] | None  # which tokens begin, end and fill up a text, where that is known
-    dtype: torch.dtype | None = None  # of all weights; None: as they are
+    dtype: torch.dtype | None = None  # of all weights but FP32_NAMES; None: as they are
 
 
 def export_model(model: LeavingModel, target: Path, part_bytes: int | None = None) -> None:
@@ -117,7 +117,7 @@ def export_model(model: LeavingModel, target: Path, part_bytes: int | None = Non
         )
     dtype = str(model.dtype or model.weights.main_dtype).removeprefix("torch.")
     plan = list(tensors.export_plan(family, config))
-    specs = [folders.TensorSpec(each.name, model.dtype or model.weights.dtype(each.ours), each.shape) for each in plan]
+    specs = [folders.TensorSpec(each.name, model.weights.dtype(each.ours, model.dtype), each.shape) for each in plan]
     writer = folders.Writer(target, specs, part_bytes or folders.PART_BYTES, shown=True)
     for each, spec in zip(plan, specs, strict=True):
         writer.add(each.name, each.make(model.weights.fill, spec.dtype))

@@ -31,7 +31,7 @@ from models.weight_files.checks import one_line
 from models.weight_files.choice import INDEX_NAME as INDEX_NAME
 from models.weight_files.choice import SINGLE_NAME as SINGLE_NAME
 from models.weight_files.choice import choose
-from models.weight_files.expected import logical_shapes
+from models.weight_files.expected import FP32_NAMES, logical_shapes
 from models.weight_files.logical import LogicalWeight
 from models.weight_files.pickled_file import Held, PickledFile
 from models.weight_files.pieces import bands_of, fill, whole
@@ -258,7 +258,10 @@ def save_logical_folder(
     from models.weights import gather_logical, logical_tensors  # Megatron-core: seconds that no reader need wait for
 
     held: list[list[TensorSpec]] = [[] for _ in range(dist.get_world_size())]
-    mine = [TensorSpec(item.name, dtype or item.local.dtype, item.shape) for item in logical_tensors(chunks)]
+    mine = [
+        TensorSpec(item.name, dtype if dtype and not item.name.endswith(FP32_NAMES) else item.local.dtype, item.shape)
+        for item in logical_tensors(chunks)
+    ]
     dist.all_gather_object(held, mine)
     if dist.get_rank() != 0:
         for _ in gather_logical(chunks):

@@ -20,13 +20,12 @@ from megatron.core.tensor_parallel.layers import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
 from configs import derived
 from configs.schema import Config
 from models.weights import logical_tensors
-from parallel.megatron.ddp import wrap
+from parallel.megatron.ddp import in_half_precision, wrap
 from parallel.topology import Topology
 
 
@@ -66,7 +65,7 @@ def parallelize(config: Config, topology: Topology, chunks: Sequence[torch.nn.Mo
     mark_tensor_parallel(chunks)
     # 7. Precision: the inputs and outputs of a half-precision model are cast at its borders.
     if config.training.precision != "fp32":
-        chunks = [Float16Module(settings, chunk) for chunk in chunks]
+        chunks = [in_half_precision(settings, chunk) for chunk in chunks]
     # 8. Data parallelism: gradient buffers, their reduction, and the gather of a sharded optimizer's weights. Owned
     # parameters (parallel/owned.py) are left out, and get what they need here.
     data = DistributedDataParallelConfig(

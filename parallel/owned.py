@@ -46,12 +46,11 @@ class OwnedParameter:
         self,
         parameter: torch.nn.Parameter,
         group: dist.ProcessGroup | None,
-        scale: float | None,
         box: PartBox | None,
         grad_dtype: torch.dtype,
         off_device: bool = False,
     ):
-        self.parameter, self.group, self.scale, self.box = parameter, group, scale, box
+        self.parameter, self.group, self.box = parameter, group, box
         self.grad_dtype, self.off_device = grad_dtype, off_device
         # Whether its numbers are at hand: off the device where some are read or written as a whole (`at_hand`).
         self.is_here = not off_device
@@ -64,10 +63,9 @@ class OwnedParameter:
         """Whether this rank stands for all that hold the same part: in norms and in checkpoints."""
         return self.group is None or self.group.rank() == 0
 
-    def begin(self, scale: float) -> None:
-        """Take the gradient's memory, and gradients from autograd. `scale`: Megatron's of all others. Off the device
-        the tiers have that memory, and take gradients where they are made."""
-        self.scale = scale if self.scale is None else self.scale
+    def begin(self) -> None:
+        """Take the gradient's memory, and gradients from autograd. Off the device the tiers have that memory, and take
+        gradients where they are made."""
         if self.off_device:
             return
         assert self.grad_dtype == torch.float32 or self.parameter.dtype != torch.float32, self.grad_dtype
@@ -81,12 +79,10 @@ class OwnedParameter:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Make the gradient final: scaled, and added up over the ranks that hold the same part. A collective call of
-        theirs, after the last micro-batch."""
+        """Make the gradient final: added up over the ranks that hold the same part. A collective call of theirs, after
+        the last micro-batch."""
         zero_if_old(self.parameter, self.gate)  # no micro-batch had one
         grad: torch.Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
-        if self.scale != 1.0:
-            grad *= self.scale
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(grad, group=self.group)
 
@@ -101,7 +97,6 @@ class OwnedParameter:
 def own(
     parameter: torch.nn.Parameter,
     group: dist.ProcessGroup | None,
-    scale: float | None = None,
     box: PartBox | None = None,
     grad_dtype: torch.dtype = torch.float32,
     off_device: bool = False,
@@ -111,7 +106,6 @@ def own(
     Args:
         parameter: all of it, or this rank's part. It needs gradients; each rank steps all that it holds.
         group: ranks that hold the same part: their gradients are added up. None: this rank alone.
-        scale: of the gradient, before it is added up; None: as DDP's, 1 / (data times context parallel ranks).
         box: where the part lies; None: all of it is here, or as its module says.
         grad_dtype: of the gradient's memory. Optimizer tiers and fp32 parameters take fp32 alone.
         off_device: it stands in for numbers that lie elsewhere.
@@ -122,7 +116,7 @@ def own(
         raise ValueError(f"parameter {tuple(parameter.shape)} is owned already, or needs no gradient")
     if box is not None and not _fits(parameter, box):
         raise ValueError(f"part {tuple(parameter.shape)} does not fit its box: {box}")
-    parameter.owned = OwnedParameter(parameter, group, scale, box, grad_dtype, off_device)  # type: ignore[attr-defined]
+    parameter.owned = OwnedParameter(parameter, group, box, grad_dtype, off_device)  # type: ignore[attr-defined]
     return owner_of(parameter)  # type: ignore[return-value]
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: see parallel/megatron/startup.py)
 
 # isort: split
+import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
@@ -75,7 +75,7 @@ class Engine:
         self.dropout = Dropout(config, topology, self.bare_chunks)
         self.layer_inputs = offload_layer_inputs(config, topology, self.bare_chunks, self.host_link)
         self.schedule = _pass_order(config, self.layer_inputs, self.host_link)
-        _connect(config, self.chunks, self.optimizer)
+        _connect(config, self.chunks, self.scale_loss)
         exactly = derived.block_rows(config) is not None
         self.norms = GradNorms(self.optimizer, self.bare_chunks, topology, exactly)
         self.sums = StepSums()
@@ -127,6 +127,12 @@ class Engine:
         for placement in self._placements:
             placement.begin_passes(num_backwards)
 
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the backward pass of a micro-batch's loss begins with: the loss times fp16's loss scale, over the number
+        of data and context parallel ranks. The schedule takes losses for means over these ranks, and gradients are
+        added up over them (parallel/megatron/ddp.py)."""
+        return self.optimizer.scale_loss(loss) * (1.0 / self.topology.data_context.size)
+
     def on_host(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What this rank needs of a micro-batch of the host, which its data rank's context ranks share: the model's
         `on_host`. Also in the loader's thread."""
@@ -153,10 +159,12 @@ def _pass_order(config: Config, layer_inputs: LayerInputs | None, link: HostLink
     return get_forward_backward_func()  # type: ignore[no-any-return]
 
 
-def _connect(config: Config, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+def _connect(
+    config: Config, chunks: list[DistributedDataParallel], scale_loss: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Tell Megatron's schedule how to scale the loss and when to reduce gradients and gather weights."""
     settings = get_model_config(chunks[0])
-    settings.grad_scale_func = optimizer.scale_loss
+    settings.grad_scale_func = scale_loss
     settings.finalize_model_grads_func = finalize_gradients
     if config.parallel.overlap_grad_reduce:
         settings.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])

@@ -2,7 +2,7 @@
 
 The loss that is minimised is the sum over the predicted tokens of the global batch, divided by their number, so the
 step does not depend on how the batch is cut into ranks and micro-batches. Megatron's schedule averages over
-micro-batches and its DDP over data parallel ranks; `_loss` undoes both.
+micro-batches, and `Engine.scale_loss` over data parallel ranks; `_loss` undoes both.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _loss(
 def _loss_grad(engine: Engine, scale: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
     """The gradient that a micro-batch's sum of losses will get: what the schedule and `_loss` make of it, undone in
     their order."""
-    one = engine.optimizer.scale_loss(torch.ones((), device=scale.device)).reshape(())
+    one = engine.scale_loss(torch.ones((), device=scale.device)).reshape(())
     return one / num_micro_batches * engine.topology.context.size * scale
 
 

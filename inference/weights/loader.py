@@ -19,13 +19,13 @@ from inference.weights.parts import LocalPart, WeightUnit
 from memory.completion import TIMEOUT, Cancelled, Completion, Users, soonest_free
 from memory.copy_stream import PASSES
 from memory.host_link import HostLink
+from models.weight_files.expected import FP32_NAMES
 
 ALIGNMENT = 64  # bytes, of each weight in its unit
 SLOW = 10.0  # seconds after which the user hears what is waited for
 STAGE_BYTES = 32 * 2**20  # of a table's rows that come at once, where no unit is larger
 NUM_STAGES = 2  # pieces of pinned memory between files and a GPU
 HUGE_BYTES = 64 * 2**20  # from which memory of the host is asked for in large pages
-FP32_NAMES = ("router.expert_bias",)  # weights that no precision changes
 
 
 class WeightFiles(Protocol):

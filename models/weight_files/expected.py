@@ -6,6 +6,8 @@ from configs.schema import Config
 from models.blueprint import weights, whole
 
 EXPERTS = ".mlp.experts."  # stands before the number of a routed expert
+# Endings of names of weights that stay in fp32 in every precision: a router adds them to its scores, which are fp32.
+FP32_NAMES = ("router.expert_bias",)
 
 
 def logical_shapes(config: Config, vocab_size: int) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ import torch
 from configs.schema import ConfigError
 from memory.read_only_file import ReadOnlyFile
 from models.weight_files.cover import wrong_cover
+from models.weight_files.expected import FP32_NAMES
 from models.weight_files.pieces import RowBlock, fill
 from models.weight_files.stored import as_matrix
 
@@ -70,9 +71,11 @@ class LogicalTensors:
         """The shape of a tensor."""
         return self._weights[name].shape
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The type that a tensor is read with; a quantised one is read as a plain one."""
-        return self._weights[name].dtype
+    def dtype(self, name: str, wanted: torch.dtype | None = None) -> torch.dtype:
+        """The type that a tensor is read with; a quantised one is read as a plain one. `wanted`: the type that most
+        shall have, for the type of this tensor then."""
+        own = self._weights[name].dtype
+        return own if wanted is None or name.endswith(FP32_NAMES) else wanted
 
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor of that type."""

@@ -31,7 +31,7 @@ from parallel.megatron.tiered import (
     owned_slices,
     watch_reduced,
 )
-from parallel.owned import is_off_device, owner_of
+from parallel.owned import is_off_device
 from parallel.refusal import raise_together
 from parallel.topology import Topology
 
@@ -111,9 +111,7 @@ def _experts(
     if records is None:
         return None
     group = topology.expert_data.another_group(config.parallel.timeout_seconds) if records.alike > 1 else None
-    owner = owner_of(layers[0][0])
-    assert owner is not None and owner.scale is not None
-    return ExpertTier(records, layers, link, disk, group, owner.scale)
+    return ExpertTier(records, layers, link, disk, group)
 
 
 def _layers_off_device(chunks: Sequence[DistributedDataParallel]) -> list[list[torch.nn.Parameter]]:

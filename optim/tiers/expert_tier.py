@@ -45,14 +45,13 @@ class ExpertTier:
         link: HostLink,
         disk: Disk | None,
         group: dist.ProcessGroup | None,
-        scale: float,
     ):
         """layers: stand-ins of each layer's weights by kind, [experts, ...] each. group: the ranks that hold the same
-        experts, for these collectives alone; None: this one. scale: of a gradient, before it is added up over them."""
+        experts, for these collectives alone; None: this one."""
         self.records, self.layers, self.link, self.disk = records, layers, link, disk
         self.first, self.adds_on_host = records.first, records.sums_on_host
         self.dtype = layers[0][0].dtype
-        self._group, self._scale = group, scale
+        self._group = group
         self.part = 0 if group is None or records.parts == 1 else group.rank()
         self.buckets = records.buckets
         start = self.part * records.part_numel
@@ -161,8 +160,7 @@ class ExpertTier:
 
     def add(self, layer: int, slot: torch.Tensor, arrived: Arrived, is_first: bool, is_last: bool) -> list[Completion]:
         """Add a micro-batch's gradient to the sum on the host: of a slot, [padded_numel] in the weights' dtype, and of
-        copies of its experts. The first is written over what is there. After the last the sum is scaled: nobody else
-        has a part of it. When the slot is free again."""
+        copies of its experts. The first is written over what is there. When the slot is free again."""
         stages = self._stages
         assert stages is not None
         stage = stages.next()
@@ -231,12 +229,10 @@ class ExpertTier:
         return ups
 
     def finish(self, layer: int, slot: torch.Tensor) -> list[Completion]:
-        """A layer's gradient of this rank is complete in a slot: it is scaled, added up over the ranks that hold the
-        same experts, and leaves. When the slot is free again."""
+        """A layer's gradient of this rank is complete in a slot: it is added up over the ranks that hold the same
+        experts, and leaves. When the slot is free again."""
         start = self.part * self.records.part_numel
         own = slot[start : start + self.records.part_numel]
-        if self._scale != 1.0:
-            slot *= self._scale
         views = self._pieces(own, start)
         squares = self._squares_room(layer, len(views))
         ready = Completion.so_far(self.link.device)
@@ -367,8 +363,6 @@ class ExpertTier:
 
         def with_squares() -> None:
             work()
-            if self._scale != 1.0:
-                target.mul_(self._scale)
             squares_into(views, squares)
 
         return with_squares

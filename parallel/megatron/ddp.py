@@ -1,4 +1,4 @@
-"""The insides of Megatron-core 0.16.1's DistributedDataParallel and schedules."""
+"""The insides of Megatron-core 0.16.1's Float16Module, DistributedDataParallel and schedules."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from parallel.megatron import require_version
@@ -22,18 +24,34 @@ from parallel.owned import OwnedParameter, owners
 require_version()
 
 
+def in_half_precision(settings: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
+    """Wrap a bare chunk to compute in bf16 or fp16: its parameters are cast, its buffers keep their types."""
+    buffers = [(module, *named) for module in chunk.modules() for named in module.named_buffers(recurse=False)]
+    wrapped = Float16Module(settings, chunk)
+    # Without this the cast rounds what routers count, and their biases (github.com/NVIDIA/Megatron-LM/pull/7081).
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
+    return wrapped
+
+
 def wrap(
     data: DistributedDataParallelConfig, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection
 ) -> list[DistributedDataParallel]:
-    """Wrap bare chunks for data parallelism, but for their owned parameters, which get gradients of their own."""
+    """Wrap bare chunks for data parallelism, but for their owned parameters, which get gradients of their own.
+    Gradients are added up over the ranks, not averaged."""
     settings, wrapped = get_model_config(chunks[0]), []
     for i, chunk in enumerate(chunks):
         own = owners(chunk.parameters())
         with _left_out(own):
             outer = DistributedDataParallel(settings, data, chunk, disable_bucketing=i > 0, pg_collection=groups)
+        # Without this gradients are averages, so that a loss must be larger by the number of ranks: activations'
+        # gradients in fp16 would overflow that many times sooner than on one rank.
+        for buffer in (*outer.buffers, *outer.expert_parallel_buffers):
+            for bucket in buffer.buckets:
+                bucket.gradient_scaling_factor = 1.0
         for owner in own:
             owner.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            owner.begin(1.0 / outer.dp_cp_group.size())
+            owner.begin()
         # each step forgets their gradients too
         outer.params_with_grad += [owner.parameter for owner in own if not owner.off_device]
         wrapped.append(outer)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
 import torch
-from megatron.core import utils
+import torch.distributed as dist
+from megatron.core import parallel_state, utils
 from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import multi_latent_attention, transformer_layer
 from megatron.core.transformer.moe import moe_utils
@@ -20,6 +22,7 @@ def apply() -> None:
     _measure_gradients_exactly()
     _accept_subclasses_of_layers()
     _let_latent_attention_do_without_te()
+    _compare_counts_exactly()
 
 
 def _define_te_general_gemm() -> None:
@@ -55,3 +58,17 @@ def _measure_gradients_exactly() -> None:
 
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = norm
+
+
+def _compare_counts_exactly() -> None:
+    # Upstream compares each count of tokens with a mean in fp32: one token more than the mean is none where a layer has
+    # more than 2^24 assignments in a global batch.
+    def updated(tokens_LE: torch.Tensor, bias_LE: torch.Tensor, rate: float) -> torch.Tensor:
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(tokens_LE, group=group)
+        below_LE = tokens_LE.sum(dim=-1, keepdim=True) - tokens_LE * tokens_LE.size(-1)
+        return bias_LE + torch.sign(below_LE).to(bias_LE.dtype) * rate
+
+    # The package has a function of the same name as the module.
+    module: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    module.get_updated_expert_bias = updated

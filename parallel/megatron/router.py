@@ -51,6 +51,10 @@ class TopKRouter(router.TopKRouter):
             self.router_replay: Any = _InPlaceOfReplay(choose)
         # Without this every step copies (for a refusal) and clears two tensors a layer that nothing reads.
         self.global_tokens_per_expert = self.ga_steps = None
+        if self.enable_expert_bias:
+            # Without this counts are fp32 numbers, exact up to 2^24 alone.
+            counts = torch.zeros_like(self.expert_bias, dtype=torch.int64)
+            self.register_buffer("local_tokens_per_expert", counts, persistent=False)
 
     def _apply_seq_aux_loss(
         self,

@@ -154,7 +154,7 @@ def _write(config: Config, run_dir: Path) -> dict[str, torch.Tensor]:
         for chunk in chunks:
             for name, buffer in chunk.named_buffers():
                 if name.endswith("expert_bias"):
-                    buffer.copy_(torch.arange(len(buffer)))
+                    buffer.copy_(torch.arange(len(buffer)) + 34.2753)  # no number of bf16
         writer, name = ShardWriter(HostLink(torch.device("cpu"))), f"rank_{place.rank:05d}.safetensors"
         writer.take([each for each in _sharded(chunks) if is_main_replica(each.replica_id)])
         sums: list[Any] = [None] * torch.distributed.get_world_size()
@@ -202,7 +202,7 @@ def test_checkpoints_of_any_layout(layout: str, tmp_path: Path) -> None:
         held = load_file(target / folder.SINGLE_NAME)
         assert held.keys() == weights.keys()
         for name, tensor in weights.items():
-            expected = tensor if dtype is None else tensor.to(torch.bfloat16)
+            expected = tensor if dtype is None or name.endswith("expert_bias") else tensor.to(torch.bfloat16)
             assert held[name].dtype == expected.dtype and torch.equal(held[name], expected), name
         _equal(open_logical(target), held)
 

@@ -23,7 +23,8 @@ from simulator.run_plan import make_plan, refuse_what_cannot_fit
 from tests import distributed
 from tests.checkpoint.test_stored_state import another, save
 from tests.configs import advice
-from tests.training.helpers import make_config
+from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
+from tests.training.helpers import largest_difference, make_config
 from tests.training.test_step import SAMPLES, SMALL, VOCAB_SIZE, batches_of, build
 
 HOST = ("moe.weights_device=host", "optimizer.state_device=host")
@@ -136,6 +137,31 @@ def test_streamed_experts_have_the_bits_of_resident_ones(name: str, tmp_path: Pa
         assert len(ours) == 2 * STEPS and ours == resident
     compared, differ = checkpoint_differences(tmp_path / "streamed", tmp_path / "resident")
     assert compared > 20 and [each for each in differ if not each.startswith("random.")] == []
+
+
+def test_three_holders_add_up_in_another_order(tmp_path: Path) -> None:
+    """Two summands have one order. Of three, `experts_off_device.md` promises losses alone."""
+    both = ["parallel.context=3", "model.sequence_length=24", "training.micro_batch_size=4"]
+    configs = config_of(both, 3), config_of([*both, *HOST], 3, tmp_path)
+    numbers = distributed.run(losses_of_both, 3, *configs)
+    assert numbers == [numbers[0]] * 3
+    resident, ours = numbers[0]
+    assert largest_difference(ours, resident, "loss") < FP32_LOSS
+    assert largest_difference(ours, resident, "grad_norm") < FP32_GRAD_NORM
+
+
+def losses_of_both(resident: Any, streamed: Any) -> list[list[dict[str, Any]]]:
+    """Steps of both."""
+    from training.step import train_step
+
+    engines, found = [on_device := build(resident), another(on_device, streamed)], []
+    for engine in engines:
+        results = [train_step(engine, batches_of(engine.config, step), step) for step in range(1, STEPS + 1)]
+        found.append([{"step": i, "loss": each.loss, "grad_norm": each.grad_norm} for i, each in enumerate(results)])
+    for engine in engines:
+        engine.settle()
+        engine.close()
+    return found
 
 
 def counted(config: Any) -> dict[str, Any]:
