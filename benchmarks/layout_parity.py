@@ -8,6 +8,9 @@ did.
 Experts fold over data parallel ranks, so EP2xPP2 on 4 ranks is DP2xPP2xEP2 and stands once. In DP2xEP2 each expert has
 two copies. MoE models under tensor parallelism run with sequence parallelism, which Megatron-core asks for.
 
+`--batches` says which micro-batches, and whether documents stay apart: those of the presets, or joined_N and separate_N
+with N samples in each of a global batch of 24. BERT has no separate documents.
+
 The ranks are processes of one pool, over gloo on the CPU; each training goes through `Trainer` with its real data
 loader. Further arguments are config overrides for all runs, such as data.corpus=... or model.hidden_dropout=0.
 """
@@ -71,6 +74,21 @@ LAYOUTS: dict[str, Layout] = {
     "DP2xEP2": _layout(4, "moe", expert=2),
     "TP2+SPxEP2xETP1": _layout(4, "moe", tensor=2, sequence=True, expert=2, expert_tensor=1),
     "TP2+SPxEP2xETP2": _layout(4, "moe", tensor=2, sequence=True, expert=2, expert_tensor=2),
+}
+
+PRESET = "preset"
+# What is trained on: a global batch that every number of ranks above divides into micro-batches of each size.
+BATCHES: dict[str, tuple[str, ...]] = {
+    PRESET: (),
+    **{
+        f"{documents}_{size}": (
+            f"data.documents={documents}",
+            f"training.micro_batch_size={size}",
+            "training.global_batch_size=24",
+        )
+        for documents in ("joined", "separate")
+        for size in (1, 2, 3)
+    },
 }
 
 
@@ -158,6 +176,9 @@ def main() -> int:
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=", ".join(MODELS)
     )
+    parser.add_argument(
+        "--batches", nargs="+", choices=BATCHES, default=[PRESET], metavar="BATCH", help=", ".join(BATCHES)
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--markdown", action="store_true", help="print the table in markdown too")
@@ -176,21 +197,31 @@ def main() -> int:
     )
     begin = time.perf_counter()
     try:
-        rows = compare(arguments.models, arguments.layouts, overrides, _show)
+        tables = {}
+        for batch in arguments.batches:
+            print(f"{batch}:", flush=True)
+            models = [model for model in arguments.models if model.startswith("gpt") or "separate" not in batch]
+            tables[batch] = compare(models, arguments.layouts, [*BATCHES[batch], *overrides], _show)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return WRONG_CONFIG
     finally:
         distributed.shutdown()
-    broken = [f"{row.model} {row.layout}" for row in rows if not row.passed]
-    compared = len(rows) - len(arguments.models)
+    rows = [row for each in tables.values() for row in each]
+    broken = [row for row in rows if not row.passed]
+    compared = sum(row.layout != SINGLE for row in rows)
     print(f"{compared - len(broken)} of {compared} within the bounds, in {time.perf_counter() - begin:.0f} s")
     if arguments.markdown:
-        print(f"\n{markdown(rows)}\n")
+        for batch, each in tables.items():
+            print(f"\n{batch}:\n\n{markdown(each)}\n")
     if arguments.json:
         print(
             json.dumps(
-                {"steps": arguments.steps, "precision": arguments.precision, "rows": [vars(row) for row in rows]}
+                {
+                    "steps": arguments.steps,
+                    "precision": arguments.precision,
+                    "rows": [{"batch": batch, **vars(row)} for batch, each in tables.items() for row in each],
+                }
             )
         )
     return 1 if broken else 0

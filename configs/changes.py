@@ -40,7 +40,19 @@ def on_resume(name: str, before: Config, after: Config) -> OnResume:
         return "free"  # an earlier version took what is refused now
     if name == "data.validation_corpora" and _only_more_or_less(before, after):
         return "say"  # no number of training looks at them
+    if _draws_by(name, before) or _draws_by(name, after):
+        return "say"
     return KEYS[name].on_resume
+
+
+def _draws_by(name: str, config: Config) -> bool:
+    """Whether the masks of dropout follow from this key of the layout: see parallel/dropout.py."""
+    model, parallel = config.model, config.parallel
+    if name == "parallel.context":
+        return model.hidden_dropout > 0  # a rank draws for its rows
+    if name == "parallel.tensor":
+        return model.attention_dropout > 0 or (model.hidden_dropout > 0 and parallel.sequence)  # for its heads or rows
+    return name == "parallel.sequence" and model.hidden_dropout > 0
 
 
 def _only_more_or_less(before: Config, after: Config) -> bool:

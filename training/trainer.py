@@ -113,7 +113,7 @@ class Trainer:
             callback.before_step(run)
         batches, before = run.loader.next_step(), run.engine.mark()
         result = step.gradients(run.engine, batches, run.progress.step + 1)
-        refusal = run.health.judge(result.loss, result.finite)
+        refusal = run.health.judge(result.loss, result.finite, result.predicted_tokens)
         if refusal is not None:
             before.restore()
             recovery.handle(run, batches, result, refusal)

@@ -161,8 +161,14 @@ def test_changes_name_each_key_that_differs() -> None:
             "training.micro_batch_size",
             "say",
         ),
+        (["parallel.context=2"], "parallel.context", "free"),
+        (["parallel.context=2", "model.hidden_dropout=0.1"], "parallel.context", "say"),
+        (["parallel.sequence=true", "model.hidden_dropout=0.1"], "parallel.sequence", "say"),
+        (["parallel.tensor=2", "model.attention_dropout=0.1"], "parallel.tensor", "say"),
+        (["parallel.tensor=2", "model.hidden_dropout=0.1"], "parallel.tensor", "free"),
+        (["parallel.tensor=2", "model.hidden_dropout=0.1", "parallel.sequence=true"], "parallel.tensor", "say"),
     ],
 )
-def test_a_change_may_mean_less_than_it_can(overrides: list[str], key: str, means: str) -> None:
+def test_a_change_may_mean_less_or_more_than_its_key_says(overrides: list[str], key: str, means: str) -> None:
     found = {change.key: change.on_resume for change in _changes(overrides[1:], overrides)}
     assert found[key] == means

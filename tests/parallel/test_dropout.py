@@ -84,6 +84,31 @@ def test_masks_do_not_follow_the_order_of_passes(ranks: int, layout: tuple[str, 
         assert not torch.equal(*zeros)
 
 
+def dropped_rows(config: Config) -> list[bool]:
+    """Whether each number of the embedding's output was dropped, of the rows of this rank."""
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+
+    from training.step import gradients
+
+    engine = build(config)
+    (chunk,) = engine.bare_chunks
+    (embedding,) = (module for module in chunk.modules() if isinstance(module, LanguageModelEmbedding))
+    found: list[torch.Tensor] = []
+    embedding.register_forward_hook(lambda _module, _inputs, output: found.append(output == 0))
+    gradients(engine, batches_of(config, 1), 1)
+    return torch.cat(found).flatten().tolist()
+
+
+def test_context_ranks_draw_for_the_rows_that_they_hold() -> None:
+    """As the guide says: masks that repeat, of each rank its own, so that one process has others."""
+    common = [*TINY, "model.hidden_dropout=0.5"]
+    config = make_config([*common, "parallel.context=2"], 2)
+    first, again = (distributed.run(dropped_rows, 2, config) for _ in range(2))
+    (alone,) = distributed.run(dropped_rows, 1, make_config(common))
+    assert first == again and len(first[0]) == len(first[1]) == len(alone) / 2
+    assert first[0] != first[1] and sorted(first[0] + first[1]) != sorted(alone)
+
+
 def test_streams_fit_the_layout_that_drew_from_them() -> None:
     layout = {"world_size": 4, "tensor": 2, "sequence": True, "pipeline": 1, "virtual_pipeline": None, "context": 1}
     assert draws_alike(layout, {**layout, "virtual_pipeline": 1, "expert": 2, "timeout_seconds": 9})

@@ -386,7 +386,7 @@ def test_experts_and_the_rest_have_one_loss_scale() -> None:
 
 
 def judge(health: Health, loss: float, step: int = 0) -> Refusal | None:
-    refusal = health.judge(loss, True)
+    refusal = health.judge(loss, True, 1)
     if refusal is None:
         health.taken(loss, step)
     return refusal

@@ -13,7 +13,7 @@ from benchmarks.layout_parity import SINGLE, compare
 from tests.tolerances import FP32_LOSS
 from tests.training.helpers import largest_difference, read_metrics, train_on_ranks
 
-# All of them: python -m benchmarks.layout_parity -- data.documents=separate
+# All of them: python -m benchmarks.layout_parity --batches separate_1 separate_2 separate_3
 LAYOUTS = {"gpt_tiny": ["PP2xVPP2"], "gpt_moe_tiny": ["TP2+SP", "EP2"]}
 OTHER_WAYS: dict[str, tuple[int, list[str]]] = {
     "EP2, auto degree": (2, ["parallel.expert=2", "moe.pipeline_degree=auto"]),
@@ -40,6 +40,16 @@ def test_layouts(short_texts: list[str], model: str) -> None:
     rows = compare([model], LAYOUTS[model], short_texts)
     assert [row.layout for row in rows] == [SINGLE, *LAYOUTS[model]]
     assert [row for row in rows if not row.passed] == []
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_of_other_sizes(short_texts: list[str], size: int) -> None:
+    """On one process and on two, against micro-batches of 2 of the same samples."""
+    common = [*short_texts, "training.global_batch_size=12", "training.steps=2"]
+    rows = compare(["gpt_tiny"], ["DP2"], [*common, f"training.micro_batch_size={size}"])
+    assert [row for row in rows if not row.passed] == []
+    (usual, *_) = compare(["gpt_tiny"], [], [*common, "training.micro_batch_size=2"])
+    assert abs(rows[0].last_loss - usual.last_loss) < FP32_LOSS * usual.last_loss
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,12 @@
-"""What to do with a step whose loss or gradients are not finite, or whose loss leaps up: decided before the optimizer
-is touched.
+"""What to do with a step that predicts nothing, whose loss or gradients are not finite, or whose loss leaps up: decided
+before the optimizer is touched.
 
 skip: the batch is passed over, and the next one takes its step. rollback: the last good checkpoint is loaded first.
-stop: the run ends. A batch once passed over stays so: its samples are on record in `run_dir/skipped_samples.json`, and
-every later start passes over them too, so that the data of a step follows from the checkpoint and that file alone.
-Where refusals go on and on it was not the data: the run ends, and the batches that it passed over on the way are taken
-off the record. Damaged weights never count against a batch. (Skipping batches at a loss spike: PaLM, Chowdhery et al.
-2022, section 5.1.)
+stop: the run ends. A batch that predicts nothing is always skipped; in a run's first step it ends the run. A batch once
+passed over stays so: its samples are on record in `run_dir/skipped_samples.json`, and every later start passes over
+them too, so that the data of a step follows from the checkpoint and that file alone. Where refusals go on and on it was
+not single batches: the run ends, and the batches that it passed over on the way are taken off the record. Damaged
+weights never count against a batch. (Skipping batches at a loss spike: PaLM, Chowdhery et al. 2022, section 5.1.)
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from configs.schema import Config, ConfigError
 SKIPPED = "skipped_samples.json"
 WINDOW = 64  # steps whose median loss a spike is measured against
 LEAST_STEPS = 8  # of them before a spike can be told from a start
-MOST_IN_A_ROW = 10  # batches refused without a step between them: by then it is not the data
+MOST_IN_A_ROW = 10  # batches refused without a step between them: by then it is not single batches
 # times that the run goes back to a checkpoint because its weights were damaged, without a new step between them
 MOST_DAMAGES = 3
+NOTHING_PREDICTED = "nothing_predicted"  # the kind of a refusal whose cause is the data
 
 
 class UnhealthyRun(RuntimeError):
@@ -47,7 +48,7 @@ class RefusedRun(ConfigError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a step was refused. `kind` is the event's: nonfinite or loss_spike."""
+    """Why a step was refused. `kind` is the event's: nonfinite, loss_spike or nothing_predicted."""
 
     kind: str
     text: str
@@ -77,8 +78,11 @@ class Health:
         self.without_update = 0  # steps whose fp16 gradients overflowed, in all
         self.without_update_in_a_row = 0
 
-    def judge(self, loss: float, finite: bool) -> Refusal | None:
-        """Whether a step with this loss may be taken; `finite` tells of the gradients."""
+    def judge(self, loss: float, finite: bool, predicted_tokens: int) -> Refusal | None:
+        """Whether a step with this loss, of so many predicted tokens in all, may be taken; `finite` tells of the
+        gradients."""
+        if predicted_tokens == 0:  # there is no loss: what was made of it is 0, and would be taken for a good one
+            return Refusal(NOTHING_PREDICTED, "no token is predicted: each is the last of its document")
         if not math.isfinite(loss):
             return Refusal("nonfinite", f"the loss is {loss}")
         if not finite:
@@ -106,6 +110,8 @@ class Health:
         self._damages_in_a_row += damaged
         if self.gave_up:
             return "stop"
+        if refusal.kind == NOTHING_PREDICTED:
+            return "skip"  # the same samples would predict nothing again
         configured = self._settings.nonfinite if refusal.kind == "nonfinite" else self._settings.spike
         return "stop" if damaged and configured == "skip" else configured
 

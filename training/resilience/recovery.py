@@ -11,15 +11,27 @@ from configs import derived
 from training import progress
 from training.callbacks.checkpoints import Checkpoints
 from training.resilience import diagnosis, events
-from training.resilience.health import MOST_DAMAGES, MOST_IN_A_ROW, Health, Refusal, Skip, UnhealthyRun, kept_state
+from training.resilience.health import (
+    MOST_DAMAGES,
+    MOST_IN_A_ROW,
+    NOTHING_PREDICTED,
+    Health,
+    Refusal,
+    RefusedRun,
+    Skip,
+    UnhealthyRun,
+    kept_state,
+)
 from training.run import Run, restore_callbacks
 from training.starting import beginning
 from training.step import Batch, StepResult
 
+MORE_TO_PREDICT = "Try data.documents=joined, or a data.corpus with documents of two tokens or more"
+
 
 def handle(run: Run, batches: Sequence[Batch], result: StepResult, refusal: Refusal) -> None:
     """Find out what was wrong and do what the policy says. A collective call. Raises UnhealthyRun when the run shall
-    stop."""
+    stop, and RefusedRun where its first step predicts nothing."""
     health = run.health
     (checkpoints,) = (callback for callback in run.callbacks if isinstance(callback, Checkpoints))
     first, step = run.progress.consumed_samples, run.progress.step + 1
@@ -33,6 +45,8 @@ def handle(run: Run, batches: Sequence[Batch], result: StepResult, refusal: Refu
             if finding is not None
             else "; a second pass over them found nothing: a passing fault, of hardware?"
         )
+    if refusal.kind == NOTHING_PREDICTED and run.progress.step == 0:
+        raise RefusedRun(f"data.documents ({run.config.data.documents}): in {text}. {MORE_TO_PREDICT}.", 0)
     if damaged:
         text += ". That was so before this step: the batch is not at fault"
     _record(
@@ -76,7 +90,7 @@ def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpo
         _record(
             run,
             "batches_taken_back",
-            f"samples {samples} are not passed over any more: it was not the data",
+            f"samples {samples} are not passed over any more",
             step=step,
             samples=marked,
         )
@@ -96,6 +110,8 @@ def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpo
     many = advice = ""
     if gave_up and damaged:
         many = f"; {MOST_DAMAGES} times the run went back to a checkpoint, and the weights were damaged again"
+    elif gave_up and kind == NOTHING_PREDICTED:
+        many, advice = f"; {MOST_IN_A_ROW + 1} refused batches in a row are too many", f". {MORE_TO_PREDICT}"
     elif gave_up:
         many = f"; {MOST_IN_A_ROW + 1} refused batches in a row are not the data's fault"
     elif damaged:
