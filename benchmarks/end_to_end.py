@@ -41,6 +41,7 @@ from configs.compose import compose
 from configs.schema import Config, ConfigError
 from configs.validate import validate
 from data.prepare import PreparedData, prepare
+from parallel.topology import Topology
 
 MEGATRON, ONE_CHUNK, AUTO, PLACED = "megatron", "r=1", "auto", "placed"
 VARIANTS = (MEGATRON, ONE_CHUNK, AUTO)
@@ -59,7 +60,7 @@ class _Variant:
     """One model that trains; the losses and gradient norms of its steps."""
 
     def __init__(
-        self, name: str, config: Config, topology: Any, vocab_size: int, batches: Sequence[Any], folder: Path
+        self, name: str, config: Config, topology: Topology, vocab_size: int, batches: Sequence[Any], folder: Path
     ) -> None:
         from checkpoint.saver import Saver
         from training import engine
@@ -174,7 +175,7 @@ def _seed(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed + dist.get_rank(), force_reset_rng=True)
 
 
-def _build_megatron(config: Config, topology: Any, vocab_size: int) -> list[torch.nn.Module]:
+def _build_megatron(config: Config, topology: Topology, vocab_size: int) -> list[torch.nn.Module]:
     """The model as this project builds it, and then Megatron-core's layers with the same weights in place of ours."""
     from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 

@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +43,9 @@ from benchmarks.tables import table
 from configs.schema import Config
 from tests import distributed
 from tests.training.helpers import make_config
+
+if TYPE_CHECKING:
+    from training.engine import Engine
 
 VOCAB_SIZE = 1000  # of the made-up tokens: not a multiple of what storage is padded to
 MEMORY_BOUND, FLOPS_BOUND = 0.10, 0.01
@@ -443,22 +446,26 @@ def measure(config: Config) -> dict[str, Any]:
     return {**bytes_of, "flops": counter.get_total_flops(), "exchanged": exchanged.sent}
 
 
-def _own_tensors(model: Any) -> list[torch.Tensor]:
+def _own_tensors(model: Engine) -> list[torch.Tensor]:
     """What stays between steps besides weights, gradients and optimizer: the gather buffer, tables of positions, slots
     for copies of experts."""
     from megatron.core import parallel_state
+
+    from moe.layer import MixtrainMoELayer
 
     found = list(parallel_state.get_global_memory_buffer().buffer.values())
     for chunk in model.bare_chunks:
         if chunk.rotary is not None:
             found.append(chunk.rotary.of_length(model.config.model.sequence_length, model.topology.device))
         for module in chunk.modules():
-            if (slots := getattr(getattr(module, "placement", None), "slots", None)) is not None:
-                found += slots.tensors
+            if isinstance(module, MixtrainMoELayer) and (placement := module.placement) is not None:
+                if (slots := placement.slots) is not None:
+                    found.append(slots.weights)
+                    found += [] if slots._grads is None else [slots._grads]
     return found
 
 
-def _storages_by_kind(model: Any) -> dict[str, dict[int, int]]:
+def _storages_by_kind(model: Engine) -> dict[str, dict[int, int]]:
     from optim.tiers.tiers import tiers_of
     from parallel.megatron.optimizer import members
 
@@ -504,7 +511,7 @@ def _tensors(found: Any) -> list[torch.Tensor]:
     return _tensors(list(vars(found).values())) if is_dataclass(found) else []
 
 
-def _disk_bytes(model: Any) -> int:
+def _disk_bytes(model: Engine) -> int:
     from optim.tiers.tiers import tiers_of
 
     tiers = tiers_of(model.optimizer)

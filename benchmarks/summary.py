@@ -4,8 +4,9 @@ each further machine.
 `python -m benchmarks.summary [--check]`
 
 Nothing is typed in. `benchmarks/results/claims.yaml` names each claim, the file that holds its figure, and a regular
-expression that finds it there. After a new measurement, put its table into the file and run this; a figure that is no
-longer found ends with its name. With --check nothing is written, and the status is 1 if a page is out of date.
+expression that finds it there; one that takes a value out of a table names its column. After a new measurement, put its
+table into the file and run this; a figure that is no longer found, or stands in another column, ends with its name.
+With --check nothing is written, and the status is 1 if a page is out of date.
 """
 
 from __future__ import annotations
@@ -84,31 +85,47 @@ def _ends(line: str, until: str | None) -> bool:
     return line.startswith("#") if until is None else until in line
 
 
-def find(text: str, where: Any) -> Value:
-    """The value of an expression with one group: its first match, or what `take` makes of all of them.
+def find(text: str, where: Any, columns: list[str] | None = None) -> Value:
+    """The value of an expression with one group: its first match, or what `take` makes of all of them. `columns`: the
+    headings of the columns of a table that it is taken from, without which it must stand outside of tables.
 
     Raises:
-        NotFound: nothing matches.
+        NotFound: nothing matches, or a value stands in another column.
     """
     pattern, take = (where, None) if isinstance(where, str) else (where["all"], where["take"])
-    found = [match for line in text.splitlines() for match in re.findall(pattern, line)]
+    lines = text.splitlines()
+    found: list[tuple[str, str | None]] = []  # with the heading of its column
+    headings: list[str] = []
+    for i, line in enumerate(lines):
+        if line.startswith("|") and re.fullmatch(r"[| :-]+", "".join(lines[i + 1 : i + 2])):
+            headings = [cell.strip() for cell in line.strip("|").split("|")]
+        for match in re.finditer(pattern, line):
+            cell = line[: match.start(match.re.groups)].count("|") - 1
+            heading = headings[cell] if line.startswith("|") and cell < len(headings) else None
+            found.append((match[match.re.groups], heading))
     if not found:
         raise NotFound(f"nothing is like {pattern!r}")
     if take == "count":
         return len(found)
-    values = [number(match) for match in found]
+    found = found if take else found[:1]
+    for value, heading in found:
+        if heading not in columns if columns else heading is not None:
+            is_named = f"not {' or '.join(map(repr, columns))}" if columns else "which `columns` does not name"
+            raise NotFound(f"{pattern!r} takes {value!r} out of the column {heading!r}, {is_named}")
+    values = [number(value) for value, _ in found]
     return values[0] if take is None else TAKES[take](values)
 
 
-def values_of(text: str, places: dict[str, Any]) -> dict[str, Value]:
-    """The named values; those that divide two others come last."""
+def values_of(text: str, places: dict[str, Any], columns: dict[str, Any] | None = None) -> dict[str, Value]:
+    """The named values; those that divide two others come last. `columns`: name -> heading, or headings."""
     found: dict[str, Value] = {}
     for name, where in places.items():
         if isinstance(where, dict) and "divide" in where:
             upper, lower = where["divide"]
             found[name] = found[upper] / found[lower]
         else:
-            found[name] = find(text, where)
+            headings = (columns or {}).get(name)
+            found[name] = find(text, where, [headings] if isinstance(headings, str) else headings)
     return found
 
 
@@ -129,7 +146,7 @@ def figures(results: Path = RESULTS) -> list[Figure]:
                 place = place or {}
                 try:
                     part = section(text, place.get("under"), place.get("until"))
-                    values = values_of(part, claim["values"])
+                    values = values_of(part, claim["values"], claim.get("columns"))
                 except NotFound as error:
                     raise NotFound(f"{claim['file']}, {claim['claim']!r} on {machine}: {error}") from None
                 said = claim["readme"].format(**values) if i == 0 and "readme" in claim else None

@@ -270,6 +270,17 @@ def expert_capacity(tokens: int, num_experts: int, top_k: int, factor: float) ->
     return math.ceil(tokens * top_k / num_experts * factor)
 
 
+def kept_share(config: Config) -> float:
+    """The share of assignments that `moe.capacity_factor` keeps where the router spreads tokens evenly: 1.0 without a
+    capacity. Dropped assignments are not computed, and nothing is padded in their place."""
+    moe = config.moe
+    if moe.num_experts is None or moe.capacity_factor is None:
+        return 1.0
+    tokens = config.training.micro_batch_size * config.model.sequence_length
+    capacity = expert_capacity(tokens, moe.num_experts, moe.top_k, moe.capacity_factor)
+    return min(1.0, capacity * moe.num_experts / (tokens * moe.top_k))
+
+
 def element_size(config: Config) -> int:
     """Bytes of a number of the forward and the backward pass."""
     return 4 if config.training.precision == "fp32" else 2

@@ -194,6 +194,7 @@ def _padded_rows(config: Config) -> float:
     """Rows that an even load computes in half precision on a CPU, over those that it has; see moe/experts/blocks.py's
     padded."""
     moe, degree = config.moe, derived.pipeline_degrees(config)[0] or 1
-    rows = derived.tokens_per_call(config) * moe.top_k * config.parallel.expert / (moe.num_experts or 1) / degree
+    kept = moe.top_k * derived.kept_share(config)  # of a token's assignments
+    rows = derived.tokens_per_call(config) * kept * config.parallel.expert / (moe.num_experts or 1) / degree
     block = rows / max(1, -(-rows // BLOCK_ROWS))
     return (block + STEP_ROWS / 2) / block

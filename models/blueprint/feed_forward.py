@@ -105,6 +105,7 @@ def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
         routed = hidden(config, name)
     width = derived.expert_ffn_hidden_size(config)
     weights = _expert_weights(config)
+    kept = moe.top_k * derived.kept_share(config)  # of a token's assignments
     operations.append(
         ModelOperation(
             "experts",
@@ -114,7 +115,7 @@ def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
             saved=(source,),
             frees=("probs",),
             weights=weights,
-            flops=2.0 * (3 if config.model.activation == "swiglu" else 2) * size * width * moe.top_k,
+            flops=2.0 * (3 if config.model.activation == "swiglu" else 2) * size * width * kept,
             collectives=(Collective("all_to_all", EXPERT, routed),),
         )
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from configs import derived
 from configs.schema import Config
 from moe.chunk_plan import FP32, STRATEGIES, LayerLoad, Plan
@@ -53,12 +51,7 @@ def _are_tiled(config: Config, width: int) -> bool:
 
 def even_load(config: Config, device: str) -> LayerLoad:
     """A call where every expert gets as many tokens, less what its capacity drops."""
-    load = layer_shape(config, device).even()
-    if config.moe.capacity_factor is not None and config.moe.capacity_factor < 1:
-        share = config.moe.capacity_factor
-        of_expert = int(load.expert_assignments * share)
-        load = replace(load, assignments=int(load.assignments * share), expert_assignments=of_expert)
-    return load
+    return layer_shape(config, device).even(derived.kept_share(config))
 
 
 def fullest_load(config: Config, device: str) -> LayerLoad:

@@ -43,11 +43,11 @@ class Shape:
     slots: int = 0  # copies of experts that a rank may hold
     expert_numbers: int = 0  # parameters of one expert on this rank
 
-    def at_home(self, counts: Sequence[float], homes: PlacementMap) -> LayerLoad:
+    def at_home(self, counts: Sequence[float], homes: PlacementMap, kept: float = 1.0) -> LayerLoad:
         """The load of a call whose experts are computed at their homes, from the tokens that each expert gets, on any
-        scale: one call's, or a whole step's."""
+        scale: one call's, or a whole step's. `kept`: the share of all assignments that is not dropped."""
         total = sum(counts)
-        scale = self.tokens * self.num_ranks * self.top_k / total if total else 0.0
+        scale = kept * self.tokens * self.num_ranks * self.top_k / total if total else 0.0
         of_ranks = [homes.experts_of(rank) for rank in range(self.num_ranks)]
         assignments = [scale * sum(counts[expert] for expert in experts) for experts in of_ranks]
         # rows of this rank's tokens for each
@@ -57,9 +57,9 @@ class Shape:
         of_expert = scale * max(counts, default=0.0)
         return self.placed(Ran(max(assignments), of_expert, rows, away, 0.0, 0.0))
 
-    def even(self) -> LayerLoad:
-        """The load where every expert gets as many tokens; homes are alike then."""
-        return self.at_home([1.0] * self.num_experts, PlacementMap(self.num_experts, self.num_ranks))
+    def even(self, kept: float = 1.0) -> LayerLoad:
+        """The load where every expert gets as many tokens; homes are alike then. `kept` as in `at_home`."""
+        return self.at_home([1.0] * self.num_experts, PlacementMap(self.num_experts, self.num_ranks), kept)
 
     def placed(self, ran: Ran) -> LayerLoad:
         """The load of calls like those that ran with a placement."""

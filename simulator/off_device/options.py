@@ -89,7 +89,8 @@ def tokens_between(config: Config, world_size: int) -> float:
     """Tokens that an expert computes between two transfers of its weights, with every expert equally busy."""
     moe = config.moe
     calls = derived.num_micro_batches(config, world_size) if config.training.pass_order == "by_layer" else 1
-    return calls * derived.tokens_per_call(config) * config.parallel.expert * moe.top_k / (moe.num_experts or 1)
+    kept = moe.top_k * derived.kept_share(config)  # of a token's assignments
+    return calls * derived.tokens_per_call(config) * config.parallel.expert * kept / (moe.num_experts or 1)
 
 
 def break_even(config: Config, world_size: int, hardware: Hardware) -> float:

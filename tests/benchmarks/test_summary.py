@@ -91,7 +91,17 @@ def test_values_are_found_and_divided() -> None:
         "last": {"all": r"^\| (\d+) \|", "take": "last"},
     }
     wanted = {"tokens": 1296, "small": 20.5, "large": 82.0, "ratio": 4.0, "least": 10.0, "rows": 3, "last": 8}
-    assert summary.values_of(TEXT, places) == wanted
+    columns = {"small": "ms", "large": ["ms"], "least": "ms", "last": "size"}
+    assert summary.values_of(TEXT, places, columns) == wanted
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [({}, "column 'ms', which `columns` does not name"), ({"small": "size"}, "takes '20.5' .* 'ms', not 'size'")],
+)
+def test_a_value_out_of_another_column_is_refused(columns: dict[str, str], said: str) -> None:
+    with pytest.raises(NotFound, match=said):
+        summary.values_of(TEXT, {"small": r"^\| 8 .*\| ([\d.]+) \|"}, columns)
 
 
 @pytest.mark.parametrize(

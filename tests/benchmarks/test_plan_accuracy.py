@@ -1,0 +1,34 @@
+"""Plans are what benchmarks/plan_accuracy.py measures, also where experts have copies or a capacity."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.plan_accuracy import Case, compare
+from simulator.clock.files import load
+from simulator.flops import training_flops_per_token
+from simulator.run_plan import make_plan
+from tests.training.helpers import make_config
+
+SIZES = ("model.num_layers=2", "training.micro_batch_size=2", "training.global_batch_size=4", "parallel.expert=2")
+SLOTS = ("moe.placement.policy=quota", "moe.placement.extra_slots=2")
+
+
+@pytest.mark.parametrize("more", [SLOTS, ("moe.capacity_factor=0.3",)], ids=["slots of copies", "capacity"])
+def test_a_plan_is_what_was_measured(more: tuple[str, ...]) -> None:
+    result = compare(Case("gpt_moe_tiny", "EP2", 2, (*SIZES, *more)))
+    assert result["passed"], result
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_a_plan_charges_what_the_capacity_keeps(policy: str) -> None:
+    sizes, machine = ("experiment=gpt_moe_small", "training.device=cpu", *SIZES), load("cpu_emulated")
+    all_of, half, most = (
+        make_config([*sizes, f"moe.drop_policy={policy}", f"moe.capacity_factor={factor}"] if factor else sizes, 2)
+        for factor in (None, 0.5, 2.0)
+    )
+    flops = [training_flops_per_token(config, 1000) for config in (all_of, half, most)]
+    steps = [make_plan(config, 2, 1000, hardware=machine).step for config in (all_of, half, most)]
+    sent = [make_plan(config, 2, 1000).communication[0]["expert_all_to_all"] for config in (all_of, half, most)]
+    seconds = [step.seconds for step in steps if step is not None]
+    assert flops[1] < flops[0] == flops[2] and seconds[1] < seconds[0] == seconds[2] and sent[1] < sent[0] == sent[2]
