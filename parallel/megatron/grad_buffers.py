@@ -150,7 +150,10 @@ def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> 
         if param not in self.param_to_bucket_group:
             return
         overlap = self.ddp_config.overlap_grad_reduce
-        assert param.grad is not None or not overlap, "a gradient that is None is not safe with overlap_grad_reduce"
+        # None is the head's gradient of a tied embedding where the head has a backward call of its own (layer-wise
+        # schedule): the buffer has it already, and another call brings the embedding's.
+        is_there = param.grad is not None or param.grad_added_to_main_grad  # type: ignore[attr-defined]
+        assert is_there or not overlap, "a gradient that is None is not safe with overlap_grad_reduce"
         take_gradient(param, getattr(self, "gate", None))
         if overlap:
             self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)

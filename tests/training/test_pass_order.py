@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from configs import derived
+from models.loss.tiles import FEW_TOKENS
 from simulator.layer_inputs import layer_inputs
 from tests import distributed
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
@@ -116,9 +117,20 @@ def test_by_layer_makes_the_same_bits(name: str) -> None:
         assert [counted for _, counted in by_layer] == [counts] * ranks and plan.copies_back > plan.copies_out > 0
 
 
-def test_a_table_that_is_shared_adds_up_in_another_order() -> None:
-    overrides = ("model=bert_tiny", "model.tie_embeddings=true", *OVERLAP)
-    (by_micro_batch, _), (by_layer, _) = ([numbers for numbers, _ in each] for each in _both(2, overrides))
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, ("model=bert_tiny", *OVERLAP)),
+        (1, ("model=gpt_tiny", f"model.sequence_length={FEW_TOKENS // 2}")),  # the most tokens that are one tile
+        (1, ("model=gpt_tiny", f"model.sequence_length={FEW_TOKENS // 2 + 2}")),
+        (2, ("model=gpt_tiny", "training.token_tile=48", *OVERLAP)),
+    ],
+    ids=["bert", "one tile", "several tiles", "tiles that were asked for"],
+)
+def test_a_table_that_is_shared_adds_up_in_another_order(ranks: int, more: tuple[str, ...]) -> None:
+    """With tiles the head's gradient is in its buffer before its backward call, which is not the embedding's."""
+    overrides = ("training.global_batch_size=4", *more, "model.tie_embeddings=true")
+    by_micro_batch, by_layer = (each[0][0] for each in _both(ranks, overrides))  # of rank 0
     for ours, theirs in zip(by_layer[:-1], by_micro_batch[:-1], strict=True):
         assert ours[0] == pytest.approx(theirs[0], rel=FP32_LOSS, abs=0)
         if isinstance(theirs[1], float):
