@@ -1,10 +1,10 @@
 """How well a model predicts texts: `python -m inference.evaluate --checkpoint MODEL --files TEXT ... [--stride 128]`.
 
 Prints the tokens' perplexity and the bits per byte of each file and of all together; `--by-position` adds the loss of
-all by the position in the text. A file's documents are read as in training, and each follows the token that its tokenizer
-begins texts with, or, where that names none, the end-of-text token, as in training. A text longer than the model's sequence length is read in windows that overlap, so that each token is predicted once, from
-at least the length minus the stride tokens before it. Perplexity compares models with the same tokenizer, bits per byte
-any models.
+all by the position in the text. A file's documents are read as in training, and each follows its tokenizer's begin
+token, or the end-of-text token, as in training, where the tokenizer names no begin token. A text longer than the
+model's sequence length is read in windows that overlap, so that each token is predicted once, from at least the length
+minus the stride tokens before it. Perplexity compares models with the same tokenizer, bits per byte any models.
 
 `--tasks NAME ... --task-folder FOLDER` runs tasks of the LM evaluation harness (`bash launch/setup.sh --extra eval`
 installs it) from the .yaml files of a folder, whose data are local files; nothing is downloaded.

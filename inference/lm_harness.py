@@ -22,12 +22,8 @@ from inference.open_model import OpenModel
 from inference.scoring import log_likelihoods_of, score_together, shared_batches
 
 MAX_NEW_TOKENS = 256  # of an answer whose task does not say
-MOST_TOKENS = (
-    "max_gen_toks",
-    "max_new_tokens",
-    "max_tokens",
-    "max_completion_tokens",
-)  # the first that is there counts
+# A task's own word for how long an answer may become: the first that it has.
+MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class HarnessModel(TemplateLM):
